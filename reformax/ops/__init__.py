@@ -1,0 +1,13 @@
+"""Attention algorithms as pure functions: one module each, arrays in, arrays out.
+
+    from reformax.ops import lsh
+    attend = lsh.lsh(n_hashes=4)
+    out = attend(qk, None, v, causal=True, rng=jax.random.key(0))
+
+Importing this package needs JAX alone.
+"""
+
+from reformax.ops import dense, local, lsh, shared_qk
+from reformax.ops.base import AttentionOp, Dims, Traits
+
+__all__ = ["AttentionOp", "Dims", "Traits", "dense", "local", "lsh", "shared_qk"]

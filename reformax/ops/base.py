@@ -1,0 +1,255 @@
+"""The contract that every attention algorithm keeps, and the oracle each one is held to.
+
+Letters in the shapes of `reformax.ops` (the order of `jax.nn.dot_product_attention`):
+
+    B batch    T queries    S keys    N heads    H query and key size    V value size
+    R hashing rounds    C chunks    L chunk length    M keys in a chunk's window
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+
+class Traits(NamedTuple):
+    """What an algorithm is, as data: callers ask these and never the algorithm's name."""
+
+    shared_qk: bool = False  # one projection serves as query and, length-normalised, as key
+    causal: bool = True  # it can hide the future
+    bidirectional: bool = True  # it can show the future
+    cross: bool = False  # queries and keys may come from different sequences
+    exact: bool = False  # every visible key is attended to, whatever the plan
+    random_plan: bool = False  # the plan is drawn at random: it needs an rng
+
+
+class Dims(NamedTuple):
+    """The static sizes that an algorithm's own weights may depend on."""
+
+    n_heads: int
+    d_qk: int
+    d_v: int
+    length: int
+
+
+class AttentionOp(NamedTuple):
+    """An attention algorithm with its hyperparameters fixed, as pure functions.
+
+    `plan` says where each query looks and `apply` does the arithmetic there. They are apart because
+    a reversible stack computes `apply` again in its backward pass and must look in the same places:
+    it keeps the plans, which are small integers, and no activation.
+
+    Attributes:
+      init: `(rng, dims) -> params`, the algorithm's own weights, usually `()`.
+      plan: `(params, q, k, *, segments, causal, rng, train) -> plan`, a pytree of integers through
+        which no gradient flows. `train=False` selects the settings for evaluation.
+      apply: `(params, q, k, v, *, plan, segments, causal, dropout, rng) -> out`.
+      traits: what the algorithm can do.
+      init_cache: incremental decoding, `(params, batch, dims, dtype) -> cache`; None: it cannot.
+      step: `(params, q, k, v, cache) -> (out, cache)` for one position; None: it cannot.
+    """
+
+    init: Callable[..., Any]
+    plan: Callable[..., Any]
+    apply: Callable[..., Any]
+    traits: Traits
+    init_cache: Callable[..., Any] | None = None
+    step: Callable[..., Any] | None = None
+
+    def __call__(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S N H"] | None,
+        v: Float[Array, "B S N V"],
+        *,
+        causal: bool = False,
+        segments: Int[Array, "B T"] | None = None,
+        dropout: float = 0.0,
+        rng: PRNGKeyArray | None = None,
+        train: bool = True,
+    ) -> Float[Array, "B T N V"]:
+        """Plans and applies in one call, for an algorithm without weights of its own.
+
+        Args:
+          q: queries; for a shared-QK algorithm, queries and keys in one.
+          k: keys; None for a shared-QK algorithm.
+          v: values.
+          causal: whether a position sees only itself and what came before it.
+          segments: ids. A token sees its own id only; 0 is padding, which sees and gives nothing.
+          dropout: the rate at which attention weights are dropped.
+          rng: the source of hashes and of dropout.
+          train: False selects the algorithm's settings for evaluation.
+
+        Returns:
+          The attended values in the dtype of `v`. A row that sees nothing is zeros.
+
+        Raises:
+          ValueError: an argument's shape does not fit, or an rng is needed and missing.
+          NotImplementedError: the algorithm cannot do what is asked.
+        """
+        check_arguments(
+            self.traits, q, k, v, causal=causal, segments=segments, dropout=dropout, rng=rng
+        )
+        plan = self.plan((), q, k, segments=segments, causal=causal, rng=rng, train=train)
+        return self.apply(
+            (), q, k, v, plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng
+        )
+
+
+def no_params(rng: PRNGKeyArray, dims: Dims) -> tuple[()]:
+    """`AttentionOp.init` of an algorithm that has no weights of its own."""
+    del rng, dims
+    return ()
+
+
+def no_plan(params, q, k, *, segments, causal, rng, train) -> tuple[()]:
+    """`AttentionOp.plan` of an algorithm that looks in the same places whatever it reads."""
+    del params, q, k, segments, causal, rng, train
+    return ()
+
+
+def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng) -> None:
+    """Raises one line that names the argument, its value and the fix, before any tracing."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None and x.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {x.shape}: expected 4 axes, [batch, length, heads, size]"
+            )
+    if traits.shared_qk != (k is None):
+        fix = "pass k=None" if traits.shared_qk else "pass k"
+        raise ValueError(
+            f"k is {'missing' if k is None else 'given'}, but the op has {traits}: {fix}"
+        )
+    keys, of = (q, "q") if k is None else (k, "k")
+    if v.shape[:3] != keys.shape[:3]:
+        raise ValueError(
+            f"v has shape {v.shape}: expected [batch, length, heads] as in {of}, {keys.shape[:3]}"
+        )
+    if (q.shape[0], *q.shape[2:]) != (keys.shape[0], *keys.shape[2:]):
+        raise ValueError(
+            f"k has shape {keys.shape}: expected batch, heads and size as in q, {q.shape}"
+        )
+    if q.shape[1] != keys.shape[1] and not traits.cross:
+        raise NotImplementedError(
+            f"q and k have lengths {q.shape[1]} and {keys.shape[1]}, "
+            "but this op attends within one sequence: use an op whose traits say cross=True"
+        )
+    if causal and not traits.causal:
+        raise NotImplementedError("causal=True: this op cannot hide the future")
+    if not causal and not traits.bidirectional:
+        raise NotImplementedError("causal=False: this op is causal only")
+    if segments is not None:
+        if segments.shape != q.shape[:2] or q.shape[1] != keys.shape[1]:
+            raise ValueError(
+                f"segments has shape {segments.shape}: expected [batch, length] of q and k, "
+                f"{q.shape[:2]} and {keys.shape[:2]}"
+            )
+        if not jnp.issubdtype(segments.dtype, jnp.integer):
+            raise ValueError(f"segments has dtype {segments.dtype}: expected integers")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is {dropout}: expected a rate in [0, 1)")
+    if rng is None and (dropout > 0.0 or traits.random_plan):
+        why = "dropout > 0" if dropout > 0.0 else "an op that draws its plan at random"
+        raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
+
+
+def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
+    """`x` scaled to unit root mean square over its last axis: a shared-QK key (Reformer, sec. 2)."""
+    x32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(mean_square + epsilon)).astype(x.dtype)
+
+
+def visibility(
+    n_queries: int,
+    n_keys: int,
+    *,
+    causal: bool,
+    segments: Int[Array, "B T"] | None = None,
+) -> Bool[Array, "#B 1 T S"]:
+    """Which key each query may see at all, by causality and by segment."""
+    mask = jnp.ones((1, 1, n_queries, n_keys), bool)
+    if causal:
+        mask = jnp.tril(mask)
+    if segments is not None:
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        mask = mask & same & (segments != 0)[:, None, None, :]
+    return mask
+
+
+def except_self(mask: Bool[Array, "#B #N T T"]) -> Bool[Array, "#B #N T T"]:
+    """Hides each position from itself unless it sees nothing else (Reformer, sec. 2)."""
+    itself = jnp.eye(mask.shape[-1], dtype=bool)
+    others = mask & ~itself
+    alone = ~others.any(axis=-1, keepdims=True)
+    return others | (mask & itself & alone)
+
+
+def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
+    """A bijection of 32-bit words in which each input bit flips each output bit half the time."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def dropout_multiplier(
+    rng: PRNGKeyArray,
+    rate: float,
+    batch: Int[Array, "*d"],
+    head: Int[Array, "*d"],
+    query: Int[Array, "*d"],
+    key: Int[Array, "*d"],
+) -> Float[Array, "*d"]:
+    """Dropout of attention weights as a function of *which* weight: 0 or 1 / (1 - rate).
+
+    A weight is addressed by its batch, head, query and key position, so any tiling, any order and
+    both passes see the same mask, and nothing of it is stored. The arguments broadcast.
+    """
+    seed, salt = jax.random.bits(rng, (2,), jnp.uint32)
+    batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
+    row = _mix(query ^ _mix(head ^ _mix(batch ^ seed)))
+    bits = _mix(row ^ _mix(key ^ salt))
+    keep = bits >= np.uint32(round(rate * 2**32))
+    return jnp.where(keep, np.float32(1 / (1 - rate)), np.float32(0))
+
+
+def full_dropout_multiplier(
+    rng: PRNGKeyArray, rate: float, shape: tuple[int, int, int, int]
+) -> Float[Array, "B N T S"]:
+    """`dropout_multiplier` of every weight of a `[B, N, T, S]` attention matrix."""
+    return dropout_multiplier(rng, rate, *jnp.ogrid[tuple(slice(n) for n in shape)])
+
+
+def reference_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    mask: Bool[Array, "#B #N T S"],
+    *,
+    dropout: float = 0.0,
+    rng: PRNGKeyArray | None = None,
+) -> Float[Array, "B T N V"]:
+    """The oracle: softmax(q k^T / sqrt(H)) v over an explicit mask, O(T * S) time and memory.
+
+    Scores and weights are float32 whatever the inputs are. A row that sees nothing is zeros.
+    """
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) / math.sqrt(
+        q.shape[-1]
+    )
+    # Subtracting the maximum only of what is visible keeps a fully masked row finite.
+    top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-1e30)
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    if dropout > 0.0:
+        weights = weights * full_dropout_multiplier(rng, dropout, weights.shape)
+    out = jnp.einsum(
+        "bnts,bsnv->btnv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return out.astype(v.dtype)

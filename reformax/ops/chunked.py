@@ -1,0 +1,371 @@
+"""Attention within neighbouring chunks of a reordered sequence: the core of local and LSH attention.
+
+A sequence is put in some order and cut into chunks of `L` positions; each chunk's queries see the
+keys of their own chunk and of its neighbours. Local attention keeps the order as it is; LSH
+attention sorts by bucket, once per hashing round. The rounds' keys share one softmax, accumulated
+round by round with its running log-sum-exp, so a row's output is exactly softmax attention over
+the union of what it sees.
+
+The gradient is analytic, from the output and its log-sum-exp alone (Dao et al. 2022, sec. 3.1 and
+appendix B.2): scores are computed again, round by round, and never stored.
+
+Inside this module arrays are heads-first, `[B, N, T, ...]`, with T padded to whole chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from reformax.ops.base import dropout_multiplier, length_normalize
+
+# Stands for minus infinity where a difference of two of them must not be NaN.
+HIDDEN = -1e30
+
+
+class Order(NamedTuple):
+    """An order of the padded sequence for each round, and its inverse: `slot[order[t]] == t`."""
+
+    order: Int[Array, "B N R T"]  # the position that stands at each place
+    slot: Int[Array, "B N R T"]  # the place at which each position stands
+
+
+class Chunks(NamedTuple):
+    """The static part of a chunked attention: which keys a query sees, and with what weight.
+
+    Attributes:
+      length: the number of real positions; those behind it are padding.
+      chunk_len: positions in a chunk, L.
+      n_chunks_before: how many chunks before its own a query sees.
+      n_chunks_after: how many chunks after its own a query sees.
+      causal: whether the future is hidden, by original position.
+      shared_qk: whether keys are the length-normalised queries, hidden from themselves.
+      window: if set, keys `window` or more positions away are hidden.
+      count_once: whether a key that several rounds see counts once (the paper's N_ij) or each time.
+      dropout: the rate at which attention weights are dropped.
+    """
+
+    length: int
+    chunk_len: int
+    n_chunks_before: int
+    n_chunks_after: int
+    causal: bool
+    shared_qk: bool
+    window: int | None = None
+    count_once: bool = True
+    dropout: float = 0.0
+
+
+def check_chunks(chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> None:
+    """Raises `ValueError` for chunk sizes that mean nothing."""
+    if chunk_len < 1:
+        raise ValueError(f"chunk_len is {chunk_len}: expected at least 1")
+    for name, n in (("n_chunks_before", n_chunks_before), ("n_chunks_after", n_chunks_after)):
+        if n < 0:
+            raise ValueError(f"{name} is {n}: expected 0 or more")
+
+
+def chunked_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"] | None,
+    v: Float[Array, "B T N V"],
+    chunks: Chunks,
+    order: Order | None,
+    segments: Int[Array, "B T"] | None,
+    rng: PRNGKeyArray | None,
+) -> Float[Array, "B T N V"]:
+    """Softmax attention over the union of the chunks that each query sees.
+
+    Args:
+      q: queries.
+      k: keys; None where `chunks.shared_qk`.
+      v: values.
+      chunks: which keys are seen.
+      order: the rounds' orders of the padded sequence; None keeps the sequence as it is.
+      segments: ids; a position sees its own id only, and 0 is padding.
+      rng: the source of dropout, needed where `chunks.dropout > 0`.
+
+    Returns:
+      The attended values, in the dtype of `v`; zeros for a row that sees nothing.
+    """
+    n_pad = -q.shape[1] % chunks.chunk_len
+    if segments is not None:
+        segments = jnp.pad(segments, ((0, 0), (0, n_pad)))
+
+    def heads_first(x):
+        return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, n_pad), (0, 0)))
+
+    k = None if k is None else heads_first(k)
+    out = _attend(chunks, heads_first(q), k, heads_first(v), order, segments, rng)
+    return jnp.swapaxes(out, 1, 2)[:, : chunks.length].astype(v.dtype)
+
+
+def _take(x: Array, index: Int[Array, "B N T"] | None) -> Array:
+    """Rows of `x`, `[B, N, T, ...]`, by index along T; all of them in order if there is none."""
+    if index is None:
+        return x
+    index = index.reshape(index.shape + (1,) * (x.ndim - 3))
+    return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")
+
+
+def _split(x: Array, chunks: Chunks) -> Array:
+    """`[B, N, T, ...]` cut into `[B, N, C, L, ...]`."""
+    return x.reshape(*x.shape[:2], -1, chunks.chunk_len, *x.shape[3:])
+
+
+def _merge(x: Array) -> Array:
+    """`[B, N, C, L, ...]` put back together as `[B, N, T, ...]`."""
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _look_around(x: Array, chunks: Chunks) -> Array:
+    """Each chunk beside its neighbours, `[B, N, C, L, ...] -> [B, N, C, M, ...]`, zeros outside."""
+    before, after = chunks.n_chunks_before, chunks.n_chunks_after
+    n = x.shape[2]
+    padded = jnp.pad(x, [(0, 0), (0, 0), (before, after)] + [(0, 0)] * (x.ndim - 3))
+    return jnp.concatenate([padded[:, :, i : i + n] for i in range(before + after + 1)], axis=3)
+
+
+def _fold_back(x: Array, chunks: Chunks) -> Array:
+    """The transpose of `_look_around`: sums what every chunk's window says of a position."""
+    before, after = chunks.n_chunks_before, chunks.n_chunks_after
+    n = x.shape[2]
+    total = jnp.zeros((*x.shape[:2], n + before + after, chunks.chunk_len, *x.shape[4:]), x.dtype)
+    for i, part in enumerate(jnp.split(x, before + after + 1, axis=3)):
+        total = total.at[:, :, i : i + n].add(part)
+    return total[:, :, before : before + n]
+
+
+def _exists(n_chunks: int, chunks: Chunks) -> Bool[Array, "C 1 M"]:
+    """Whether the chunk that a window's key belongs to lies within the sequence."""
+    offsets = np.arange(-chunks.n_chunks_before, chunks.n_chunks_after + 1)
+    neighbour = np.arange(n_chunks)[:, None] + offsets
+    exists = (neighbour >= 0) & (neighbour < n_chunks)
+    return jnp.asarray(np.repeat(exists, chunks.chunk_len, axis=1)[:, None])
+
+
+def _positions(chunks: Chunks, order: Int[Array, "B N T"] | None, length: int) -> Array:
+    """Original positions by place, `[B, N, C, L]`, or `[1, 1, C, L]` without an order."""
+    return _split(jnp.arange(length)[None, None] if order is None else order, chunks)
+
+
+def _visible(
+    chunks: Chunks,
+    index: Int[Array, ""],
+    order: Int[Array, "B N T"] | None,
+    slots: Int[Array, "B N R T"] | None,
+    segments: Int[Array, "B T"] | None,
+    length: int,
+) -> Bool[Array, "#B #N C L M"]:
+    """Which key of its window each query sees in round `index`."""
+    around = functools.partial(_look_around, chunks=chunks)
+
+    def pair(x):  # queries [..., L, 1] and keys [..., 1, M] of a per-position quantity
+        return x[..., :, None], around(x)[..., None, :]
+
+    position = _positions(chunks, order, length)
+    query, key = pair(position)
+    mask = _exists(position.shape[2], chunks)
+    if chunks.causal:
+        mask = mask & (key <= query)
+    elif segments is None and length > chunks.length:
+        mask = mask & (key < chunks.length)
+    if chunks.shared_qk:
+        mask = mask & (key != query)
+    if chunks.window is not None:
+        mask = mask & (jnp.abs(query - key) < chunks.window)
+    if segments is not None:
+        segment = jnp.broadcast_to(
+            segments[:, None], (segments.shape[0], position.shape[1], length)
+        )
+        query_segment, key_segment = pair(_split(_take(segment, order), chunks))
+        mask = mask & (query_segment == key_segment) & (key_segment != 0)
+    if chunks.count_once and slots is not None:
+        # N_ij by elimination: a key counts in the first round that shows it.
+        for earlier in range(slots.shape[2] - 1):
+            chunk = _take(slots[:, :, earlier] // chunks.chunk_len, order)
+            query_chunk, key_chunk = pair(_split(chunk, chunks))
+            distance = key_chunk - query_chunk
+            seen = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+            mask = mask & ~(seen & (earlier < index))
+    return mask
+
+
+class _Round(NamedTuple):
+    """What one round needs beside q, k and v."""
+
+    index: Int[Array, ""]
+    order: Int[Array, "B N T"] | None
+    slot: Int[Array, "B N T"] | None
+
+
+def _scan_rounds(body, carry, order: Order | None):
+    """`lax.scan` of `body(carry, round)` over the rounds; a single round needs no loop."""
+    if order is None:
+        return body(carry, _Round(jnp.int32(0), None, None))
+    n_rounds = order.order.shape[2]
+    if n_rounds == 1:
+        return body(carry, _Round(jnp.int32(0), order.order[:, :, 0], order.slot[:, :, 0]))
+    rounds = _Round(
+        jnp.arange(n_rounds), jnp.moveaxis(order.order, 2, 0), jnp.moveaxis(order.slot, 2, 0)
+    )
+    return lax.scan(lambda c, r: (body(c, r), None), carry, rounds)[0]
+
+
+def _keys(chunks: Chunks, q: Array, k: Array | None) -> Array:
+    """The keys of each window, from the keys in order, or from the queries where they are shared."""
+    return _look_around(length_normalize(q) if chunks.shared_qk else k, chunks)
+
+
+def _scores(q: Float[Array, "B N C L H"], keys: Float[Array, "B N C M H"]) -> Array:
+    product = jnp.einsum("bnclh,bncmh->bnclm", q, keys, preferred_element_type=jnp.float32)
+    return product / math.sqrt(q.shape[-1])
+
+
+def _dropout(chunks: Chunks, order, length, shape, rng) -> Float[Array, "B N C L M"] | float:
+    if chunks.dropout == 0.0:
+        return 1.0
+    position = _positions(chunks, order, length)
+    batch, head = jnp.ogrid[: shape[0], : shape[1]]
+    return dropout_multiplier(
+        rng,
+        chunks.dropout,
+        batch[..., None, None, None],
+        head[..., None, None, None],
+        position[..., :, None],
+        _look_around(position, chunks)[..., None, :],
+    )
+
+
+def _lone_weight(chunks: Chunks, logsumexp, segments, rng) -> Float[Array, "B N T 1"]:
+    """The weight of a position's own value: 1, or its dropout, where it sees nothing else."""
+    n_batch, n_heads, length = logsumexp.shape
+    position = jnp.arange(length)
+    weight = jnp.where(logsumexp < HIDDEN / 2, 1.0, 0.0)
+    if segments is not None:
+        weight = weight * (segments != 0)[:, None]
+    if chunks.dropout > 0.0:
+        batch, head = jnp.ogrid[:n_batch, :n_heads]
+        address = (batch[..., None], head[..., None], position, position)
+        weight = weight * dropout_multiplier(rng, chunks.dropout, *address)
+    return weight[..., None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(chunks, q, k, v, order, segments, rng):
+    return _attend_forward(chunks, q, k, v, order, segments, rng)[0]
+
+
+def _attend_forward(chunks, q, k, v, order, segments, rng):
+    length = q.shape[2]
+    slots = None if order is None else order.slot
+
+    def attend_round(carry, this):
+        acc, logsumexp = carry
+        q_sorted = _split(_take(q, this.order), chunks)
+        k_sorted = None if k is None else _split(_take(k, this.order), chunks)
+        values = _look_around(_split(_take(v, this.order), chunks), chunks)
+        mask = _visible(chunks, this.index, this.order, slots, segments, length)
+        scores = jnp.where(mask, _scores(q_sorted, _keys(chunks, q_sorted, k_sorted)), HIDDEN)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
+        total = weights.sum(axis=-1, keepdims=True)
+        weights = weights * _dropout(chunks, this.order, length, weights.shape, rng)
+        out = jnp.einsum(
+            "bnclm,bncmv->bnclv",
+            weights.astype(v.dtype),
+            values,
+            preferred_element_type=jnp.float32,
+        ) / jnp.maximum(total, 1e-30)
+        here = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), HIDDEN)[..., 0]
+        out, here = _take(_merge(out), this.slot), _take(_merge(here), this.slot)
+        both = jnp.logaddexp(logsumexp, here)
+        acc = acc * jnp.exp(logsumexp - both)[..., None] + out * jnp.exp(here - both)[..., None]
+        return acc, both
+
+    nothing = jnp.zeros(v.shape, jnp.float32), jnp.full(v.shape[:3], HIDDEN, jnp.float32)
+    out, logsumexp = _scan_rounds(attend_round, nothing, order)
+    if chunks.shared_qk:
+        out = out + _lone_weight(chunks, logsumexp, segments, rng) * v
+    return out, (q, k, v, order, segments, rng, out, logsumexp)
+
+
+def _attend_backward(chunks, residuals, d_out):
+    q, k, v, order, segments, rng, out, logsumexp = residuals
+    length = q.shape[2]
+    slots = None if order is None else order.slot
+    # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
+    row = jnp.sum(d_out * out, axis=-1)
+
+    def attend_round(carry, this):
+        dq, dk, dv = carry
+        q_sorted = _split(_take(q, this.order), chunks)
+        k_sorted = None if k is None else _split(_take(k, this.order), chunks)
+        values = _look_around(_split(_take(v, this.order), chunks), chunks)
+        d_here = _split(_take(d_out.astype(v.dtype), this.order), chunks)
+        keys, keys_vjp = jax.vjp(functools.partial(_keys, chunks), q_sorted, k_sorted)
+        mask = _visible(chunks, this.index, this.order, slots, segments, length)
+        total = _split(_take(logsumexp, this.order), chunks)[..., None]
+        weights = jnp.where(mask, jnp.exp(_scores(q_sorted, keys) - total), 0.0)
+        keep = _dropout(chunks, this.order, length, weights.shape, rng)
+        f32 = dict(preferred_element_type=jnp.float32)
+        d_values = jnp.einsum("bnclm,bnclv->bncmv", (weights * keep).astype(v.dtype), d_here, **f32)
+        d_weights = jnp.einsum("bnclv,bncmv->bnclm", d_here, values, **f32) * keep
+        row_here = _split(_take(row, this.order), chunks)[..., None]
+        d_scores = weights * (d_weights - row_here) / math.sqrt(q.shape[-1])
+        d_scores = d_scores.astype(q.dtype)
+        d_query = jnp.einsum("bnclm,bncmh->bnclh", d_scores, keys, **f32)
+        d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_scores, q_sorted, **f32)
+        d_query_as_key, d_key = keys_vjp(d_keys.astype(q.dtype))
+        dq = dq + _take(_merge(d_query + d_query_as_key), this.slot)
+        dk = None if dk is None else dk + _take(_merge(d_key), this.slot)
+        dv = dv + _take(_merge(_fold_back(d_values, chunks)), this.slot)
+        return dq, dk, dv
+
+    nothing = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+    dq, dk, dv = _scan_rounds(attend_round, tuple(nothing), order)
+    if chunks.shared_qk:
+        dv = dv + _lone_weight(chunks, logsumexp, segments, rng) * d_out
+    dk = None if dk is None else dk.astype(k.dtype)
+    return dq.astype(q.dtype), dk, dv.astype(v.dtype), None, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def visible_union(
+    chunks: Chunks, order: Order | None, segments: Int[Array, "B T"] | None
+) -> Bool[Array, "B N T T"]:
+    """The mask of original positions for which `chunked_attention` is exact softmax attention.
+
+    O(T^2) memory: this is what the tests hand to the oracle, not a way to compute.
+    """
+    n_pad = -chunks.length % chunks.chunk_len
+    length = chunks.length + n_pad
+    if segments is not None:
+        segments = jnp.pad(segments, ((0, 0), (0, n_pad)))
+    if order is None:
+        place = jnp.arange(length)[None, None, None]
+    else:
+        place = order.slot
+    chunk = place // chunks.chunk_len
+    distance = chunk[..., None, :] - chunk[..., :, None]
+    near = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+    mask = near.any(axis=2)[:, :, : chunks.length, : chunks.length]
+    query, key = jnp.ogrid[: chunks.length, : chunks.length]
+    if chunks.causal:
+        mask = mask & (key <= query)
+    if chunks.window is not None:
+        mask = mask & (jnp.abs(query - key) < chunks.window)
+    if segments is not None:
+        segments = segments[:, : chunks.length]
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        mask = mask & same & (segments != 0)[:, None, None, :]
+    return mask

@@ -1,0 +1,66 @@
+"""Local attention: each chunk sees itself and its neighbours (Parmar et al. 2018; Reformer, sec. 5).
+
+Linear in the length. With `window` it is exact sliding-window attention (Longformer, sec. 3.1), and
+the chunks are only how it is computed.
+"""
+
+from __future__ import annotations
+
+from reformax.ops.base import AttentionOp, Traits, no_params, no_plan
+from reformax.ops.chunked import Chunks, check_chunks, chunked_attention
+
+
+def local(
+    *,
+    chunk_len: int = 64,
+    n_chunks_before: int = 1,
+    n_chunks_after: int = 0,
+    window: int | None = None,
+    shared_qk: bool = False,
+) -> AttentionOp:
+    """Attention within a position's own chunk and its neighbours.
+
+    The first chunk has no chunk before it: unlike in Trax, it does not look at the last one.
+
+    Args:
+      chunk_len: positions in a chunk.
+      n_chunks_before: how many chunks before its own a position sees.
+      n_chunks_after: how many chunks after its own a position sees; useful if not causal.
+      window: if set, a position sees exactly those less than `window` positions away, before it
+        and, if not causal, after it. The chunk counts must then be large enough to hold it.
+      shared_qk: whether keys are the length-normalised queries.
+
+    Raises:
+      ValueError: sizes out of range, or a window that the chunks cannot hold.
+    """
+    check_chunks(chunk_len, n_chunks_before, n_chunks_after)
+    if window is not None:
+        needed = -(-(window - 1) // chunk_len)
+        if window < 1 or needed > n_chunks_before:
+            raise ValueError(
+                f"window is {window}: expected 1 to {n_chunks_before * chunk_len + 1} with "
+                f"chunk_len={chunk_len}; raise n_chunks_before to {max(needed, 0)}"
+            )
+
+    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
+        del params, plan
+        if window is not None and not causal and -(-(window - 1) // chunk_len) > n_chunks_after:
+            raise ValueError(
+                f"window is {window} and causal=False, but n_chunks_after is {n_chunks_after}: "
+                f"raise it to {n_chunks_before}"
+            )
+        chunks = Chunks(
+            length=q.shape[1],
+            chunk_len=chunk_len,
+            n_chunks_before=n_chunks_before,
+            n_chunks_after=n_chunks_after,
+            causal=causal,
+            shared_qk=shared_qk,
+            window=window,
+            dropout=dropout,
+        )
+        return chunked_attention(q, k, v, chunks, None, segments, rng)
+
+    return AttentionOp(
+        init=no_params, plan=no_plan, apply=apply, traits=Traits(shared_qk=shared_qk)
+    )

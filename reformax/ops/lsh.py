@@ -1,0 +1,165 @@
+"""Locality-sensitive hashing attention (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2).
+
+Shared-QK attention in which a query sees the keys that fall near it when the sequence is sorted by
+hash bucket. Angular hashing (Andoni et al. 2015) projects each vector on random directions and
+takes the direction it points along most: vectors at a small angle share a bucket with high
+probability, and several rounds make a miss in all of them unlikely. Time is
+O(n_hashes * T * chunk_len).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from reformax.ops.base import AttentionOp, Traits, no_params
+from reformax.ops.chunked import Chunks, Order, check_chunks, chunked_attention
+
+MAX_BUCKETS_UNFACTORED = 128
+
+
+def lsh(
+    *,
+    chunk_len: int = 64,
+    n_hashes: int = 4,
+    n_hashes_eval: int | None = None,
+    n_buckets: int | Sequence[int] | str = "auto",
+    n_chunks_before: int = 1,
+    n_chunks_after: int = 0,
+    count_once: bool = True,
+) -> AttentionOp:
+    """LSH attention with its hyperparameters fixed.
+
+    It is exact shared-QK attention over the union of the chunks that the rounds show each query;
+    where one chunk covers the length, it is `shared_qk.shared_qk()` itself. The first chunk has no
+    chunk before it: unlike in Trax, it does not look at the last one.
+
+    Args:
+      chunk_len: positions in a chunk of the sorted sequence.
+      n_hashes: hashing rounds in training.
+      n_hashes_eval: rounds at evaluation; by default as many as in training.
+      n_buckets: even; or a sequence of even factors, each hashed with its own rotation, the bucket
+        being their mixed-radix number (for many buckets: factors a, b cost a + b, not a * b);
+        or "auto", about two buckets a chunk, factored above 128.
+      n_chunks_before: how many chunks before its own, in sorted order, a query sees.
+      n_chunks_after: how many chunks after its own.
+      count_once: True counts a key once however many rounds show it, as the paper's N_ij does
+        (appendix A, eq. 8); False counts it each time, as Trax does.
+
+    Raises:
+      ValueError: sizes out of range.
+    """
+    check_chunks(chunk_len, n_chunks_before, n_chunks_after)
+    if n_hashes_eval is None:
+        n_hashes_eval = n_hashes
+    for name, n in (("n_hashes", n_hashes), ("n_hashes_eval", n_hashes_eval)):
+        if n < 1:
+            raise ValueError(f"{name} is {n}: expected at least 1")
+    if n_buckets != "auto":
+        factors = (n_buckets,) if isinstance(n_buckets, int) else tuple(n_buckets)
+        if not factors or any(not isinstance(f, int) or f < 2 or f % 2 for f in factors):
+            raise ValueError(
+                f"n_buckets is {n_buckets!r}: expected 'auto' or even numbers, 2 or more"
+            )
+
+    def plan(params, q, k, *, segments, causal, rng, train) -> Order:
+        del params, k, causal
+        length = q.shape[1]
+        sizes = auto_buckets(length, chunk_len) if n_buckets == "auto" else factors
+        n_rounds = n_hashes if train else n_hashes_eval
+        if count_once and length <= chunk_len:
+            n_rounds = 1  # One chunk shows every key, and more rounds show none again.
+        buckets = hash_vectors(lax.stop_gradient(q), sizes, n_rounds, rng)
+        return sort_by_bucket(buckets, math.prod(sizes), segments, -length % chunk_len)
+
+    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
+        del params
+        chunks = Chunks(
+            length=q.shape[1],
+            chunk_len=chunk_len,
+            n_chunks_before=n_chunks_before,
+            n_chunks_after=n_chunks_after,
+            causal=causal,
+            shared_qk=True,
+            count_once=count_once,
+            dropout=dropout,
+        )
+        return chunked_attention(q, k, v, chunks, plan, segments, rng)
+
+    return AttentionOp(
+        init=no_params,
+        plan=plan,
+        apply=apply,
+        traits=Traits(shared_qk=True, random_plan=True),
+    )
+
+
+def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
+    """Bucket counts for a length: about two buckets a chunk (Reformer, sec. 2), factored if many."""
+    n_buckets = 2 * max(1, -(-length // chunk_len))
+    if n_buckets <= MAX_BUCKETS_UNFACTORED:
+        return (n_buckets,)
+    first = 2 ** math.ceil(math.log2(n_buckets) / 2)
+    return (first, 2 * max(1, n_buckets // (2 * first)))
+
+
+def hash_vectors(
+    vectors: Float[Array, "B T N H"],
+    factors: Sequence[int],
+    n_rounds: int,
+    rng: PRNGKeyArray,
+) -> Int[Array, "B N R T"]:
+    """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
+
+    Rotations are shared by the batch and drawn for each head and round.
+
+    Args:
+      vectors: what to hash; only directions matter.
+      factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
+      n_rounds: R.
+      rng: the source of the rotations.
+    """
+    n_heads, size = vectors.shape[2:]
+    rotations = jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2))
+    rotated = jnp.einsum("btnh,nhrf->bnrtf", vectors.astype(jnp.float32), rotations)
+    bucket, start, scale = 0, 0, 1
+    for factor in factors:
+        half = rotated[..., start : start + factor // 2]
+        highest, lowest = jnp.argmax(half, axis=-1), jnp.argmin(half, axis=-1) + factor // 2
+        positive = half.max(axis=-1) >= -half.min(axis=-1)
+        bucket = bucket + scale * jnp.where(positive, highest, lowest).astype(jnp.int32)
+        start, scale = start + factor // 2, scale * factor
+    return bucket
+
+
+def sort_by_bucket(
+    buckets: Int[Array, "B N R T"],
+    n_buckets: int,
+    segments: Int[Array, "B T"] | None,
+    n_pad: int,
+) -> Order:
+    """The order by (segment, bucket, position), padding last, of a sequence padded by `n_pad`."""
+    n_batch, _, _, length = buckets.shape
+    length += n_pad
+    buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)
+    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), buckets.shape)
+    if segments is None and (n_buckets + 1) * length < 2**31:
+        # One packed word sorts several times faster than a key with its payload.
+        order = lax.sort(buckets * length + position) % length
+    else:
+        keys = (buckets,)
+        if segments is not None:
+            segments = jnp.pad(segments, ((0, 0), (0, n_pad)))
+            segments = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
+            keys = (jnp.broadcast_to(segments[:, None, None], buckets.shape), buckets)
+        # A stable sort leaves equal keys in the order of their positions.
+        order = lax.sort((*keys, position), num_keys=len(keys), is_stable=True)[-1]
+    slot = jnp.put_along_axis(
+        jnp.zeros_like(order), order, position, axis=-1, inplace=False, mode="promise_in_bounds"
+    )
+    return Order(order, slot)

@@ -1,0 +1,46 @@
+"""Shared-QK attention: keys are the length-normalised queries (Reformer, sec. 2).
+
+One projection serves twice, which is what lets locality-sensitive hashing put a query and the keys
+it needs into one bucket. A position would then always prefer itself, so it attends to itself only
+when it sees nothing else.
+"""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float
+
+from reformax.ops.base import (
+    AttentionOp,
+    Traits,
+    except_self,
+    length_normalize,
+    no_params,
+    no_plan,
+    reference_attention,
+    visibility,
+)
+
+
+def shared_qk() -> AttentionOp:
+    """Dense attention with shared queries and keys: what LSH attention approximates.
+
+    O(T^2) time; the gradient recomputes the scores.
+    """
+    return AttentionOp(
+        init=no_params,
+        plan=no_plan,
+        apply=_apply,
+        traits=Traits(shared_qk=True, exact=True),
+    )
+
+
+def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
+    del params, k, plan
+
+    @jax.checkpoint
+    def attend(q, v) -> Float[Array, "B T N V"]:
+        mask = except_self(visibility(q.shape[1], q.shape[1], causal=causal, segments=segments))
+        return reference_attention(q, length_normalize(q), v, mask, dropout=dropout, rng=rng)
+
+    return attend(q, v)
