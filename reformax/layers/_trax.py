@@ -1,0 +1,222 @@
+"""Trax, imported quickly and with or without TensorFlow; and the base class of reformax's layers.
+
+Trax 1.4.1 loads in 13 s and only where TensorFlow is installed, though its layers and models use
+TensorFlow for no more than files and two `isinstance` checks. This module, the only one that
+imports Trax, makes three changes, all of them inside Trax's own modules; `sys.modules` never holds
+a stand-in, so the rest of the program sees the TensorFlow that is installed, or none:
+
+  * where a module of Trax says `import tensorflow`, it gets an object that imports TensorFlow when
+    something of it is used, and that can do Trax's file handling where there is none;
+  * `trax.foo` loads the submodule `foo` when asked for, rather than all of them with the package;
+  * `trax.layers.assert_shape` notes where a layer was defined without reading source files.
+
+A `trax` that was imported before this module is used as it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.abc
+import importlib.machinery
+import inspect
+import os
+import sys
+import types
+from typing import Any
+
+
+class _NotInstalled(ModuleNotFoundError):
+    def __init__(self, module: str, user: str):
+        install = f"pip install {module.replace('_', '-')}"
+        super().__init__(f"{user} needs {module}, which is not installed: {install}", name=module)
+
+
+class _Never:
+    """The class of nothing: what `isinstance(x, tf.TensorShape)` means before TensorFlow loads."""
+
+
+class _LocalFiles:
+    """`tf.io` as far as Trax's `save_to_file` and `init_from_file` use it, on local paths."""
+
+    class gfile:
+        GFile = staticmethod(open)
+        exists = staticmethod(os.path.exists)
+
+        @staticmethod
+        def rename(source: str, target: str, overwrite: bool = False) -> None:
+            if not overwrite and os.path.exists(target):
+                raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
+            os.replace(source, target)
+
+
+class _Lazy(types.ModuleType):
+    """What Trax's modules hold for a module that takes seconds to import: loaded at first use."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), attribute)
+
+
+class _LazyTensorFlow(_Lazy):
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute in ("compat", "v2"):  # import tensorflow.compat.v2 as tf
+            return self
+        if attribute in ("TensorShape", "DType"):
+            # Trax asks this of every shape. Nothing can be one until somebody imports TensorFlow.
+            return getattr(sys.modules.get("tensorflow"), attribute, _Never)
+        try:
+            return super().__getattr__(attribute)
+        except ModuleNotFoundError as error:
+            if error.name != "tensorflow":
+                raise
+            if attribute == "io":
+                return _LocalFiles
+            raise _NotInstalled("tensorflow", f"Trax's use of tensorflow.{attribute}") from None
+
+
+class _LazyBackend(dict):
+    """Trax's table of TensorFlow operations, filled when `trax.fastmath` is told to use them."""
+
+    def __missing__(self, key: str) -> Any:
+        backend = importlib.import_module("trax.fastmath.tf").TF_BACKEND
+        if key not in backend:
+            raise KeyError(key)
+        self.update(backend)
+        return self[key]
+
+
+_TENSORFLOW = _LazyTensorFlow("tensorflow")
+_STAND_INS = {
+    "tensorflow": _TENSORFLOW,
+    "tensorflow.compat.v2": _TENSORFLOW,
+    "tensorflow_datasets": _Lazy("tensorflow_datasets"),
+}
+_FASTMATH_TF = types.SimpleNamespace(TF_BACKEND=_LazyBackend())
+
+
+def _import(name, globals=None, locals=None, fromlist=(), level=0):
+    """`import` as the modules of Trax see it."""
+    if level == 0 and name in _STAND_INS and not fromlist:
+        return _STAND_INS[name]
+    if name == "trax.fastmath.tf" and fromlist == ("TF_BACKEND",):
+        return _FASTMATH_TF
+    try:
+        return builtins.__import__(name, globals, locals, fromlist, level)
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if isinstance(error, _NotInstalled) or not module.startswith("tensorflow"):
+            raise
+        raise _NotInstalled(module, globals["__name__"]) from None
+
+
+class _Package(types.ModuleType):
+    """The package `trax`, whose `__init__` runs only for a name that is not a submodule's."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(f"module 'trax' has no attribute {attribute!r}")
+        submodule = f"trax.{attribute}"
+        try:
+            return importlib.import_module(submodule)
+        except ModuleNotFoundError as error:
+            if error.name != submodule:
+                raise
+        self.__class__ = types.ModuleType  # while it runs, and when it is done, an ordinary module
+        try:
+            importlib.machinery.SourceFileLoader.exec_module(self.__loader__, self)
+        except BaseException:
+            self.__class__ = _Package
+            raise
+        return getattr(self, attribute)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__builtins__ = {**vars(builtins), "__import__": _import}
+        if module.__name__ == "trax":
+            module.__class__ = _Package
+            return
+        super().exec_module(module)
+        if module.__name__ == "trax.layers.assert_shape":
+            # inspect.stack() reads the source of every frame, at every use of the decorator.
+            module.inspect = types.SimpleNamespace(
+                isclass=inspect.isclass,
+                stack=lambda: [(sys._getframe(1),), (sys._getframe(2),)],
+                getframeinfo=lambda frame: types.SimpleNamespace(
+                    filename=frame.f_code.co_filename, lineno=frame.f_lineno
+                ),
+            )
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] != "trax":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+if "trax" not in sys.modules:
+    sys.meta_path.insert(0, _Finder())
+
+import jax  # noqa: E402
+from trax import layers as tl  # noqa: E402
+from trax.shapes import ShapeDtype, signature  # noqa: E402
+
+__all__ = ["Layer", "ShapeDtype", "signature", "tl"]
+
+
+class Layer(tl.Layer):
+    """A Trax layer around two pure functions, which a subclass defines: `init_params`, `apply`.
+
+    It can stand wherever Trax takes a layer, and be used without Trax's bookkeeping by calling the
+    two functions. Its weights are any tree of arrays, by convention a dict of names; a layer made
+    of others keeps theirs under their names. It has no state.
+
+    A constructor keeps an argument `x` as `self._x`, which `repr` then shows.
+    """
+
+    def __init__(self, n_in: int = 1, n_out: int = 1, name: str | None = None):
+        """Args:
+        n_in: how many arrays `apply` takes after the parameters.
+        n_out: how many it returns.
+        name: shown in error messages and by `repr`; None is the class's name.
+        """
+        super().__init__(n_in=n_in, n_out=n_out, name=name)
+
+    def _set_weights(self, weights: Any) -> None:
+        # JAX sorts the keys of a dict, and Trax pairs weights with gradients, and with what a file
+        # holds, by the order of insertion: they have to be the same order.
+        tl.Layer.weights.fset(self, jax.tree.map(lambda leaf: leaf, weights))
+
+    weights = tl.Layer.weights.setter(_set_weights)
+
+    def init_params(self, rng, *shapes: tuple[int, ...]) -> Any:
+        """Fresh float32 parameters for inputs of these shapes, batch included; here none: `()`."""
+        del rng, shapes
+        return ()
+
+    def apply(self, params, *inputs, rng=None) -> Any:
+        """The layer's output for `n_in` inputs; a tuple if `n_out` is not 1."""
+        raise NotImplementedError(f"{type(self).__name__} does not define apply")
+
+    def init_weights_and_state(self, input_signature) -> None:
+        """Trax's protocol: draws the weights for a `ShapeDtype`, or a tuple of `n_in` of them."""
+        signatures = (input_signature,) if self.n_in == 1 else input_signature
+        self.weights = self.init_params(self.rng, *(tuple(s.shape) for s in signatures))
+
+    def forward(self, inputs) -> Any:
+        """Trax's protocol: `apply` with the weights and the rng that Trax has put in `self`."""
+        return self.apply(self.weights, *((inputs,) if self.n_in == 1 else inputs), rng=self.rng)
+
+    def __repr__(self) -> str:
+        """The name, with those plain constructor arguments that are not at their defaults."""
+        shown = []
+        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
+            value = getattr(self, f"_{name}", parameter.default)
+            plain = isinstance(value, (bool, int, float, str, tuple))
+            if name != "name" and plain and value != parameter.default:
+                shown.append(f"{name}={value!r}")
+        return f"{super().__repr__()}({', '.join(shown)})"
