@@ -1,0 +1,14 @@
+"""Settings that every test shares."""
+
+import os
+
+import hypothesis
+
+# Set before the first import of JAX. JAX_PLATFORMS=cuda pytest runs the tests on a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# An example's first run compiles, so its time says nothing. In CI every run draws the same ones.
+hypothesis.settings.register_profile(
+    "reformax", deadline=None, derandomize=os.environ.get("CI") == "true"
+)
+hypothesis.settings.load_profile("reformax")

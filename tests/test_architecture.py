@@ -1,0 +1,251 @@
+"""The rules of docs/architecture.md that no single module can hold by itself.
+
+Imports run one way, a file is registered nowhere but in the table of tests and in a gin line, and
+what is committed speaks of this repository alone.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gin
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "reformax"
+TOP_LEVEL_LINKS = ("layers", "models")
+
+# What a part of the package may import from the package.
+MAY_IMPORT = {
+    "ops": {"ops"},
+    "layers": {"ops", "layers"},
+    "models": {"ops", "layers", "models"},
+    "data": {"data"},
+    "training": {"training"},
+    "__init__.py": set(),
+}
+# The only place of the package that imports Trax.
+TRAX_BRIDGE = PACKAGE / "layers" / "_trax.py"
+
+
+def python_files(*folders: str) -> list[Path]:
+    """All of the repository's own modules, or those under `folders`, without following links."""
+    roots = [ROOT / f for f in folders or ("reformax", "tests", "benchmarks", "docs")]
+    found = [p for root in roots for p in root.rglob("*.py")]
+    return sorted(found if folders else [*found, *ROOT.glob("*.py")])
+
+
+def name(path: Path) -> str:
+    """`path` as seen from the repository's root."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_name(path: Path) -> str:
+    """The dotted name under which `path` is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(source: str, package: str) -> Iterator[str]:
+    """Dotted names that `source`, a module of `package`, imports anywhere, functions included.
+
+    `from a import b` gives `a.b`: whether b is a module cannot be read off the source.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(parents if node.level else []), *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else None
+            function = node.func.id if isinstance(node.func, ast.Name) else function
+            argument = node.args[0]
+            if function in ("import_module", "__import__") and isinstance(argument, ast.Constant):
+                yield argument.value
+
+
+def imports_of(path: Path) -> list[str]:
+    """Dotted names that the module at `path` imports."""
+    package = module_name(path if path.name == "__init__.py" else path.parent / "__init__.py")
+    return list(imports(path.read_text(), package))
+
+
+def roots_of(path: Path) -> set[str]:
+    """Names of the distributions' top-level packages that the module at `path` imports."""
+    return {n.split(".")[0] for n in imports_of(path)}
+
+
+def test_imports_are_found_in_every_form():
+    source = """
+import a.b
+from c import d
+from . import e
+from .f import g
+from ..h import i
+def lazily():
+    import j
+    importlib.import_module("k.l")
+"""
+    found = set(imports(source, "reformax.ops"))
+    expected = {"a.b", "c.d", "reformax.ops.e", "reformax.ops.f.g", "reformax.h.i", "j", "k.l"}
+    assert found == expected
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_run_one_way(part):
+    files = [PACKAGE / part] if part.endswith(".py") else python_files(f"reformax/{part}")
+    assert files, f"reformax/{part} is empty"
+    for path in files:
+        inner = [n.split(".") for n in imports_of(path) if n.split(".")[0] == "reformax"]
+        wrong = {".".join(n) for n in inner if len(n) < 2 or n[1] not in MAY_IMPORT[part]}
+        assert not wrong, f"{name(path)} may not import {sorted(wrong)}"
+
+
+def test_every_part_of_the_package_has_a_rule():
+    parts = {p.relative_to(PACKAGE).parts[0] for p in python_files("reformax")}
+    assert parts == set(MAY_IMPORT)
+
+
+def test_only_the_bridge_imports_trax():
+    importers = {p for p in python_files("reformax") if "trax" in roots_of(p)}
+    assert importers == {TRAX_BRIDGE}
+
+
+@pytest.mark.parametrize("folder", ["ops", "layers", "models", "data"])
+def test_gin_is_asked_in_the_scripts_and_training_alone(folder):
+    wrong = [name(p) for p in python_files(f"reformax/{folder}") if "gin" in roots_of(p)]
+    assert not wrong
+
+
+def test_no_module_registers_itself_with_gin():
+    for path in python_files("reformax"):
+        called = {n.attr for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, "attr")}
+        assert not called & {"configurable", "external_configurable", "register"}, name(path)
+
+
+def test_ops_are_free_of_trax_and_tensorflow():
+    banned = {"trax", "tensorflow", "tensorflow_datasets", "gin", "optax", "orbax"}
+    for path in python_files("reformax/ops"):
+        assert not roots_of(path) & banned, name(path)
+
+
+def test_links_at_the_top_lead_into_the_package_and_nothing_imports_through_them():
+    for link in TOP_LEVEL_LINKS:
+        assert (ROOT / link).is_symlink()
+        assert (ROOT / link).resolve() == PACKAGE / link
+    for path in python_files():
+        wrong = roots_of(path) & {*TOP_LEVEL_LINKS, "configs"}
+        assert not wrong, f"{name(path)} imports {sorted(wrong)}"
+    for path in (ROOT / "configs").rglob("*.gin"):
+        wrong = re.findall(
+            r"^\s*(?:import|from) (?:layers|models|configs)\b", path.read_text(), re.M
+        )
+        assert not wrong, f"{name(path)} imports {wrong}"
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level packages that a fresh interpreter has loaded once it ran `statement`."""
+    code = f"import sys; {statement}; print(*{{m.split('.')[0] for m in sys.modules}})"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module, banned",
+    [
+        ("reformax", {"jax", "trax", "tensorflow", "gin"}),
+        ("reformax.ops", {"trax", "tensorflow", "gin"}),
+        ("reformax.data", {"trax", "tensorflow"}),
+        ("reformax.training", {"trax", "tensorflow"}),
+    ],
+)
+def test_importing_loads_no_more_than_it_needs(module, banned):
+    # Each file of the part, not only what its __init__ imports.
+    path = ROOT.joinpath(*module.split("."))
+    parts = [module_name(p) for p in path.rglob("*.py")] if module.count(".") else [module]
+    loaded = loaded_after("import " + ", ".join(parts))
+    assert "reformax" in loaded
+    assert not loaded & banned
+
+
+def public_definitions(path: Path) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    """Functions and classes of the module at `path` whose names carry no underscore."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+
+
+@pytest.mark.parametrize("path", python_files("reformax"), ids=name)
+def test_what_is_public_is_documented(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{name(path)} has no docstring"
+    for node in public_definitions(path):
+        assert ast.get_docstring(node), f"{name(path)}:{node.lineno} {node.name} has no docstring"
+
+
+@pytest.mark.parametrize("path", python_files("reformax/ops"), ids=name)
+def test_public_functions_of_ops_say_what_they_return(path):
+    for node in public_definitions(path):
+        if isinstance(node, ast.FunctionDef):
+            assert node.returns, f"{name(path)}:{node.lineno} {node.name} has no return type"
+
+
+GIN_FILES = sorted((ROOT / "configs").rglob("*.gin"))
+
+
+def leading_comment(path: Path) -> str:
+    """The comment with which the gin file at `path` begins, without its marks."""
+    lines = path.read_text().splitlines()
+    end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "\n".join(line.lstrip("# ") for line in lines[:end])
+
+
+def included_names() -> set[str]:
+    """Names of the gin files that another one includes."""
+    lines = "\n".join(p.read_text() for p in GIN_FILES)
+    return {Path(n).name for n in re.findall(r"^include ['\"](.+?)['\"]", lines, re.M)}
+
+
+@pytest.mark.parametrize("path", GIN_FILES, ids=name)
+def test_a_gin_file_says_how_to_run_it_and_what_to_expect(path):
+    comment = leading_comment(path)
+    assert comment.strip(), f"{name(path)} does not begin with a comment"
+    # A file that another one includes may be a part and no run.
+    if path.name not in included_names() or "python train.py" in comment:
+        assert f"python train.py --config_file={name(path)}" in comment
+        assert re.search(r"^Expect", comment, re.M), f"{name(path)} does not say what to expect"
+
+
+@pytest.mark.parametrize("path", GIN_FILES, ids=name)
+def test_a_gin_file_parses(path, monkeypatch):
+    """Every name and every parameter in it exists."""
+    monkeypatch.chdir(ROOT)
+    gin.clear_config()
+    try:
+        gin.parse_config_file(name(path))
+    finally:
+        gin.clear_config()
+
+
+def committed_files() -> list[Path]:
+    """Files that git holds, links apart; skips where there is no git checkout."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    run = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    paths = [ROOT / p for p in run.stdout.decode().split("\0") if p]
+    return [p for p in paths if p.is_file() and not p.is_symlink()]
+
+
+def test_committed_files_speak_of_this_repository_alone():
+    """No path of one machine, no folder beside the checkout, no package index's host."""
+    outside = re.compile(
+        rb"(?<![\w./-])/(?:home|work|Users)/\w|\.\./share[d]|py[p]i\.(?:org|io)|python[h]osted",
+    )
+    for path in committed_files():
+        found = outside.search(path.read_bytes())
+        assert not found, f"{name(path)} mentions {found[0].decode()}"
