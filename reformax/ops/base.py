@@ -160,7 +160,7 @@ def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng) 
 
 
 def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
-    """`x` scaled to unit root mean square over its last axis: a shared-QK key (Reformer, sec. 2)."""
+    """`x` scaled to unit root mean square over its last axis: a shared-QK key."""
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     return (x32 * jax.lax.rsqrt(mean_square + epsilon)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Attention within neighbouring chunks of a reordered sequence: the core of local and LSH attention.
+"""Attention within neighbouring chunks of a reordered sequence: the core of local and LSH.
 
 A sequence is put in some order and cut into chunks of `L` positions; each chunk's queries see the
 keys of their own chunk and of its neighbours. Local attention keeps the order as it is; LSH
@@ -220,7 +220,7 @@ def _scan_rounds(body, carry, order: Order | None):
 
 
 def _keys(chunks: Chunks, q: Array, k: Array | None) -> Array:
-    """The keys of each window, from the keys in order, or from the queries where they are shared."""
+    """The keys of each window, made from the queries where they are shared."""
     return _look_around(length_normalize(q) if chunks.shared_qk else k, chunks)
 
 
@@ -351,10 +351,7 @@ def visible_union(
     length = chunks.length + n_pad
     if segments is not None:
         segments = jnp.pad(segments, ((0, 0), (0, n_pad)))
-    if order is None:
-        place = jnp.arange(length)[None, None, None]
-    else:
-        place = order.slot
+    place = jnp.arange(length)[None, None, None] if order is None else order.slot
     chunk = place // chunks.chunk_len
     distance = chunk[..., None, :] - chunk[..., :, None]
     near = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)

@@ -1,4 +1,4 @@
-"""Local attention: each chunk sees itself and its neighbours (Parmar et al. 2018; Reformer, sec. 5).
+"""Local attention: each chunk sees itself and its neighbours (Parmar et al. 2018).
 
 Linear in the length. With `window` it is exact sliding-window attention (Longformer, sec. 3.1), and
 the chunks are only how it is computed.

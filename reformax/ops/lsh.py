@@ -100,7 +100,7 @@ def lsh(
 
 
 def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
-    """Bucket counts for a length: about two buckets a chunk (Reformer, sec. 2), factored if many."""
+    """Bucket counts for a length: about two buckets a chunk, factored if they are many."""
     n_buckets = 2 * max(1, -(-length // chunk_len))
     if n_buckets <= MAX_BUCKETS_UNFACTORED:
         return (n_buckets,)
