@@ -1,0 +1,39 @@
+"""Where devices are known: one mesh whose `data` axis runs over this host's devices.
+
+A batch is split over `data`, everything else is on every device whole. XLA derives the rest (the
+sum of gradients over devices) from these two placements, so the numbers of a step are those of one
+device up to the order of sums. Larger meshes and several hosts begin here.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def data_mesh(devices: list[jax.Device] | None = None) -> Mesh:
+    """One `data` axis over `devices`, by default all of this host's."""
+    return Mesh(np.array(devices or jax.local_devices()), ("data",))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def over_batch(mesh: Mesh) -> NamedSharding:
+    """The first axis split over the devices."""
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1) -> None:
+    """Raises ValueError unless every device gets the same number of rows in every micro-batch."""
+    n, parts = mesh.size, mesh.size * accumulate
+    if batch_size < 1 or batch_size % parts:
+        micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""
+        below = max(batch_size // parts, 1) * parts
+        raise ValueError(
+            f"{name}={batch_size} cannot be divided over {n} devices{micro}: make it a multiple of "
+            f"{parts}, such as {below}, or show JAX fewer devices (CUDA_VISIBLE_DEVICES=0)"
+        )

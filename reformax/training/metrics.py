@@ -1,0 +1,118 @@
+"""The record of a run: metrics.jsonl, TensorBoard events, loss.png and the progress bar.
+
+Every line of metrics.jsonl is one JSON object with `step`, `split` and `bits_per_dim`. Numbers that
+depend on the machine's speed are apart, under `timing`: without them, the record of a run that was
+stopped and resumed equals that of a run that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+
+class Record:
+    """Writes a run's metrics, from `step` on; lines of later steps are cut off first."""
+
+    def __init__(self, output_dir: str | os.PathLike, step: int):
+        folder = Path(output_dir)
+        self._plot_path = folder / "loss.png"
+        self.lines = _read_until(folder / "metrics.jsonl", step)
+        _write_lines(folder / "metrics.jsonl", self.lines)
+        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        # purge_step hides the events that a killed run wrote after its last checkpoint.
+        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, split: str, values: dict[str, Any], timing: dict[str, float]):
+        """Adds a line for `split` after `step` steps."""
+        line = {"step": step, "split": split, **values}
+        self.lines.append({**line, "timing": timing})
+        self._file.write(json.dumps(self.lines[-1]) + "\n")
+        self._file.flush()
+        for name, value in {**values, **timing}.items():
+            if isinstance(value, int | float):
+                self._events.add_scalar(f"{split}/{name}", value, step)
+
+    def plot(self) -> None:
+        """Draws loss.png from all lines so far."""
+        from matplotlib.figure import Figure  # a second to import, and no pyplot: no global state
+
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+        lowest, highest = float("inf"), 0.0
+        for split, style in {"train": {"lw": 1, "alpha": 0.8}, "valid": {"marker": "o"}}.items():
+            points = [(x["step"], x["bits_per_dim"]) for x in self.lines if x["split"] == split]
+            if points:
+                label = f"{split} (last {points[-1][1]:.3f})"
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+                after_start = sorted(y for _, y in points)
+                lowest = min(lowest, after_start[0])
+                # The first steps' losses are no part of the picture: they would flatten the rest.
+                highest = max(highest, after_start[int(0.95 * (len(points) - 1))])
+        axes.set(xlabel="step", ylabel="bits per dim", title="loss")
+        if highest > lowest:
+            margin = 0.1 * (highest - lowest)
+            axes.set_ylim(lowest - margin, highest + margin)
+        axes.grid(alpha=0.3)
+        if self.lines:
+            axes.legend()
+        temporary = self._plot_path.with_suffix(".tmp.png")
+        figure.savefig(temporary, dpi=120)
+        temporary.replace(self._plot_path)
+
+    def close(self) -> None:
+        """Flushes everything to disk."""
+        self._file.close()
+        self._events.close()
+
+
+class Progress:
+    """The bar on stderr: loss in bits per dim, tokens/s and time left."""
+
+    def __init__(self, step: int, steps: int, enabled: bool = True):
+        # Not a terminal: a line now and then, or the log file fills up.
+        interval = 0.2 if sys.stderr.isatty() else 15
+        self._bar = tqdm(
+            total=steps, initial=step, unit="step", desc="train", disable=not enabled,
+            mininterval=interval, dynamic_ncols=True,
+        )  # fmt: skip
+
+    def advance(self, bits_per_dim: float, tokens_per_second: float | None) -> None:
+        """One step further."""
+        speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
+        self._bar.set_postfix_str(f"{bits_per_dim:.3f} bits/dim{speed}", refresh=False)
+        self._bar.update()
+
+    def say(self, text: str) -> None:
+        """Prints a line without breaking the bar."""
+        self._bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+
+def _read_until(path: Path, step: int) -> list[dict[str, Any]]:
+    lines = []
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                break  # the line that a killed run was writing; nothing is after it
+            if line["step"] <= step:
+                lines.append(line)
+    return lines
+
+
+def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,165 @@
+"""Optimizers and learning-rate schedules over optax, each a factory that gin can fill in.
+
+A schedule counts steps from 0; update number n uses its value at n + 1 warm-up steps, so that the
+first update is not thrown away on a rate of zero.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+
+# Tensors that hold no matrix of a linear map: shrinking them towards zero is not a prior of small
+# functions. Names decide, not ndim, because a scanned stack gives every tensor a leading axis.
+NO_DECAY = "bias|scale|norm|embed|position"
+
+
+def rsqrt(constant: float = 0.1, warmup_steps: int = 400) -> optax.Schedule:
+    """Trax's `constant * linear_warmup * rsqrt_decay`: it peaks at constant / sqrt(warmup_steps).
+
+    From Attention Is All You Need, section 5.3, where constant = d_model ** -0.5.
+    """
+    _check_positive(constant=constant, warmup_steps=warmup_steps)
+
+    def schedule(count):
+        step = count + 1.0
+        warmup = jnp.minimum(1.0, step / warmup_steps)
+        return constant * warmup / jnp.sqrt(jnp.maximum(step, warmup_steps))
+
+    return schedule
+
+
+def cosine(
+    max_value: float = 1e-3, steps: int = 1000, warmup_steps: int = 100, final_fraction: float = 0.1
+) -> optax.Schedule:
+    """Linear warm-up to `max_value`, then half a cosine to `final_fraction` of it at `steps`.
+
+    From SGDR (Loshchilov & Hutter, 2017), equation 5, without restarts. After `steps` it stays.
+    """
+    _check_positive(max_value=max_value, steps=steps)
+    if not 0 <= warmup_steps < steps:
+        raise ValueError(
+            f"cosine.warmup_steps={warmup_steps} must be below cosine.steps={steps}, or nothing "
+            "of the cosine is left: lower warmup_steps"
+        )
+
+    def schedule(count):
+        step = count + 1.0
+        progress = jnp.clip((step - warmup_steps) / (steps - warmup_steps), 0.0, 1.0)
+        decay = final_fraction + (1 - final_fraction) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+        return max_value * jnp.where(step < warmup_steps, step / max(warmup_steps, 1), decay)
+
+    return schedule
+
+
+def adam(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.98,
+    eps: float = 1e-9,
+    clip: float | None = None,
+) -> optax.GradientTransformation:
+    """Adam (Kingma & Ba, 2015), with the b2 and eps of Attention Is All You Need, section 5.3.
+
+    Args:
+      learning_rate: a number, or a schedule such as `@optimizer.rsqrt()`.
+      b1: decay of the mean of gradients.
+      b2: decay of the mean of their squares.
+      eps: added to the root of the latter.
+      clip: largest global norm of the gradient, which is scaled down to it; None for no clipping.
+    """
+    return _clipped(clip, optax.adam(learning_rate, b1, b2, eps))
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.98,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip: float | None = 1.0,
+    no_decay: str = NO_DECAY,
+) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter, 2019), algorithm 2: each step also shrinks the matrices.
+
+    Args:
+      learning_rate: a number, or a schedule such as `@optimizer.cosine()`.
+      b1: decay of the mean of gradients.
+      b2: decay of the mean of their squares.
+      eps: added to the root of the latter.
+      weight_decay: times the learning rate, the fraction a matrix shrinks by in a step.
+      clip: largest global norm of the gradient, which is scaled down to it; None for no clipping.
+      no_decay: regular expression; a tensor whose name holds it (any case) is not shrunk, nor one
+        of fewer than two axes.
+    """
+    mask = _decay_mask(no_decay)
+    return _clipped(
+        clip, optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
+    )
+
+
+def adafactor(
+    learning_rate: optax.ScalarOrSchedule = 1e-2,
+    decay_rate: float = 0.8,
+    momentum: float | None = None,
+    multiply_by_parameter_scale: bool = True,
+    clipping_threshold: float | None = 1.0,
+    min_dim_size_to_factor: int = 128,
+    weight_decay: float = 0.0,
+    clip: float | None = None,
+    no_decay: str = NO_DECAY,
+) -> optax.GradientTransformation:
+    """Adafactor (Shazeer & Stern, 2018), algorithms 4 and 5: row and column means of squares.
+
+    Args:
+      learning_rate: relative to each tensor's own size if `multiply_by_parameter_scale`.
+      decay_rate: of the mean of squares, whose decay at step t is 1 - t ** -decay_rate (7.2).
+      momentum: decay of the mean of updates; None for none, which saves a copy of the parameters.
+      multiply_by_parameter_scale: whether steps are relative to the tensor's size (section 8).
+      clipping_threshold: largest root mean square of a tensor's update (section 6), or None.
+      min_dim_size_to_factor: tensors with a smaller axis keep their whole square.
+      weight_decay: the fraction a matrix shrinks by in a step.
+      clip: largest global norm of the gradient, which is scaled down to it; None for no clipping.
+      no_decay: as in `adamw`.
+    """
+    # optax.adafactor hands its weight_decay_rate on unscaled by the learning rate.
+    return _clipped(
+        clip,
+        optax.adafactor(
+            learning_rate,
+            min_dim_size_to_factor=min_dim_size_to_factor,
+            decay_rate=decay_rate,
+            multiply_by_parameter_scale=multiply_by_parameter_scale,
+            clipping_threshold=clipping_threshold,
+            momentum=momentum,
+            weight_decay_rate=weight_decay or None,
+            weight_decay_mask=_decay_mask(no_decay),
+        ),
+    )
+
+
+def _clipped(clip, optimizer):
+    if clip is None:
+        return optimizer
+    _check_positive(clip=clip)
+    return optax.chain(optax.clip_by_global_norm(clip), optimizer)
+
+
+def _decay_mask(no_decay: str):
+    def mask(params):
+        def decays(path, leaf):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return leaf.ndim >= 2 and not re.search(no_decay, name, re.IGNORECASE)
+
+        return jax.tree_util.tree_map_with_path(decays, params)
+
+    return mask
+
+
+def _check_positive(**values):
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be above 0")

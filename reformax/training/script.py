@@ -1,0 +1,70 @@
+"""What the command-line scripts share: errors in one line, exit codes, the last lines of a run."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_TRACEBACK = "--traceback"
+
+
+def add_traceback_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that `run` looks for."""
+    parser.add_argument(_TRACEBACK, action="store_true", help="show where an error comes from")
+
+
+def run(main: Callable[[], int]) -> int:
+    """Calls `main`; an error that the user can mend becomes one line on stderr and an exit code."""
+    try:
+        return main()
+    except Exception as error:
+        line = one_line(error)
+        if line is None or _TRACEBACK in sys.argv:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        from reformax.training.config import ConfigError
+
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def one_line(error: Exception) -> str | None:
+    """The error's own line, without what gin adds; None if it is a fault of the program."""
+    text = str(error)
+    # gin appends where the failing function was called from.
+    first = text.split("\n  In call to configurable")[0].strip()
+    if "RESOURCE_EXHAUSTED" in text:
+        return (
+            f"out of memory: lower batch_size, length or loss_chunk_len ({first.splitlines()[0]})"
+        )
+    if isinstance(error, TypeError) and "No values supplied by Gin" in text:
+        return "the config leaves out an argument: " + first.splitlines()[0]
+    if isinstance(error, TypeError) and "required keyword-only argument" in text:
+        return "the config leaves out an argument: " + first
+    mendable = (ValueError, OSError, NotImplementedError, FloatingPointError, ImportError)
+    if isinstance(error, mendable):
+        return " ".join(first.split()) or type(error).__name__
+    return None
+
+
+def report(result: dict[str, Any]) -> int:
+    """Prints how a run of `loop.train` ended and what to do next; returns the exit code."""
+    folder = result["output_dir"]
+    if result["interrupted_by"] is not None:
+        again = shlex.join(["python", *sys.argv])
+        print(f"stopped by {result['interrupted_by'].name}; saved at step {result['step']}")
+        print(f"to go on: {again}")
+        return 128 + result["interrupted_by"]
+    if result["step"] < result["steps"]:
+        print(f"out of time at step {result['step']} of {result['steps']}")
+    print(
+        f"valid bits per dim: {result['bits_per_dim']:.4f} at step {result['step']}; best "
+        f"{result['best_bits_per_dim']:.4f} at step {result['best_step']}"
+    )
+    print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/")
+    script = Path(sys.argv[0]).with_name("evaluate.py")
+    print(f"next: {shlex.join(['python', str(script), f'--output_dir={folder}', '--split=test'])}")
+    return 0

@@ -1,0 +1,121 @@
+"""One optimizer step as one compiled function of (state, batch, key)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from reformax.training import loss as loss_lib
+from reformax.training import mesh as mesh_lib
+
+
+class State(NamedTuple):
+    """All that a run carries from step to step; what a checkpoint holds."""
+
+    step: Any  # int32 []: steps done
+    params: Any  # float32
+    opt_state: Any
+    ema: Any  # moving average of params; None if it is off
+
+    @property
+    def eval_params(self) -> Any:
+        """The parameters to score: the moving average if there is one."""
+        return self.params if self.ema is None else self.ema
+
+
+def init_fn(
+    model, optimizer: optax.GradientTransformation, shape: tuple[int, int], ema: bool
+) -> Callable[[jax.Array], State]:
+    """A function from a key to the state before the first step; `shape` is (batch, length)."""
+
+    def init(key):
+        params = model.init_params(key, shape)
+        average = jax.tree.map(jnp.copy, params) if ema else None
+        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+
+    return init
+
+
+def step_fn(
+    model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    accumulate: int = 1,
+    loss_chunk_len: int = 1024,
+    ema_decay: float = 0.0,
+) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
+    """Compiles a step for `model`.
+
+    Args:
+      model: a model built for training.
+      optimizer: what makes updates of gradients.
+      mesh: the devices.
+      accumulate: micro-batches a batch is computed in, one after the other; the gradient is that of
+        the whole batch.
+      loss_chunk_len: positions whose logits are in memory together.
+      ema_decay: decay of the moving average of the parameters; 0 for none. The average of the first
+        t steps decays by at most (1 + t) / (10 + t), so that it soon forgets the initial values.
+
+    Returns:
+      (state, (inputs, targets, weights), key) -> (state, {'nats', 'accuracy', 'grad_norm'}), the
+      first two means over the batch's targets, before the update. The state given is used up. The
+      step's randomness is key folded with the step's number, and in turn with the micro-batch's.
+    """
+
+    def mean_nats(params, micro, rng, total_weight):
+        inputs, targets, weights = micro
+        features = model.features(params, inputs, rng=rng)
+        logits_fn = partial(model.logits, params)
+        sums = loss_lib.cross_entropy(logits_fn, features, targets, weights, loss_chunk_len)
+        return sums.nats / total_weight, sums.correct / total_weight
+
+    gradient = jax.value_and_grad(mean_nats, has_aux=True)
+
+    def step(state: State, batch, key):
+        rng = jax.random.fold_in(key, state.step)
+        # A batch without targets has loss and gradient 0, not 0 / 0.
+        total_weight = jnp.maximum(jnp.sum(batch[2]), jnp.finfo(jnp.float32).tiny)
+        if accumulate == 1:
+            (nats, correct), grads = gradient(state.params, batch, rng, total_weight)
+        else:
+            # Row i goes to micro-batch i % accumulate: each one stays spread over all devices.
+            micros = jax.tree.map(
+                lambda x: jnp.swapaxes(x.reshape(-1, accumulate, *x.shape[1:]), 0, 1), batch
+            )
+
+            def add_micro(sums, numbered):
+                index, micro = numbered
+                part = gradient(state.params, micro, jax.random.fold_in(rng, index), total_weight)
+                return jax.tree.map(jnp.add, sums, part), None
+
+            zero = jax.tree.map(jnp.zeros_like, state.params)
+            zeros = ((jnp.zeros(()), jnp.zeros(())), zero)
+            (nats, correct), grads = jax.lax.scan(
+                add_micro, zeros, (jnp.arange(accumulate), micros)
+            )[0]
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        done = state.step + 1
+        ema = state.ema
+        if ema is not None:
+            decay = jnp.minimum(ema_decay, (1.0 + done) / (10.0 + done))
+            ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
+        metrics = {"nats": nats, "accuracy": correct, "grad_norm": optax.global_norm(grads)}
+        return State(done, params, opt_state, ema), metrics
+
+    whole = mesh_lib.replicated(mesh)
+    return jax.jit(step, donate_argnums=0, out_shardings=(whole, whole))
+
+
+@jax.jit
+def all_finite(tree: Any) -> jax.Array:
+    """Whether no floating-point number in the tree is nan or infinite."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in floats]))

@@ -1,0 +1,91 @@
+"""A model and a task small enough to train in a test, with the interfaces of the real ones."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class TinyLM:
+    """Predicts a token from the mean of the embeddings of the `width` before it."""
+
+    def __init__(self, mode="train", d_model=8, vocab_size=16, dropout=0.0, max_length=4096):
+        self.mode, self.d_model, self.vocab_size = mode, d_model, vocab_size
+        self.dropout, self.max_length = dropout, max_length
+
+    def init_params(self, rng, shape):
+        del shape
+        a, b, c = jax.random.split(rng, 3)
+        d, v = self.d_model, self.vocab_size
+        return {
+            "embedding": 0.5 * jax.random.normal(a, (v, d)),
+            "hidden": {"kernel": 0.5 * jax.random.normal(b, (d, d)), "bias": jnp.zeros(d)},
+            "head": 0.5 * jax.random.normal(c, (d, v)),
+        }
+
+    def features(self, params, tokens, rng=None):
+        if tokens.shape[1] > self.max_length:
+            raise ValueError(
+                f"length={tokens.shape[1]} is above max_length={self.max_length}: raise max_length"
+            )
+        shifted = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
+        x = params["embedding"][shifted]
+        x = x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        x = jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+        if self.mode == "train" and self.dropout:
+            x = jnp.where(jax.random.bernoulli(rng, 1 - self.dropout, x.shape), x, 0.0)
+        return x
+
+    def logits(self, params, features):
+        return features @ params["head"]
+
+
+class Batch(NamedTuple):
+    inputs: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+
+class Task(NamedTuple):
+    name: str
+    vocab_size: int
+    train_batch: object
+    eval_batches: object
+    n_targets: object
+
+
+def counting(vocab_size=16, n_valid=200, noise=0.1, poison_step=-1, data_dir=None):
+    """Sequences that count up, with noise; the batch of `poison_step` has an infinite weight."""
+    if data_dir == "empty":
+        raise FileNotFoundError("no data in data_dir=empty: give the folder that has it")
+    split = np.arange(n_valid) % vocab_size
+
+    def train_batch(seed, step, batch_size, length):
+        rng = np.random.Generator(np.random.Philox(key=[seed, step]))
+        start = rng.integers(vocab_size, size=(batch_size, 1))
+        tokens = (start + np.arange(length)) % vocab_size
+        tokens = np.where(rng.random(tokens.shape) < noise, 0, tokens).astype(np.int32)
+        weights = np.ones(tokens.shape, np.float32)
+        if step == poison_step:
+            weights[0, 0] = np.inf
+        return Batch(tokens, tokens, weights)
+
+    def eval_batches(name, batch_size, length, stride):
+        del name
+        windows = []
+        for end in range(min(length, n_valid), n_valid + stride, stride):
+            done = 0 if not windows else windows[-1][1]
+            end = min(end, n_valid)
+            if end > done:
+                windows.append((done, end))
+        for first in range(0, len(windows), batch_size):
+            tokens = np.zeros((batch_size, length), np.int32)
+            weights = np.zeros((batch_size, length), np.float32)
+            for row, (done, end) in enumerate(windows[first : first + batch_size]):
+                begin = max(end - length, 0)
+                tokens[row, : end - begin] = split[begin:end]
+                weights[row, done - begin : end - begin] = 1
+            yield Batch(tokens, tokens, weights)
+
+    return Task("counting", vocab_size, train_batch, eval_batches, lambda name: n_valid)

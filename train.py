@@ -1,0 +1,59 @@
+"""Trains a model as a gin config says: `python train.py`, or with a config of your own.
+
+    python train.py --config_file=configs/reformer_enwik8.gin --output_dir=runs/mine \\
+        --config='loop.train.steps=1000' --config='d_model=256'
+
+The same command, run again after any interruption, goes on where the run stopped. Exit code 0:
+done; 1: stopped by an error; 2: the command or its config is wrong; 143 or 130: saved and stopped
+by SIGTERM or SIGINT.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from reformax.training import config, script
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+
+
+def main() -> int:
+    """Flags, then gin, then one call."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config_file",
+        action="append",
+        help="a gin file, by path or by name in configs/; may be repeated, later ones win "
+        "(default: configs/quickstart.gin)",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="one setting; repeatable",
+    )
+    parser.add_argument("--output_dir", help="default: runs/<name of the last config file>")
+    parser.add_argument("--data_dir", help="where the task finds its data")
+    script.add_traceback_flag(parser)
+    args = parser.parse_args()
+    files = args.config_file or [str(CONFIGS / "quickstart.gin")]
+    output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
+
+    config.parse(files, args.config, folders=[CONFIGS, CONFIGS.parent], data_dir=args.data_dir)
+    from reformax.training import loop  # after parsing: a misspelt flag is told at once
+
+    loop.make_output_dir(output_dir)
+    train = config.configured(loop.train)
+    result = train(output_dir, config_text=config.operative)
+    for override in config.unused(args.config):
+        print(f"note: --config={override!r} set something that this run did not use")
+    return script.report(result)
+
+
+if __name__ == "__main__":
+    sys.exit(script.run(main))
