@@ -54,24 +54,24 @@ class _Lazy(types.ModuleType):
     """What Trax's modules hold for a module that takes seconds to import: loaded at first use."""
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), attribute)
+        try:
+            return getattr(importlib.import_module(self.__name__), attribute)
+        except ModuleNotFoundError as error:
+            user = f"Trax's use of {self.__name__}.{attribute}"
+            raise _NotInstalled(error.name, user) from None
 
 
 class _LazyTensorFlow(_Lazy):
     def __getattr__(self, attribute: str) -> Any:
-        if attribute in ("compat", "v2"):  # import tensorflow.compat.v2 as tf
-            return self
         if attribute in ("TensorShape", "DType"):
             # Trax asks this of every shape. Nothing can be one until somebody imports TensorFlow.
             return getattr(sys.modules.get("tensorflow"), attribute, _Never)
         try:
             return super().__getattr__(attribute)
-        except ModuleNotFoundError as error:
-            if error.name != "tensorflow":
-                raise
-            if attribute == "io":
+        except _NotInstalled as error:
+            if (attribute, error.name) == ("io", "tensorflow"):
                 return _LocalFiles
-            raise _NotInstalled("tensorflow", f"Trax's use of tensorflow.{attribute}") from None
+            raise
 
 
 class _LazyBackend(dict):
@@ -86,6 +86,8 @@ class _LazyBackend(dict):
 
 
 _TENSORFLOW = _LazyTensorFlow("tensorflow")
+_TENSORFLOW.compat = _Lazy("tensorflow.compat")
+_TENSORFLOW.compat.v2 = _TENSORFLOW
 _STAND_INS = {
     "tensorflow": _TENSORFLOW,
     "tensorflow.compat.v2": _TENSORFLOW,

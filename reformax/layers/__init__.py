@@ -1,0 +1,29 @@
+"""Trax layers: attention of every kind, reversible stacks, and what a model needs around them.
+
+Each layer is a Trax layer over two pure functions, `init_params(rng, *shapes)` and
+`apply(params, *inputs, rng)`, so it stands in a `tl.Serial` or in plain JAX.
+"""
+
+from reformax.layers._trax import Layer, tl
+from reformax.layers.attention import Attention
+from reformax.layers.blocks import Block, ResidualStack
+from reformax.layers.dropout import Dropout
+from reformax.layers.feed_forward import FeedForward
+from reformax.layers.layer_norm import LayerNorm
+from reformax.layers.positions import AxialPositionalEncoding, SinusoidalPositionalEncoding, rotary
+from reformax.layers.reversible import ReversibleStack
+
+__all__ = [
+    "Attention",
+    "AxialPositionalEncoding",
+    "Block",
+    "Dropout",
+    "FeedForward",
+    "Layer",
+    "LayerNorm",
+    "ResidualStack",
+    "ReversibleStack",
+    "SinusoidalPositionalEncoding",
+    "rotary",
+    "tl",
+]

@@ -1,0 +1,171 @@
+"""Multi-head self-attention around any attention algorithm: projections, heads, rng, dropout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.layers._trax import Layer
+from reformax.layers.dropout import check_mode, check_rate, dropout
+from reformax.layers.positions import rotary
+from reformax.ops.base import AttentionOp, Dims, check_arguments
+
+
+class Projections(NamedTuple):
+    """What the algorithm reads: `[B, T, N, H]` each, `k` None where queries and keys are one."""
+
+    q: Array
+    k: Array | None
+    v: Array
+
+
+class Attention(Layer):
+    """`[B, T, D] -> [B, T, D]` through an `AttentionOp`.
+
+    `apply` is `project`, `plan` and `attend` in turn; they are apart so that a reversible stack can
+    keep a plan and attend again by it. Computes in the dtype of its input.
+
+    Weights: `w_q, w_k [N, D, H]` (no `w_k` where the algorithm shares queries and keys), `w_v
+    [N, D, V]`, `w_o [N, V, D]`, with `bias` also `b_q, b_k [N, H]`, `b_v [N, V]`, and the
+    algorithm's own as `op`.
+    """
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        n_heads: int = 2,
+        d_qk: int = 64,
+        d_v: int = 64,
+        causal: bool = False,
+        masked: bool = False,
+        bias: bool = False,
+        attention_dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        use_rotary: bool = False,
+        mode: str = "train",
+    ):
+        """Args:
+        op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
+        n_heads: N.
+        d_qk: H, the size of a head's queries and keys.
+        d_v: V, the size of a head's values.
+        causal: whether a position sees only itself and what came before it.
+        masked: whether a second input comes along, `[B, T]`: True or a segment id above 0 marks a
+          token, False or 0 padding; tokens see their own segment only.
+        bias: whether the projections of q, k, v have biases.
+        attention_dropout: the rate on attention weights.
+        output_dropout: the rate on the output.
+        use_rotary: whether queries and keys are turned by their position. Plans are made before
+          the turn: a hash looks for content, wherever it stands.
+        mode: "train" or "eval"; at evaluation dropout is off and the algorithm plans with its
+          settings for evaluation.
+        """
+        super().__init__(n_in=2 if masked else 1)
+        for name, size in (("n_heads", n_heads), ("d_qk", d_qk), ("d_v", d_v)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}: expected at least 1")
+        if not isinstance(op, AttentionOp):
+            raise ValueError(f"op is {op!r}: expected an AttentionOp, such as lsh.lsh()")
+        self._op = op
+        self._n_heads = n_heads
+        self._d_qk = d_qk
+        self._d_v = d_v
+        self._causal = causal
+        self._masked = masked
+        self._bias = bias
+        self._attention_dropout = check_rate("attention_dropout", attention_dropout)
+        self._output_dropout = check_rate("output_dropout", output_dropout)
+        self._use_rotary = use_rotary
+        self._mode = check_mode(mode)
+
+    def init_params(self, rng, shape, mask_shape=None):
+        *_, length, d_model = shape
+        rng_q, rng_k, rng_v, rng_o, rng_op = jax.random.split(rng, 5)
+        n, h, v = self._n_heads, self._d_qk, self._d_v
+
+        def glorot(rng, d_head):  # with respect to all heads together, as in Trax
+            limit = math.sqrt(6 / (d_model + d_head * n))
+            return jax.random.uniform(rng, (n, d_model, d_head), jnp.float32, -limit, limit)
+
+        params = {"w_q": glorot(rng_q, h), "w_v": glorot(rng_v, v)}
+        params["w_o"] = jnp.swapaxes(glorot(rng_o, v), 1, 2)
+        if not self._op.traits.shared_qk:
+            params["w_k"] = glorot(rng_k, h)
+        if self._bias:
+            for letter in "qkv":
+                if f"w_{letter}" in params:
+                    params[f"b_{letter}"] = jnp.zeros((n, v if letter == "v" else h))
+        params["op"] = self._op.init(rng_op, Dims(n, h, v, length))
+        return params
+
+    def project(self, params, x: Float[Array, "B T D"]) -> Projections:
+        """Queries, keys and values of all heads, before any rotation."""
+
+        def head(letter):
+            if f"w_{letter}" not in params:
+                return None
+            y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{letter}"].astype(x.dtype))
+            return y + params[f"b_{letter}"].astype(x.dtype) if self._bias else y
+
+        return Projections(head("q"), head("k"), head("v"))
+
+    def plan(self, params, projections: Projections, segments=None, rng=None) -> Any:
+        """Where each query will look: integers, through which no gradient flows."""
+        q, k, v = projections
+        check_arguments(
+            self._op.traits,
+            *(q, k, v),
+            causal=self._causal,
+            segments=segments,
+            dropout=self._rate(self._attention_dropout),
+            rng=rng,
+        )
+        plan_rng = None if rng is None else jax.random.fold_in(rng, 0)
+        return self._op.plan(
+            params["op"],
+            q,
+            k,
+            segments=segments,
+            causal=self._causal,
+            rng=plan_rng,
+            train=self._mode == "train",
+        )
+
+    def attend(
+        self, params, projections: Projections, plan, segments=None, rng=None
+    ) -> Float[Array, "B T D"]:
+        """Attention by a plan, and the output projection."""
+        q, k, v = projections
+        if self._use_rotary:
+            q, k = rotary(q), None if k is None else rotary(k)
+        weight_rng, output_rng = (
+            (None, None) if rng is None else (jax.random.fold_in(rng, i) for i in (1, 2))
+        )
+        out = self._op.apply(
+            params["op"],
+            q,
+            k,
+            v,
+            plan=plan,
+            segments=segments,
+            causal=self._causal,
+            dropout=self._rate(self._attention_dropout),
+            rng=weight_rng,
+        )
+        out = jnp.einsum("btnv,nvd->btd", out, params["w_o"].astype(out.dtype))
+        return dropout(out, self._rate(self._output_dropout), output_rng)
+
+    def apply(
+        self, params, x: Float[Array, "B T D"], mask: Int[Array, "B T"] | None = None, rng=None
+    ) -> Float[Array, "B T D"]:
+        segments = None if mask is None else mask.astype(jnp.int32)
+        projections = self.project(params, x)
+        plan = self.plan(params, projections, segments, rng)
+        return self.attend(params, projections, plan, segments, rng)
+
+    def _rate(self, rate: float) -> float:
+        return rate if self._mode == "train" else 0.0

@@ -1,0 +1,133 @@
+"""The two residual functions of a Transformer layer, and stacks of them scanned over the depth.
+
+A stack of `n_layers` repeats a cycle of blocks, such as (local, local, LSH, local). Weights of the
+same place in the cycle are stacked along a leading axis, and the layers run under `lax.scan` over
+the repeats: program size and compile time depend on the cycle, not on the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax.layers._trax import Layer
+from reformax.layers.attention import Attention
+from reformax.layers.feed_forward import FeedForward
+from reformax.layers.layer_norm import LayerNorm
+
+
+class Block(NamedTuple):
+    """One layer of the cycle; each half reads a normalised stream."""
+
+    attention: Attention
+    feed_forward: FeedForward
+
+
+class Repeat(NamedTuple):
+    """What a scan over the depth hands to one repeat of the cycle."""
+
+    index: Array
+    params: Any
+
+
+class BlockStack(Layer):
+    """Layers that repeat a cycle of blocks: weights, rngs and the scan. See its subclasses."""
+
+    def __init__(
+        self, blocks: Sequence[Block], n_layers: int, dtype: str, masked: bool, n_streams: int
+    ):
+        super().__init__(n_in=n_streams + masked, n_out=n_streams)
+        self._blocks = tuple(Block(*block) for block in blocks)
+        if not self._blocks or n_layers < 1 or n_layers % len(self._blocks):
+            raise ValueError(
+                f"n_layers is {n_layers}: expected a multiple of the {len(self._blocks)} blocks "
+                "of the cycle"
+            )
+        self._n_layers = n_layers
+        self._dtype = dtype
+        self._masked = masked
+        # Streams are float32; a sublayer computes in `dtype` from its normalised input on.
+        self._norm = LayerNorm(dtype=dtype)
+
+    def init_params(self, rng, shape, *shapes):
+        def init_block(rng, block):
+            rngs = jax.random.split(rng, 4)
+            return {
+                "attention_norm": self._norm.init_params(rngs[0], shape),
+                "attention": block.attention.init_params(rngs[1], shape),
+                "feed_forward_norm": self._norm.init_params(rngs[2], shape),
+                "feed_forward": block.feed_forward.init_params(rngs[3], shape),
+            }
+
+        n_repeats = self._n_layers // len(self._blocks)
+        params = {}
+        for i, block in enumerate(self._blocks):
+            rngs = jax.random.split(jax.random.fold_in(rng, i), n_repeats)
+            layers = [init_block(r, block) for r in rngs]
+            params[f"block_{i}"] = jax.tree.map(lambda *x: jnp.stack(x), *layers)
+        return params
+
+    def _scan(self, body: Callable, carry: Any, params: Any, *extra: Any, reverse: bool = False):
+        """`lax.scan` of `body(carry, Repeat, *extra)` over the repeats of the cycle."""
+        n_repeats = self._n_layers // len(self._blocks)
+        xs = (Repeat(jnp.arange(n_repeats), params), *extra)
+        return jax.lax.scan(lambda c, x: body(c, *x), carry, xs, reverse=reverse)
+
+    def _rngs(self, rng, repeat: Repeat, i: int):
+        """The rngs of the two halves of block `i` in this repeat; None without an rng."""
+        if rng is None:
+            return None, None
+        rng = jax.random.fold_in(jax.random.fold_in(rng, repeat.index), i)
+        return jax.random.fold_in(rng, 0), jax.random.fold_in(rng, 1)
+
+    def _feed_forward(self, block: Block, params, x, rng) -> Float[Array, "B T D"]:
+        h = self._norm.apply(params["feed_forward_norm"], x)
+        return block.feed_forward.apply(params["feed_forward"], h, rng=rng).astype(jnp.float32)
+
+
+class ResidualStack(BlockStack):
+    """Pre-norm Transformer layers: `x += attention(norm(x)); x += feed_forward(norm(x))`.
+
+    `[B, T, D] -> [B, T, D]`, float32, with `masked` also the segments `[B, T]`.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        n_layers: int,
+        dtype: str = "float32",
+        remat: bool = False,
+        masked: bool = False,
+    ):
+        """Args:
+        blocks: the cycle.
+        n_layers: a multiple of its length.
+        dtype: what the sublayers compute in.
+        remat: whether the gradient keeps only the stream between layers and computes each layer
+          again, instead of keeping its activations.
+        masked: whether segments come along, as in `Attention`.
+        """
+        super().__init__(blocks, n_layers, dtype, masked, n_streams=1)
+        self._remat = remat
+
+    def apply(self, params, x, segments=None, rng=None):
+        def repeat(x, this):
+            for i, block in enumerate(self._blocks):
+                p = this.params[f"block_{i}"]
+                attention_rng, feed_forward_rng = self._rngs(rng, this, i)
+
+                def layer(p, x, block=block, rngs=(attention_rng, feed_forward_rng)):
+                    h = self._norm.apply(p["attention_norm"], x)
+                    mask = () if segments is None else (segments,)
+                    h = block.attention.apply(p["attention"], h, *mask, rng=rngs[0])
+                    x = x + h.astype(jnp.float32)
+                    return x + self._feed_forward(block, p, x, rngs[1])
+
+                x = (jax.checkpoint(layer) if self._remat else layer)(p, x)
+            return x, None
+
+        return self._scan(repeat, x.astype(jnp.float32), params)[0]

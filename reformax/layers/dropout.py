@@ -1,0 +1,66 @@
+"""Dropout whose mask is a function of (rng, position), so that a backward pass can repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from reformax.layers._trax import Layer
+from reformax.ops.base import dropout_multiplier
+
+
+def dropout(
+    x: Float[Array, "*d"], rate: float, rng: PRNGKeyArray | None, shared_axes: Sequence[int] = ()
+) -> Float[Array, "*d"]:
+    """Zeros each number with probability `rate` and scales the others by 1 / (1 - rate).
+
+    Args:
+      x: any shape but a scalar.
+      rate: in [0, 1); 0 returns `x` itself.
+      rng: the mask's source; may be None if rate is 0.
+      shared_axes: axes along which one mask serves all positions.
+    """
+    if rate == 0.0:
+        return x
+    shared = {axis % x.ndim for axis in shared_axes}
+    shape = tuple(1 if axis in shared else n for axis, n in enumerate(x.shape))
+    *leading, column = jnp.ogrid[tuple(slice(n) for n in shape)]
+    row = sum(
+        index * int(np.prod(shape[axis + 1 : -1], initial=1)) for axis, index in enumerate(leading)
+    )
+    return x * dropout_multiplier(rng, rate, 0, 0, row, column).astype(x.dtype)
+
+
+def check_rate(name: str, rate: float) -> float:
+    """`rate`, or a `ValueError` that names it."""
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"{name} is {rate}: expected a rate in [0, 1)")
+    return rate
+
+
+def check_mode(mode: str) -> str:
+    """`mode`, or an error that names it. Incremental prediction is not among the modes."""
+    if mode not in ("train", "eval"):
+        raise ValueError(f"mode is {mode!r}: expected 'train' or 'eval'")
+    return mode
+
+
+class Dropout(Layer):
+    """`dropout` in training, nothing at evaluation. Takes and returns any shape."""
+
+    def __init__(self, rate: float = 0.0, shared_axes: Sequence[int] = (), mode: str = "train"):
+        """Args:
+        rate: the probability of a zero.
+        shared_axes: axes along which one mask serves all positions.
+        mode: "train" or "eval".
+        """
+        super().__init__()
+        self._rate = check_rate("rate", rate)
+        self._shared_axes = tuple(shared_axes)
+        self._mode = check_mode(mode)
+
+    def apply(self, params, x, rng=None):
+        return dropout(x, self._rate if self._mode == "train" else 0.0, rng, self._shared_axes)

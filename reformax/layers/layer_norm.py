@@ -1,0 +1,36 @@
+"""Layer normalisation (Ba et al. 2016) with float32 statistics."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax.layers._trax import Layer
+
+
+class LayerNorm(Layer):
+    """`(x - mean) / sqrt(variance + epsilon) * scale + bias` over the last axis, `[..., D]`.
+
+    Mean and variance are float32 whatever comes in, which lets bfloat16 sublayers hang on a
+    float32 stream. Weights: `scale` and `bias`, `[D]`.
+    """
+
+    def __init__(self, epsilon: float = 1e-6, dtype: str | None = None):
+        """Args:
+        epsilon: added to the variance.
+        dtype: what comes out, such as "bfloat16"; None is the input's.
+        """
+        super().__init__()
+        self._epsilon = epsilon
+        self._dtype = dtype
+
+    def init_params(self, rng, shape):
+        return {"scale": jnp.ones(shape[-1:]), "bias": jnp.zeros(shape[-1:])}
+
+    def apply(self, params, x: Float[Array, "*d D"], rng=None) -> Float[Array, "*d D"]:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - x32.mean(axis=-1, keepdims=True)
+        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+        y = centred * jax.lax.rsqrt(variance + self._epsilon)
+        return (y * params["scale"] + params["bias"]).astype(self._dtype or x.dtype)

@@ -1,0 +1,105 @@
+"""Where a token stands: axial embeddings, sinusoids, and rotary angles.
+
+None of them ties a model to the length it was trained at: axial embeddings hold any length up to
+the product of their shape, the other two any length at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax.layers._trax import Layer
+
+
+class AxialPositionalEncoding(Layer):
+    """Adds learned embeddings of a position's coordinates in a grid (Reformer, sec. 4, footnote).
+
+    Position t has the coordinates of t in a row-major grid of `shape`; the embedding of each
+    coordinate fills its part of the D features. sqrt(T) vectors of each part then tell T positions
+    apart. `[B, T, D] -> [B, T, D]`. Weights: one `[shape_i, d_i]` per axis.
+    """
+
+    def __init__(self, shape: Sequence[int], d_embs: Sequence[int]):
+        """Args:
+        shape: the grid; its product is the largest length.
+        d_embs: the features of each axis; they add up to D.
+        """
+        super().__init__()
+        if not shape or len(shape) != len(d_embs):
+            raise ValueError(
+                f"shape {tuple(shape)} and d_embs {tuple(d_embs)}: expected as many sizes as axes"
+            )
+        if min(shape) < 1 or min(d_embs) < 1:
+            raise ValueError(f"shape {tuple(shape)}, d_embs {tuple(d_embs)}: expected 1 or more")
+        self._shape = tuple(shape)
+        self._d_embs = tuple(d_embs)
+
+    def init_params(self, rng, shape):
+        if shape[-1] != sum(self._d_embs):
+            raise ValueError(
+                f"d_embs {self._d_embs} add up to {sum(self._d_embs)}: expected {shape[-1]}"
+            )
+        rngs = jax.random.split(rng, len(self._shape))
+        return {
+            f"axis_{i}": 0.02 * jax.random.normal(r, (n, d))
+            for i, (r, n, d) in enumerate(zip(rngs, self._shape, self._d_embs, strict=True))
+        }
+
+    def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
+        length, capacity = x.shape[1], math.prod(self._shape)
+        if length > capacity:
+            raise ValueError(
+                f"axial positions of shape {self._shape} hold {capacity} positions, not {length}: "
+                "enlarge the shape or shorten the sequence"
+            )
+        grid = [params[f"axis_{i}"] for i in range(len(self._shape))]
+        # Only whole rows of the first axis that the length reaches.
+        rows = -(-length // math.prod(self._shape[1:]))
+        sizes = (rows, *self._shape[1:])
+        parts = []
+        for axis, table in enumerate(grid):
+            table = table[: sizes[axis]]
+            index = [None] * len(sizes) + [slice(None)]
+            index[axis] = slice(None)
+            parts.append(jnp.broadcast_to(table[tuple(index)], (*sizes, table.shape[-1])))
+        embedding = jnp.concatenate(parts, axis=-1).reshape(-1, x.shape[-1])[:length]
+        return x + embedding.astype(x.dtype)
+
+
+class SinusoidalPositionalEncoding(Layer):
+    """Adds sines and cosines of geometric wavelengths (Vaswani et al. 2017, sec. 3.5).
+
+    `[B, T, D] -> [B, T, D]`, without weights.
+    """
+
+    def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
+        length, d_model = x.shape[1:]
+        angle = _angles(length, -(-d_model // 2))
+        table = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)[:, :d_model]
+        return x + table.astype(x.dtype)
+
+
+def _angles(length: int, n_frequencies: int, base: float = 10_000.0) -> Float[Array, "T F"]:
+    """Angles t * base^(-f / F) of each position and frequency."""
+    frequency = base ** (-jnp.arange(n_frequencies) / n_frequencies)
+    return jnp.arange(length)[:, None] * frequency
+
+
+def rotary(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Turns pairs of features by angles that grow with the position (Su et al. 2021, eq. 34).
+
+    Products of two turned vectors then depend on the distance of their positions alone. Feature i
+    is paired with feature i + H // 2; an odd last feature stays as it is.
+    """
+    half = x.shape[-1] // 2
+    angle = _angles(x.shape[1], half)[:, None, :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    x32 = x.astype(jnp.float32)
+    a, b, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,208 @@
+"""Reversible residual layers: memory that does not grow with depth (Gomez et al. 2017; Reformer).
+
+A layer maps two streams to two streams,
+
+    y1 = x1 + attention(x2)        y2 = x2 + feed_forward(y1)            (Reformer, eq. 9)
+
+so that its inputs can be computed back from its outputs (eq. 10) and nothing else need be kept for
+the gradient but each layer's attention plan, which is a few integers a token.
+
+**Exactly, if wanted.** In floating point `(x + f) - f` is not `x`, and a sublayer that the compiler
+fuses with its gradient need not give the numbers it gave alone, so the inputs rebuilt are not the
+forward pass's and the error grows with depth. With `exact=True` both causes are removed:
+
+  * streams and sublayer outputs are multiples of 2^-12. Float32 adds and subtracts such numbers
+    without rounding while they stay below 2^12 in magnitude;
+  * the sublayer is computed in the backward pass a second time, apart from its gradient and behind
+    `optimization_barrier`, as it was in the forward pass, so that the compiler has no choice but
+    to produce the same numbers.
+
+The gradient passes through the rounding unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax.layers.attention import Projections
+from reformax.layers.blocks import Block, BlockStack
+
+GRID = 2.0**-12
+
+
+@jax.custom_vjp
+def to_grid(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
+    """`x` rounded to the nearest multiple of `GRID`; its gradient is that of the identity."""
+    return jnp.round(x * (1 / GRID)) * GRID
+
+
+to_grid.defvjp(lambda x: (to_grid(x), None), lambda _, gradient: (gradient,))
+
+
+class Streams(NamedTuple):
+    """The two residual streams, `[B, T, D]` float32 each."""
+
+    one: Array
+    two: Array
+
+
+class ReversibleStack(BlockStack):
+    """Reversible layers: `([B, T, D], [B, T, D]) -> ([B, T, D], [B, T, D])`, float32.
+
+    In Trax: `tl.Serial(tl.Dup(), ReversibleStack(...), tl.Concatenate())`. With `masked` the third
+    input is the segments `[B, T]`. The memory of `jax.grad` is that of one cycle of layers,
+    whatever the depth, apart from the weights and the plans.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        n_layers: int,
+        dtype: str = "float32",
+        exact: bool = False,
+        masked: bool = False,
+    ):
+        """Args:
+        blocks: the cycle.
+        n_layers: a multiple of its length.
+        dtype: what the sublayers compute in.
+        exact: whether the backward pass rebuilds the forward's inputs bit for bit. It costs one
+          more forward of each sublayer in the backward pass; streams must stay below 2^12.
+        masked: whether segments come along, as in `Attention`.
+        """
+        super().__init__(blocks, n_layers, dtype, masked, n_streams=2)
+        self._exact = exact
+
+    def apply(self, params, x1, x2, segments=None, rng=None):
+        streams = Streams(x1.astype(jnp.float32), x2.astype(jnp.float32))
+        if self._exact:
+            streams = Streams(*map(to_grid, streams))
+        return tuple(_run(self, params, streams, segments, rng))
+
+    def rebuild(self, params, x1, x2, segments=None, rng=None) -> tuple[Streams, Streams]:
+        """The stack's inputs, on the grid if exact, and what the backward pass rebuilds of them.
+
+        This is the backward pass itself, for measuring its drift.
+        """
+        streams = Streams(x1.astype(jnp.float32), x2.astype(jnp.float32))
+        if self._exact:
+            streams = Streams(*map(to_grid, streams))
+        outputs, residuals = _run_forward(self, params, streams, segments, rng)
+        return streams, self._backward(residuals, outputs)[0]
+
+    # Each sublayer is a function of (params, stream) alone, given its plan and rng. What goes into
+    # it and comes out of it is fenced, if exact, from whatever the compiler finds around it.
+
+    def _fence(self, x):
+        return jax.lax.optimization_barrier(x) if self._exact else x
+
+    def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = x.astype(jnp.float32)
+        return to_grid(x) if self._exact else x
+
+    def _project(self, block: Block, params, x) -> Projections:
+        h = self._norm.apply(params["attention_norm"], x)
+        return block.attention.project(params["attention"], h)
+
+    def _attend(self, block: Block, params, projections, plan, segments, rng):
+        attend = block.attention.attend
+        return self._residual(attend(params["attention"], projections, plan, segments, rng))
+
+    def _attention(self, block: Block, params, x, plan, segments, rng):
+        projections = self._project(block, params, x)
+        return self._attend(block, params, projections, plan, segments, rng)
+
+    def _feed(self, block: Block, params, x, rng):
+        return self._residual(self._feed_forward(block, params, x, rng))
+
+    def _alone(self, function, *args):
+        """`function(*args)`, compiled apart from everything around it if exact."""
+        return self._fence(function(*self._fence(args)))
+
+    def _forward(self, params, streams: Streams, segments, rng) -> tuple[Streams, Any]:
+        """The outputs, and every layer's plan."""
+
+        def repeat(streams, this):
+            plans = []
+            for i, block in enumerate(self._blocks):
+                p = this.params[f"block_{i}"]
+                attention_rng, feed_forward_rng = self._rngs(rng, this, i)
+                projections = self._alone(functools.partial(self._project, block), p, streams.two)
+                plans.append(
+                    block.attention.plan(p["attention"], projections, segments, attention_rng)
+                )
+                attend = functools.partial(
+                    self._attend, block, segments=segments, rng=attention_rng
+                )
+                one = streams.one + self._alone(attend, p, projections, plans[-1])
+                feed = functools.partial(self._feed, block, rng=feed_forward_rng)
+                streams = Streams(one, streams.two + self._alone(feed, p, one))
+            return streams, tuple(plans)
+
+        return self._scan(repeat, streams, params)
+
+    def _backward(self, residuals, gradient: Streams):
+        """The inputs rebuilt, and the gradients with respect to parameters and inputs."""
+        params, streams, plans, segments, rng = residuals
+
+        def repeat(carry, this, plans):
+            streams, gradient = carry
+            d_params = {}
+            for i, block in reversed(list(enumerate(self._blocks))):
+                p = this.params[f"block_{i}"]
+                attention_rng, feed_forward_rng = self._rngs(rng, this, i)
+
+                feed = functools.partial(self._feed, block, rng=feed_forward_rng)
+                fed, feed_vjp = jax.vjp(feed, p, streams.one)
+                if self._exact:
+                    fed = self._alone(feed, p, streams.one)
+                two = streams.two - fed
+                d_params_feed, d_one = feed_vjp(gradient.two)
+                d_one = gradient.one + d_one
+
+                attention = functools.partial(
+                    self._attention, block, plan=plans[i], segments=segments, rng=attention_rng
+                )
+                attended, attention_vjp = jax.vjp(attention, p, two)
+                if self._exact:
+                    project = functools.partial(self._project, block)
+                    attend = functools.partial(
+                        self._attend, block, segments=segments, rng=attention_rng
+                    )
+                    attended = self._alone(attend, p, self._alone(project, p, two), plans[i])
+                one = streams.one - attended
+                d_params_attention, d_two = attention_vjp(d_one)
+
+                streams = Streams(one, two)
+                gradient = Streams(d_one, gradient.two + d_two)
+                d_params[f"block_{i}"] = jax.tree.map(jnp.add, d_params_feed, d_params_attention)
+            return (streams, gradient), d_params
+
+        (streams, gradient), d_params = self._scan(
+            repeat, (streams, gradient), params, plans, reverse=True
+        )
+        return streams, d_params, gradient
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(stack: ReversibleStack, params, streams: Streams, segments, rng) -> Streams:
+    return stack._forward(params, streams, segments, rng)[0]
+
+
+def _run_forward(stack, params, streams, segments, rng):
+    outputs, plans = stack._forward(params, streams, segments, rng)
+    return outputs, (params, outputs, plans, segments, rng)
+
+
+def _run_backward(stack, residuals, gradient):
+    _, d_params, d_streams = stack._backward(residuals, gradient)
+    return d_params, d_streams, None, None
+
+
+_run.defvjp(_run_forward, _run_backward)

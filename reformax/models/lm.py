@@ -1,0 +1,258 @@
+"""Language models: the Reformer (Kitaev et al. 2020) and the Transformer it is measured against.
+
+Both read tokens `[B, T]`, shift them right by one, and return logits `[B, T, vocabulary]` of each
+token given those before it. Argument names are those of `trax.models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.layers import (
+    Attention,
+    AxialPositionalEncoding,
+    Block,
+    FeedForward,
+    Layer,
+    LayerNorm,
+    ResidualStack,
+    ReversibleStack,
+    SinusoidalPositionalEncoding,
+)
+from reformax.layers.dropout import dropout
+from reformax.ops import dense, local, lsh
+from reformax.ops.base import AttentionOp
+
+AttentionType = AttentionOp | Sequence[AttentionOp]
+Activation = Callable[[Array], Array]
+
+
+class LanguageModel(Layer):
+    """Embedding, positions, a stack of layers, a norm, and logits.
+
+    `[B, T] -> [B, T, vocab_size]`, float32. `apply` is `logits(features)`; the two are apart so
+    that a loss can take the logits in chunks of the sequence.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        positions: Layer | None,
+        stack: ReversibleStack | ResidualStack,
+        dropout: float,
+        mode: str,
+    ):
+        super().__init__(name="LanguageModel")
+        if vocab_size < 2 or d_model < 1:
+            raise ValueError(
+                f"vocab_size is {vocab_size} and d_model {d_model}: expected at least 2 and 1"
+            )
+        self._vocab_size = vocab_size
+        self._d_model = d_model
+        self._positions = positions
+        self._stack = stack
+        self._reversible = isinstance(stack, ReversibleStack)
+        self._dropout = dropout if mode == "train" else 0.0
+        self._norm = LayerNorm()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def init_params(self, rng, shape):
+        rng_e, rng_p, rng_s, rng_l = jax.random.split(rng, 4)
+        hidden = (*shape, self._d_model)
+        d_features = self._d_model * (2 if self._reversible else 1)
+        params = {
+            "embedding": jax.random.normal(rng_e, (self._vocab_size, self._d_model)) * 0.02,
+            "stack": self._stack.init_params(rng_s, *[hidden] * (2 if self._reversible else 1)),
+            "norm": self._norm.init_params(None, (d_features,)),
+            "logits": {
+                "w": jax.nn.initializers.glorot_uniform()(rng_l, (d_features, self._vocab_size)),
+                "b": jnp.zeros(self._vocab_size),
+            },
+        }
+        if self._positions is not None:
+            params["positions"] = self._positions.init_params(rng_p, hidden)
+        return params
+
+    def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
+        """What the logits are a linear function of; D is twice `d_model` if reversible."""
+        rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
+        x = params["embedding"][jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]]
+        if self._positions is not None:
+            x = self._positions.apply(params["positions"], x)
+        x = dropout(x, self._dropout, rng_e)
+        if self._reversible:
+            streams = self._stack.apply(params["stack"], x, x, rng=rng_s)
+            x = jnp.concatenate(streams, axis=-1)
+        else:
+            x = self._stack.apply(params["stack"], x, rng=rng_s)
+        return dropout(self._norm.apply(params["norm"], x), self._dropout, rng_f)
+
+    def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
+        """Unnormalised log-probabilities, float32."""
+        return features @ params["logits"]["w"] + params["logits"]["b"]
+
+    def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
+        return self.logits(params, self.features(params, tokens, rng))
+
+
+def _blocks(
+    attention_type: AttentionType,
+    n_heads: int,
+    d_attention_key: int,
+    d_attention_value: int,
+    d_ff: int,
+    dropout: float,
+    attention_dropout: float,
+    use_rotary: bool,
+    ff_activation: Activation,
+    ff_chunk_size: int,
+    mode: str,
+) -> list[Block]:
+    """A causal block for each algorithm of the cycle."""
+    cycle = [attention_type] if isinstance(attention_type, AttentionOp) else attention_type
+    return [
+        Block(
+            Attention(
+                op,
+                n_heads,
+                d_attention_key,
+                d_attention_value,
+                causal=True,
+                attention_dropout=attention_dropout,
+                output_dropout=dropout,
+                use_rotary=use_rotary,
+                mode=mode,
+            ),
+            FeedForward(d_ff, dropout, ff_activation, ff_chunk_size, mode),
+        )
+        for op in cycle
+    ]
+
+
+def _positions(
+    pos_type: str, pos_axial_shape: Sequence[int], pos_d_axial_embs: Sequence[int]
+) -> Layer | None:
+    """What is added to the embeddings; None where positions turn queries and keys, or are none."""
+    if pos_type not in ("rotary", "axial", "sinusoidal", "none"):
+        raise ValueError(
+            f"pos_type is {pos_type!r}: expected 'rotary', 'axial', 'sinusoidal' or 'none'"
+        )
+    if (pos_type == "axial") != bool(pos_axial_shape or pos_d_axial_embs):
+        raise ValueError(
+            f"pos_type is {pos_type!r}, pos_axial_shape {tuple(pos_axial_shape)}: "
+            "pos_type='axial' and the axial arguments go together"
+        )
+    if pos_type == "axial":
+        return AxialPositionalEncoding(pos_axial_shape, pos_d_axial_embs)
+    return SinusoidalPositionalEncoding() if pos_type == "sinusoidal" else None
+
+
+def ReformerLM(
+    vocab_size: int,
+    d_model: int = 512,
+    d_ff: int = 2048,
+    d_attention_key: int = 64,
+    d_attention_value: int = 64,
+    n_layers: int = 6,
+    n_heads: int = 8,
+    dropout: float = 0.1,
+    attention_dropout: float = 0.0,
+    attention_type: AttentionType = (local.local(), lsh.lsh()),  # noqa: B008
+    pos_type: str = "rotary",
+    pos_axial_shape: Sequence[int] = (),
+    pos_d_axial_embs: Sequence[int] = (),
+    ff_activation: Activation = jax.nn.gelu,
+    ff_chunk_size: int = 0,
+    exact: bool = False,
+    dtype: str = "float32",
+    mode: str = "train",
+) -> LanguageModel:
+    """A reversible Transformer whose layers cycle through attention algorithms.
+
+    Args:
+      vocab_size: number of tokens.
+      d_model: the size of each of the two streams.
+      d_ff: the width of the feed-forward layers.
+      d_attention_key: the size of a head's queries and keys.
+      d_attention_value: the size of a head's values.
+      n_layers: number of layers, a multiple of the cycle's length.
+      n_heads: number of attention heads.
+      dropout: the rate on embeddings, sublayers' outputs, hidden layers and features.
+      attention_dropout: the rate on attention weights.
+      attention_type: an algorithm, or a cycle of them over the layers.
+      pos_type: "rotary", "axial", "sinusoidal", or "none".
+      pos_axial_shape: for "axial": the grid, its product the largest length.
+      pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
+      ff_activation: the feed-forward layers' nonlinearity.
+      ff_chunk_size: if > 0, feed-forward layers take this many positions at a time.
+      exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).
+      dtype: what the sublayers compute in; weights and streams are float32.
+      mode: "train" or "eval".
+    """
+    blocks = _blocks(
+        attention_type,
+        n_heads,
+        d_attention_key,
+        d_attention_value,
+        d_ff,
+        dropout,
+        attention_dropout,
+        pos_type == "rotary",
+        ff_activation,
+        ff_chunk_size,
+        mode,
+    )
+    positions = _positions(pos_type, pos_axial_shape, pos_d_axial_embs)
+    stack = ReversibleStack(blocks, n_layers, dtype=dtype, exact=exact)
+    return LanguageModel(vocab_size, d_model, positions, stack, dropout, mode)
+
+
+def TransformerLM(
+    vocab_size: int,
+    d_model: int = 512,
+    d_ff: int = 2048,
+    d_attention_key: int = 64,
+    d_attention_value: int = 64,
+    n_layers: int = 6,
+    n_heads: int = 8,
+    dropout: float = 0.1,
+    attention_dropout: float = 0.0,
+    attention_type: AttentionType = dense.dense(),  # noqa: B008
+    pos_type: str = "rotary",
+    pos_axial_shape: Sequence[int] = (),
+    pos_d_axial_embs: Sequence[int] = (),
+    ff_activation: Activation = jax.nn.gelu,
+    ff_chunk_size: int = 0,
+    remat: bool = False,
+    dtype: str = "float32",
+    mode: str = "train",
+) -> LanguageModel:
+    """A pre-norm Transformer decoder: the baseline.
+
+    Args are those of `ReformerLM`, but for:
+      remat: whether the gradient computes each layer again instead of keeping its activations.
+    """
+    blocks = _blocks(
+        attention_type,
+        n_heads,
+        d_attention_key,
+        d_attention_value,
+        d_ff,
+        dropout,
+        attention_dropout,
+        pos_type == "rotary",
+        ff_activation,
+        ff_chunk_size,
+        mode,
+    )
+    positions = _positions(pos_type, pos_axial_shape, pos_d_axial_embs)
+    stack = ResidualStack(blocks, n_layers, dtype=dtype, remat=remat)
+    return LanguageModel(vocab_size, d_model, positions, stack, dropout, mode)
