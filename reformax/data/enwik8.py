@@ -1,0 +1,64 @@
+"""enwik8: the first 10^8 bytes of an English Wikipedia dump of 2006.
+
+The benchmark of the Reformer's language models (Kitaev et al. 2020, section 5) and of most
+byte-level ones; described at http://mattmahoney.net/dc/textdata.html.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from reformax.data import files
+from reformax.data.base import Task, byte_language_model, split_bytes
+
+N_BYTES = 100_000_000
+
+
+def enwik8(data_dir: str | None = None) -> Task:
+    """The byte language model of enwik8: 90M bytes to train on, 5M to choose by, 5M to report.
+
+    Args:
+      data_dir: a file, plain or .gz, .xz or .zip, or a folder with one that is named `enwik8` and
+        then any of these endings, or else begins with `enwik8`. A part of enwik8 will do: it is
+        split 90/5/5 in proportion, which a warning says, as its figures compare with no published
+        ones. None: tensorflow-datasets downloads it once, to TFDS_DATA_DIR or
+        ~/tensorflow_datasets.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+      ValueError: the file is empty, damaged or too short, or the folder leaves a choice.
+      OSError: the download failed.
+    """
+    if data_dir is None:
+        # Only here, so that local files need no tensorflow-datasets.
+        from reformax.data import enwik8_builder
+
+        return byte_language_model("enwik8", enwik8_builder.load())
+    path = files.existing(data_dir)
+    if path.is_dir():
+        path = _find(path)
+    data = files.as_array(files.read_file(path))
+    if len(data) != N_BYTES:
+        logging.getLogger(__name__).warning(
+            f"enwik8: {path} has {len(data):,} bytes, not the {N_BYTES:,} of enwik8: "
+            "split 90/5/5 in proportion"
+        )
+    return byte_language_model("enwik8", split_bytes(data, str(path)))
+
+
+def _find(folder: Path) -> Path:
+    endings = ("", ".zip", ".gz", ".xz")
+    for ending in endings:
+        if (path := folder / f"enwik8{ending}").is_file():
+            return path
+    parts = [p for p in sorted(folder.glob("enwik8*")) if p.is_file() and p.suffix in endings]
+    if len(parts) > 1:
+        names = ", ".join(p.name for p in parts)
+        raise ValueError(f"{folder} holds {names}: set data_dir to one of them")
+    if not parts:
+        raise FileNotFoundError(
+            f"{folder} has no file enwik8, .zip, .gz or .xz: put one there, "
+            "or leave data_dir out to download it"
+        )
+    return parts[0]

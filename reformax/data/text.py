@@ -1,0 +1,24 @@
+"""Any text: a file, or the files of a folder."""
+
+from __future__ import annotations
+
+from reformax.data import files
+from reformax.data.base import Task, byte_language_model, split_bytes
+
+
+def text(data_dir: str, pattern: str = "*") -> Task:
+    """A byte language model of your own text, split 90/5/5 by bytes.
+
+    Args:
+      data_dir: a file, plain or .gz, .xz or .zip; or a folder, of which all files are joined in the
+        order of their relative paths, with a newline after a file that ends without one. Hidden
+        files and folders are left out.
+      pattern: in a folder, which file names to take, such as '*.txt' or '*.md'.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+      ValueError: the text is empty, damaged or too short, or no file matches.
+    """
+    path = files.existing(data_dir)
+    data = files.read_folder(path, pattern) if path.is_dir() else files.read_file(path)
+    return byte_language_model("text", split_bytes(files.as_array(data), str(path)))

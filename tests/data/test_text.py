@@ -1,0 +1,141 @@
+"""Text from files and folders, plain and compressed."""
+
+import gzip
+import lzma
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from reformax.data import files
+from reformax.data.text import text
+
+LINES = b"".join(b"line %d\n" % i for i in range(100))
+
+
+def write(path, data=LINES):
+    """Writes `data` packed as the path's ending says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.mkdir("folder")
+            archive.writestr("folder/text", data)
+    else:
+        pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+        path.write_bytes(pack(data))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.txt.gz", "a.xz", "a.zip", "A.ZIP.xz"])
+def test_file_is_read_whole_and_in_order(name, tmp_path, content):
+    assert content(text(str(write(tmp_path / name)))) == LINES
+
+
+def test_folder_is_joined_by_relative_path_with_newlines(tmp_path, content):
+    write(tmp_path / "b.txt", b"second, without a newline")
+    write(tmp_path / "b" / "z.txt.gz", b"third" * 9)
+    write(tmp_path / "a" / "deep" / "er.md", b"first" * 9 + b"\n")
+    write(tmp_path / "empty.txt", b"")
+    write(tmp_path / ".git" / "config", b"hidden")
+    write(tmp_path / "a" / ".DS_Store", b"hidden")
+    joined = b"first" * 9 + b"\n" + b"second, without a newline\n" + b"third" * 9 + b"\n"
+    assert content(text(str(tmp_path))) == joined
+    assert content(text(str(tmp_path), pattern="*.md")) == b"first" * 9 + b"\n"
+
+
+def test_order_is_that_of_the_paths_written_with_slashes(tmp_path):
+    names = ["B.txt", "a-b/c.txt", "a.txt", "a/b.txt", "a0/c.txt", "b.txt"]
+    for name in reversed(names):
+        write(tmp_path / name)
+    found = [path.relative_to(tmp_path).as_posix() for path in files.list_files(tmp_path)]
+    assert found == names
+
+
+def test_home_is_expanded(tmp_path, monkeypatch, content):
+    write(tmp_path / "notes.txt")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert content(text("~/notes.txt")) == LINES
+
+
+def test_dangling_link_is_no_file(tmp_path, content):
+    write(tmp_path / "a.txt")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    assert content(text(str(tmp_path))) == LINES
+
+
+def test_missing(tmp_path, fails_in_one_line):
+    with fails_in_one_line(FileNotFoundError, "nowhere does not exist: set data_dir"):
+        text(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.gz", "a.xz", "a.zip"])
+def test_empty(name, tmp_path, fails_in_one_line):
+    with fails_in_one_line(ValueError, f"{name} is empty: give a file with text"):
+        text(str(write(tmp_path / name, b"")))
+
+
+def test_too_short(tmp_path, fails_in_one_line):
+    with fails_in_one_line(ValueError, "a.txt: 3 bytes are too few to split 90/5/5"):
+        text(str(write(tmp_path / "a.txt", b"abc")))
+
+
+def test_folder_without_a_match(tmp_path, fails_in_one_line):
+    write(tmp_path / "a.md")
+    with fails_in_one_line(ValueError, r"has no file that matches '\*\.txt': put text files there"):
+        text(str(tmp_path), pattern="*.txt")
+
+
+def test_folder_of_empty_files(tmp_path, fails_in_one_line):
+    write(tmp_path / "a.txt", b"")
+    with fails_in_one_line(ValueError, "0 bytes are too few"):
+        text(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.gz", "a.xz", "a.zip"])
+@pytest.mark.parametrize("keep", [0, 10, 0.5, -3, "flip"])
+def test_damaged(name, keep, tmp_path, fails_in_one_line):
+    path = write(tmp_path / name)
+    data = path.read_bytes()
+    if keep == "flip":  # one byte in the middle of the compressed text
+        at = 60 if name == "a.xz" else 110
+        broken = data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
+    else:
+        broken = data[: int(len(data) * keep) if keep == 0.5 else keep]
+    path.write_bytes(broken)
+    with fails_in_one_line(ValueError, f"{name} is (damaged .*copy or download it again|empty)"):
+        text(str(path))
+
+
+def test_zip_of_several_files(tmp_path, fails_in_one_line):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("one", LINES)
+        archive.writestr("two", LINES)
+    with fails_in_one_line(ValueError, "a.zip holds 2 files and must hold one: unpack it"):
+        text(str(tmp_path / "a.zip"))
+
+
+def test_zip_with_a_password(tmp_path, fails_in_one_line):
+    path = write(tmp_path / "a.zip")
+    data = bytearray(path.read_bytes())
+    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.rindex(signature) + flags] |= 1  # says that the text is encrypted
+    path.write_bytes(data)
+    with fails_in_one_line(ValueError, "a.zip cannot be read .*password.*: unpack it yourself"):
+        text(str(path))
+
+
+def test_local_data_need_neither_tensorflow_nor_jax(tmp_path):
+    shutil.copy(write(tmp_path / "notes.txt"), tmp_path / "enwik8")
+    script = f"""
+import sys
+from reformax.data import duplication, enwik8, stdlib, text
+for task in text.text({str(tmp_path)!r}), enwik8.enwik8({str(tmp_path)!r}):
+    task.train_batch(0, 0, 2, 8), list(task.eval_batches("test", 2, 8, 4))
+loaded = {{"jax", "tensorflow", "tensorflow_datasets", "trax"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=root)
