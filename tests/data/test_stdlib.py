@@ -64,11 +64,17 @@ def test_max_bytes_keeps_the_beginning_of_each_split(whole, content):
         assert content(whole, split).startswith(content(part, split))
 
 
+def test_max_bytes_of_a_hundred_is_enough():
+    assert stdlib(max_bytes=100).n_targets("test") >= 1
+
+
 def test_max_bytes_above_the_library_keeps_all_of_it(whole):
     assert stdlib(max_bytes=10**9).n_targets("valid") == whole.n_targets("valid")
 
 
-@pytest.mark.parametrize("max_bytes, message", [(0, "at least 1"), (7, "leaves a split empty")])
+@pytest.mark.parametrize(
+    "max_bytes, message", [(0, "at least 1"), (7, "leaves a split empty: use 100")]
+)
 def test_max_bytes_too_small(max_bytes, message, fails_in_one_line):
     with fails_in_one_line(ValueError, f"max_bytes={max_bytes} .*{message}"):
         stdlib(max_bytes)
