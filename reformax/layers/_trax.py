@@ -187,6 +187,11 @@ class Layer(tl.Layer):
         name: shown in error messages and by `repr`; None is the class's name.
         """
         super().__init__(n_in=n_in, n_out=n_out, name=name)
+        frame = sys._getframe(1)
+        while frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is self:
+            frame = frame.f_back
+        # For Trax's error messages: the line that made this layer, not its own constructor's.
+        self._caller = {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno}
 
     def _set_weights(self, weights: Any) -> None:
         # JAX sorts the keys of a dict, and Trax pairs weights with gradients, and with what a file
