@@ -1,0 +1,49 @@
+"""Attention and its gradient in NumPy float64, written from the papers' equations.
+
+Nothing here is shared with `reformax`. Shapes: q `[B, T, N, H]`, k `[B, S, N, H]`,
+v `[B, S, N, V]`, and `[B, N, T, S]` for what is said of a query and a key.
+"""
+
+import numpy as np
+
+
+def length_normalize(x):
+    """Unit root mean square over the last axis, as Trax has it (Reformer, sec. 2)."""
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def _length_normalize_vjp(x, d_out):
+    rms = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+    return d_out / rms - x * np.mean(d_out * x, axis=-1, keepdims=True) / rms**3
+
+
+def attention(q, k, v, counts, keep, d_out):
+    """`sum_j c_ij exp(s_ij) keep_ij v_j / sum_j c_ij exp(s_ij)`, with `s = q k^T / sqrt(H)`.
+
+    Args:
+      q, k, v: float64 arrays; k None makes the keys of the queries.
+      counts: integers, how many times a query counts a key; 0 hides it.
+      keep: what dropout multiplies each weight with.
+      d_out: the cotangent of the output.
+
+    Returns:
+      `(out, (dq, dk, dv))`, with `dk` None where the keys are made of the queries.
+    """
+    keys = length_normalize(q) if k is None else k
+    scale = 1 / np.sqrt(q.shape[-1])
+    scores = np.einsum("btnh,bsnh->bnts", q, keys) * scale
+    top = np.where(counts > 0, scores, -np.inf).max(axis=-1, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0)
+    weights = np.where(counts > 0, counts * np.exp(np.where(counts > 0, scores - top, 0)), 0)
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / np.where(total > 0, total, 1)
+    out = np.einsum("bnts,bsnv->btnv", weights * keep, v)
+
+    dv = np.einsum("bnts,btnv->bsnv", weights * keep, d_out)
+    d_weights = np.einsum("btnv,bsnv->bnts", d_out, v) * keep
+    d_scores = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True)) * scale
+    dq = np.einsum("bnts,bsnh->btnh", d_scores, keys)
+    dk = np.einsum("bnts,btnh->bsnh", d_scores, q)
+    if k is None:
+        return out, (dq + _length_normalize_vjp(q, dk), None, dv)
+    return out, (dq, dk, dv)

@@ -1,0 +1,124 @@
+"""The table of attention ops: what every shared test runs over. A new op is one row here."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reformax.ops import dense, local, lsh, shared_qk
+from reformax.ops.base import AttentionOp
+
+
+class Shape(NamedTuple):
+    """The sizes of a call, in the letters of `reformax.ops.base`."""
+
+    batch: int
+    n_queries: int
+    n_keys: int
+    n_heads: int
+
+
+class Row(NamedTuple):
+    """An op, the options to try it with, and the attention that it is exact for.
+
+    Attributes:
+      name: what the test's id shows.
+      factory: the public function that makes the op.
+      options: the values to try of each option; the first of each makes `op()`.
+      counts: `(options, plan, shape, causal, segments) -> [B, N, T, S]`, how many times each query
+        counts each key: a mask of 0 and 1 unless the op says otherwise.
+    """
+
+    name: str
+    factory: Callable[..., AttentionOp]
+    options: dict[str, tuple[Any, ...]]
+    counts: Callable[..., np.ndarray]
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return {name: values[0] for name, values in self.options.items()}
+
+    def op(self, **options) -> AttentionOp:
+        return self.factory(**(self.first | options))
+
+
+def visible(shape: Shape, causal: bool, segments) -> np.ndarray:
+    """Which keys a query may see at all, by the meaning of `causal` and of `segments`."""
+    mask = np.ones((shape.batch, shape.n_heads, shape.n_queries, shape.n_keys), int)
+    if causal:
+        mask = np.tril(mask)
+    if segments is not None:
+        ids = np.asarray(segments)
+        mask = mask * ((ids[:, :, None] == ids[:, None, :]) & (ids != 0)[:, None, :])[:, None]
+    return mask
+
+
+def except_self(counts: np.ndarray) -> np.ndarray:
+    """No position sees itself, unless it sees nothing else."""
+    others = counts * ~np.eye(counts.shape[-1], dtype=bool)
+    alone = others.sum(axis=-1, keepdims=True) == 0
+    return np.where(alone, counts, others)
+
+
+def in_reach(place, chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> np.ndarray:
+    """Whether key j's chunk lies in reach of query i's, for the place of each position."""
+    chunk = np.asarray(place) // chunk_len
+    ahead = chunk[..., None, :] - chunk[..., :, None]
+    return (ahead >= -n_chunks_before) & (ahead <= n_chunks_after)
+
+
+def _everything(options, plan, shape, causal, segments):
+    return visible(shape, causal, segments)
+
+
+def _others(options, plan, shape, causal, segments):
+    return except_self(visible(shape, causal, segments))
+
+
+def _neighbours(options, plan, shape, causal, segments):
+    reach = {name: n for name, n in options.items() if name != "shared_qk"}
+    counts = visible(shape, causal, segments) * in_reach(np.arange(shape.n_keys), **reach)
+    return except_self(counts) if options.get("shared_qk") else counts
+
+
+def _window(options, plan, shape, causal, segments):
+    query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
+    return visible(shape, causal, segments) * (abs(query - key) < options["window"])
+
+
+def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
+    """How many of an LSH plan's rounds bring each key within reach of each query."""
+    place = np.argsort(np.asarray(plan.order), axis=-1)[..., : shape.n_queries]
+    reach = [options[name] for name in ("chunk_len", "n_chunks_before", "n_chunks_after")]
+    return in_reach(place, *reach).sum(axis=2)
+
+
+def _hashed(options, plan, shape, causal, segments):
+    rounds = rounds_that_show(options, plan, shape)
+    counts = rounds > 0 if options["count_once"] else rounds
+    return except_self(visible(shape, causal, segments) * counts)
+
+
+_NEIGHBOURHOODS = {
+    "chunk_len": (8, 1, 5),
+    "n_chunks_before": (1, 0, 2),
+    "n_chunks_after": (0, 1, 2),
+}
+_HASHING = {
+    "chunk_len": (8, 4, 5),
+    "n_hashes": (3, 1, 2),
+    "n_buckets": (4, "auto", 2, (4, 2)),
+    "n_chunks_before": (1, 0, 2),
+    "n_chunks_after": (0, 1),
+}
+_WINDOWS = {"window": (6, 1, 9), "chunk_len": (4,), "n_chunks_before": (2,), "n_chunks_after": (2,)}
+
+ROWS = [
+    Row("dense", dense.dense, {"impl": ("xla", "auto")}, _everything),
+    Row("shared_qk", shared_qk.shared_qk, {}, _others),
+    Row("local", local.local, _NEIGHBOURHOODS, _neighbours),
+    Row("local_shared", local.local, _NEIGHBOURHOODS | {"shared_qk": (True,)}, _neighbours),
+    Row("local_window", local.local, _WINDOWS, _window),
+    Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed),
+    Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed),
+]

@@ -1,0 +1,356 @@
+"""Every op, its output and all of its gradients, against attention written out in NumPy float64."""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reformax import ops
+from reformax.ops import base
+from tests.ops import oracle
+from tests.ops.fast import fast_jit
+from tests.ops.rows import ROWS, Shape, visible
+
+over_rows = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+
+
+def assert_close(got, want, tolerance, name):
+    """The largest error is at most `tolerance` times the largest of the numbers wanted, or 1.
+
+    Relative to the array's scale, because a gradient sums over the length: its rounding grows with
+    its largest entry, not with each one.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want)
+    assert got.shape == want.shape, name
+    assert np.isfinite(got).all(), f"{name} has a NaN or an infinity"
+    error = np.abs(got - want).max(initial=0) / max(1, np.abs(want).max(initial=0))
+    assert error <= tolerance, f"{name} is off by {error:.2g} of its scale"
+
+
+LENGTHS = (1, 2, 7, 16, 23, 37)
+DROPOUT = 0.3
+
+
+def attend_and_differentiate(op, causal, dropout):
+    """The compiled `(inputs, segments, rng, d_out) -> (plan, out, gradients)`."""
+
+    @fast_jit
+    def run(inputs, segments, rng, d_out):
+        q, k, _ = inputs
+        plan = op.plan((), q, k, segments=segments, causal=causal, rng=rng, train=True)
+        out, vjp = jax.vjp(
+            lambda q, k, v: op.apply(
+                (), q, k, v, plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng
+            ),
+            *inputs,
+        )
+        return plan, out, vjp(d_out.astype(out.dtype))
+
+    return run
+
+
+def random_segments(rng, batch, length):
+    """Runs of a few ids in no order, 0 (padding) among them; a second row is padding alone."""
+    ends = rng.random((batch, length)) < 0.2
+    ids = rng.integers(0, 4, (batch, length))
+    segments = np.take_along_axis(ids, np.cumsum(ends, axis=1) % length, axis=1)
+    segments[-1] *= batch == 1
+    return segments.astype(np.int32)
+
+
+@st.composite
+def calls(draw, row):
+    """A call of the row's op: its options, sizes, masks and a seed for its numbers."""
+    traits = row.op().traits
+    options = {name: draw(st.sampled_from(values)) for name, values in row.options.items()}
+    packed = draw(st.booleans())
+    lengths = st.sampled_from(LENGTHS)
+    length = draw(lengths)
+    return dict(
+        options=options,
+        causal=draw(st.booleans()),
+        packed=packed,
+        dropout=draw(st.sampled_from((0.0, DROPOUT))),
+        shape=Shape(
+            batch=draw(st.integers(1, 2)),
+            n_queries=length,
+            n_keys=draw(lengths) if traits.cross and not packed else length,
+            n_heads=draw(st.integers(1, 4)),
+        ),
+        d_qk=draw(st.sampled_from((4, 1, 6))),
+        d_v=draw(st.sampled_from((4, 1, 3))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@fast_jit
+def largest_dropout(key):
+    """The mask of the largest call; a smaller one's is its corner, for a weight has an address."""
+    return base.full_dropout_multiplier(key, DROPOUT, (2, 4, max(LENGTHS), max(LENGTHS)))
+
+
+def check(row, tolerance, dtype, *, options, causal, packed, dropout, shape, d_qk, d_v, seed):
+    rng, key = np.random.default_rng(seed), jax.random.key(seed)
+    batch, n_queries, n_keys, n_heads = shape
+    op = row.op(**options)
+
+    def numbers(length, size):
+        # Rounded to `dtype` before either side reads them.
+        x = rng.normal(size=(batch, length, n_heads, size)).astype(dtype)
+        return x.astype(np.float64)
+
+    q, d_out = numbers(n_queries, d_qk), numbers(n_queries, d_v)
+    k = None if op.traits.shared_qk else numbers(n_keys, d_qk)
+    v = numbers(n_keys, d_v)
+    segments = random_segments(rng, batch, n_queries) if packed else None
+    keep = np.ones((batch, n_heads, n_queries, n_keys))
+    if dropout:
+        keep = largest_dropout(key)[:batch, :n_heads, :n_queries, :n_keys]
+    run = attend_and_differentiate(op, causal, dropout)
+
+    def run_at(scale):
+        inputs = [None if x is None else (x * scale).astype(dtype) for x in (q, k, v)]
+        return run(inputs, segments, key, d_out.astype(dtype))
+
+    for scale in (1, 0):
+        plan, out, gradients = run_at(scale)
+        counts = row.counts(options, plan, shape, causal, segments)
+        scaled = [None if x is None else x * scale for x in (q, k, v)]
+        want, want_gradients = oracle.attention(*scaled, counts, keep, d_out)
+        assert out.dtype == dtype
+        assert_close(out, want, tolerance, "out")
+        for name, x, y in zip(("dq", "dk", "dv"), gradients, want_gradients, strict=True):
+            if y is None:
+                assert x is None
+            else:
+                assert x.dtype == dtype
+                assert_close(x, y, tolerance, name)
+    # Scores of 1e8 are beyond what float32 tells apart, but must not leave it.
+    for x in jax.tree.leaves(run_at(1e4)):
+        assert np.isfinite(np.asarray(x, np.float64)).all()
+
+
+@over_rows
+@settings(deadline=None, max_examples=6)
+@given(data=st.data())
+def test_float32(row, data):
+    check(row, 1e-5, jnp.float32, **data.draw(calls(row)))
+
+
+@over_rows
+@settings(deadline=None, max_examples=2)
+@given(data=st.data())
+def test_bfloat16(row, data):
+    check(row, 2e-2, jnp.bfloat16, **data.draw(calls(row)))
+
+
+def draw_inputs(row, length, d_v=4, seed=0):
+    """`(q, k, v)` of batch 2, 2 heads of 4; k None where the op shares it."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(2, length, 2, d)).astype(np.float32) for d in (4, 4, d_v))
+    return q, (None if row.op().traits.shared_qk else k), v
+
+
+def make_plan(op, q, k):
+    plan = functools.partial(op.plan, segments=None, causal=True, train=True)
+    return fast_jit(lambda q, k: plan((), q, k, rng=jax.random.key(0)))(q, k)
+
+
+@over_rows
+def test_padding_changes_no_real_position(row):
+    length, n_pad = 11, 7
+    inputs = draw_inputs(row, length)
+    junk = draw_inputs(row, n_pad, seed=1)
+    segments = np.repeat([[1, 0]], [length, n_pad], axis=1).repeat(2, axis=0)
+    op, key = row.op(), jax.random.key(0)
+
+    @fast_jit
+    def padded(inputs, junk):
+        def attend(inputs, junk):
+            joined = (
+                None if x is None else jnp.concatenate([x, y], axis=1)
+                for x, y in zip(inputs, junk, strict=True)
+            )
+            out = op(*joined, causal=True, segments=segments, rng=key, dropout=0.2)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.value_and_grad(attend, argnums=(0, 1), has_aux=True)(inputs, junk)
+
+    (_, out), (gradients, junk_gradients) = padded(inputs, junk)
+    alone = fast_jit(lambda q, k, v: op(q, k, v, causal=True, rng=key, dropout=0.2))(*inputs)
+    np.testing.assert_allclose(out[:, :length], alone, atol=1e-6)
+    assert not np.any(out[:, length:])
+    assert all(np.any(x) for x in jax.tree.leaves(gradients))
+    assert not any(np.any(x) for x in jax.tree.leaves(junk_gradients))
+
+
+@over_rows
+def test_segments_do_not_leak(row):
+    """Whatever one segment holds, the others' outputs are the same to the last bit."""
+    segments = np.repeat([[2, 1, 3]], [9, 13, 6], axis=1).repeat(2, axis=0)
+    op, key = row.op(), jax.random.key(0)
+    attend = fast_jit(lambda q, k, v: op(q, k, v, segments=segments, rng=key))
+    one, other = draw_inputs(row, 28), draw_inputs(row, 28, seed=1)
+    change = (segments == 1)[..., None, None]
+    mixed = (None if x is None else np.where(change, y, x) for x, y in zip(one, other, strict=True))
+    before, after = np.asarray(attend(*one)), np.asarray(attend(*mixed))
+    np.testing.assert_array_equal(after[segments != 1], before[segments != 1])
+    assert not np.allclose(after[segments == 1], before[segments == 1])
+
+
+EXACT = [row for row in ROWS if row.op().traits.exact or "window" in row.options]
+
+
+@pytest.mark.parametrize("row", EXACT, ids=[row.name for row in EXACT])
+def test_packed_segments_equal_one_by_one(row):
+    lengths = (9, 1, 9)
+    op, inputs = row.op(), draw_inputs(row, sum(lengths))
+    segments = np.repeat([[1, 2, 3]], lengths, axis=1).repeat(2, axis=0)
+    attend = fast_jit(lambda q, k, v, segments: op(q, k, v, causal=True, segments=segments))
+    packed = attend(*inputs, segments)
+    for end, n in zip(np.cumsum(lengths), lengths, strict=True):
+        one = (None if x is None else x[:, end - n : end] for x in inputs)
+        alone = attend(*one, None)
+        np.testing.assert_allclose(packed[:, end - n : end], alone, atol=1e-6)
+
+
+@over_rows
+def test_with_the_plan_given_nothing_reads_the_future(row):
+    """Of a causal op, at fixed plan. What a *plan* may read, `test_lsh.py` says."""
+    op, now = row.op(), 17
+    one, other = draw_inputs(row, 30), draw_inputs(row, 30, seed=1)
+    plan = make_plan(op, *one[:2])
+
+    @fast_jit
+    def attend(q, k, v):
+        return op.apply((), q, k, v, plan=plan, segments=None, causal=True, dropout=0.0, rng=None)
+
+    mixed = (
+        None if x is None else np.concatenate([x[:, :now], y[:, now:]], axis=1)
+        for x, y in zip(one, other, strict=True)
+    )
+    before, after = attend(*one), attend(*mixed)
+    np.testing.assert_array_equal(after[:, :now], before[:, :now])
+    assert not np.allclose(after[:, now:], before[:, now:])
+
+
+@over_rows
+def test_dropout_drops_and_scales(row):
+    """Averaged over masks, dropout changes nothing; a single mask does."""
+    op, inputs = row.op(), draw_inputs(row, 12)
+    plan = make_plan(op, *inputs[:2])
+
+    def attend(key, dropout):
+        return op.apply(
+            (), *inputs, plan=plan, segments=None, causal=True, dropout=dropout, rng=key
+        )
+
+    keys = jax.random.split(jax.random.key(1), 2000)
+    dropped = fast_jit(jax.vmap(lambda key: attend(key, 0.25)))(keys)
+    whole = fast_jit(lambda key: attend(key, 0.0))(keys[0])
+    assert np.abs(dropped[0] - whole).max() > 0.05
+    # Five standard errors of the mean, for values of 2.
+    tolerance = 5 * 2 * np.sqrt(0.25 / 0.75 / len(keys))
+    np.testing.assert_allclose(dropped.mean(axis=0), whole, atol=tolerance)
+
+
+def test_every_op_has_a_row():
+    factories = set()
+    for info in pkgutil.iter_modules(ops.__path__, ops.__name__ + "."):
+        module = importlib.import_module(info.name)
+        for name, value in inspect.getmembers(module, inspect.isfunction):
+            if value.__module__ == info.name and not name.startswith("_"):
+                annotation = value.__annotations__.get("return")
+                if annotation in (base.AttentionOp, "AttentionOp", "base.AttentionOp"):
+                    factories.add(value)
+    assert factories == {row.factory for row in ROWS}
+
+
+@pytest.mark.parametrize("shared_qk", [False, True])
+def test_the_oracles_gradient_is_its_slope(shared_qk):
+    rng = np.random.default_rng(0)
+    shape = Shape(batch=1, n_queries=5, n_keys=5, n_heads=2)
+    q, k, v, d_out = (rng.normal(size=(1, 5, 2, d)) for d in (3, 3, 2, 2))
+    counts = visible(shape, True, None) * rng.integers(0, 3, (1, 2, 5, 5))
+    keep = rng.integers(0, 2, counts.shape) / 0.5
+    inputs = [q, None if shared_qk else k, v]
+
+    def value(inputs):
+        return np.sum(oracle.attention(*inputs, counts, keep, d_out)[0] * d_out)
+
+    gradients = oracle.attention(*inputs, counts, keep, d_out)[1]
+    for i, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        step = rng.normal(size=gradient.shape) * 1e-5
+        up, down = (
+            value([x if j != i else x + sign * step for j, x in enumerate(inputs)])
+            for sign in (1, -1)
+        )
+        np.testing.assert_allclose((up - down) / 2, np.sum(gradient * step), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_reference_attention_is_the_oracle(dropout):
+    rng, key = np.random.default_rng(0), jax.random.key(3)
+    q, k, v, d_out = (
+        rng.normal(size=s).astype(np.float32)
+        for s in ((2, 7, 3, 4), (2, 9, 3, 4), (2, 9, 3, 5), (2, 7, 3, 5))
+    )
+    mask = rng.random((2, 3, 7, 9)) < 0.5
+    mask[0, 1, 2] = False
+    keep = np.ones(mask.shape)
+    if dropout:
+        keep = np.asarray(base.full_dropout_multiplier(key, dropout, keep.shape))
+
+    @fast_jit
+    def attend(d_out, *inputs):
+        out, vjp = jax.vjp(
+            lambda *x: base.reference_attention(*x, mask, dropout=dropout, rng=key), *inputs
+        )
+        return out, vjp(d_out)
+
+    out, gradients = attend(d_out, q, k, v)
+    want, want_gradients = oracle.attention(
+        *(x.astype(np.float64) for x in (q, k, v)), mask.astype(int), keep, d_out
+    )
+    assert_close(out, want, 1e-6, "out")
+    assert not np.any(out[0, 2, 1])
+    for got, gradient in zip(gradients, want_gradients, strict=True):
+        assert_close(got, gradient, 1e-6, "gradient")
+
+
+def test_visibility_and_except_self_are_the_tables():
+    segments = np.array([[1, 1, 2, 0, 2], [0, 0, 0, 0, 0]])
+    shape = Shape(batch=2, n_queries=5, n_keys=5, n_heads=1)
+    for causal in (False, True):
+        mask = base.visibility(5, 5, causal=causal, segments=jnp.asarray(segments))
+        np.testing.assert_array_equal(mask, visible(shape, causal, segments))
+    # The first of a segment sees itself for want of others; padding sees nothing.
+    alone = np.asarray(base.except_self(mask))[0, 0]
+    np.testing.assert_array_equal(
+        alone,
+        [[1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0]],
+    )
+
+
+def test_dropout_masks_are_fair_coins():
+    """The rate is right, and no axis of the address repeats another's coins."""
+    keep = np.asarray(base.full_dropout_multiplier(jax.random.key(0), 0.25, (4, 4, 64, 64)))
+    assert set(np.unique(keep)) == {0, np.float32(1 / 0.75)}
+    dropped = keep == 0
+    assert abs(dropped.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / keep.size)
+    coins = dropped - dropped.mean()
+    variance = np.mean(coins**2)
+    for axis in range(4):
+        shifted = np.roll(coins, 1, axis=axis)
+        assert abs(np.mean(coins * shifted)) / variance < 5 / np.sqrt(keep.size)
+    across = np.swapaxes(coins, 2, 3) * coins * ~np.eye(64, dtype=bool)
+    assert abs(np.mean(across)) / variance < 5 * np.sqrt(2) / np.sqrt(keep.size)

@@ -1,0 +1,102 @@
+"""What an op refuses: one line that names the argument, its value and the way out."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from reformax.ops import dense, local, lsh, shared_qk
+
+KEY = jax.random.key(0)
+
+
+def x(*shape):
+    return jnp.zeros(shape or (2, 8, 2, 4))
+
+
+SIZES = [
+    (lsh.lsh, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
+    (lsh.lsh, dict(n_hashes=0), "n_hashes is 0: expected at least 1"),
+    (lsh.lsh, dict(n_hashes_eval=-2), "n_hashes_eval is -2: expected at least 1"),
+    (lsh.lsh, dict(n_chunks_before=-1), "n_chunks_before is -1: expected 0 or more"),
+    (lsh.lsh, dict(n_chunks_after=-1), "n_chunks_after is -1: expected 0 or more"),
+    (lsh.lsh, dict(n_buckets=7), "n_buckets is 7: expected 'auto' or even"),
+    (lsh.lsh, dict(n_buckets=0), "n_buckets is 0: expected 'auto' or even"),
+    (lsh.lsh, dict(n_buckets=-4), "n_buckets is -4: expected 'auto' or even"),
+    (lsh.lsh, dict(n_buckets=(4, 3)), "n_buckets is (4, 3): expected 'auto' or even"),
+    (lsh.lsh, dict(n_buckets=()), "n_buckets is (): expected 'auto' or even"),
+    (lsh.lsh, dict(n_buckets="many"), "n_buckets is 'many': expected 'auto' or even"),
+    (local.local, dict(chunk_len=-8), "chunk_len is -8: expected at least 1"),
+    (local.local, dict(n_chunks_before=-1), "n_chunks_before is -1: expected 0 or more"),
+    (local.local, dict(n_chunks_after=-1), "n_chunks_after is -1: expected 0 or more"),
+    (local.local, dict(window=0), "window is 0: expected 1 to 65"),
+    (local.local, dict(chunk_len=4, window=6), "window is 6: expected 1 to 5"),
+    (local.local, dict(chunk_len=4, window=10), "raise n_chunks_before to 3"),
+    (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'cudnn'"),
+]
+
+
+@pytest.mark.parametrize(
+    "factory, options, message", SIZES, ids=[f"{f.__name__}-{o}" for f, o, _ in SIZES]
+)
+def test_options(factory, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        factory(**options)
+    assert "\n" not in str(raised.value)
+
+
+OPS = {
+    "dense": dense.dense(),
+    "shared_qk": shared_qk.shared_qk(),
+    "local": local.local(chunk_len=4),
+    "lsh": lsh.lsh(chunk_len=4),
+}
+INTEGERS = jnp.ones((2, 8), int)
+
+CALLS = [
+    ("dense", (x(2, 8, 4), x(), x()), {}, "q has shape (2, 8, 4): expected 4 axes"),
+    ("dense", (x(), x(), x(8, 2, 4)), {}, "v has shape (8, 2, 4): expected 4 axes"),
+    ("dense", (x(), x(2, 8, 2, 3), x()), {}, "k has shape (2, 8, 2, 3): expected batch, heads"),
+    ("dense", (x(), x(1, 8, 2, 4), x(1, 8, 2, 4)), {}, "k has shape (1, 8, 2, 4): expected batch"),
+    ("dense", (x(), x(), x(2, 9, 2, 4)), {}, "v has shape (2, 9, 2, 4): expected"),
+    ("dense", (x(), x(), x(2, 8, 1, 4)), {}, "v has shape (2, 8, 1, 4): expected"),
+    ("lsh", (x(), None, x(2, 7, 2, 4)), {}, "v has shape (2, 7, 2, 4): expected"),
+    ("dense", (x(), None, x()), {}, "k is missing"),
+    ("local", (x(), None, x()), {}, "k is missing"),
+    ("shared_qk", (x(), x(), x()), {}, "pass k=None"),
+    ("lsh", (x(), x(), x()), {}, "pass k=None"),
+    ("lsh", (x(), None, x()), dict(rng=None), "rng is None: an op that draws its plan at random"),
+    ("local", (x(), x(), x()), dict(rng=None, dropout=0.1), "rng is None: dropout > 0 needs one"),
+    ("local", (x(), x(), x()), dict(dropout=1.0), "dropout is 1.0: expected a rate in [0, 1)"),
+    ("lsh", (x(), None, x()), dict(dropout=-0.1), "dropout is -0.1: expected a rate in [0, 1)"),
+    ("dense", (x(), x(), x()), dict(segments=INTEGERS[:1]), "segments has shape (1, 8): expected"),
+    ("lsh", (x(), None, x()), dict(segments=INTEGERS[:, 1:]), "segments has shape (2, 7)"),
+    ("dense", (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)), dict(segments=INTEGERS), "segments has shape"),
+    ("local", (x(), x(), x()), dict(segments=INTEGERS * 1.0), "segments has dtype float32"),
+]
+
+
+@pytest.mark.parametrize(
+    "name, inputs, options, message", CALLS, ids=[f"{c[0]}-{c[3][:24]}" for c in CALLS]
+)
+def test_arguments(name, inputs, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        OPS[name](*inputs, **({"rng": KEY} | options))
+    assert "\n" not in str(raised.value)
+
+
+def test_what_an_op_cannot_do():
+    longer = x(2, 9, 2, 4)
+    with pytest.raises(NotImplementedError, match="lengths 8 and 9.*cross=True"):
+        OPS["local"](x(), longer, longer)
+    with pytest.raises(ValueError, match="window is 5.*n_chunks_after is 0: raise it to 1"):
+        local.local(chunk_len=4, window=5)(x(), x(), x(), causal=False)
+    traits = OPS["dense"].traits
+    for refusing, causal in ((dict(causal=False), True), (dict(bidirectional=False), False)):
+        op = OPS["dense"]._replace(traits=traits._replace(**refusing))
+        with pytest.raises(NotImplementedError, match=f"causal={causal}"):
+            op(x(), x(), x(), causal=causal)
+    # float32 is beyond cuDNN's attention, wherever this runs.
+    with pytest.raises(NotImplementedError, match="impl='cudnn' with .*use impl='auto' or 'xla'"):
+        dense.dense(impl="cudnn")(x(), x(), x())

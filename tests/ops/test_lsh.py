@@ -1,0 +1,343 @@
+"""LSH attention: the hashes, the order, what every option does, the gradient's mask and memory."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.ops import lsh, shared_qk
+from tests.ops.fast import fast_jit
+
+KEY = jax.random.key(0)
+
+
+def draw(*sizes, seed=0):
+    """One float32 array `[B, T, N, size]` for each size, with B=2, T=40, N=2."""
+    rng = np.random.default_rng(seed)
+    return tuple(rng.normal(size=(2, 40, 2, size)).astype(np.float32) for size in sizes)
+
+
+def make_plan(op, q, *, segments=None, train=True):
+    plan = functools.partial(op.plan, causal=False, rng=KEY, train=train)
+    return fast_jit(lambda q: plan((), q, None, segments=segments))(q)
+
+
+def attend(op, q, v, **kwargs):
+    return fast_jit(lambda q, v: op(q, None, v, **({"rng": KEY} | kwargs)))(q, v)
+
+
+def hash_vectors(x, factors, n_rounds):
+    return np.asarray(fast_jit(lambda x: lsh.hash_vectors(x, factors, n_rounds, KEY))(x))
+
+
+# Hashing
+
+
+def test_same_direction_same_bucket_and_opposite_another():
+    (x,) = draw(8)
+    for factors in ((2,), (16,), (4, 6)):
+        bucket, longer, opposite = (hash_vectors(y, factors, 3) for y in (x, 7.5 * x, -x))
+        np.testing.assert_array_equal(bucket, longer)
+        # Each factor's digit moves by half of its range: [xR; -xR] changes halves.
+        for factor in factors:
+            np.testing.assert_array_equal(opposite % factor, (bucket + factor // 2) % factor)
+            bucket, opposite = bucket // factor, opposite // factor
+
+
+def test_buckets_are_filled_evenly():
+    """Random directions fall in every bucket equally often, within five standard deviations."""
+    x = np.random.default_rng(0).normal(size=(1, 2048, 1, 32)).astype(np.float32)
+    for factors in ((8,), (4, 6)):
+        n_buckets, n_rounds = math.prod(factors), 64
+        buckets = hash_vectors(x, factors, n_rounds)
+        share = np.bincount(np.ravel(buckets), minlength=n_buckets) / buckets.size
+        assert len(share) == n_buckets
+        # Many rotations of few vectors: what varies is each rotation's own unevenness.
+        per_round = np.stack([np.bincount(b, minlength=n_buckets) for b in buckets[0, 0]]) / 2048
+        error = per_round.std(axis=0) / np.sqrt(n_rounds)
+        assert np.all(np.abs(share - 1 / n_buckets) < 5 * error)
+        assert per_round.min() > 0
+
+
+def test_near_vectors_share_buckets_more_often_than_far_ones():
+    rng = np.random.default_rng(0)
+    x, away = rng.normal(size=(2, 1, 500, 1, 16)).astype(np.float32)
+    shares = []
+    for angle in (0.1, 0.5, 1.0, math.pi / 2):
+        away -= x * np.sum(x * away, -1, keepdims=True) / np.sum(x * x, -1, keepdims=True)
+        away *= np.linalg.norm(x, axis=-1, keepdims=True) / np.linalg.norm(
+            away, axis=-1, keepdims=True
+        )
+        turned = math.cos(angle) * x + math.sin(angle) * away
+        same = hash_vectors(x, (16,), 8) == hash_vectors(turned, (16,), 8)
+        shares.append(float(np.mean(same)))
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.7 and abs(shares[-1] - 1 / 16) < 0.02
+
+
+@pytest.mark.parametrize("factors", [(8,), (6, 4), (2, 4, 6)])
+def test_buckets_are_mixed_radix_numbers_of_argmaxes(factors):
+    (x,) = draw(5)
+    rotations = np.asarray(jax.random.normal(KEY, (2, 5, 3, sum(factors) // 2)), np.float64)
+    rotated = np.einsum("btnh,nhrf->bnrtf", x.astype(np.float64), rotations)
+    want, scale = 0, 1
+    for half in np.split(rotated, np.cumsum(factors)[:-1] // 2, axis=-1):
+        want = want + scale * np.argmax(np.concatenate([half, -half], axis=-1), axis=-1)
+        scale *= 2 * half.shape[-1]
+    np.testing.assert_array_equal(hash_vectors(x, factors, 3), want)
+    assert np.unique(want).size > scale // 2
+
+
+def test_heads_and_rounds_hash_differently():
+    x = np.broadcast_to(draw(5)[0][:, :, :1], (2, 40, 3, 5))
+    buckets = hash_vectors(x, (8,), 3)
+    flat = buckets.transpose(1, 2, 0, 3).reshape(9, -1)
+    same = np.mean(flat[:, None] == flat[None], axis=-1)
+    assert np.all(same[~np.eye(9, dtype=bool)] < 0.6)
+
+
+@pytest.mark.parametrize("chunk_len", [1, 64, 100])
+def test_automatic_bucket_counts(chunk_len):
+    """Even factors, about two buckets a chunk, and no factor of more than a few hundred."""
+    for length in (1, 63, 64, 65, 1000, 4096, 5000, 65_536, 10**6):
+        wanted = 2 * -(-length // chunk_len)
+        factors = lsh.auto_buckets(length, chunk_len)
+        assert all(factor >= 2 and factor % 2 == 0 for factor in factors)
+        assert 0.6 * wanted <= math.prod(factors) <= wanted
+        assert max(factors) <= max(128, 2 * math.sqrt(wanted))
+    assert math.prod(lsh.auto_buckets(65_536, 64)) == 2048
+
+
+# The order
+
+
+@pytest.mark.parametrize("segment_dtype", [None, np.int32, np.uint8])
+@pytest.mark.parametrize("n_buckets", [6, 2**31 // 45 + 1])
+@pytest.mark.parametrize("n_pad", [0, 5])
+def test_order_is_by_segment_then_bucket_then_position(n_buckets, segment_dtype, n_pad):
+    """Padding comes last, whether one packed word is sorted or keys with their positions."""
+    rng = np.random.default_rng(0)
+    buckets = rng.integers(0, 6, (2, 3, 2, 40)).astype(np.int32) + n_buckets - 6
+    segments, last = None, np.zeros((2, 1, 1, 40), int)
+    if segment_dtype is not None:
+        segments = rng.integers(0, 4, (2, 40)).astype(segment_dtype)
+        last = np.where(segments == 0, 99, segments.astype(int))[:, None, None]
+    sort = fast_jit(lambda buckets: lsh.sort_by_bucket(buckets, n_buckets, segments, n_pad))
+    order, slot = (np.asarray(x) for x in sort(buckets))
+    position = np.broadcast_to(np.arange(40), buckets.shape)
+    real = np.lexsort((position, buckets, np.broadcast_to(last, buckets.shape)), axis=-1)
+    is_real = order < 40
+    np.testing.assert_array_equal(order[is_real].reshape(real.shape), real)
+    if segments is None:
+        assert np.all(is_real[..., :40])
+    np.testing.assert_array_equal(
+        np.take_along_axis(slot, order, axis=-1), np.broadcast_to(np.arange(40 + n_pad), slot.shape)
+    )
+    np.testing.assert_array_equal(np.sort(order, axis=-1)[0, 0, 0], np.arange(40 + n_pad))
+
+
+def test_the_plan_sorts_the_hashes_of_the_queries():
+    (q,) = draw(8)
+    segments = np.repeat([[2, 1, 0]], [15, 20, 5], axis=1).repeat(2, axis=0)
+    op = lsh.lsh(chunk_len=16, n_hashes=3, n_buckets=(2, 4))
+    for ids in (None, segments):
+        plan = make_plan(op, q, segments=ids)
+        buckets = hash_vectors(q, (2, 4), 3)
+        np.testing.assert_array_equal(plan.order, lsh.sort_by_bucket(buckets, 8, ids, 8).order)
+
+
+# The options
+
+
+def test_number_of_hashes():
+    (q,) = draw(8)
+    for n_eval, expected in ((None, 3), (5, 5)):
+        op = lsh.lsh(chunk_len=8, n_hashes=3, n_hashes_eval=n_eval)
+        assert make_plan(op, q, train=True).order.shape == (2, 2, 3, 40)
+        assert make_plan(op, q, train=False).order.shape == (2, 2, expected, 40)
+    q, v = draw(8, 3)
+    both = lsh.lsh(chunk_len=8, n_hashes=1, n_hashes_eval=4)
+    train, evaluation = (attend(both, q, v, train=train) for train in (True, False))
+    np.testing.assert_array_equal(train, attend(lsh.lsh(chunk_len=8, n_hashes=1), q, v))
+    np.testing.assert_array_equal(evaluation, attend(lsh.lsh(chunk_len=8, n_hashes=4), q, v))
+    assert np.abs(train - evaluation).max() > 0.1
+
+
+def test_number_of_buckets():
+    (q,) = draw(8)
+    orders = {
+        n: np.asarray(make_plan(lsh.lsh(chunk_len=8, n_buckets=n), q).order)
+        for n in ("auto", 10, 2, 8, (4, 2), (2, 4))
+    }
+    # 40 positions are 5 chunks of 8, two buckets each.
+    np.testing.assert_array_equal(orders.pop("auto"), orders[10])
+    for i, one in enumerate(orders):
+        for other in list(orders)[:i]:
+            assert np.any(orders[one] != orders[other]), (one, other)
+    np.testing.assert_array_equal(
+        make_plan(lsh.lsh(chunk_len=8, n_buckets=(8,)), q).order, orders[8]
+    )
+    np.testing.assert_array_equal(
+        make_plan(lsh.lsh(chunk_len=8, n_buckets=[4, 2]), q).order, orders[4, 2]
+    )
+
+
+def test_every_option_of_apply_changes_the_output():
+    q, v = draw(8, 3)
+    base = dict(chunk_len=8, n_hashes=3, n_buckets=4)
+    outs = [
+        attend(lsh.lsh(**(base | option)), q, v)
+        for option in (
+            {},
+            dict(chunk_len=5),
+            dict(n_chunks_before=0),
+            dict(n_chunks_before=2),
+            dict(n_chunks_after=1),
+            dict(count_once=False),
+        )
+    ]
+    for i, one in enumerate(outs):
+        for other in outs[:i]:
+            assert np.abs(one - other).max() > 0.05
+
+
+def test_same_rng_same_result():
+    q, v = draw(8, 3)
+    op = fast_jit(
+        lambda rng: lsh.lsh(chunk_len=8, n_hashes=2)(q, None, v, rng=rng, dropout=0.2, causal=True)
+    )
+    np.testing.assert_array_equal(op(KEY), op(jax.random.key(0)))
+    assert np.abs(op(KEY) - op(jax.random.key(1))).max() > 0.1
+    # Keys of both kinds are the same randomness.
+    np.testing.assert_array_equal(op(KEY), op(jax.random.PRNGKey(0)))
+
+
+# One chunk over the whole length
+
+
+@pytest.mark.parametrize("count_once", [True, False])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_chunk_is_full_shared_qk_attention(causal, packed, count_once):
+    """With dropout too: a weight's coin depends on which weight it is, not on where it lies."""
+    q, v, d_out = draw(8, 3, 3)
+    ids = np.repeat([[3, 1, 0, 2]], [13, 16, 4, 7], axis=1).repeat(2, axis=0) if packed else None
+    results = []
+    for op in (
+        lsh.lsh(chunk_len=48, n_hashes=2, n_chunks_before=0, count_once=count_once),
+        shared_qk.shared_qk(),
+    ):
+
+        @fast_jit
+        def run(q, v, op=op):
+            masks = dict(causal=causal, segments=ids, rng=KEY, dropout=0.2)
+            out, vjp = jax.vjp(lambda q, v: op(q, None, v, **masks), q, v)
+            return out, *vjp(d_out)
+
+        results.append(run(q, v))
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+# What causality promises
+
+
+def test_future_values_never_reach_the_past():
+    """Outright, plan and all: hashes are of the queries, so no value decides where anyone looks."""
+    q, v, other = draw(8, 3, 3)
+    now = 22
+    op = fast_jit(
+        lambda v: lsh.lsh(chunk_len=8, n_hashes=2)(q, None, v, causal=True, rng=KEY, dropout=0.2)
+    )
+    changed = np.concatenate([v[:, :now], other[:, now:]], axis=1)
+    np.testing.assert_array_equal(op(v)[:, :now], op(changed)[:, :now])
+    assert np.abs(op(v)[:, now:] - op(changed)[:, now:]).max() > 0.1
+
+
+def test_future_queries_reach_the_past_through_chunk_borders_alone():
+    """The one thing that causal LSH attention does not promise, in the paper as here.
+
+    Chunks cut the order of *all* positions, so a later token can move an earlier query and its key
+    apart. It then decides whether a past key is seen, and no more: with as many chunks in reach as
+    there are, the past is the same whatever follows.
+    """
+    q, other, v = draw(8, 8, 3)
+    now = 22
+    changed = np.concatenate([q[:, :now], other[:, now:]], axis=1)
+
+    def past(q, n_chunks_before):
+        op = lsh.lsh(chunk_len=8, n_hashes=2, n_buckets=4, n_chunks_before=n_chunks_before)
+        return attend(op, q, v, causal=True)[:, :now]
+
+    assert np.abs(past(q, 1) - past(changed, 1)).max() > 1e-3
+    in_reach = lsh.lsh(chunk_len=8, n_hashes=2, n_buckets=4, n_chunks_before=4, n_chunks_after=4)
+    full, again = (attend(in_reach, x, v, causal=True)[:, :now] for x in (q, changed))
+    np.testing.assert_allclose(full, again, atol=1e-6)
+
+
+# The backward pass
+
+
+@pytest.mark.parametrize("count_once", [True, False])
+def test_backward_drops_the_weights_that_forward_dropped(count_once):
+    """At a fixed plan and rng, out = A v, so the gradient is A^T d for that same A, coins and all.
+
+    It holds whichever weights the rng drops; a mask drawn again in the backward would break it.
+    """
+    q, v, d_out = draw(8, 3, 3)
+    op = lsh.lsh(chunk_len=8, n_hashes=3, count_once=count_once)
+    plan = make_plan(op, q)
+
+    @fast_jit
+    def run(rng):
+        masks = dict(plan=plan, segments=None, causal=True, dropout=0.5, rng=rng)
+        out, vjp = jax.vjp(lambda v: op.apply((), q, None, v, **masks), v)
+        return out, *vjp(d_out)
+
+    out, dv = run(KEY)
+    forward, backward = (np.sum(x * y, axis=(1, 3)) for x, y in ((out, d_out), (v, dv)))
+    np.testing.assert_allclose(forward, backward, atol=1e-4)
+    other, other_dv = run(jax.random.key(1))
+    assert np.abs(other - out).max() > 0.1
+    mixed = np.sum(v * other_dv, axis=(1, 3))
+    assert np.abs(forward - mixed).min() > 0.1
+
+
+def residuals(n_hashes, length=4096):
+    """The arrays that the forward pass keeps for the backward, by shape."""
+    op = lsh.lsh(chunk_len=64, n_hashes=n_hashes)
+    x = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+
+    def pullback(q, v):
+        return jax.vjp(lambda q, v: op(q, None, v, causal=True, rng=KEY, dropout=0.1), q, v)[1]
+
+    return jax.tree.leaves(jax.eval_shape(pullback, x, x))
+
+
+def test_nothing_but_the_plan_grows_with_the_rounds():
+    few, many = residuals(2), residuals(8)
+    floats = [
+        sum(x.size for x in kept if jnp.issubdtype(x.dtype, jnp.floating)) for kept in (few, many)
+    ]
+    assert floats[0] == floats[1]
+    # q, v and the output, and at most four statistics a row.
+    assert floats[0] <= 4096 * (3 * 16 + 4)
+    integers = sum(x.size for x in many if jnp.issubdtype(x.dtype, jnp.integer))
+    assert integers <= 2 * 8 * 4096 + 16
+
+
+def test_temporary_memory_of_the_gradient():
+    length = 4096
+
+    def temp(n_hashes):
+        op = lsh.lsh(chunk_len=64, n_hashes=n_hashes)
+        x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
+        gradient = jax.grad(lambda q, v: op(q, None, v, causal=True, rng=KEY).sum(), argnums=(0, 1))
+        return jax.jit(gradient).lower(x, x).compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temp(2), temp(8)
+    assert many < length**2 * 4 / 3, "a third of one float32 score matrix"
+    assert many < 1.15 * few
