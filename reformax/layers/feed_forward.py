@@ -24,13 +24,15 @@ class FeedForward(Layer):
         self,
         d_ff: int,
         dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
         activation: Callable[[Array], Array] = jax.nn.gelu,
         chunk_size: int = 0,
         mode: str = "train",
     ):
         """Args:
         d_ff: F, the width of the hidden layer.
-        dropout: the rate on the hidden layer and on the output.
+        dropout: the rate on the output.
+        hidden_dropout: the rate on the hidden layer.
         activation: the nonlinearity.
         chunk_size: if > 0, this many positions at a time, so that no `[T, F]` array exists in
           either pass. Any length goes.
@@ -43,6 +45,7 @@ class FeedForward(Layer):
             raise ValueError(f"chunk_size is {chunk_size}: expected 0 (no chunks) or more")
         self._d_ff = d_ff
         self._dropout = check_rate("dropout", dropout)
+        self._hidden_dropout = check_rate("hidden_dropout", hidden_dropout)
         self._activation = activation
         self._chunk_size = chunk_size
         self._mode = check_mode(mode)
@@ -59,16 +62,19 @@ class FeedForward(Layer):
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         params = jax.tree.map(lambda w: w.astype(x.dtype), params)
-        rate = self._dropout if self._mode == "train" else 0.0
-        hidden_rng, output_rng = (None, None) if rate == 0.0 else jax.random.split(rng)
+        train = self._mode == "train"
+        hidden_rate = self._hidden_dropout if train else 0.0
+        output_rate = self._dropout if train else 0.0
+        hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
 
         def at_positions(x, rng):
-            hidden = dropout(self._activation(x @ params["w1"] + params["b1"]), rate, rng)
+            hidden = self._activation(x @ params["w1"] + params["b1"])
+            hidden = dropout(hidden, hidden_rate, rng)
             return hidden @ params["w2"] + params["b2"]
 
         length, size = x.shape[1], self._chunk_size
         if size == 0 or size >= length:
-            return dropout(at_positions(x, hidden_rng), rate, output_rng)
+            return dropout(at_positions(x, hidden_rng), output_rate, output_rng)
         n_chunks = -(-length // size)
         padded = jnp.pad(x, ((0, 0), (0, n_chunks * size - length), (0, 0)))
         chunks = jnp.moveaxis(padded.reshape(x.shape[0], n_chunks, size, -1), 1, 0)
@@ -76,8 +82,8 @@ class FeedForward(Layer):
         @jax.checkpoint
         def one_chunk(index_and_x):
             index, x = index_and_x
-            return at_positions(x, None if rate == 0.0 else jax.random.fold_in(hidden_rng, index))
+            return at_positions(x, None if rng is None else jax.random.fold_in(hidden_rng, index))
 
         out = jax.lax.map(one_chunk, (jnp.arange(n_chunks), chunks))
         out = jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :length]
-        return dropout(out, rate, output_rng)
+        return dropout(out, output_rate, output_rng)

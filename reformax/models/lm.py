@@ -110,6 +110,7 @@ def _blocks(
     d_attention_value: int,
     d_ff: int,
     dropout: float,
+    ff_dropout: float | None,
     attention_dropout: float,
     use_rotary: bool,
     ff_activation: Activation,
@@ -131,7 +132,14 @@ def _blocks(
                 use_rotary=use_rotary,
                 mode=mode,
             ),
-            FeedForward(d_ff, dropout, ff_activation, ff_chunk_size, mode),
+            FeedForward(
+                d_ff,
+                dropout,
+                dropout if ff_dropout is None else ff_dropout,
+                ff_activation,
+                ff_chunk_size,
+                mode,
+            ),
         )
         for op in cycle
     ]
@@ -164,6 +172,7 @@ def ReformerLM(
     n_layers: int = 6,
     n_heads: int = 8,
     dropout: float = 0.1,
+    ff_dropout: float | None = None,
     attention_dropout: float = 0.0,
     attention_type: AttentionType = (local.local(), lsh.lsh()),  # noqa: B008
     pos_type: str = "rotary",
@@ -185,7 +194,8 @@ def ReformerLM(
       d_attention_value: the size of a head's values.
       n_layers: number of layers, a multiple of the cycle's length.
       n_heads: number of attention heads.
-      dropout: the rate on embeddings, sublayers' outputs, hidden layers and features.
+      dropout: the rate on embeddings, sublayers' outputs and features.
+      ff_dropout: the rate on the hidden layers of the feed-forward layers; None: `dropout`.
       attention_dropout: the rate on attention weights.
       attention_type: an algorithm, or a cycle of them over the layers.
       pos_type: "rotary", "axial", "sinusoidal", or "none".
@@ -204,6 +214,7 @@ def ReformerLM(
         d_attention_value,
         d_ff,
         dropout,
+        ff_dropout,
         attention_dropout,
         pos_type == "rotary",
         ff_activation,
@@ -224,6 +235,7 @@ def TransformerLM(
     n_layers: int = 6,
     n_heads: int = 8,
     dropout: float = 0.1,
+    ff_dropout: float | None = None,
     attention_dropout: float = 0.0,
     attention_type: AttentionType = dense.dense(),  # noqa: B008
     pos_type: str = "rotary",
@@ -247,6 +259,7 @@ def TransformerLM(
         d_attention_value,
         d_ff,
         dropout,
+        ff_dropout,
         attention_dropout,
         pos_type == "rotary",
         ff_activation,
