@@ -16,6 +16,7 @@ import os
 import shutil
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ class Checkpoints:
           **extra: JSON values that `restore` gives back.
         """
         self.wait()
-        arrays = {name: np.asarray(jax.device_get(leaf)) for name, leaf in _named(state).items()}
-        self._pending = self._writer.submit(self._write, step, arrays, score, extra)
+        # On a CPU device_get gives a view of a buffer that the next step writes into.
+        arrays = {name: np.array(leaf) for name, leaf in _named(jax.device_get(state)).items()}
+        # What is written is what is true now, whatever the caller does with its lists meanwhile.
+        self._pending = self._writer.submit(self._write, step, arrays, score, deepcopy(extra))
 
     def wait(self) -> None:
         """Returns when the last save is on disk; raises what went wrong with it."""
@@ -101,13 +104,16 @@ class Checkpoints:
             "packages": _versions(),
         }
         (folder / "checkpoint.json").write_text(json.dumps(described, indent=1))
-        manifest = {str(p.relative_to(folder)): _fingerprint(p) for p in _files(folder)}
-        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        (folder / "manifest.json").write_text(json.dumps(self._manifest(folder), indent=1))
         final = self.folder / str(step)
         if final.exists():
             self._remove(final)
         folder.rename(final)
         self._prune()
+
+    def _manifest(self, folder: Path) -> dict[str, dict[str, int]]:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): _fingerprint(path) for path in files}
 
     def _prune(self) -> None:
         steps = self.steps()
@@ -212,10 +218,6 @@ def _named(tree: Any) -> dict[str, Any]:
     """The leaves by dotted path, such as 'params.layers.0.query'."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json")
 
 
 def _fingerprint(path: Path) -> dict[str, int]:

@@ -11,6 +11,7 @@ This is the only module of the package that imports gin; the scripts alone impor
 from __future__ import annotations
 
 import difflib
+import importlib.util  # noqa: F401  gin looks for includes with it and does not import it
 import inspect
 import logging
 import re
@@ -134,14 +135,14 @@ def _bind_data_dir(data_dir: str) -> None:
         reference = gin.query_parameter("reformax.training.loop.train.task")
     except ValueError:
         raise ConfigError("--data_dir is set, but the config sets no loop.train.task") from None
-    while reference.configurable.name == "macro":
-        reference = gin.query_parameter(f"{'/'.join(reference.scopes)}/gin.macro.value")
-    selector = "/".join([*reference.scopes, reference.configurable.selector])
+    while reference.config_key[1] == "gin.macro":
+        reference = gin.query_parameter(f"{reference.config_key[0]}/gin.macro.value")
+    scope, selector = reference.config_key
     try:
-        gin.bind_parameter(f"{selector}.data_dir", data_dir)
+        gin.bind_parameter((scope, selector, "data_dir"), data_dir)
     except ValueError:
         raise ConfigError(
-            f"--data_dir={data_dir}: the task {reference.selector} reads no files and takes no "
+            f"--data_dir={data_dir}: the task {selector} reads no files and takes no "
             "data_dir: leave the flag out, or choose a task of files such as text.text"
         ) from None
 

@@ -210,7 +210,9 @@ def train(
     with Interrupt() as interrupt, prefetch(batches) as ready:
         try:
             while True:
-                late = max_minutes is not None and time.monotonic() - started > 60 * max_minutes
+                minutes = (time.monotonic() - started) / 60
+                # At least a step a run, or a limit below the compile time would never end.
+                late = max_minutes is not None and minutes > max_minutes and step > info["step"]
                 finished = step >= steps or late
                 due = finished or (eval_every is not None and step % eval_every == 0)
                 # A checkpoint without a score where one is due: the run was stopped right there.

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Tensors that hold no matrix of a linear map: shrinking them towards zero is not a prior of small
-# functions. Names decide, not ndim, because a scanned stack gives every tensor a leading axis.
-NO_DECAY = "bias|scale|norm|embed|position"
+# Norms, biases, embeddings and positions: they are no matrix of a linear map, and shrinking them is
+# no prior of smooth functions. Names decide, because a scanned stack gives all tensors more axes.
+NO_DECAY = r"norm|bias|scale|embed|position|(^|\.)b(\d|_\w+)?$"
 
 
 def rsqrt(constant: float = 0.1, warmup_steps: int = 400) -> optax.Schedule:

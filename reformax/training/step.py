@@ -107,11 +107,15 @@ def step_fn(
         if ema is not None:
             decay = jnp.minimum(ema_decay, (1.0 + done) / (10.0 + done))
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
-        metrics = {"nats": nats, "accuracy": correct, "grad_norm": optax.global_norm(grads)}
+        metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(grads)}
         return State(done, params, opt_state, ema), metrics
 
     whole = mesh_lib.replicated(mesh)
     return jax.jit(step, donate_argnums=0, out_shardings=(whole, whole))
+
+
+def _norm(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
 
 
 @jax.jit

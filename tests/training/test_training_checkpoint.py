@@ -1,0 +1,187 @@
+"""A checkpoint comes back as it was saved, or one line says what is wrong with it."""
+
+import json
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.training import checkpoint
+from reformax.training.step import State
+
+
+def state(step=3, d=4, ema=False, momentum=True):
+    params = {
+        "w": jnp.arange(2.0 * d).reshape(2, d) + step,
+        "half": jnp.linspace(0, 1, 5, dtype=jnp.bfloat16),
+        "empty": jnp.zeros((0, 3)),
+    }
+    opt_state = (jnp.int32(step), {"mu": params["w"] * 2} if momentum else ())
+    average = jax.tree.map(lambda x: x + 1, params) if ema else None
+    return State(jnp.int32(step), params, opt_state, average)
+
+
+def saved(folder, steps=(3,), scores=None, keep=2, **options):
+    checkpoints = checkpoint.Checkpoints(folder, keep)
+    for step in steps:
+        checkpoints.save(step, state(step, **options), (scores or {}).get(step))
+    checkpoints.wait()
+    return checkpoints
+
+
+def one_line(error):
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_state_comes_back_bit_for_bit(tmp_path):
+    checkpoints = checkpoint.Checkpoints(tmp_path)
+    before = state(ema=True)
+    checkpoints.save(3, before, 1.25, window=[[0.1, 0.2]])
+    checkpoints.wait()
+    after, info = checkpoint.Checkpoints(tmp_path).restore(3, jax.eval_shape(lambda: before))
+    assert info == {"step": 3, "score": 1.25, "window": [[0.1, 0.2]]}
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, np.asarray(b).tobytes())
+
+
+def test_it_says_what_wrote_it_and_what_it_holds(tmp_path):
+    saved(tmp_path)
+    described = json.loads((tmp_path / "checkpoints/3/checkpoint.json").read_text())
+    assert described["format"] == checkpoint.FORMAT and described["step"] == 3
+    assert described["tensors"]["params.w"] == [[2, 4], "float32"]
+    assert described["packages"]["jax"] == jax.__version__
+
+
+def test_what_happens_after_save_does_not_change_it(tmp_path, monkeypatch):
+    checkpoints = checkpoint.Checkpoints(tmp_path)
+    array, window, changed = jnp.arange(1000.0), [1, 2], threading.Event()
+    write = checkpoint.Checkpoints._write
+    monkeypatch.setattr(
+        checkpoint.Checkpoints, "_write", lambda *args: changed.wait() and write(*args)
+    )
+    checkpoints.save(1, {"a": array}, window=window)
+    jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(array))
+    window.clear()
+    changed.set()
+    checkpoints.wait()
+    restored, info = checkpoints.restore(1, {"a": jax.ShapeDtypeStruct((1000,), jnp.float32)})
+    np.testing.assert_array_equal(restored["a"], np.arange(1000.0))
+    assert info["window"] == [1, 2]
+
+
+def test_the_latest_and_the_best_are_kept(tmp_path):
+    scores = {1: 3.0, 2: 2.0, 3: 2.5, 5: 2.0, 6: 2.1}
+    checkpoints = saved(tmp_path, [1, 2, 3, 4, 5, 6], scores, keep=2)
+    assert checkpoints.steps() == [2, 5, 6]
+    assert checkpoints.best_step() == 2 and checkpoints.score(2) == 2.0
+    assert saved(tmp_path / "one", [1, 2, 3], keep=1).steps() == [3]
+    assert saved(tmp_path / "one", [], keep=1).best_step() is None
+
+
+def test_a_step_can_be_saved_again_with_its_score(tmp_path):
+    checkpoints = saved(tmp_path, [3])
+    checkpoints.save(3, state(), 1.5)
+    checkpoints.wait()
+    assert checkpoints.steps() == [3] and checkpoints.best_step() == 3
+    assert not list(checkpoints.folder.glob("tmp*"))
+
+
+def test_the_moving_average_is_what_is_scored(tmp_path):
+    like = jax.eval_shape(lambda: state().params)
+    plain, _ = saved(tmp_path / "plain").restore_params(3, like)
+    average, _ = saved(tmp_path / "ema", ema=True).restore_params(3, like)
+    np.testing.assert_array_equal(plain["w"], state().params["w"])
+    np.testing.assert_array_equal(average["w"], state().params["w"] + 1)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def change(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [cut, change, lambda path: path.unlink()])
+@pytest.mark.parametrize("which", ["arrays", "checkpoint.json", "manifest.json"])
+def test_damage_is_told_with_the_way_back(tmp_path, harm, which):
+    if which == "manifest.json" and harm is change:
+        harm = cut
+    checkpoints = saved(tmp_path, [1, 2])
+    folder = checkpoints.folder / "2"
+    files = [p for p in folder.rglob("*") if p.is_file() and which in str(p)]
+    harm(max(files, key=lambda p: p.stat().st_size))
+    with pytest.raises(ValueError) as error:
+        checkpoints.restore(2, jax.eval_shape(state))
+    line = one_line(error)
+    assert str(folder) in line and "delete that folder to go back to step 1" in line
+    shutil.rmtree(folder)
+    assert checkpoints.restore(checkpoints.steps()[-1], jax.eval_shape(state))[1]["step"] == 1
+
+
+def test_damage_of_the_only_checkpoint(tmp_path):
+    checkpoints = saved(tmp_path, [2])
+    cut(checkpoints.folder / "2" / "checkpoint.json")
+    assert checkpoints.best_step() is None
+    with pytest.raises(ValueError, match="begin again from step 0"):
+        checkpoints.restore(2, jax.eval_shape(state))
+
+
+def test_another_model_is_told_by_its_first_tensor(tmp_path):
+    checkpoints = saved(tmp_path)
+    with pytest.raises(ValueError) as error:
+        checkpoints.restore(3, jax.eval_shape(lambda: state(d=6)))
+    line = one_line(error)
+    assert "params.w has shape (2, 4) there and shape (2, 6) in this config" in line
+    assert "another model" in line and "output_dir" in line
+    with pytest.raises(ValueError, match="another model"):
+        checkpoints.restore_params(3, {"w": jnp.zeros((2, 6))})
+    with pytest.raises(ValueError, match="params.half has shape .* there and no such tensor"):
+        checkpoints.restore_params(3, {"empty": jnp.zeros((0, 3)), "w": jnp.zeros((2, 4))})
+
+
+def test_another_optimizer_is_told(tmp_path):
+    checkpoints = saved(tmp_path)
+    with pytest.raises(ValueError, match="another optimizer.*opt_state.1.mu has shape"):
+        checkpoints.restore(3, jax.eval_shape(lambda: state(momentum=False)))
+    with pytest.raises(ValueError, match="ema_decay.*ema.empty has no such tensor there"):
+        checkpoints.restore(3, jax.eval_shape(lambda: state(ema=True)))
+
+
+def test_another_format_is_told(tmp_path, monkeypatch):
+    checkpoints = saved(tmp_path)
+    monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
+    with pytest.raises(ValueError, match="checkpoint format 1 and this version reads 2"):
+        checkpoints.restore(3, jax.eval_shape(state))
+
+
+def test_a_missing_step_is_told_with_those_there(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint of step 7 .* there is 2, 3"):
+        saved(tmp_path, [2, 3]).restore(7, jax.eval_shape(state))
+
+
+def test_a_failed_write_is_raised_and_leaves_what_was_there(tmp_path, monkeypatch):
+    checkpoints = saved(tmp_path, [1])
+
+    def full(path):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_fingerprint", full)
+    checkpoints.save(2, state(2))
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [1]
+    checkpoints.remove_unfinished()
+    assert [p.name for p in checkpoints.folder.iterdir()] == ["1"]
+
+
+def test_keep_must_be_positive(tmp_path):
+    with pytest.raises(ValueError, match="keep=0"):
+        checkpoint.Checkpoints(tmp_path, 0)

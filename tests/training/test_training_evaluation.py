@@ -1,0 +1,177 @@
+"""Every target is scored once, whatever the batch; the record and the prefetching thread."""
+
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.training import metrics, script
+from reformax.training.evaluation import evaluate
+from reformax.training.prefetch import prefetch
+from tests.training import tiny
+
+MODEL = tiny.TinyLM(mode="eval")
+PARAMS = MODEL.init_params(jax.random.PRNGKey(1), (1, 1))
+TASK = tiny.counting(n_valid=53)
+
+
+def score(task=TASK, params=PARAMS, split="valid", batch_size=2, length=10, **options):
+    return evaluate(MODEL, params, task, split, batch_size=batch_size, length=length, **options)
+
+
+def test_one_window_is_the_mean_over_its_targets():
+    tokens = jnp.arange(53)[None] % 16
+    log_p = jax.nn.log_softmax(MODEL.logits(PARAMS, MODEL.features(PARAMS, tokens)))
+    bits = -jnp.take_along_axis(log_p, tokens[..., None], -1).mean() / jnp.log(2.0)
+    result = score(length=53)
+    assert result["bits_per_dim"] == pytest.approx(float(bits), rel=1e-5)
+    assert result["accuracy"] == pytest.approx(float((log_p.argmax(-1) == tokens).mean()))
+    assert (result["n_targets"], result["length"], result["stride"]) == (53, 53, 53)
+    assert result["split"] == "valid"
+
+
+def test_batch_and_chunk_sizes_change_nothing_and_the_stride_does():
+    base = score()["bits_per_dim"]
+    assert score(batch_size=5)["bits_per_dim"] == pytest.approx(base, rel=1e-6)
+    assert score(loss_chunk_len=3)["bits_per_dim"] == pytest.approx(base, rel=1e-6)
+    assert score(stride=10)["bits_per_dim"] == base
+    moved = score(stride=4)
+    assert moved["stride"] == 4 and moved["n_targets"] == 53
+    # Two tokens of context are all that the model uses: a stride of 8 or less gives them to all.
+    whole = score(length=53)["bits_per_dim"]
+    assert moved["bits_per_dim"] == pytest.approx(whole, rel=1e-5)
+    assert abs(base - whole) > 1e-3
+
+
+def test_max_batches_scores_the_first_ones():
+    assert score(max_batches=2)["n_targets"] == 40
+    with pytest.raises(ValueError, match="max_batches=0"):
+        score(max_batches=0)
+
+
+def test_should_stop_abandons():
+    asked = []
+    assert score(should_stop=lambda: asked.append(1) or len(asked) == 2) is None
+    assert len(asked) == 2
+
+
+def test_the_seed_reaches_the_model():
+    class Noisy(tiny.TinyLM):
+        def features(self, params, tokens, rng=None):
+            return super().features(params, tokens) + jax.random.normal(rng, (self.d_model,))
+
+    def bits(seed):
+        arguments = {"batch_size": 2, "length": 10, "seed": seed}
+        return evaluate(noisy, PARAMS, TASK, "valid", **arguments)["bits_per_dim"]
+
+    noisy = Noisy(mode="eval")
+    assert bits(0) == bits(0) != bits(1)
+
+
+def test_a_task_that_forgets_targets_is_told():
+    with pytest.raises(RuntimeError, match="53 targets and the split 54"):
+        score(TASK._replace(n_targets=lambda split: 54))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"stride": 11}, "stride=11"), ({"stride": 0}, "stride=0"), ({"batch_size": 0}, "=0 cannot")],
+)
+def test_bad_sizes_are_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        score(**options)
+
+
+def test_progress_is_shown_on_request(capsys):
+    score()
+    assert capsys.readouterr().err == ""
+    score(progress=True)
+    assert "valid:   0%|" in capsys.readouterr().err
+
+
+def test_prefetch_gives_all_in_order_and_runs_ahead_no_further_than_told():
+    made = []
+
+    def values():
+        for i in range(20):
+            made.append(i)
+            yield i
+
+    with prefetch(values(), ahead=3) as ready:
+        first = next(ready)
+        assert len(made) <= first + 1 + 3 + 1 + 1  # read, queued, waiting to be put, and a race
+        assert [first, *ready] == list(range(20))
+
+
+def test_prefetch_raises_where_the_value_would_have_come_and_ends_its_thread():
+    def values():
+        yield 1
+        raise ValueError("no more data")
+
+    with prefetch(values()) as ready:
+        assert next(ready) == 1
+        with pytest.raises(ValueError, match="no more data"):
+            next(ready)
+
+    def endless():
+        while True:
+            yield 0
+
+    with prefetch(endless()) as ready:
+        next(ready)
+    assert "prefetch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_record_is_cut_back_and_a_torn_line_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    record = metrics.Record(tmp_path, 0)
+    for step in (10, 20, 30):
+        record.write(step, "train", {"bits_per_dim": float(step)}, {"seconds": 1.0})
+        assert json.loads(path.read_text().splitlines()[-1])["step"] == step  # flushed
+    record.close()
+    with open(path, "a") as file:
+        file.write('{"step": 4')
+    record = metrics.Record(tmp_path, 20)
+    record.write(25, "valid", {"bits_per_dim": 1.0}, {})
+    record.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20, 25]
+    assert lines[0]["timing"] == {"seconds": 1.0}
+
+
+def test_the_plot_and_the_events_are_written(tmp_path):
+    record = metrics.Record(tmp_path, 0)
+    record.plot()  # of nothing
+    empty = (tmp_path / "loss.png").read_bytes()
+    for step in range(1, 40):
+        record.write(step, "train", {"bits_per_dim": 8 / step}, {})
+    record.write(39, "valid", {"bits_per_dim": 1.0}, {})
+    record.plot()
+    record.close()
+    full = (tmp_path / "loss.png").read_bytes()
+    assert full[:4] == empty[:4] == b"\x89PNG" and len(full) > len(empty)
+    events = b"".join(p.read_bytes() for p in (tmp_path / "tensorboard").iterdir())
+    assert b"train/bits_per_dim" in events and b"valid/bits_per_dim" in events
+
+
+def test_the_bar_shows_loss_speed_and_time_left(capsys):
+    bar = metrics.Progress(5, 10)
+    for _ in range(5):
+        bar.advance(2.5, 1234.0)
+    bar.say("a line")
+    bar.close()
+    captured = capsys.readouterr()
+    assert "2.500 bits/dim, 1,234 tokens/s" in captured.err and "10/10" in captured.err
+    assert captured.out == "a line\n"
+
+
+def test_an_error_of_the_user_is_a_line_and_a_fault_of_the_program_is_not():
+    assert script.one_line(ValueError("a=1\n  In call to configurable 'f' (<f>)")) == "a=1"
+    assert script.one_line(FileNotFoundError("no data")) == "no data"
+    assert "out of memory" in script.one_line(RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"))
+    assert script.one_line(RuntimeError("broken")) is None
+    assert script.one_line(TypeError("'int' object is not callable")) is None
+    assert np.isscalar(script.one_line(NotImplementedError("cross attention")))

@@ -1,0 +1,375 @@
+"""The loop: its options, its endings, and that no interruption changes what it computes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.training import checkpoint, loop, optimizer
+from reformax.training.interrupt import Interrupt
+from tests.training import tiny, worker
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Runs of the same settings share what XLA compiled; it is most of a short run's time."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def run(folder, **settings):
+    """(result, record) of a run of the tiny model."""
+    result = loop.train(folder, **worker.arguments(**settings))
+    return result, worker.record(folder)
+
+
+def start(folder, devices=1, **settings):
+    """The same in a process of its own; returns its exit code."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.training.worker", str(folder), json.dumps(settings)]
+    process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode in (0, -signal.SIGKILL), process.stderr
+    return process.returncode
+
+
+def params(folder, step):
+    """The parameters of a checkpoint, as one vector."""
+    like = jax.eval_shape(lambda: tiny.TinyLM().init_params(jax.random.PRNGKey(0), (1, 1)))
+    tree, _ = checkpoint.Checkpoints(folder).restore_params(step, like)
+    return np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
+
+
+# Interruptions and dropout are where a resumed run could differ.
+LONG = {"steps": 40, "model": {"dropout": 0.2}, "checkpoint_every": 7}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    result, record = run(folder, **LONG)
+    return result, record, params(folder, 40)
+
+
+def test_a_run_learns_and_leaves_its_record(uninterrupted):
+    result, record, _ = uninterrupted
+    bits = {(line["split"], line["step"]): line["bits_per_dim"] for line in record}
+    assert [s for split, s in bits if split == "train"] == [4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
+    assert [s for split, s in bits if split == "valid"] == [10, 20, 30, 40]
+    assert bits["valid", 40] < 0.7 * bits["valid", 10]
+    assert result["bits_per_dim"] == bits["valid", 40]
+    assert (result["step"], result["steps"], result["interrupted_by"]) == (40, 40, None)
+    assert result["best_step"] == 40 and result["best_bits_per_dim"] == bits["valid", 40]
+    assert result["n_params"] == 16 * 8 + 8 * 8 + 8 + 8 * 16
+
+
+def test_killed_anywhere_a_rerun_computes_the_same_bits(uninterrupted, tmp_path):
+    _, record, vector = uninterrupted
+    # In the middle of training, of writing a checkpoint, and once it has its name.
+    kill = {"signal_step": 17, "number": int(signal.SIGKILL)}
+    assert start(tmp_path, **LONG, task=kill) == -signal.SIGKILL
+    assert start(tmp_path, **LONG, die="_manifest") == -signal.SIGKILL
+    assert start(tmp_path, **LONG, die="_prune") == -signal.SIGKILL
+    assert 0 < checkpoint.Checkpoints(tmp_path).steps()[-1] < 40
+    assert start(tmp_path, **LONG) == 0
+    assert worker.record(tmp_path) == record
+    np.testing.assert_array_equal(params(tmp_path, 40), vector)
+    assert not list((tmp_path / "checkpoints").glob("tmp*"))
+
+
+@pytest.mark.parametrize("step, number", [(13, signal.SIGTERM), (21, signal.SIGINT)])
+def test_a_signal_saves_and_a_rerun_computes_the_same_bits(uninterrupted, tmp_path, step, number):
+    _, record, vector = uninterrupted
+    handler = signal.getsignal(number)
+    result, _ = run(tmp_path, **LONG, task={"signal_step": step, "number": int(number)})
+    assert result["interrupted_by"] == number and 0 < result["step"] <= step
+    assert checkpoint.Checkpoints(tmp_path).steps()[-1] == result["step"]
+    assert signal.getsignal(number) == handler
+    result, again = run(tmp_path, **LONG)
+    assert result["step"] == 40 and again == record
+    np.testing.assert_array_equal(params(tmp_path, 40), vector)
+
+
+def test_a_signal_in_an_evaluation_leaves_it_to_the_rerun(uninterrupted, tmp_path):
+    _, record, _ = uninterrupted
+    task = tiny.counting()
+    evaluations = []
+
+    def interrupted(*args):
+        evaluations.append(1)
+        if len(evaluations) == 2:
+            signal.raise_signal(signal.SIGTERM)  # in the prefetching thread: Python's main one acts
+        yield from task.eval_batches(*args)
+
+    arguments = worker.arguments(**LONG) | {"task": task._replace(eval_batches=interrupted)}
+    result = loop.train(tmp_path, **arguments)
+    assert (result["step"], result["bits_per_dim"]) == (20, None)
+    assert checkpoint.Checkpoints(tmp_path).score(20) is None
+    result, again = run(tmp_path, **LONG)
+    assert again == record and result["best_step"] == 40
+
+
+def test_a_second_signal_acts_as_always():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt and interrupt.signal is signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_finished_run_is_told_without_a_step(uninterrupted, tmp_path):
+    first, record = run(tmp_path, steps=10)
+    poisoned = {"poison_step": 0}  # no batch is looked at
+    again, record_again = run(tmp_path, steps=10, task=poisoned)
+    assert again == first and record_again == record
+    longer, record_longer = run(tmp_path, steps=12)
+    assert longer["step"] == 12 and record_longer[: len(record)] == record
+
+
+def test_eight_devices_compute_the_losses_of_one(tmp_path):
+    settings = {"steps": 6, "eval_every": 3, "log_every": 1, "accumulate": 2, "batch_size": 16}
+    assert start(tmp_path / "8", devices=8, **settings, model={"dropout": 0.2}) == 0
+    _, one = run(tmp_path / "1", **settings, model={"dropout": 0.2})
+    eight = worker.record(tmp_path / "8")
+    assert [(x["step"], x["split"]) for x in one] == [(x["step"], x["split"]) for x in eight]
+    for key in ("bits_per_dim", "accuracy"):
+        np.testing.assert_allclose([x[key] for x in one], [x[key] for x in eight], atol=1e-5)
+
+
+def test_a_batch_that_devices_cannot_share_is_told(tmp_path):
+    with pytest.raises(ValueError, match="batch_size=8 cannot be divided .* accumulate=3"):
+        run(tmp_path, accumulate=3)
+    mesh = loop.mesh_lib.data_mesh([jax.devices()[0]] * 1)
+    mesh_of_8 = type("Mesh", (), {"size": 8})
+    loop.mesh_lib.check_batch_size("batch_size", 5, mesh)
+    with pytest.raises(ValueError, match="batch_size=12 cannot .* multiple of 8, such as 8"):
+        loop.mesh_lib.check_batch_size("batch_size", 12, mesh_of_8)
+
+
+def test_micro_batches_give_the_gradient_of_the_whole(tmp_path):
+    bits = [
+        [line["bits_per_dim"] for line in run(tmp_path / str(n), accumulate=n, steps=8)[1]]
+        for n in (1, 4)
+    ]
+    np.testing.assert_allclose(*bits, atol=1e-5)
+    # With dropout each micro-batch draws its own, so accumulating is not without effect.
+    dropout = {"steps": 4, "model": {"dropout": 0.5}}
+    one, two = (run(tmp_path / f"dropout{n}", accumulate=n, **dropout)[1] for n in (1, 2))
+    assert one != two
+
+
+def test_loss_that_is_no_number_stops_the_run_and_is_never_saved(tmp_path):
+    settings = {"steps": 40, "checkpoint_every": 5, "log_every": 1}
+    with pytest.raises(FloatingPointError) as error:
+        run(tmp_path, **settings, task={"poison_step": 17})
+    message = str(error.value)
+    assert "\n" not in message and "at step 18" in message
+    assert f"step 15 is the last good checkpoint in {tmp_path}" in message
+    assert max(line["step"] for line in worker.record(tmp_path)) == 17
+    assert np.isfinite(params(tmp_path, 15)).all()
+    assert run(tmp_path, **settings)[0]["step"] == 40
+
+
+def test_parameters_that_are_no_numbers_are_never_saved(tmp_path):
+    # The loss of step 5 is finite, and so is its gradient: only the update is not.
+    dropped = optimizer.adam(lambda count: jnp.where(count == 4, jnp.inf, 1e-3))
+    with pytest.raises(FloatingPointError, match="parameters are not finite after step 5"):
+        run(tmp_path, optimizer=dropped, checkpoint_every=5)
+    assert checkpoint.Checkpoints(tmp_path).steps() == []
+
+
+def test_the_moving_average_is_what_evaluations_score(tmp_path):
+    _, off = run(tmp_path / "off", steps=10)
+    result, on = run(tmp_path / "on", steps=10, ema_decay=0.9)
+    assert [x for x in on if x["split"] == "train"] == [x for x in off if x["split"] == "train"]
+    assert on[-1]["bits_per_dim"] != off[-1]["bits_per_dim"]
+    assert not np.array_equal(params(tmp_path / "on", 10), params(tmp_path / "off", 10))
+    # It is the average: a shorter memory is nearer to the parameters themselves.
+    run(tmp_path / "short", steps=10, ema_decay=0.1)
+    plain = params(tmp_path / "off", 10)
+    distance = [np.abs(params(tmp_path / f, 10) - plain).max() for f in ("on", "short")]
+    assert 0 < distance[1] < distance[0]
+    # And it goes on over an interruption as everything does.
+    run(tmp_path / "two", steps=6, ema_decay=0.9)
+    run(tmp_path / "two", steps=10, ema_decay=0.9)
+    np.testing.assert_array_equal(params(tmp_path / "two", 10), params(tmp_path / "on", 10))
+
+
+def test_evaluations_take_their_own_sizes(tmp_path):
+    seen = []
+    task = tiny.counting()
+
+    def spied(*args):
+        for batch in task.eval_batches(*args):
+            seen.append((*args, batch.inputs.shape))
+            yield batch
+
+    sizes = {"eval_batch_size": 2, "eval_length": 20, "eval_stride": 5, "eval_split": "test"}
+    arguments = worker.arguments(steps=1) | {"task": task._replace(eval_batches=spied)} | sizes
+    loop.train(tmp_path, **arguments, eval_batches=3)
+    assert seen[:3] == [("test", 2, 20, 5, (2, 20))] * 3
+    assert 3 <= len(seen) <= 6  # those after the third were only made ready
+    assert worker.record(tmp_path)[-1]["split"] == "test"
+
+
+@pytest.mark.parametrize(
+    "option, train_lines, valid_lines, checkpoints",
+    [
+        ({}, [4, 8, 12], [10, 12], [10, 12]),
+        ({"log_every": 5}, [5, 10, 12], [10, 12], [10, 12]),
+        ({"eval_every": 5}, [4, 8, 12], [5, 10, 12], [10, 12]),
+        ({"eval_every": None}, [4, 8, 12], [12], [12]),
+        ({"eval_every": None, "checkpoint_every": 5}, [4, 8, 12], [12], [10, 12]),
+        ({"checkpoint_every": 3, "keep": 3}, [4, 8, 12], [10, 12], [9, 10, 12]),
+        ({"keep": 1}, [4, 8, 12], [10, 12], [12]),
+    ],
+)
+def test_when_it_logs_evaluates_and_saves(tmp_path, option, train_lines, valid_lines, checkpoints):
+    _, record = run(tmp_path, **{"steps": 12} | option)
+    assert [x["step"] for x in record if x["split"] == "train"] == train_lines
+    assert [x["step"] for x in record if x["split"] == "valid"] == valid_lines
+    assert checkpoint.Checkpoints(tmp_path).steps() == checkpoints
+
+
+def test_a_line_is_the_mean_since_the_last(tmp_path):
+    _, each = run(tmp_path / "each", log_every=1, steps=8)
+    _, means = run(tmp_path / "means", log_every=4, steps=8)
+    bits = [x["bits_per_dim"] for x in each if x["split"] == "train"]
+    assert means[1]["bits_per_dim"] == pytest.approx(np.mean(bits[4:]), rel=1e-12)
+
+
+def test_the_seed_the_batch_and_the_length_matter(tmp_path):
+    variants = [{}, {"seed": 1}, {"batch_size": 4}, {"length": 8}]
+    bits = [
+        run(tmp_path / str(i), steps=4, **v)[1][0]["bits_per_dim"] for i, v in enumerate(variants)
+    ]
+    assert len(set(bits)) == len(variants)
+
+
+def test_loss_chunks_change_rounding_alone(tmp_path):
+    _, whole = run(tmp_path / "whole", steps=8)
+    chunks = []
+    logits = tiny.TinyLM.logits
+
+    class Spy(tiny.TinyLM):
+        def logits(self, params, features):
+            chunks.append(features.shape[1])
+            return logits(self, params, features)
+
+    arguments = worker.arguments(steps=8, loss_chunk_len=5) | {"model": Spy}
+    loop.train(tmp_path / "chunks", **arguments)
+    assert set(chunks) == {5}
+    bits = [
+        [x["bits_per_dim"] for x in lines] for lines in (whole, worker.record(tmp_path / "chunks"))
+    ]
+    np.testing.assert_allclose(*bits, atol=1e-5)
+
+
+def test_out_of_time_it_evaluates_saves_and_can_go_on(tmp_path):
+    result, record = run(tmp_path, steps=3, max_minutes=1e-9)
+    assert result["step"] == 1 and result["bits_per_dim"] is not None
+    assert [x["split"] for x in record] == ["valid"]
+    assert run(tmp_path, steps=3, max_minutes=1e-9)[0]["step"] == 2
+    assert run(tmp_path, steps=3, max_minutes=100)[0]["step"] == 3
+
+
+def test_the_config_is_written_and_changes_are_told(tmp_path, capsys):
+    settings = {"steps": 2, "progress": True}
+    run(tmp_path, **settings, config_text=lambda: "a = 1\nb = 2\n")
+    assert "settings changed" not in capsys.readouterr().out
+    run(tmp_path, **settings, config_text=lambda: "a = 1\nb = 3\n")
+    out = capsys.readouterr().out
+    assert "- b = 2\n+ b = 3" in out and "a = 1" not in out
+    assert (tmp_path / "config.gin").read_text() == "a = 1\nb = 3\n"
+
+
+def test_another_model_is_told_and_nothing_is_lost(tmp_path):
+    run(tmp_path, steps=2, config_text=lambda: "first")
+    leftover = tmp_path / "checkpoints" / "tmp.9"
+    leftover.mkdir()
+    before = sorted(p for p in tmp_path.rglob("*") if p.is_file())
+    with pytest.raises(ValueError, match=r"params.embedding has shape \(16, 8\) there and"):
+        run(tmp_path, steps=4, model={"d_model": 9}, config_text=lambda: "second")
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before and leftover.exists()
+    assert (tmp_path / "config.gin").read_text() == "first"
+
+
+def test_progress_shows_on_request(tmp_path, capsys):
+    run(tmp_path / "silent", steps=2)
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+    run(tmp_path / "loud", steps=4, progress=True)
+    captured = capsys.readouterr()
+    assert "328 parameters" in captured.out and "step 4: valid" in captured.out
+    assert "bits/dim" in captured.err and "tokens/s" in captured.err and "4/4" in captured.err
+
+
+BAD = [
+    ({"steps": 0}, "steps=0"),
+    ({"steps": "many"}, "steps='many'"),
+    ({"batch_size": 0}, "batch_size=0"),
+    ({"length": 0}, "length=0"),
+    ({"accumulate": 0}, "accumulate=0"),
+    ({"log_every": 0}, "log_every=0"),
+    ({"eval_every": 0}, "eval_every=0"),
+    ({"checkpoint_every": -1}, "checkpoint_every=-1"),
+    ({"keep": 0}, "keep=0"),
+    ({"max_minutes": 0}, "max_minutes=0"),
+    ({"ema_decay": 1.0}, "ema_decay=1.0"),
+    ({"loss_chunk_len": 0}, "loss_chunk_len=0"),
+    ({"model": {"vocab_size": 2}}, "vocab_size=2"),
+    ({"model": {"max_length": 20}, "eval_length": 21}, "length=21 is above max_length=20"),
+]
+
+
+@pytest.mark.parametrize("settings, message", BAD)
+def test_bad_values_are_told_before_the_first_step(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message) as error:
+        run(tmp_path, **settings)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="output_dir=.*file/run cannot be written"):
+        run(tmp_path / "file" / "run")
+
+
+def test_an_error_of_the_task_reaches_the_caller(tmp_path):
+    def broken(*args):
+        raise FileNotFoundError("the data is gone")
+
+    arguments = worker.arguments() | {"task": tiny.counting()._replace(train_batch=broken)}
+    with pytest.raises(FileNotFoundError, match="the data is gone"):
+        loop.train(tmp_path, **arguments)
+
+
+def test_the_model_is_built_for_training_and_for_evaluation(tmp_path):
+    modes = []
+
+    def build(mode, **kwargs):
+        modes.append(mode)
+        return tiny.TinyLM(mode, **kwargs)
+
+    loop.train(tmp_path, **worker.arguments(steps=1) | {"model": partial(build, d_model=4)})
+    assert sorted(modes) == ["eval", "train"]

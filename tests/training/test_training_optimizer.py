@@ -1,0 +1,145 @@
+"""Schedules are the formulas they cite; every option of an optimizer changes its updates."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from reformax.training import optimizer
+
+# Large enough for Adafactor to factor, with the names of a model's parameters.
+PARAMS = {
+    "embedding": jnp.linspace(-1, 1, 64).reshape(8, 8),
+    "stack": {
+        "attention": {"w_q": jnp.linspace(1, 2, 128).reshape(2, 8, 8), "b_q": jnp.ones((2, 8))},
+        "feed_forward": {"w1": jnp.linspace(-2, 1, 64).reshape(8, 8), "b1": jnp.ones((2, 8))},
+        "norm": {"scale": jnp.ones((2, 8)), "bias": jnp.ones((2, 8))},
+    },
+    "logits": {"w": jnp.linspace(0, 1, 64).reshape(8, 8), "b": jnp.ones(8)},
+    "positions": {"axis_0": jnp.ones((4, 8))},
+}
+
+
+RNG = np.random.default_rng(0)
+GRADIENTS = [jax.tree.map(lambda p: RNG.normal(size=p.shape), PARAMS) for _ in range(4)]
+
+
+def after(tx, n=4, scale=1.0):
+    """PARAMS after n updates by gradients that change from step to step."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(jax.tree.map(lambda g: scale * g, grads), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for grads in GRADIENTS[:n]:
+        params, state = step(params, state, grads)
+    return params
+
+
+@functools.cache
+def plainly(factory, base):
+    """PARAMS after updates without the option in question."""
+    return after(factory(**dict(base)))
+
+
+def largest_difference(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(np.abs(np.asarray(x) - np.asarray(y)).max() for x, y in pairs)
+
+
+def test_rsqrt_is_the_formula_of_the_paper():
+    schedule = optimizer.rsqrt(constant=0.5, warmup_steps=10)
+    for step in [1, 5, 10, 11, 1000]:
+        expected = 0.5 * min(step**-0.5, step * 10**-1.5)
+        assert float(schedule(step - 1)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_cosine_rises_falls_and_stays():
+    schedule = optimizer.cosine(max_value=2.0, steps=110, warmup_steps=10, final_fraction=0.25)
+    assert float(schedule(0)) == pytest.approx(0.2)
+    assert float(schedule(9)) == pytest.approx(2.0)
+    assert float(schedule(59)) == pytest.approx(2 * (0.25 + 0.75 * 0.5))
+    quarter = 0.25 + 0.75 * 0.5 * (1 + math.cos(math.pi / 4))
+    assert float(schedule(34)) == pytest.approx(2 * quarter, rel=1e-5)
+    assert float(schedule(109)) == float(schedule(5000)) == pytest.approx(0.5)
+    assert float(optimizer.cosine(1.0, 10, 0)(0)) > 0.9
+
+
+@pytest.mark.parametrize("factory", [optimizer.adam, optimizer.adamw, optimizer.adafactor])
+def test_a_schedule_is_a_learning_rate(factory):
+    dropped = optax.piecewise_constant_schedule(0.1, {2: 0.0})
+    assert largest_difference(after(factory(dropped), 2), after(factory(0.1), 2)) < 1e-6
+    assert largest_difference(after(factory(dropped), 4), after(factory(0.1), 4)) > 1e-3
+
+
+OPTIONS = [
+    (optimizer.adam, dict(learning_rate=0.1), {}),
+    (optimizer.adam, dict(b1=0.5), {}),
+    (optimizer.adam, dict(b2=0.5), {}),
+    (optimizer.adam, dict(eps=1.0), {}),
+    (optimizer.adam, dict(clip=1e-9), {}),
+    (optimizer.adamw, dict(learning_rate=0.1), {}),
+    (optimizer.adamw, dict(b1=0.5), {}),
+    (optimizer.adamw, dict(b2=0.5), {}),
+    (optimizer.adamw, dict(eps=1.0), {}),
+    (optimizer.adamw, dict(weight_decay=0.5), {}),
+    (optimizer.adamw, dict(clip=1e-8), {}),
+    (optimizer.adamw, dict(no_decay="w1"), {}),
+    (optimizer.adafactor, dict(learning_rate=0.1), {}),
+    (optimizer.adafactor, dict(decay_rate=0.3), {}),
+    (optimizer.adafactor, dict(momentum=0.9), {}),
+    (optimizer.adafactor, dict(multiply_by_parameter_scale=False), {}),
+    (optimizer.adafactor, dict(clipping_threshold=0.1), {}),
+    (optimizer.adafactor, dict(min_dim_size_to_factor=4), {}),
+    (optimizer.adafactor, dict(weight_decay=0.1), {}),
+    (optimizer.adafactor, dict(clip=1e-15), {}),
+    (optimizer.adafactor, dict(no_decay="w1"), dict(weight_decay=0.1)),
+]
+
+
+@pytest.mark.parametrize("factory, option, base", OPTIONS)
+def test_every_option_changes_the_updates(factory, option, base):
+    plain = plainly(factory, tuple(base.items()))
+    assert largest_difference(plain, after(factory(**base, **option))) > 1e-6
+
+
+def test_clipping_scales_the_whole_gradient_to_its_norm():
+    tx = optax.chain(optimizer._clipped(0.5, optax.identity()))
+    grads = {"a": jnp.full((3,), 4.0), "b": jnp.full((2, 2), -2.0)}
+    clipped, _ = tx.update(grads, tx.init(grads), grads)
+    norm = np.sqrt(sum((np.asarray(x) ** 2).sum() for x in clipped.values()))
+    assert norm == pytest.approx(0.5)
+    np.testing.assert_allclose(clipped["a"] / clipped["b"][0, 0], -2.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("factory", [optimizer.adamw, optimizer.adafactor])
+def test_decay_shrinks_matrices_and_nothing_else(factory):
+    decayed = after(factory(1e-2, weight_decay=0.5), 1, scale=0.0)
+    plain = after(factory(1e-2, weight_decay=0.0), 1, scale=0.0)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), decayed, plain)
+    names = {
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, changed in jax.tree_util.tree_leaves_with_path(moved)
+        if changed
+    }
+    assert names == {"stack.attention.w_q", "stack.feed_forward.w1", "logits.w"}
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: optimizer.rsqrt(warmup_steps=0), "warmup_steps=0"),
+        (lambda: optimizer.cosine(steps=10, warmup_steps=10), "warmup_steps=10"),
+        (lambda: optimizer.cosine(max_value=-1), "max_value=-1"),
+        (lambda: optimizer.adam(clip=0), "clip=0"),
+    ],
+)
+def test_bad_values_are_told(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

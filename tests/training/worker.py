@@ -1,0 +1,49 @@
+"""Runs `loop.train` on the tiny model in a process of its own: `worker.py DIR JSON`.
+
+JSON holds arguments of `train`, and under 'task' and 'model' those of the tiny ones. 'die' names a
+method of `Checkpoints` at whose first call the process is to kill itself.
+"""
+
+import json
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+from reformax.training import checkpoint, loop, optimizer
+from tests.training import tiny
+
+
+def arguments(task=None, model=None, **others):
+    """Arguments of a short run, with `others` in their place."""
+    return {
+        "model": partial(tiny.TinyLM, **(model or {})),
+        "task": tiny.counting(**(task or {})),
+        "optimizer": optimizer.adamw(3e-2),
+        "steps": 24,
+        "batch_size": 8,
+        "length": 16,
+        "eval_every": 10,
+        "log_every": 4,
+        "progress": False,
+    } | others
+
+
+def record(folder):
+    """The lines of metrics.jsonl without what depends on time."""
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k != "timing"} for line in lines]
+
+
+def die(*args, **kwargs):
+    """What SIGKILL does at this point."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[2])
+    if method := settings.pop("die", None):
+        assert hasattr(checkpoint.Checkpoints, method)
+        setattr(checkpoint.Checkpoints, method, die)
+    loop.train(sys.argv[1], **arguments(**settings))
