@@ -16,6 +16,7 @@ import inspect
 import logging
 import re
 import sys
+import tokenize
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -67,14 +68,16 @@ def configured(function):
       ConfigError: the config sets none of its arguments.
     """
     try:
-        return gin.get_configurable(function)
-    except KeyError:
-        module = function.__module__
+        bound = gin.get_bindings(function, resolve_references=False)
+    except (KeyError, ValueError):  # no file names it
+        bound = {}
+    if not bound:
+        package, _, module = function.__module__.rpartition(".")
         raise ConfigError(
-            f"the config sets nothing of {module}.{function.__name__}: it needs `from "
-            f"{module.rpartition('.')[0]} import {module.rpartition('.')[2]}` and "
-            f"{module.rpartition('.')[2]}.{function.__name__}.model, .task and .optimizer"
-        ) from None
+            f"the config sets nothing of {module}.{function.__name__}: it needs `from {package} "
+            f"import {module}` and {module}.{function.__name__}.model, .task and .optimizer"
+        )
+    return gin.get_configurable(function)
 
 
 def bindings(function) -> dict:
@@ -161,6 +164,8 @@ def _parsed(parser, source: str) -> None:
         parser(source)
     except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
         raise ConfigError(_explain(error)) from None
+    except tokenize.TokenError as error:
+        raise ConfigError(f"{error.args[0]}: {source.splitlines()[-1].strip()}") from None
     except SyntaxError as error:
         line = (error.text or source.splitlines()[-1]).strip()
         raise ConfigError(f"{str(error.msg).rstrip('.')}: {line}".strip(": ")) from None
@@ -178,7 +183,9 @@ def _explain(error: Exception) -> str:
     source = quoted[1].strip() if quoted else ""
     near = ""
     if match := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", first):
-        names = list(inspect.signature(gin.get_configurable(match[1])).parameters)
+        function = gin.get_configurable(match[1])
+        function = function.__init__ if inspect.isclass(function) else function
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
         first, near = f"{match[1]} has no parameter {match[2]}", _nearest(match[2], names)
     elif match := re.match(r"Couldn't resolve selector (\S+);.*has no attribute (\w+)", first):
         place_of = re.search(r"<(?:module|class) '([\w.]+)'", first)
@@ -195,7 +202,7 @@ def _explain(error: Exception) -> str:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f"; there is {', '.join(names)}" if names else ""

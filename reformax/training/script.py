@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -40,6 +41,8 @@ def one_line(error: Exception) -> str | None:
         return (
             f"out of memory: lower batch_size, length or loss_chunk_len ({first.splitlines()[0]})"
         )
+    if macro := re.search(r"call to configurable 'macro' .* in scope '([^']+)'", text):
+        return f"the config uses %{macro[1]}, which no file and no --config sets: set {macro[1]}"
     if isinstance(error, TypeError) and "No values supplied by Gin" in text:
         return "the config leaves out an argument: " + first.splitlines()[0]
     if isinstance(error, TypeError) and "required keyword-only argument" in text:

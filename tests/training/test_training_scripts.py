@@ -1,0 +1,269 @@
+"""train.py and evaluate.py: gin configs, overrides, exit codes, and errors in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import gin
+import pytest
+
+import evaluate
+import train
+from reformax.training import config, script
+from tests.training import worker
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BASE = """
+from __gin__ import dynamic_registration
+from reformax.training import loop
+from reformax.training import optimizer
+
+steps = 12
+loop.train.steps = %steps
+loop.train.batch_size = 8
+loop.train.length = 16
+loop.train.eval_every = 10
+loop.train.log_every = 4
+loop.train.optimizer = @optimizer.adamw()
+optimizer.adamw.learning_rate = @optimizer.cosine()
+optimizer.cosine.max_value = 3e-2
+optimizer.cosine.steps = %steps
+optimizer.cosine.warmup_steps = 2
+"""
+RUN = """
+from __gin__ import dynamic_registration
+from reformax.training import loop
+from tests.training import tiny
+include 'base.gin'
+
+loop.train.model = @tiny.TinyLM
+loop.train.task = @small/tiny.counting()
+small/tiny.counting.n_valid = 100
+tiny.TinyLM.d_model = 6
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a config that includes another."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "base.gin").write_text(BASE)
+    (tmp_path / "configs" / "run.gin").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    gin.clear_config()
+
+
+def call(main, monkeypatch, capsys, *arguments):
+    """(exit code, stdout, stderr) of a script's main with these flags."""
+    monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+    try:
+        code = script.run(main)
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
+    overrides = [
+        "--config=loop.train.seed=3",
+        "--config=steps=11",
+        "--config=tiny.TinyLM.d_model=5",
+    ]
+    code, out, _ = call(
+        train.main, monkeypatch, capsys, "--config_file=configs/run.gin", *overrides
+    )
+    assert code == 0
+    run = folder / "runs" / "run"  # the default: by the config's name, in the working directory
+    last = worker.record(run)[-1]
+    assert (last["step"], last["split"]) == (11, "valid")
+    assert f"valid bits per dim: {last['bits_per_dim']:.4f} at step 11" in out
+    assert "evaluate.py --output_dir=runs/run --split=test" in out and "note:" not in out
+    for name in ["config.gin", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints"]:
+        assert (run / name).exists() and name in out
+
+    # The settings in use, those of included files, overrides and defaults: nothing else is needed.
+    written = (run / "config.gin").read_text()
+    for line in ["steps = 11", "loop.train.seed = 3", "TinyLM.d_model = 5", "adamw.b1 = 0.9"]:
+        assert line in written
+    (folder / "configs" / "run.gin").unlink()
+    flags = ["--output_dir=runs/run", "--split=test"]
+    code, out, _ = call(evaluate.main, monkeypatch, capsys, *flags)
+    assert code == 0
+    result = json.loads((run / "evaluation_test.json").read_text())
+    assert out.splitlines()[-1] == f"bits_per_dim: {result['bits_per_dim']:.4f}"
+    # tiny's splits are the same, and both were scored by the same function.
+    assert result["bits_per_dim"] == last["bits_per_dim"]
+    assert (result["n_targets"], result["length"], result["stride"]) == (100, 16, 16)
+    assert result["checkpoint_step"] == 11
+
+    # Each flag is heeded.
+    def scored(*more):
+        code, _, err = call(evaluate.main, monkeypatch, capsys, "--output_dir=runs/run", *more)
+        assert code == 0, err
+        return json.loads((run / "evaluation_valid.json").read_text())
+
+    assert scored()["split"] == "valid"
+    longer = scored("--length=20", "--stride=4", "--batch_size=3", "--seed=7")
+    assert (longer["length"], longer["stride"], longer["seed"]) == (20, 4, 7)
+    assert longer["bits_per_dim"] != result["bits_per_dim"]
+    assert scored("--checkpoint=10")["checkpoint_step"] == 10
+    assert scored("--checkpoint=latest")["checkpoint_step"] == 11
+    noisier = "--config=small/tiny.counting.n_valid=50"
+    assert scored(noisier)["n_targets"] == 50 and scored(noisier)["overrides"] == [noisier[9:]]
+
+    # The same command again finds it finished; with more steps it goes on, and says what changed.
+    flags = ["--config_file=runs/run/config.gin", "--output_dir=runs/run"]
+    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
+    assert code == 0 and "settings changed" not in out and worker.record(run)[-1] == last
+    code, out, _ = call(train.main, monkeypatch, capsys, *flags, "--config=steps=13")
+    assert code == 0 and "- steps = 11\n+ steps = 13" in out
+    assert "going on from step 11 to 13" in out
+
+    for more, message in [
+        (["--checkpoint=99"], "no checkpoint of step 99"),
+        (["--checkpoint=worst"], "checkpoint=worst must be best, latest or one of"),
+        (["--stride=17"], "stride=17 must be from 1 to length=16"),
+        (["--config=tiny.TinyLM.d_model=7"], "is of another model"),
+        (["--config=tiny.TinyLM.d_modle=7"], "did you mean d_model"),
+        (["--data_dir=empty"], "no data in data_dir=empty"),
+    ]:
+        flags = ["--output_dir=runs/run", *more]
+        code, out, err = call(evaluate.main, monkeypatch, capsys, *flags)
+        assert code in (1, 2) and err.count("\n") == 1 and message in err
+
+
+def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
+    # A learning rate that explodes after step 10: the last evaluation is the worse one.
+    flags = ["--config_file=run.gin", "--output_dir=out", "--config=steps=30"]
+    flags += ["--config=optimizer.cosine.max_value=5.0", "--config=optimizer.adamw.clip=None"]
+    (folder / "run.gin").write_text(RUN.replace("base.gin", "configs/base.gin"))
+    assert call(train.main, monkeypatch, capsys, *flags)[0] == 0
+    valid = {x["step"]: x["bits_per_dim"] for x in worker.record("out") if x["split"] == "valid"}
+    best = min(valid, key=valid.get)
+    code, _, _ = call(evaluate.main, monkeypatch, capsys, "--output_dir=out")
+    result = json.loads((folder / "out" / "evaluation_valid.json").read_text())
+    assert (result["checkpoint_step"], result["bits_per_dim"]) == (best, valid[best])
+
+
+@pytest.mark.parametrize(
+    "flags, code, message",
+    [
+        (["--config=loop.train.stps=3"], 2, "no parameter stps: loop.train.stps=3; did you mean s"),
+        (["--config=loop.trian.steps=3"], 2, "no trian: loop.trian.steps=3; did you mean train"),
+        (["--config=lop.train.steps=3"], 2, "lop is not the name of an imported module: lop.train"),
+        (["--config=tiny.TinyLM.x.y=3"], 2, "tiny.TinyLM has no x: tiny.TinyLM.x.y=3"),
+        (["--config=stepz=3"], 2, "no config file defines stepz; did you mean steps?"),
+        (["--config=loop.train.steps"], 2, "expected ':' or '=': loop.train.steps"),
+        (["--config=loop.train.steps=("], 2, "loop.train.steps=("),
+        (["--config=loop.train.task=@tiny.countin()"], 2, "did you mean counting?"),
+        (["--config=loop.train.steps=%stepz"], 1, "the config uses %stepz, which no"),
+        (["--config_file=rum.gin"], 2, "no config file rum.gin; did you mean run.gin"),
+        (["--config_file=bad_include.gin"], 2, "bas.gin"),
+        (["--config_file=bad_import.gin"], 2, "No module named 'tests.training.tinny'"),
+        (["--config_file=bad_name.gin"], 2, "TinyLM has no parameter d_modle (", ),
+        (["--config_file=empty.gin"], 2, "the config sets nothing of loop.train: it needs"),
+        (["--config_file=base.gin"], 1, "the config leaves out an argument: train() missing 2"),
+        (["--config=loop.train.steps='many'"], 1, "steps='many' must be a whole number above 0"),
+        (["--config=loop.train.eval_length=5000"], 1, "length=5000 is above max_length=4096"),
+        (["--config=optimizer.cosine.warmup_steps=100"], 1, "cosine.warmup_steps=100 must be"),
+        (["--data_dir=empty"], 1, "no data in data_dir=empty: give the folder that has it"),
+        (["--config=loop.train.task=@tiny.TinyLM()", "--data_dir=x"], 2, "takes no data_dir"),
+        (["--output_dir=file/out"], 1, "cannot be written"),
+        (["--steps=3"], 2, "unrecognized arguments: --steps=3"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(folder, monkeypatch, capsys, flags, code, message):
+    (folder / "file").write_text("")
+    configs = folder / "configs"
+    (configs / "empty.gin").write_text("")
+    (configs / "bad_include.gin").write_text(RUN.replace("base.gin", "bas.gin"))
+    (configs / "bad_import.gin").write_text(RUN.replace("import tiny", "import tinny"))
+    (configs / "bad_name.gin").write_text(RUN.replace("d_model", "d_modle"))
+    monkeypatch.setattr(train, "CONFIGS", configs)
+    if not any(flag.startswith("--config_file") for flag in flags):
+        flags = ["--config_file=run.gin", *flags]
+    got, out, err = call(train.main, monkeypatch, capsys, *flags)
+    assert got == code and message in err
+    lines = [line for line in err.splitlines() if not line.startswith(("usage:", " "))]
+    assert len(lines) == 1 and "error: " in lines[0]
+    assert not list(folder.rglob("metrics.jsonl"))
+
+
+def test_a_traceback_is_shown_on_request_and_for_faults(folder, monkeypatch, capsys):
+    flags = ["--config_file=configs/run.gin", "--config=loop.train.steps=0"]
+    assert call(train.main, monkeypatch, capsys, *flags)[0] == 1
+    with pytest.raises(ValueError, match="steps=0"):
+        call(train.main, monkeypatch, capsys, *flags, "--traceback")
+    with pytest.raises(ZeroDivisionError):
+        call(lambda: 1 // 0, monkeypatch, capsys)
+
+
+def test_files_and_overrides_win_in_their_order(folder):
+    (folder / "more.gin").write_text("include 'configs/base.gin'\nsteps = 5")
+    config.parse(["configs/run.gin", "more.gin"])
+    assert gin.query_parameter("steps/gin.macro.value") == 5
+    config.parse(["configs/run.gin"], ["steps=6", "steps=7"], data_dir="somewhere")
+    assert gin.query_parameter("steps/gin.macro.value") == 7
+    # --data_dir reaches the task that is chosen, in the scope that it is chosen in.
+    assert "small/tiny.counting.data_dir = 'somewhere'" in gin.config_str()
+    config.parse(["configs/run.gin"])
+    assert "somewhere" not in gin.config_str()
+
+
+def test_includes_are_found_from_any_folder(folder, monkeypatch):
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    config.parse([str(folder / "configs" / "run.gin")])
+    assert gin.query_parameter("steps/gin.macro.value") == 12
+    config.parse(["run.gin"], folders=[folder / "configs"])
+
+
+def test_an_override_that_nothing_uses_is_told(folder, monkeypatch, capsys):
+    flags = ["--config_file=configs/run.gin", "--config=optimizer.adam.b1=0.5", "--config=steps=3"]
+    flags += ["--config=optimizer.adamw.b1=0.5", "--config=small/tiny.counting.noise=0.2"]
+    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
+    assert code == 0 and out.count("note:") == 1
+    assert "note: --config='optimizer.adam.b1=0.5' set something that this run did not use" in out
+
+
+def test_evaluating_a_folder_without_a_run_is_told(folder, monkeypatch, capsys):
+    code, _, err = call(evaluate.main, monkeypatch, capsys, "--output_dir=nowhere")
+    assert code == 1 and "output_dir=nowhere holds no run" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("number, exit_code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_script_saved(folder, monkeypatch, capsys, number, exit_code):
+    signals = [
+        f"--config=small/tiny.counting.{name}"
+        for name in ("signal_step=5", f"number={int(number)}")
+    ]
+    flags = ["--config_file=configs/run.gin", "--output_dir=out"]
+    code, out, _ = call(train.main, monkeypatch, capsys, *flags, *signals)
+    assert code == exit_code
+    assert f"stopped by {number.name}; saved at step" in out
+    assert "to go on: python script.py --config_file=configs/run.gin --output_dir=out" in out
+    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
+    assert code == 0 and "going on from step" in out
+
+
+def test_the_scripts_run_as_programs_from_any_folder(folder):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    flags = ["--config_file=configs/run.gin", "--config=loop.train.length=0"]
+    for name, arguments, code in [
+        ("train.py", flags, 1),
+        ("train.py", ["--help"], 0),
+        ("evaluate.py", ["--help"], 0),
+    ]:
+        command = [sys.executable, str(ROOT / name), *arguments]
+        process = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert process.returncode == code, process.stderr
+        if code:
+            assert process.stderr == "error: length=0 must be a whole number above 0\n"
+        else:
+            assert "--output_dir" in process.stdout and process.stderr == ""
