@@ -7,6 +7,7 @@ the repeats: program size and compile time depend on the cycle, not on the depth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,12 +57,17 @@ class BlockStack(Layer):
     def init_params(self, rng, shape, *shapes):
         def init_block(rng, block):
             rngs = jax.random.split(rng, 4)
-            return {
+            params = {
                 "attention_norm": self._norm.init_params(rngs[0], shape),
                 "attention": block.attention.init_params(rngs[1], shape),
                 "feed_forward_norm": self._norm.init_params(rngs[2], shape),
                 "feed_forward": block.feed_forward.init_params(rngs[3], shape),
             }
+            # The stream is a sum over the depth: without this the last layers would find the
+            # tokens drowned in what the first ones added (Radford et al. 2019, sec. 2.3).
+            params["attention"]["w_o"] /= math.sqrt(2 * self._n_layers)
+            params["feed_forward"]["w2"] /= math.sqrt(2 * self._n_layers)
+            return params
 
         n_repeats = self._n_layers // len(self._blocks)
         params = {}

@@ -15,6 +15,10 @@ from jaxtyping import Array, Float
 
 from reformax.layers._trax import Layer
 
+# The standard deviation of fresh embeddings. Larger than what one layer adds to the stream, so that
+# the first layers learn from the tokens and not from each other's noise.
+EMBEDDING_SCALE = 0.3
+
 
 class AxialPositionalEncoding(Layer):
     """Adds learned embeddings of a position's coordinates in a grid (Reformer, sec. 4, footnote).
@@ -46,7 +50,7 @@ class AxialPositionalEncoding(Layer):
             )
         rngs = jax.random.split(rng, len(self._shape))
         return {
-            f"axis_{i}": 0.02 * jax.random.normal(r, (n, d))
+            f"axis_{i}": EMBEDDING_SCALE * jax.random.normal(r, (n, d))
             for i, (r, n, d) in enumerate(zip(rngs, self._shape, self._d_embs, strict=True))
         }
 

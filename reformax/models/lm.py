@@ -23,6 +23,7 @@ from reformax.layers import (
     ReversibleStack,
     SinusoidalPositionalEncoding,
 )
+from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.layers.dropout import dropout
 from reformax.ops import dense, local, lsh
 from reformax.ops.base import AttentionOp
@@ -69,7 +70,8 @@ class LanguageModel(Layer):
         hidden = (*shape, self._d_model)
         d_features = self._d_model * (2 if self._reversible else 1)
         params = {
-            "embedding": jax.random.normal(rng_e, (self._vocab_size, self._d_model)) * 0.02,
+            "embedding": EMBEDDING_SCALE
+            * jax.random.normal(rng_e, (self._vocab_size, self._d_model)),
             "stack": self._stack.init_params(rng_s, *[hidden] * (2 if self._reversible else 1)),
             "norm": self._norm.init_params(None, (d_features,)),
             "logits": {
