@@ -56,7 +56,7 @@ def parse(
     for override in overrides:
         _check_macro(override)
         # config_str begins with the imports of all files, under names that do not collide.
-        _parsed(gin.parse_config, "\n".join([*_imports(), override]))
+        _parsed(gin.parse_config, "\n".join([*_imports(gin.config_str()), override]))
     if data_dir is not None:
         _bind_data_dir(data_dir)
 
@@ -87,8 +87,18 @@ def bindings(function) -> dict:
 
 
 def operative() -> str:
-    """The values in use, defaults included, as text that `parse` reads."""
-    return gin.operative_config_str()
+    """The values in use, defaults included, as text that `parse` reads.
+
+    Functions of modules that no file imported are left out: Trax configures some of its own by gin,
+    and they are no setting of this run.
+    """
+    text = gin.operative_config_str()
+    asked = set(_imports(gin.config_str()))
+    for line in set(_imports(text)) - asked:
+        text = text.replace(line + "\n", "")
+        section = rf"# Parameters for (\S+/)?{_bound_name(line)}\..*:\n(.+\n)*\n?"
+        text = re.sub(section, "", text)
+    return text
 
 
 def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[str]:
@@ -106,8 +116,14 @@ def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[st
     ]
 
 
-def _imports() -> list[str]:
-    return [line for line in gin.config_str().splitlines() if line.startswith(("from ", "import "))]
+def _imports(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("from ", "import "))]
+
+
+def _bound_name(import_line: str) -> str:
+    """`c` of 'from a.b import c', 'import a as c' and 'import c'; `a` of 'import a.b'."""
+    last = import_line.split()[-1]
+    return last if " as " in import_line else last.partition(".")[0]
 
 
 def _target(override: str) -> tuple[str, str] | None:
@@ -195,7 +211,7 @@ def _explain(error: Exception) -> str:
             public = [name for name in dir(sys.modules[owner]) if name[0] != "_"]
             near = _nearest(match[2], public)
     elif match := re.match(r"'(\w+)' was not provided by an import statement", first):
-        names = [line.split()[-1].rpartition(".")[2] for line in _imports()]
+        names = [_bound_name(line) for line in _imports(gin.config_str())]
         first = f"{match[1]} is not the name of an imported module"
         near = _nearest(match[1], names)
     return f"{first}{where}{': ' + source if source and source not in first else ''}{near}"

@@ -90,9 +90,9 @@ def train(
       progress: whether to print and show a bar.
 
     Returns:
-      step, steps, bits_per_dim (of the last evaluation; None if there was none), best_step,
-      best_bits_per_dim, n_params, output_dir, and interrupted_by (a `signal.Signals`, or None).
-      After SIGTERM or SIGINT the step in progress is finished and saved before this returns.
+      step, steps, eval_split, bits_per_dim (None if the run was stopped before an evaluation),
+      best_step, best_bits_per_dim, n_params, output_dir, and interrupted_by: a `signal.Signals`, or
+      None. After SIGTERM or SIGINT the step in progress is finished and saved before this returns.
 
     Raises:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.
@@ -247,6 +247,7 @@ def train(
     return {
         "step": step,
         "steps": steps,
+        "eval_split": eval_split,
         "bits_per_dim": score,
         "best_step": best,
         "best_bits_per_dim": None if best is None else checkpoints.score(best),

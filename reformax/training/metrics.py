@@ -51,10 +51,10 @@ class Record:
             if points:
                 label = f"{split} (last {points[-1][1]:.3f})"
                 axes.plot(*zip(*points, strict=True), label=label, **style)
-                after_start = sorted(y for _, y in points)
-                lowest = min(lowest, after_start[0])
-                # The first steps' losses are no part of the picture: they would flatten the rest.
-                highest = max(highest, after_start[int(0.95 * (len(points) - 1))])
+                ordered = sorted(y for _, y in points)
+                lowest = min(lowest, ordered[0])
+                # The first steps' losses, up to 5% of them, would flatten the rest.
+                highest = max(highest, ordered[-1 - len(points) // 20])
         axes.set(xlabel="step", ylabel="bits per dim", title="loss")
         if highest > lowest:
             margin = 0.1 * (highest - lowest)

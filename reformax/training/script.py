@@ -22,6 +22,9 @@ def run(main: Callable[[], int]) -> int:
     """Calls `main`; an error that the user can mend becomes one line on stderr and an exit code."""
     try:
         return main()
+    except KeyboardInterrupt:  # before the first step or during an evaluation; nothing is lost
+        print("stopped", file=sys.stderr)
+        return 130
     except Exception as error:
         line = one_line(error)
         if line is None or _TRACEBACK in sys.argv:
@@ -64,8 +67,8 @@ def report(result: dict[str, Any]) -> int:
     if result["step"] < result["steps"]:
         print(f"out of time at step {result['step']} of {result['steps']}")
     print(
-        f"valid bits per dim: {result['bits_per_dim']:.4f} at step {result['step']}; best "
-        f"{result['best_bits_per_dim']:.4f} at step {result['best_step']}"
+        f"{result['eval_split']} bits per dim: {result['bits_per_dim']:.4f} at step "
+        f"{result['step']}; best {result['best_bits_per_dim']:.4f} at step {result['best_step']}"
     )
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/")
     script = Path(sys.argv[0]).with_name("evaluate.py")

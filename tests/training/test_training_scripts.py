@@ -13,7 +13,7 @@ import pytest
 import evaluate
 import train
 from reformax.training import config, script
-from tests.training import worker
+from tests.training import tiny, worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -204,6 +204,13 @@ def test_a_traceback_is_shown_on_request_and_for_faults(folder, monkeypatch, cap
         call(lambda: 1 // 0, monkeypatch, capsys)
 
 
+def test_an_interrupt_before_the_first_step_is_no_fault(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert call(interrupted, monkeypatch, capsys) == (130, "", "stopped\n")
+
+
 def test_files_and_overrides_win_in_their_order(folder):
     (folder / "more.gin").write_text("include 'configs/base.gin'\nsteps = 5")
     config.parse(["configs/run.gin", "more.gin"])
@@ -214,6 +221,23 @@ def test_files_and_overrides_win_in_their_order(folder):
     assert "small/tiny.counting.data_dir = 'somewhere'" in gin.config_str()
     config.parse(["configs/run.gin"])
     assert "somewhere" not in gin.config_str()
+
+
+def test_only_what_the_files_name_is_written(folder):
+    # A function that its own module made configurable, as some of Trax's are.
+    configurable = gin.external_configurable(worker.arguments)
+    (folder / "call.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom tests.training import tiny\n"
+        "small/tiny.counting.vocab_size = 4\n"
+    )
+    config.parse(["call.gin"])
+    with gin.config_scope("small"):
+        config.configured(tiny.counting)()
+        configurable()
+    assert "worker.arguments.task = None" in gin.operative_config_str()
+    text = config.operative()
+    assert "worker" not in text
+    assert "small/tiny.counting.vocab_size = 4" in text and "counting.noise = 0.1" in text
 
 
 def test_includes_are_found_from_any_folder(folder, monkeypatch):

@@ -1,0 +1,20 @@
+"""Compiles each short run once: XLA is most of its time."""
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="package", autouse=True)
+def compile_once(tmp_path_factory):
+    """Runs of the same settings in this process share what XLA compiled."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
