@@ -1,0 +1,325 @@
+"""Our SelfAttention and LSHSelfAttention against Trax's of the same name, with the same weights."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.layers._trax import signature, tl
+from reformax.layers.trax_attention import LSHSelfAttention, SelfAttention
+
+LENGTH = 32
+SIZES = dict(n_heads=2, d_qk=8, d_v=4)
+X = jax.random.normal(jax.random.PRNGKey(0), (2, LENGTH, 16))
+MASK = jnp.arange(LENGTH) < jnp.array([[20], [LENGTH]])
+RNG = jax.random.PRNGKey(3)
+
+
+def assert_close(ours, theirs, atol=1e-5):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), ours, theirs)
+
+
+def run(layer, mask, rows):
+    """`((rows of the output, new state), (gradient of x, gradients of the weights))`."""
+    cotangent = rows[..., None] * jax.random.normal(jax.random.PRNGKey(9), X.shape)
+
+    def total(x, weights):
+        inputs = x if mask is None else (x, mask)
+        y, state = layer.pure_fn(inputs, weights, layer.state, RNG)
+        return jnp.sum(y * cotangent), (y * rows[..., None], state)
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(X, layer.weights)
+    return out, gradients
+
+
+def assert_equals_trax(ours, theirs, masked=False, rows=None):
+    """Outputs at `rows`, the state, and the gradients of what stands there."""
+    mask = MASK if masked else None
+    rows = jnp.ones(X.shape[:2], bool) if rows is None else rows
+    rows = rows & MASK if masked else rows  # what stands at padding is different
+    inputs = signature(X if mask is None else (X, mask))
+    theirs.init(inputs, rng=jax.random.PRNGKey(1))
+    ours.init(inputs, rng=jax.random.PRNGKey(2))
+    assert ours.n_in == theirs.n_in
+    shapes = [jax.tree.map(jnp.shape, (layer.weights, layer.state)) for layer in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    ours.weights, ours.state = theirs.weights, theirs.state
+    assert_close(run(ours, mask, rows), run(theirs, mask, rows))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(causal=True, bias=True, masked=True),
+        dict(share_qk=True, masked=True),
+        dict(share_qk=True, causal=True, bias=True),
+    ],
+)
+def test_dense_self_attention(options):
+    ours, theirs = (layer(**SIZES, **options) for layer in (SelfAttention, tl.SelfAttention))
+    assert_equals_trax(ours, theirs, options.get("masked", False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(chunk_len=8),
+        # Around the end Trax's first chunk sees the last one, which causality hides.
+        dict(chunk_len=8, n_chunks_before=2, causal=True, share_qk=True),
+    ],
+)
+def test_chunked_self_attention(options):
+    assert_equals_trax(SelfAttention(**SIZES, **options), tl.SelfAttention(**SIZES, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(chunk_len=LENGTH, n_parallel_heads=2, n_hashes=2, causal=True, masked=True),
+        # Several chunks: the hashes must be Trax's own.
+        dict(chunk_len=8, n_hashes=3, n_buckets=[4, 2], masked=True),
+        dict(chunk_len=8, max_length_for_buckets=40),
+    ],
+)
+def test_lsh_self_attention(options):
+    rows = None
+    if options.get("causal"):
+        # The first position sees itself alone, by a score of -100,000: at that size float32 is
+        # coarse, and Trax's rounds there add up to 1 within a percent only.
+        rows = jnp.arange(LENGTH)[None] > 0
+    options = dict(SIZES, n_chunks_before=0, **options)
+    masked = options.get("masked", False)
+    ours, theirs = LSHSelfAttention(**options), tl.LSHSelfAttention(**options)
+    assert_equals_trax(ours, theirs, masked, rows)
+
+
+@pytest.mark.parametrize("length", [1, 13])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        SelfAttention(**SIZES, chunk_len=8, n_chunks_before=1, causal=True, masked=True),
+        LSHSelfAttention(**SIZES, chunk_len=8, n_hashes=2, causal=True, masked=True, bias=True),
+    ],
+)
+def test_any_length_and_padding(layer, length):
+    x, mask = X[:, :length], jnp.arange(length) < jnp.array([[length // 2], [length]])
+    layer.init(signature((x, mask)), rng=jax.random.PRNGKey(1))
+    attend = jax.jit(lambda x: layer.pure_fn((x, mask), layer.weights, layer.state, RNG)[0])
+    y = attend(x)
+    assert y.shape == x.shape and jnp.isfinite(y).all()
+    np.testing.assert_array_equal(y[0, length // 2 :], 0.0)
+    # What stands at padding changes nothing.
+    np.testing.assert_allclose(attend(jnp.where(mask[..., None], x, 9.0)), y, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layer, n_parallel_heads",
+    [
+        (SelfAttention, 1),
+        (functools.partial(LSHSelfAttention, chunk_len=8), 2),
+    ],
+)
+def test_blocks_of_heads_compute_the_same(layer, n_parallel_heads):
+    options = dict(n_heads=4, d_qk=8, d_v=4, causal=True, masked=True)
+    x, mask = jnp.concatenate([X, X + 1]), jnp.concatenate([MASK, MASK])
+    at_once, in_blocks = (layer(**options, n_parallel_heads=n) for n in (None, n_parallel_heads))
+    at_once.init(signature((x, mask)), rng=jax.random.PRNGKey(1))
+
+    def loss(layer, x, weights):
+        y, state = layer.pure_fn((x, mask), weights, at_once.state, RNG)
+        return jnp.sum(jnp.sin(y)), (y, state)
+
+    def results(layer):
+        of_layer = functools.partial(loss, layer)
+        return jax.jit(jax.value_and_grad(of_layer, (0, 1), has_aux=True))(x, at_once.weights)
+
+    assert_close(results(in_blocks), results(at_once))
+
+
+def dropping(n_parallel_heads, **options):
+    options = dict(SIZES, attention_dropout=0.3, output_dropout=0.2, masked=True, **options)
+    return LSHSelfAttention(
+        chunk_len=8, n_hashes=2, n_parallel_heads=n_parallel_heads, causal=True, **options
+    )
+
+
+def test_the_backward_pass_attends_to_what_the_forward_pass_did():
+    layer = dropping(1)
+    layer.init(signature((X, MASK)), rng=jax.random.PRNGKey(1))
+    grad = jax.random.normal(jax.random.PRNGKey(9), X.shape)
+
+    @jax.jit
+    def forward(state):
+        def pure(x, weights):
+            return layer.pure_fn((x, MASK), weights, state, RNG)
+
+        y, vjp, left_behind = jax.vjp(pure, X, layer.weights, has_aux=True)
+        return y, vjp(grad), left_behind
+
+    @jax.jit
+    def backward(left_behind):
+        output, state, (x_grad, mask_grad), weights_grad = layer.forward_and_or_backward(
+            (X, MASK), layer.weights, left_behind, RNG, output_grad=grad, update_state=False
+        )
+        assert state is None and mask_grad.dtype == jax.dtypes.float0
+        return output, (x_grad, weights_grad)
+
+    y, grads, left_behind = forward(layer.state)
+    again, grads_again = backward(left_behind)
+    np.testing.assert_allclose(again, y, atol=1e-6)
+    assert_close(grads_again, grads)
+    # A forward pass from there hashes anew.
+    new, _, left_behind_next = forward(left_behind)
+    assert not np.array_equal(left_behind[0], left_behind_next[0])
+    assert not np.allclose(new, y, atol=1e-3)
+
+
+def test_a_pass_returns_what_it_is_asked_for():
+    layer = SelfAttention(**SIZES)
+    layer.init(signature(X))
+    call = functools.partial(layer.forward_and_or_backward, X, layer.weights, layer.state, RNG)
+    y, *rest = call()
+    assert rest == [(), None, None]
+    none, state, x_grad, weights_grad = call(y, compute_output=False, update_state=False)
+    assert none is None and state is None and x_grad.shape == X.shape
+    assert jax.tree.map(jnp.shape, weights_grad) == jax.tree.map(jnp.shape, layer.weights)
+
+
+def test_dropout_is_off_at_evaluation_and_drops_features_of_the_output_in_training():
+    def outputs(layer):
+        layer.init(signature((X, MASK)), rng=jax.random.PRNGKey(1))
+        attend = jax.jit(
+            lambda rng: layer.pure_fn((X, MASK), layer.weights, layer.state, rng)[0][MASK]
+        )
+        return attend(RNG), attend(jax.random.PRNGKey(4))
+
+    first, second = outputs(dropping(None))
+    for y in (first, second):
+        dropped = (y == 0).all(axis=0)
+        assert 0 < dropped.sum() < dropped.size
+        np.testing.assert_array_equal((y == 0).any(axis=0), dropped)
+    first, second = outputs(dropping(None, mode="eval"))
+    np.testing.assert_array_equal(first, second)
+    assert (first != 0).all()
+
+
+def test_apply_is_pure():
+    layer = LSHSelfAttention(**SIZES, chunk_len=8)
+    params = layer.init_params(jax.random.PRNGKey(1), X.shape)
+    attend = jax.jit(lambda rng: layer.apply(params, X, rng=rng))
+    np.testing.assert_array_equal(attend(RNG), attend(RNG))
+    assert not np.array_equal(attend(RNG), attend(jax.random.PRNGKey(4)))
+    with pytest.raises(ValueError, match="rng is None"):
+        layer.apply(params, X)
+    dense = SelfAttention(**SIZES)
+    params = dense.init_params(jax.random.PRNGKey(1), X.shape)
+    np.testing.assert_array_equal(dense.apply(params, X), dense.apply(params, X, rng=RNG))
+
+
+@pytest.mark.parametrize("layer", [SelfAttention, LSHSelfAttention])
+@pytest.mark.parametrize(
+    "error, options, message",
+    [
+        (NotImplementedError, dict(mode="predict"), "mode='predict'"),
+        (NotImplementedError, dict(use_python_loop=True), "use_python_loop=True"),
+        (NotImplementedError, dict(use_reference_code=True), "use_reference_code=True"),
+        (ValueError, dict(n_heads=4, n_parallel_heads=3), "n_parallel_heads is 3"),
+        (ValueError, dict(output_dropout=1.5), "output_dropout is 1.5"),
+        (ValueError, dict(mode="test"), "mode is 'test'"),
+    ],
+)
+def test_what_it_cannot_do_is_said_in_one_line(layer, error, options, message):
+    with pytest.raises(error, match=message) as caught:
+        layer(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_one_of_them_cannot_do_is_said_in_one_line():
+    with pytest.raises(NotImplementedError, match="share_qk=False"):
+        LSHSelfAttention(share_qk=False)
+    with pytest.raises(ValueError, match="set chunk_len"):
+        SelfAttention(n_chunks_before=1)
+
+
+@pytest.mark.parametrize(
+    "batch, length, message",
+    [
+        (2, 40, "the state has room for 32: initialise"),
+        (4, LENGTH, "has batch 4, but the state is for 2: initialise"),
+        (3, LENGTH, "expected a divisor of the batch, 3"),
+    ],
+)
+def test_an_input_that_does_not_fit_is_said_in_one_line(batch, length, message):
+    layer = LSHSelfAttention(**SIZES, chunk_len=8, n_parallel_heads=4)
+    layer.init(signature(X))
+    with pytest.raises(tl.LayerError, match=message):
+        layer.output_signature(signature(jnp.zeros((batch, length, 16))))
+
+
+def reformer_lm(*attention_types):
+    from trax.models.reformer.reformer import ReformerLM
+
+    return ReformerLM(
+        vocab_size=16,
+        d_model=16,
+        d_ff=32,
+        d_attention_key=8,
+        d_attention_value=8,
+        n_layers=len(attention_types),
+        n_heads=2,
+        dropout=0.0,
+        max_len=LENGTH,
+        attention_type=attention_types,
+    )
+
+
+def test_traxs_reformer_takes_our_layers_and_weights_saved_from_its_own(tmp_path):
+    tokens = jax.random.randint(jax.random.PRNGKey(0), (2, LENGTH), 1, 16)
+    ours, theirs = (
+        reformer_lm(functools.partial(layer, chunk_len=LENGTH, n_chunks_before=0))
+        for layer in (LSHSelfAttention, tl.LSHSelfAttention)
+    )
+    theirs.init(signature(tokens), rng=jax.random.PRNGKey(1))
+    path = str(tmp_path / "model.pkl.gz")
+    theirs.save_to_file(path, input_signature=signature(tokens))
+    ours.init(signature(tokens))
+    ours.init_from_file(path)
+
+    def results(model):
+        def loss(weights):
+            logits, state = model.pure_fn(tokens, weights, model.state, RNG)
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)
+            return -chosen.mean(), (logits, state)
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(model.weights)
+
+    assert_close(results(ours), results(theirs))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is None, reason="Trax's loop needs TensorFlow"
+)
+def test_a_reformer_with_our_layers_learns_in_traxs_training_loop():
+    from trax import optimizers
+    from trax.supervised import training
+
+    def batches():
+        rng = np.random.default_rng(0)
+        while True:  # counting modulo 15 from anywhere
+            start = rng.integers(15, size=(4, 1))
+            tokens = (1 + (start + np.arange(LENGTH)) % 15).astype(np.int32)
+            yield tokens, tokens, np.ones(tokens.shape, np.float32)
+
+    model = reformer_lm(functools.partial(LSHSelfAttention, chunk_len=8, n_hashes=2))
+    loss = tl.WeightedCategoryCrossEntropy
+    task = training.TrainTask(batches(), loss(), optimizers.Adam(0.01))
+    evaluation = training.EvalTask(batches(), [loss()], metric_names=["loss"])
+    loop = training.Loop(model, task, eval_tasks=[evaluation], eval_at=lambda step: step in (1, 60))
+    loop.run(60)
+    (_, first), (_, last) = loop.history.get("eval", "metrics/loss")
+    assert last < 0.5 * first
