@@ -118,6 +118,8 @@ def train(
         raise ValueError(f"ema_decay={ema_decay} must be in [0, 1): 0.999 averages 1,000 steps")
     eval_batch_size = eval_batch_size or batch_size
     eval_length = eval_length or length
+    if eval_stride is not None and eval_stride > eval_length:
+        raise ValueError(f"eval_stride={eval_stride} must not be above eval_length={eval_length}")
     mesh = mesh_lib.data_mesh()
     mesh_lib.check_batch_size("batch_size", batch_size, mesh, accumulate)
     mesh_lib.check_batch_size("eval_batch_size", eval_batch_size, mesh)
@@ -130,6 +132,7 @@ def train(
             f"task {task.name} has ids below {task.vocab_size} and the model "
             f"vocab_size={train_model.vocab_size}: set the model's vocab_size={task.vocab_size}"
         )
+    task.n_targets(eval_split)  # a split that does not exist fails now
     key = jax.random.PRNGKey(seed)
     init = step_lib.init_fn(train_model, optimizer, (batch_size, length), ema_decay > 0)
     like = jax.eval_shape(init, key)

@@ -320,6 +320,7 @@ BAD = [
     ({"max_minutes": 0}, "max_minutes=0"),
     ({"ema_decay": 1.0}, "ema_decay=1.0"),
     ({"loss_chunk_len": 0}, "loss_chunk_len=0"),
+    ({"eval_stride": 17}, "eval_stride=17 must not be above eval_length=16"),
     ({"model": {"vocab_size": 2}}, "vocab_size=2"),
     ({"model": {"max_length": 20}, "eval_length": 21}, "length=21 is above max_length=20"),
 ]
@@ -330,6 +331,12 @@ def test_bad_values_are_told_before_the_first_step(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message) as error:
         run(tmp_path, **settings)
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_split_that_does_not_exist_fails_before_the_first_step(tmp_path):
+    with pytest.raises(KeyError, match="validation"):  # as this task says it
+        run(tmp_path, eval_split="validation")
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
