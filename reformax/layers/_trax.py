@@ -54,11 +54,13 @@ class _Lazy(types.ModuleType):
     """What Trax's modules hold for a module that takes seconds to import: loaded at first use."""
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # somebody inspects the object, and wants nothing of it
+            raise AttributeError(f"{self.__name__} is not loaded; no attribute {attribute!r}")
         try:
             return getattr(importlib.import_module(self.__name__), attribute)
         except ModuleNotFoundError as error:
             user = f"Trax's use of {self.__name__}.{attribute}"
-            raise _NotInstalled(error.name, user) from None
+            raise _NotInstalled(error.name or self.__name__, user) from None
 
 
 class _LazyTensorFlow(_Lazy):

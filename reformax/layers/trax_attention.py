@@ -8,6 +8,8 @@ for weights that were trained there. The layers compute what Trax's of the same 
     where there are several, and the last one's `n_chunks_after` is the first.
   * `masked=True`: padding gives nothing to anyone, and its own rows are zeros. In Trax padding at
     positions 0 and 1 is seen, and rows of padding hold some average of the tokens' values.
+  * A position that sees itself alone gets its own value. Where several hashing rounds find nothing
+    else, Trax's float32 scores of -100,000 leave it up to a percent off.
   * Attention dropout drops each weight on its own; in Trax chunks, heads and examples share a mask.
   * LSHSelfAttention has working biases, and rejects `share_qk=False`.
   * There is no `mode="predict"`.

@@ -63,6 +63,7 @@ assert inspect.stack is stack and __import__ is import_
 
 layer = tl.Dense(3)
 layer.init(ShapeDtype((2, 4)))
+assert not hasattr(trax.shapes.tf, "__wrapped__")
 assert "tensorflow" not in sys.modules  # nor is it loaded to compare shapes
 layer.save_to_file(sys.argv[1] + "/layer.pkl.gz")
 
