@@ -1,0 +1,103 @@
+"""Stacks of layers written out one after the other, for plain autodiff; and what tests share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reformax import layers
+from reformax.ops import local, lsh
+
+# Most of a test's time is compilation, and most of that LLVM polishing loops that run once.
+FAST = {"xla_backend_optimization_level": 0}
+
+
+def fast_jit(function):
+    return jax.jit(function, compiler_options=FAST)
+
+
+def init(layer, *shapes, seed=0):
+    """A layer's parameters, none of them at its initial 0 or 1."""
+    params = fast_jit(lambda key: layer.init_params(key, *shapes))(jax.random.PRNGKey(seed))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda w: w + 0.1 * rng.normal(size=w.shape).astype(np.float32), params)
+
+
+def blocks(ops=None, d_head=4, d_ff=12, rate=0.1):
+    """A cycle of causal blocks with dropout wherever there can be some."""
+    ops = (local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_hashes=2)) if ops is None else ops
+    return [
+        layers.Block(
+            layers.Attention(
+                op,
+                n_heads=2,
+                d_qk=d_head,
+                d_v=d_head,
+                causal=True,
+                attention_dropout=rate,
+                output_dropout=rate,
+                use_rotary=True,
+            ),
+            layers.FeedForward(d_ff, rate, rate),
+        )
+        for op in ops
+    ]
+
+
+def layer_norm(params, x):
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean((x - mean) ** 2, axis=-1, keepdims=True) + 1e-6)
+    return (x - mean) / deviation * params["scale"] + params["bias"]
+
+
+def halves(cycle, n_layers, params, segments, rng):
+    """The two residual functions of each layer in turn, `(attention, feed_forward)`."""
+    mask = () if segments is None else (segments,)
+    for layer in range(n_layers):
+        repeat, place = divmod(layer, len(cycle))
+        block = cycle[place]
+        p = jax.tree.map(lambda w: w[repeat], params[f"block_{place}"])  # noqa: B023
+        layer_rng = jax.random.fold_in(jax.random.fold_in(rng, repeat), place)
+
+        def attention(x, block=block, p=p, rng=layer_rng):
+            x = layer_norm(p["attention_norm"], x)
+            return block.attention.apply(p["attention"], x, *mask, rng=jax.random.fold_in(rng, 0))
+
+        def feed_forward(x, block=block, p=p, rng=layer_rng):
+            x = layer_norm(p["feed_forward_norm"], x)
+            return block.feed_forward.apply(p["feed_forward"], x, rng=jax.random.fold_in(rng, 1))
+
+        yield attention, feed_forward
+
+
+def reversible(cycle, n_layers, params, x1, x2, segments, rng):
+    """Reformer, eq. 9, for each layer."""
+    for attention, feed_forward in halves(cycle, n_layers, params, segments, rng):
+        x1 = x1 + attention(x2)
+        x2 = x2 + feed_forward(x1)
+    return x1, x2
+
+
+def residual(cycle, n_layers, params, x, segments, rng):
+    for attention, feed_forward in halves(cycle, n_layers, params, segments, rng):
+        x = x + attention(x)
+        x = x + feed_forward(x)
+    return x
+
+
+def some_segments(batch, length):
+    """Two packed sequences and padding in the first row, a single sequence in the others."""
+    segments = np.ones((batch, length), np.int32)
+    segments[0, length // 3 :] = 2
+    segments[0, -2:] = 0
+    return segments
+
+
+def assert_trees_close(got, want, tolerance=1e-5):
+    """Every array is off by at most `tolerance` of its largest number, or of 1 if that is more."""
+    got, want = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, want))
+    assert [path for path, _ in got] == [path for path, _ in want]
+    for (path, x), (_, y) in zip(got, want, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape, path
+        error = np.abs(x - y).max() / max(1, np.abs(y).max())
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)} is off by {error:.2g}"

@@ -1,0 +1,256 @@
+"""The attention layer around every op: its projections, masks, rngs and options."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax import layers
+from reformax.ops import base, dense, local, lsh
+from tests.layers import plain
+from tests.layers.plain import fast_jit
+from tests.ops import oracle
+from tests.ops.rows import ROWS, Shape
+
+RNG = jax.random.PRNGKey(5)
+SIZES = dict(n_heads=3, d_qk=6, d_v=5)
+over_rows = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+
+
+def numbers(length=13, d_model=7, seed=0):
+    return np.random.default_rng(seed).normal(size=(2, length, d_model)).astype(np.float32)
+
+
+def rotated(x):
+    """RoFormer, sec. 3.2.2, as multiplication of complex numbers `x_i + i x_{i + H/2}`."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None] * 10_000.0 ** (-np.arange(half) / half)
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None]
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@over_rows
+def test_equals_an_independent_computation(row, everything):
+    """Projections, plan, rotation, attention and output in NumPy float64."""
+    x = numbers()
+    options = dict(causal=everything, bias=everything, use_rotary=everything, masked=everything)
+    rate = 0.3 if everything else 0.0
+    layer = layers.Attention(row.op(), **SIZES, **options, attention_dropout=rate)
+    segments = plain.some_segments(*x.shape[:2]) if everything else None
+    mask = (segments,) if everything else ()
+    params = plain.init(layer, x.shape, *(m.shape for m in mask))
+    got = fast_jit(lambda params: layer.apply(params, x, *mask, rng=RNG))(params)
+
+    def head(letter):
+        if f"w_{letter}" not in params:
+            return None
+        y = np.einsum("btd,ndh->btnh", x, np.asarray(params[f"w_{letter}"], np.float64))
+        return y + np.asarray(params[f"b_{letter}"]) if everything else y
+
+    q, k, v = head("q"), head("k"), head("v")
+    traits = row.op().traits
+    assert (k is None) == traits.shared_qk
+    plan = row.op().plan(
+        (),
+        *(None if y is None else jnp.asarray(y, jnp.float32) for y in (q, k)),
+        segments=segments,
+        causal=everything,
+        rng=jax.random.fold_in(RNG, 0),
+        train=True,
+    )
+    shape = Shape(batch=2, n_queries=13, n_keys=13, n_heads=3)
+    counts = row.counts(row.first, plan, shape, everything, segments)
+    keep = np.ones(counts.shape)
+    if everything:
+        q, k = rotated(q), None if k is None else rotated(k)
+        keep = base.full_dropout_multiplier(jax.random.fold_in(RNG, 1), rate, counts.shape)
+    out, _ = oracle.attention(q, k, v, counts, np.asarray(keep), np.zeros_like(v))
+    want = np.einsum("btnv,nvd->btd", out, np.asarray(params["w_o"], np.float64))
+    np.testing.assert_allclose(got, want, atol=1e-5 * max(1, np.abs(want).max()))
+
+
+def test_sizes_are_those_asked_for():
+    layer = layers.Attention(dense.dense(), **SIZES, bias=True)
+    params = layer.init_params(RNG, (2, 13, 7))
+    assert {name: w.shape for name, w in params.items() if name != "op"} == {
+        "w_q": (3, 7, 6),
+        "w_k": (3, 7, 6),
+        "w_v": (3, 7, 5),
+        "w_o": (3, 5, 7),
+        "b_q": (3, 6),
+        "b_k": (3, 6),
+        "b_v": (3, 5),
+    }
+    # Glorot's variance, 2 / (fan in + fan out), with respect to all heads together.
+    wide = layers.Attention(dense.dense(), 8, 16, 32).init_params(RNG, (1, 4, 64))
+    for name, d_head in (("w_q", 16), ("w_k", 16), ("w_v", 32), ("w_o", 32)):
+        assert np.var(wide[name]) == pytest.approx(2 / (64 + 8 * d_head), rel=0.1)
+
+
+def test_the_algorithms_own_weights_are_kept():
+    op = dense.dense()._replace(
+        init=lambda rng, dims: {"scale": jnp.full(dims.n_heads, 2.0)},
+        apply=lambda params, q, k, v, **_: v * params["scale"][:, None],
+    )
+    layer, x = layers.Attention(op, **SIZES), numbers()
+    params = layer.init_params(RNG, x.shape)
+    values = layer.project(params, x).v
+    want = jnp.einsum("btnv,nvd->btd", 2 * values, params["w_o"])
+    np.testing.assert_allclose(layer.apply(params, x), want, atol=1e-5)
+
+
+@over_rows
+def test_a_boolean_mask_is_one_segment(row):
+    x = numbers()
+    layer = layers.Attention(row.op(), **SIZES, masked=True)
+    mask = np.arange(13) < np.array([[13], [6]])
+    params = plain.init(layer, x.shape, mask.shape)
+    apply = fast_jit(lambda mask, x: layer.apply(params, x, mask, rng=RNG))
+    out = apply(mask, x)
+    np.testing.assert_array_equal(out, apply(mask.astype(np.int32), x))
+    assert not np.any(out[~mask])
+    junk = np.where(mask[..., None], x, 9)
+    np.testing.assert_array_equal(apply(mask, junk)[mask], out[mask])
+    assert not np.allclose(apply(np.ones_like(mask), x)[mask], out[mask])
+
+
+def test_masked_says_how_many_inputs_come():
+    assert layers.Attention(dense.dense()).n_in == 1
+    assert layers.Attention(dense.dense(), masked=True).n_in == 2
+
+
+@pytest.mark.parametrize("op", [dense.dense(), lsh.lsh(chunk_len=4)], ids=["dense", "lsh"])
+def test_dropout_is_a_function_of_the_rng(op):
+    x = numbers()
+    layer = layers.Attention(op, **SIZES)
+    params = plain.init(layer, x.shape)
+    # The plan is fixed, so that all that an rng changes is the dropout.
+    plan = layer.plan(params, layer.project(params, x), rng=RNG)
+    op = op._replace(plan=lambda *_, **__: plan)
+
+    def apply(**options):
+        layer = layers.Attention(op, **SIZES, **options)
+        return fast_jit(lambda seed: layer.apply(params, x, rng=jax.random.PRNGKey(seed)))
+
+    without = apply()(0)
+    np.testing.assert_array_equal(without, apply()(1))
+    for rates in (dict(attention_dropout=0.4), dict(output_dropout=0.4)):
+        drop = apply(**rates)
+        np.testing.assert_array_equal(drop(0), drop(0))
+        assert not np.allclose(drop(0), drop(1))
+        assert not np.allclose(drop(0), without)
+        np.testing.assert_array_equal(apply(**rates, mode="eval")(0), without)
+
+
+def test_output_dropout_zeros_and_scales_the_output():
+    x, layer = numbers(200), layers.Attention(dense.dense(), **SIZES, output_dropout=0.25)
+    params = plain.init(layer, x.shape)
+    whole = layers.Attention(dense.dense(), **SIZES).apply(params, x)
+    out = layer.apply(params, x, rng=RNG)
+    assert np.mean(out == 0) == pytest.approx(0.25, abs=0.04)
+    np.testing.assert_allclose(out, np.where(out == 0, 0, whole / 0.75), atol=1e-6)
+
+
+def test_the_two_dropouts_draw_apart():
+    """One rng serves hashes, attention weights and output, each in its own right."""
+    seen = {}
+
+    def plan(params, q, k, *, rng, **_):
+        seen["plan"] = rng
+        return ()
+
+    def apply(params, q, k, v, *, rng, **_):
+        seen["weights"] = rng
+        return v
+
+    op = dense.dense()._replace(plan=plan, apply=apply)
+    layer, x = layers.Attention(op, attention_dropout=0.1), numbers()
+    layer.apply(layer.init_params(RNG, x.shape), x, rng=RNG)
+    assert not np.array_equal(seen["plan"], seen["weights"])
+
+
+def test_mode_selects_the_hashes_of_evaluation():
+    x = numbers(32)
+    op = lsh.lsh(chunk_len=4, n_hashes=1, n_hashes_eval=3)
+    params = plain.init(layers.Attention(op, **SIZES), x.shape)
+
+    def plan(op, mode):
+        layer = layers.Attention(op, **SIZES, mode=mode)
+        return layer.plan(params, layer.project(params, x), rng=RNG)
+
+    assert plan(op, "train").order.shape[2] == 1
+    assert plan(op, "eval").order.shape[2] == 3
+    three = layers.Attention(lsh.lsh(chunk_len=4, n_hashes=3), **SIZES)
+    one = layers.Attention(op, **SIZES, mode="eval")
+    outs = (fast_jit(layer.apply)(params, x, rng=RNG) for layer in (one, three))
+    np.testing.assert_array_equal(*outs)
+
+
+@pytest.mark.parametrize("op", [dense.dense(), local.local(chunk_len=32)], ids=["dense", "local"])
+def test_rotary_is_relative(op):
+    """The same tokens further along the sequence attend to each other the same."""
+    x, shift = numbers(), 11
+    layer = layers.Attention(op, **SIZES, causal=True, masked=True, use_rotary=True)
+    params = plain.init(layer, x.shape, x.shape[:2])
+    later = np.concatenate([numbers(shift, seed=1), x], axis=1)
+    out = layer.apply(params, x, np.ones(x.shape[:2], bool))
+    out_later = layer.apply(params, later, np.arange(13 + shift)[None].repeat(2, 0) >= shift)
+    np.testing.assert_allclose(out_later[:, shift:], out, atol=1e-5)
+    without = layers.Attention(op, **SIZES, causal=True).apply(params, x)
+    assert not np.allclose(out, without, atol=1e-2)
+
+
+@over_rows
+def test_computes_in_the_dtype_of_its_input(row):
+    x = numbers().astype(jnp.bfloat16)
+    layer = layers.Attention(row.op(), **SIZES, bias=True, use_rotary=True, output_dropout=0.1)
+    params = plain.init(layer, x.shape)
+    projections = layer.project(params, x)
+    assert all(y is None or y.dtype == jnp.bfloat16 for y in projections)
+    plan = layer.plan(params, projections, rng=RNG)
+    out = layer.attend(params, projections, plan, rng=RNG)
+    assert out.dtype == jnp.bfloat16
+    wide = x.astype(np.float32)
+    want = layer.attend(params, layer.project(params, wide), plan, rng=RNG)
+    assert want.dtype == jnp.float32
+    np.testing.assert_allclose(out.astype(np.float32), want, atol=4e-2 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(n_heads=0), "n_heads is 0: expected at least 1"),
+        (dict(d_qk=0), "d_qk is 0: expected at least 1"),
+        (dict(d_v=-1), "d_v is -1: expected at least 1"),
+        (dict(op="lsh"), "op is 'lsh': expected an AttentionOp, such as lsh.lsh()"),
+        (dict(op=dense.dense), "op is <function dense"),
+        (dict(attention_dropout=1.0), "attention_dropout is 1.0: expected a rate in [0, 1)"),
+        (dict(output_dropout=-0.1), "output_dropout is -0.1: expected a rate in [0, 1)"),
+        (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
+    ],
+    ids=str,
+)
+def test_errors_of_construction(options, message):
+    with pytest.raises(ValueError) as error:
+        layers.Attention(**({"op": dense.dense()} | options))
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, mask, message",
+    [
+        (dict(op=lsh.lsh()), None, "rng is None: an op that draws its plan at random needs one"),
+        (dict(attention_dropout=0.1), None, "rng is None: dropout > 0 needs one"),
+        (dict(masked=True), np.ones((2, 12), bool), "segments has shape (2, 12): expected"),
+    ],
+    ids=["lsh", "attention_dropout", "mask"],
+)
+def test_errors_of_use(options, mask, message):
+    x, layer = numbers(), layers.Attention(**({"op": dense.dense()} | options))
+    params = layer.init_params(RNG, x.shape)
+    with pytest.raises(ValueError) as error:
+        layer.apply(params, x, *(() if mask is None else (mask,)))
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,123 @@
+"""The feed-forward layer, whole and in chunks of the sequence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax import layers
+from tests.layers import plain
+from tests.layers.plain import fast_jit
+
+RNG = jax.random.PRNGKey(2)
+
+
+def numbers(length, d_model=6):
+    return np.random.default_rng(0).normal(size=(2, length, d_model)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "activation, by_numpy",
+    [(jnp.tanh, np.tanh), (jax.nn.relu, lambda x: np.maximum(x, 0))],
+    ids=["tanh", "relu"],
+)
+@pytest.mark.parametrize("chunk_size", [0, 4])
+def test_is_its_formula(chunk_size, activation, by_numpy):
+    x = numbers(9)
+    layer = layers.FeedForward(10, activation=activation, chunk_size=chunk_size)
+    params = plain.init(layer, x.shape)
+    w1, b1, w2, b2 = (np.asarray(params[name], np.float64) for name in ("w1", "b1", "w2", "b2"))
+    want = by_numpy(x @ w1 + b1) @ w2 + b2
+    np.testing.assert_allclose(layer.apply(params, x), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("length, chunk_size", [(1, 4), (8, 4), (13, 4), (5, 1), (3, 64)])
+def test_chunks_change_neither_output_nor_gradients(length, chunk_size):
+    x = numbers(length)
+    params = plain.init(layers.FeedForward(10), x.shape)
+
+    def value_and_gradient(chunk_size):
+        layer = layers.FeedForward(10, chunk_size=chunk_size)
+
+        def loss(params, x):
+            y = layer.apply(params, x)
+            return jnp.sum(jnp.sin(y)), y
+
+        return fast_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+
+    plain.assert_trees_close(value_and_gradient(chunk_size), value_and_gradient(0))
+
+
+def test_chunks_never_hold_the_hidden_layer():
+    length, d_ff = 4096, 1024
+
+    def memory(chunk_size):
+        layer = layers.FeedForward(d_ff, 0.1, 0.1, chunk_size=chunk_size)
+        shape = (1, length, 16)
+        params = jax.eval_shape(lambda: layer.init_params(RNG, shape))
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        gradient = jax.jit(jax.grad(lambda *a: jnp.sum(layer.apply(*a, rng=RNG)), (0, 1)))
+        return gradient.lower(params, x).compile(plain.FAST).memory_analysis().temp_size_in_bytes
+
+    hidden_layer = length * d_ff * 4
+    assert memory(0) >= hidden_layer
+    assert memory(128) < hidden_layer / 4
+
+
+@pytest.mark.parametrize("chunk_size", [0, 16])
+def test_dropout_on_the_hidden_layer_and_on_the_output(chunk_size):
+    size, x = 64, np.zeros((2, 48, 64), np.float32)
+    # The hidden layer is all ones, and each output the hidden layer's mean.
+    params = {"w1": jnp.zeros((size, size)), "b1": jnp.ones(size)}
+    params |= {"w2": jnp.full((size, size), 1 / size), "b2": jnp.zeros(size)}
+
+    def apply(mode="train", rng=RNG, **rates):
+        layer = layers.FeedForward(
+            size, activation=lambda x: x, chunk_size=chunk_size, mode=mode, **rates
+        )
+        return np.asarray(layer.apply(params, x, rng=rng))
+
+    out = apply(dropout=0.25)
+    np.testing.assert_allclose(np.unique(out), [0, 1 / 0.75], rtol=1e-6)
+    assert np.mean(out == 0) == pytest.approx(0.25, abs=0.03)
+
+    mean = apply(hidden_dropout=0.25)
+    np.testing.assert_allclose(mean, mean[..., :1].repeat(size, axis=-1))
+    assert mean.mean() == pytest.approx(1, abs=0.03)
+    # The standard deviation of the mean of 64 numbers that are 0 or 1 / 0.75.
+    assert mean[..., 0].std() == pytest.approx(np.sqrt(0.25 / 0.75 / 64), rel=0.3)
+    chunks = mean[..., 0].reshape(6, 16)
+    assert len(np.unique(chunks, axis=0)) == 6
+
+    both = dict(dropout=0.25, hidden_dropout=0.25)
+    np.testing.assert_array_equal(apply(**both), apply(**both))
+    assert not np.array_equal(apply(**both), apply(**both, rng=jax.random.PRNGKey(0)))
+    np.testing.assert_allclose(apply(**both, mode="eval", rng=None), 1)
+
+
+@pytest.mark.parametrize("chunk_size", [0, 4])
+def test_computes_in_the_dtype_of_its_input(chunk_size):
+    x = numbers(9).astype(jnp.bfloat16)
+    layer = layers.FeedForward(10, 0.1, 0.1, chunk_size=chunk_size)
+    params = plain.init(layer, x.shape)
+    out = layer.apply(params, x, rng=RNG)
+    wide = layer.apply(params, x.astype(np.float32), rng=RNG)
+    assert (out.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(out.astype(np.float32), wide, atol=3e-2 * np.abs(wide).max())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(d_ff=0), "d_ff is 0: expected at least 1"),
+        (dict(chunk_size=-1), "chunk_size is -1: expected 0 (no chunks) or more"),
+        (dict(dropout=1), "dropout is 1: expected a rate in [0, 1)"),
+        (dict(hidden_dropout=-1), "hidden_dropout is -1: expected a rate in [0, 1)"),
+        (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
+    ],
+    ids=str,
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError) as error:
+        layers.FeedForward(**({"d_ff": 4} | options))
+    assert str(error.value) == message

@@ -1,0 +1,118 @@
+"""Axial, sinusoidal and rotary positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax import layers
+from tests.layers import plain
+
+RNG = jax.random.PRNGKey(1)
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape, d_embs", [((12,), (6,)), ((4, 6), (2, 4)), ((3, 2, 4), (1, 3, 2))])
+def test_axial_is_a_vector_for_each_coordinate(shape, d_embs):
+    capacity = np.prod(shape)
+    layer, x = layers.AxialPositionalEncoding(shape, d_embs), numbers(2, capacity, 6)
+    params = plain.init(layer, x.shape)
+    assert [params[f"axis_{i}"].shape for i in range(len(shape))] == list(
+        zip(shape, d_embs, strict=True)
+    )
+    embedding = np.stack(
+        [
+            np.concatenate(
+                [params[f"axis_{i}"][c] for i, c in enumerate(np.unravel_index(t, shape))]
+            )
+            for t in range(capacity)
+        ]
+    )
+    np.testing.assert_allclose(layer.apply(params, x), x + embedding, atol=1e-6)
+    for length in (1, 5, capacity - 1):
+        short = layer.apply(params, x[:, :length])
+        np.testing.assert_array_equal(short, layer.apply(params, x)[:, :length])
+
+
+def test_the_gradient_of_axial_counts_positions():
+    layer = layers.AxialPositionalEncoding((4, 3), (2, 2))
+    x = numbers(2, 7, 4)
+    params = layer.init_params(RNG, x.shape)
+    gradient = jax.grad(lambda p: jnp.sum(layer.apply(p, x)))(params)
+    # Positions 0 to 6 of two examples, three to a row: rows of 3, 3, 1, 0 and columns of 3, 2, 2.
+    np.testing.assert_array_equal(gradient["axis_0"], 2 * np.array([[3, 3, 1, 0]] * 2).T)
+    np.testing.assert_array_equal(gradient["axis_1"], 2 * np.array([[3, 2, 2]] * 2).T)
+
+
+def test_axial_says_what_it_cannot_hold():
+    layer = layers.AxialPositionalEncoding((4, 3), (2, 2))
+    params = layer.init_params(RNG, (1, 12, 4))
+    with pytest.raises(ValueError) as error:
+        layer.apply(params, numbers(1, 13, 4))
+    assert str(error.value) == (
+        "axial positions of shape (4, 3) hold 12 positions, not 13: "
+        "enlarge the shape or shorten the sequence"
+    )
+    with pytest.raises(ValueError, match=r"^d_embs \(2, 2\) add up to 4: expected 6$"):
+        layer.init_params(RNG, (1, 12, 6))
+    for shape, d_embs in (((), ()), ((4,), (2, 2)), ((4, 0), (2, 2)), ((4, 3), (4, 0))):
+        with pytest.raises(ValueError, match=r"^shape \(.*\).* d_embs \(.*\): expected"):
+            layers.AxialPositionalEncoding(shape, d_embs)
+
+
+@pytest.mark.parametrize("d_model", [6, 7])
+def test_sinusoids(d_model):
+    x, n = numbers(2, 50, d_model), -(-d_model // 2)
+    angle = np.arange(50)[:, None] / 10_000 ** (np.arange(n) / n)
+    want = np.concatenate([np.sin(angle), np.cos(angle)], axis=-1)[:, :d_model]
+    layer = layers.SinusoidalPositionalEncoding()
+    assert layer.init_params(RNG, x.shape) == ()
+    np.testing.assert_allclose(layer.apply((), x), x + want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [layers.AxialPositionalEncoding((4, 4), (3, 3)), layers.SinusoidalPositionalEncoding()],
+    ids=["axial", "sinusoidal"],
+)
+def test_added_positions_keep_the_dtype(layer):
+    x = numbers(1, 9, 6).astype(jnp.bfloat16)
+    assert layer.apply(layer.init_params(RNG, x.shape), x).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("size", [8, 5, 1])
+def test_rotary_turns_each_pair(size):
+    x, half = numbers(2, 9, 3, size), size // 2
+    angle = np.arange(9)[:, None] * 10_000.0 ** (-np.arange(half) / max(half, 1))
+    z = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angle)[:, None]
+    want = np.concatenate([z.real, z.imag, x[..., 2 * half :]], axis=-1)
+    np.testing.assert_allclose(layers.rotary(x), want, atol=1e-5)
+
+
+def test_rotary_products_depend_on_the_distance_alone():
+    q, k = numbers(1, 9, 2, 6), numbers(1, 9, 2, 6, seed=1)
+
+    def products(shift):
+        moved = (np.pad(x, ((0, 0), (shift, 0), (0, 0), (0, 0))) for x in (q, k))
+        turned_q, turned_k = (layers.rotary(x)[:, shift:] for x in moved)
+        return np.einsum("btnh,bsnh->bnts", turned_q, turned_k)
+
+    np.testing.assert_allclose(products(40), products(0), atol=1e-5)
+    unturned = np.einsum("btnh,bsnh->bnts", q, k)
+    off_diagonal = ~np.eye(9, dtype=bool)
+    np.testing.assert_allclose(
+        np.diagonal(products(0), 0, 2, 3), np.diagonal(unturned, 0, 2, 3), atol=1e-5
+    )
+    assert np.abs(products(0) - unturned)[..., off_diagonal].max() > 0.5
+
+
+def test_rotary_keeps_the_dtype():
+    x = numbers(1, 9, 2, 6).astype(jnp.bfloat16)
+    out = layers.rotary(x)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        out.astype(np.float32), layers.rotary(x.astype(np.float32)), atol=2e-2
+    )

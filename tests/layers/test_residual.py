@@ -1,0 +1,90 @@
+"""Residual stacks of layers, and the norm that each layer begins with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax import layers
+from reformax.ops import dense, local
+from tests.layers import plain
+from tests.layers.plain import fast_jit
+
+RNG = jax.random.PRNGKey(3)
+
+
+def stream(length=13, d_model=8):
+    return np.random.default_rng(0).normal(size=(2, length, d_model)).astype(np.float32)
+
+
+@pytest.mark.parametrize("remat, packed", [(False, False), (True, True)])
+def test_output_and_gradients_are_the_equations(remat, packed):
+    cycle, x = plain.blocks([local.local(chunk_len=4), dense.dense()]), stream()
+    stack = layers.ResidualStack(cycle, 4, remat=remat, masked=packed)
+    params = plain.init(stack, x.shape)
+    segments = plain.some_segments(*x.shape[:2]) if packed else None
+    weights = stream()[:, ::-1]
+
+    def by_stack(params, x):
+        return stack.apply(params, x, *(() if segments is None else (segments,)), rng=RNG)
+
+    def by_loop(params, x):
+        return plain.residual(cycle, 4, params, x, segments, RNG)
+
+    def value_and_gradient(function):
+        def loss(params, x):
+            y = function(params, x)
+            return jnp.sum(weights * y), y
+
+        return fast_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+
+    plain.assert_trees_close(value_and_gradient(by_stack), value_and_gradient(by_loop))
+
+
+def test_remat_keeps_less():
+    def memory(remat):
+        cycle = plain.blocks([local.local(chunk_len=16)], d_ff=64)
+        stack = layers.ResidualStack(cycle, 12, remat=remat)
+        params = jax.eval_shape(lambda: stack.init_params(RNG, (1, 1024, 8)))
+        x = jax.ShapeDtypeStruct((1, 1024, 8), jnp.float32)
+        gradient = jax.jit(jax.grad(lambda p, x: jnp.sum(stack.apply(p, x, rng=RNG))))
+        return gradient.lower(params, x).compile(plain.FAST).memory_analysis().temp_size_in_bytes
+
+    assert memory(True) < 0.5 * memory(False)
+
+
+def test_dtype_is_what_sublayers_compute_in():
+    cycle, x = plain.blocks([dense.dense()]), stream(5)
+    wide, narrow = (layers.ResidualStack(cycle, 2, dtype=d) for d in ("float32", "bfloat16"))
+    params = plain.init(wide, x.shape)
+    wide, narrow = (fast_jit(s.apply)(params, x, rng=RNG) for s in (wide, narrow))
+    assert wide.dtype == narrow.dtype == jnp.float32
+    assert 1e-4 < np.abs(wide - narrow).max() < 0.1
+
+
+def test_cannot_repeat_part_of_a_cycle():
+    with pytest.raises(ValueError, match="n_layers is 3: expected a multiple of the 2 blocks"):
+        layers.ResidualStack(plain.blocks(), 3)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+def test_layer_norm(epsilon):
+    x = 3 * stream() + 100
+    norm = layers.LayerNorm(epsilon=epsilon)
+    params = plain.init(norm, x.shape)
+    x64 = x.astype(np.float64)
+    variance = x64.var(axis=-1, keepdims=True)
+    want = (x64 - x64.mean(axis=-1, keepdims=True)) / np.sqrt(variance + epsilon)
+    want = want * params["scale"] + params["bias"]
+    np.testing.assert_allclose(norm.apply(params, x), want, atol=1e-4)
+
+
+def test_layer_norm_is_float32_inside():
+    x = stream().astype(jnp.bfloat16)
+    norm = layers.LayerNorm()
+    params = plain.init(norm, x.shape)
+    out = norm.apply(params, x)
+    wide = layers.LayerNorm(dtype="float32").apply(params, x)
+    assert out.dtype == jnp.bfloat16 and wide.dtype == jnp.float32
+    np.testing.assert_allclose(wide, norm.apply(params, x.astype(np.float32)), atol=1e-5)
+    np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))

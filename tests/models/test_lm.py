@@ -1,0 +1,381 @@
+"""Language models: causality, options, precision, and life inside Trax."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from reformax.layers import ReversibleStack, _trax, tl
+from reformax.models import ReformerLM, TransformerLM
+from reformax.ops import dense, local, lsh, shared_qk
+from tests.layers import plain
+from tests.layers.plain import fast_jit
+
+RNG = jax.random.PRNGKey(4)
+LENGTH = 12
+SMALL = dict(
+    vocab_size=16,
+    d_model=8,
+    d_ff=20,
+    d_attention_key=4,
+    d_attention_value=4,
+    n_layers=2,
+    n_heads=2,
+    dropout=0.0,
+)
+OPS = {
+    "dense": dense.dense(),
+    "shared_qk": shared_qk.shared_qk(),
+    "local": local.local(chunk_len=4),
+    "lsh": lsh.lsh(chunk_len=4, n_hashes=2),
+}
+AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(2, 6))
+both_models = pytest.mark.parametrize("model_fn", [ReformerLM, TransformerLM])
+
+
+def init(model):
+    return plain.init(model, (2, LENGTH))
+
+
+def some_tokens(length=LENGTH, seed=0):
+    return np.random.default_rng(seed).integers(0, 16, (2, length), np.int32)
+
+
+def logits_of(model, tokens=None, rng=RNG):
+    tokens = some_tokens() if tokens is None else tokens
+    return np.asarray(fast_jit(model.apply)(init(model), tokens, rng))
+
+
+def loss_of(model, params, tokens, rng=RNG):
+    logits = model.apply(params, tokens, rng)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+@pytest.mark.parametrize("name", OPS)
+@both_models
+def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, name):
+    """The gradient of each position's logits with respect to each token's embedding.
+
+    At the plan that was made, which for LSH may itself have read the whole sequence: which of the
+    earlier tokens a position sees can depend on later ones, what it reads of them cannot.
+    """
+    model = model_fn(**SMALL | dict(vocab_size=LENGTH + 1, attention_type=OPS[name]))
+    params = init(model)
+    tokens = jnp.arange(1, LENGTH + 1)[None]  # token t + 1 stands at t alone; 0 only before all
+
+    def by_position(embedding):
+        return model.apply(params | {"embedding": embedding}, tokens, RNG).sum(axis=(0, 2))
+
+    # [T, V, D] -> whether position t's logits depend on the embedding of a token.
+    gradient = np.asarray(fast_jit(jax.jacrev(by_position))(params["embedding"]))
+    depends = np.abs(gradient).max(axis=-1) > 0
+    start, others = depends[:, 0], depends[:, 1:]
+    assert not np.any(np.triu(others))
+    assert np.all(np.diagonal(others, -1))
+    if name in ("dense", "shared_qk"):
+        assert np.all(start) and np.all(others == np.tri(LENGTH, k=-1, dtype=bool))
+
+
+@pytest.mark.parametrize(
+    "model_fn, op, tolerance",
+    [
+        (TransformerLM, OPS["dense"], 0),
+        (ReformerLM, (OPS["local"], OPS["shared_qk"]), 0),
+        # One chunk shows all keys, in an order that depends on all: sums round differently.
+        (ReformerLM, lsh.lsh(chunk_len=LENGTH), 1e-5),
+    ],
+    ids=["dense", "local_and_shared_qk", "lsh_one_chunk"],
+)
+def test_the_future_changes_nothing(model_fn, op, tolerance):
+    """Where no plan chooses among the keys."""
+    model = model_fn(**SMALL, attention_type=op)
+    params, apply = init(model), fast_jit(model.apply)
+    tokens, now = some_tokens(), 7
+    other = tokens.copy()
+    other[:, now:] = (tokens[:, now:] + 5) % 16
+    before, after = apply(params, tokens, RNG), apply(params, other, RNG)
+    np.testing.assert_allclose(after[:, : now + 1], before[:, : now + 1], atol=tolerance, rtol=0)
+    assert np.all(np.abs(after - before)[:, now + 1 :].max(axis=-1) > 0)
+
+
+@both_models
+def test_the_first_position_reads_no_token(model_fn):
+    logits = logits_of(model_fn(**SMALL, attention_type=OPS["dense"]))
+    np.testing.assert_array_equal(logits[0, 0], logits[1, 0])
+
+
+@both_models
+def test_apply_is_logits_of_features(model_fn):
+    model = model_fn(**SMALL | dict(dropout=0.1))
+    params, tokens = init(model), some_tokens()
+    features = fast_jit(model.features)(params, tokens, RNG)
+    assert features.shape == (2, LENGTH, 8 * (2 if model_fn is ReformerLM else 1))
+    logits = model.logits(params, features)
+    assert logits.shape == (2, LENGTH, model.vocab_size) and logits.dtype == jnp.float32
+    np.testing.assert_allclose(fast_jit(model.apply)(params, tokens, RNG), logits, atol=1e-5)
+    # A loss may take the logits in pieces.
+    np.testing.assert_allclose(model.logits(params, features[:, 3:5]), logits[:, 3:5], atol=1e-5)
+
+
+def test_positions_tell_where_a_token_stands():
+    """Attention that sees everything knows a bag of tokens; with positions it knows an order."""
+    tokens = some_tokens()
+    swapped = tokens.copy()
+    swapped[:, [2, 3]] = tokens[:, [3, 2]]
+    differences = {}
+    for pos_type in ("none", "rotary", "sinusoidal", "axial"):
+        axial = AXIAL if pos_type == "axial" else {}
+        options = SMALL | dict(pos_type=pos_type, attention_type=OPS["dense"], n_layers=1) | axial
+        model = ReformerLM(**options)
+        params, apply = init(model), fast_jit(model.apply)
+        difference = apply(params, tokens, RNG) - apply(params, swapped, RNG)
+        differences[pos_type] = np.abs(difference)[:, -1].max()
+    assert differences.pop("none") < 1e-5
+    assert all(difference > 1e-3 for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("positions", [dict(pos_type="rotary"), AXIAL], ids=["rotary", "axial"])
+def test_one_models_weights_serve_every_length(positions):
+    model = ReformerLM(**SMALL, attention_type=OPS["local"], **positions)
+    params, tokens = init(model), some_tokens(19)
+    short, long = (fast_jit(model.apply)(params, tokens[:, :n], RNG) for n in (1, 19))
+    np.testing.assert_allclose(short, long[:, :1], atol=1e-5)
+
+
+# What each option changes: the shapes of the parameters, or else the program.
+CHANGES_SHAPES = [
+    dict(vocab_size=17),
+    dict(d_model=10),
+    dict(d_ff=21),
+    dict(d_attention_key=6),
+    dict(d_attention_value=6),
+    dict(n_layers=4),
+    dict(n_heads=3),
+    dict(attention_type=OPS["lsh"]),
+    dict(attention_type=(OPS["local"], OPS["local"])),
+    AXIAL,
+]
+CHANGES_PROGRAM = [
+    dict(dropout=0.5, ff_dropout=0.0),
+    dict(dropout=0.5, ff_dropout=0.25),
+    dict(ff_dropout=0.5),
+    dict(attention_dropout=0.5),
+    dict(attention_type=local.local(chunk_len=2)),
+    dict(pos_type="none"),
+    dict(pos_type="sinusoidal"),
+    dict(ff_activation=jnp.tanh),
+    dict(ff_chunk_size=5),
+    dict(dtype="bfloat16"),
+]
+OWN_OPTIONS = {ReformerLM: dict(exact=True), TransformerLM: dict(remat=True)}
+
+
+@both_models
+def test_every_option_is_tested(model_fn):
+    options = [*CHANGES_SHAPES, *CHANGES_PROGRAM, OWN_OPTIONS[model_fn], {"mode": "below"}]
+    assert set(inspect.signature(model_fn).parameters) == {name for o in options for name in o}
+
+
+def shapes(model):
+    params = jax.eval_shape(lambda: model.init_params(RNG, (2, LENGTH)))
+    return {
+        jax.tree_util.keystr(path): x.shape
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+
+def program(model):
+    """All that a model computes, as text."""
+    params = jax.eval_shape(lambda: model.init_params(RNG, (2, LENGTH)))
+    tokens = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
+    text = str(jax.make_jaxpr(lambda p, t: model.apply(p, t, RNG))(params, tokens))
+    return re.sub(r"0x[0-9a-f]+", "", text)
+
+
+@both_models
+def test_no_option_is_ignored(model_fn):
+    base = SMALL | dict(attention_type=OPS["local"], n_layers=1)
+    base_shapes, base_program = shapes(model_fn(**base)), program(model_fn(**base))
+    assert program(model_fn(**base)) == base_program
+    for options in CHANGES_SHAPES:
+        options = dict(n_layers=2) | options
+        assert shapes(model_fn(**base | options)) != shapes(model_fn(**base | dict(n_layers=2)))
+    seen = {base_program}
+    for options in [*CHANGES_PROGRAM, OWN_OPTIONS[model_fn]]:
+        model = model_fn(**base | options)
+        assert shapes(model) == base_shapes
+        assert program(model) not in seen, options
+        seen.add(program(model))
+
+
+@both_models
+def test_evaluation_has_no_dropout_and_its_own_hashes(model_fn):
+    rates = dict(dropout=0.3, ff_dropout=0.3, attention_dropout=0.3)
+
+    def program_with(n_hashes, n_hashes_eval, **options):
+        op = lsh.lsh(chunk_len=4, n_hashes=n_hashes, n_hashes_eval=n_hashes_eval)
+        return program(model_fn(**SMALL | options, attention_type=op))
+
+    three = program_with(3, 3)
+    assert program_with(2, 3, **rates, mode="eval") == three
+    assert program_with(2, 3, mode="train") == program_with(2, 2) != three
+    assert program_with(3, 3, **rates) != three
+
+
+@both_models
+def test_chunks_of_the_feed_forward_layers(model_fn):
+    """No array of all positions by all hidden features, 20 of them, is left in the program."""
+    whole, chunked = (program(model_fn(**SMALL, ff_chunk_size=n)) for n in (0, 5))
+    assert f"f32[2,{LENGTH},20]" in whole
+    assert f"f32[2,{LENGTH},20]" not in chunked
+    assert "f32[2,5,20]" in chunked
+
+
+def test_exact_rounds_the_streams():
+    """To 2^-12, so that the logits are those of the plain stack but for about as much."""
+    options = SMALL | dict(attention_type=OPS["local"])
+    usual, exact = (logits_of(ReformerLM(**options, exact=exact)) for exact in (False, True))
+    assert 1e-6 < np.abs(exact - usual).max() < 2e-2
+
+
+@both_models
+def test_bfloat16_is_near_float32(model_fn):
+    options = SMALL | dict(dropout=0.1, attention_type=OPS["local"])
+    models = [model_fn(**options, dtype=dtype) for dtype in ("bfloat16", "float32")]
+    params, tokens = init(models[1]), some_tokens()
+
+    def gradient(model):
+        gradient = fast_jit(jax.grad(lambda p: loss_of(model, p, tokens)))(params)
+        return ravel_pytree(gradient)[0]
+
+    narrow, wide = map(gradient, models)
+    assert narrow.dtype == jnp.float32
+    assert 0 < np.linalg.norm(narrow - wide) < 0.05 * np.linalg.norm(wide)
+
+
+@both_models
+def test_the_cycle_runs_in_the_order_given(model_fn):
+    cycle = (OPS["local"], OPS["lsh"], OPS["lsh"])
+    model = model_fn(**SMALL | dict(n_layers=6), attention_type=cycle)
+    stack = jax.eval_shape(lambda: model.init_params(RNG, (2, LENGTH)))["stack"]
+    assert sorted(stack) == ["block_0", "block_1", "block_2"]
+    # Local attention has keys of its own; a repeat of the cycle is a row of each array.
+    has_keys = ["w_k" in stack[f"block_{i}"]["attention"] for i in range(3)]
+    assert has_keys == [True, False, False]
+    assert all(x.shape[0] == 2 for x in jax.tree.leaves(stack))
+
+
+@both_models
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(n_layers=3, attention_type=(OPS["dense"],) * 2), "n_layers is 3: expected a mult"),
+        (dict(n_layers=0), "n_layers is 0: expected a mult"),
+        (dict(attention_type=()), "n_layers is 2: expected a multiple of the 0 blocks"),
+        (dict(vocab_size=1), "vocab_size is 1 and d_model 8: expected at least 2 and 1"),
+        (dict(d_ff=0), "d_ff is 0: expected at least 1"),
+        (dict(n_heads=0), "n_heads is 0: expected at least 1"),
+        (dict(attention_dropout=2.0), "attention_dropout is 2.0: expected a rate in [0, 1)"),
+        (dict(pos_type="learned"), "pos_type is 'learned': expected 'rotary', 'axial', 'sinus"),
+        (dict(pos_axial_shape=(4, 4)), "pos_type is 'rotary', pos_axial_shape (4, 4): "),
+        (dict(pos_type="axial"), "pos_type is 'axial', pos_axial_shape (): "),
+        (AXIAL | dict(pos_d_axial_embs=()), "shape (4, 5) and d_embs (): expected as many"),
+        (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
+    ],
+    ids=str,
+)
+def test_errors_of_construction(model_fn, options, message):
+    with pytest.raises(ValueError) as error:
+        model_fn(**SMALL | dict(attention_type=OPS["dense"]) | options)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_errors_of_axial_positions():
+    too_small = ReformerLM(**SMALL, **AXIAL | dict(pos_axial_shape=(2, 4)))
+    params = too_small.init_params(RNG, (2, 8))
+    with pytest.raises(ValueError, match=r"^axial positions of shape \(2, 4\) hold 8 .*, not 12:"):
+        too_small.apply(params, some_tokens(), RNG)
+    uneven = ReformerLM(**SMALL, **AXIAL | dict(pos_d_axial_embs=(4, 5)))
+    with pytest.raises(ValueError, match=r"^d_embs \(4, 5\) add up to 9: expected 8$"):
+        uneven.init_params(RNG, (2, 8))
+
+
+def test_in_trax():
+    """Built, run and differentiated as a layer among Trax's own."""
+    model = ReformerLM(**SMALL)
+    tokens = some_tokens()
+    net = tl.Serial(model, tl.LogSoftmax())
+    weights, state = net.init(_trax.signature(tokens), rng=RNG)
+    assert jax.tree.leaves(state) == []
+
+    def nats(weights, rng):
+        log_probabilities, _ = net.pure_fn(tokens, weights, state, rng)
+        return -jnp.take_along_axis(log_probabilities, tokens[..., None], axis=-1).mean()
+
+    value, gradient = fast_jit(jax.value_and_grad(nats))(weights, RNG)
+    # Trax hands each layer of a Serial its own part of the rng.
+    layer_rng = jax.random.split(RNG, 2)[0]
+    params = weights[0]
+    want_value, want = fast_jit(jax.value_and_grad(lambda p: loss_of(model, p, tokens, layer_rng)))(
+        params
+    )
+    np.testing.assert_allclose(value, want_value, atol=1e-6)
+    plain.assert_trees_close(gradient[0], want, 1e-6)
+    assert all(np.any(g) for g in jax.tree.leaves(gradient))
+    assert net(tokens).shape == (2, LENGTH, 16)
+
+
+def test_the_stack_among_traxs_layers():
+    """Two streams made and put side by side by Trax."""
+    stack = ReversibleStack(plain.blocks([OPS["local"]]), 2)
+    net = tl.Serial(tl.Embedding(16, 8), tl.Dup(), stack, tl.Concatenate(), tl.Dense(5))
+    tokens = some_tokens()
+    weights, state = net.init(_trax.signature(tokens), rng=RNG)
+
+    def outputs(weights):
+        return net.pure_fn(tokens, weights, state, RNG)[0]
+
+    def by_hand(weights):
+        table, _, params, _, (w, b) = weights
+        x, rng = table[tokens], jax.random.split(RNG, 5)[2]
+        return jnp.concatenate(stack.apply(params, x, x, rng=rng), axis=-1) @ w + b
+
+    got, want = (
+        fast_jit(jax.value_and_grad(lambda w, f=f: jnp.sum(jnp.sin(f(w)))))(weights)
+        for f in (outputs, by_hand)
+    )
+    assert outputs(weights).shape == (2, LENGTH, 5)
+    plain.assert_trees_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "model_fn, options",
+    [
+        (ReformerLM, dict(attention_type=OPS["lsh"], exact=True, dtype="bfloat16")),
+        (TransformerLM, dict(attention_type=OPS["dense"])),
+    ],
+    ids=["reformer", "transformer"],
+)
+def test_learns_a_batch_by_heart(model_fn, options):
+    model = model_fn(**SMALL | dict(dropout=0.05), **options)
+    tokens, optimizer = some_tokens(), optax.adam(0.02)
+    params = model.init_params(RNG, (2, LENGTH))
+    opt_state = optimizer.init(params)
+
+    @fast_jit
+    def step(params, opt_state, rng):
+        loss, gradient = jax.value_and_grad(lambda p: loss_of(model, p, tokens, rng))(params)
+        updates, opt_state = optimizer.update(gradient, opt_state)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses = []
+    for i in range(60):
+        params, opt_state, loss = step(params, opt_state, jax.random.fold_in(RNG, i))
+        losses.append(float(loss))
+    assert np.mean(losses[-5:]) < 0.4 * losses[0]
