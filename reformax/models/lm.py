@@ -23,8 +23,8 @@ from reformax.layers import (
     ReversibleStack,
     SinusoidalPositionalEncoding,
 )
-from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.layers.dropout import dropout
+from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.ops import dense, local, lsh
 from reformax.ops.base import AttentionOp
 
