@@ -12,6 +12,7 @@ from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import LayerNorm
 from reformax.layers.positions import AxialPositionalEncoding, SinusoidalPositionalEncoding, rotary
 from reformax.layers.reversible import ReversibleStack
+from reformax.layers.trax_attention import LSHSelfAttention, SelfAttention
 
 __all__ = [
     "Attention",
@@ -19,10 +20,12 @@ __all__ = [
     "Block",
     "Dropout",
     "FeedForward",
+    "LSHSelfAttention",
     "Layer",
     "LayerNorm",
     "ResidualStack",
     "ReversibleStack",
+    "SelfAttention",
     "SinusoidalPositionalEncoding",
     "rotary",
     "tl",

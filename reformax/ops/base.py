@@ -121,11 +121,10 @@ def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng) 
             raise ValueError(
                 f"{name} has shape {x.shape}: expected 4 axes, [batch, length, heads, size]"
             )
-    if traits.shared_qk != (k is None):
-        fix = "pass k=None" if traits.shared_qk else "pass k"
-        raise ValueError(
-            f"k is {'missing' if k is None else 'given'}, but the op has {traits}: {fix}"
-        )
+    if traits.shared_qk and k is not None:
+        raise ValueError("k is given, but this op makes its keys of the queries: pass k=None")
+    if not traits.shared_qk and k is None:
+        raise ValueError("k is None, but this op has keys of their own: pass k")
     keys, of = (q, "q") if k is None else (k, "k")
     if v.shape[:3] != keys.shape[:3]:
         raise ValueError(
@@ -215,7 +214,7 @@ def dropout_multiplier(
     batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
     row = _mix(query ^ _mix(head ^ _mix(batch ^ seed)))
     bits = _mix(row ^ _mix(key ^ salt))
-    keep = bits >= np.uint32(round(rate * 2**32))
+    keep = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.where(keep, np.float32(1 / (1 - rate)), np.float32(0))
 
 

@@ -244,11 +244,11 @@ def _dropout(chunks: Chunks, order, length, shape, rng) -> Float[Array, "B N C L
     )
 
 
-def _lone_weight(chunks: Chunks, logsumexp, segments, rng) -> Float[Array, "B N T 1"]:
+def _lone_weight(chunks: Chunks, total, segments, rng) -> Float[Array, "B N T 1"]:
     """The weight of a position's own value: 1, or its dropout, where it sees nothing else."""
-    n_batch, n_heads, length = logsumexp.shape
+    n_batch, n_heads, length = total.shape
     position = jnp.arange(length)
-    weight = jnp.where(logsumexp < HIDDEN / 2, 1.0, 0.0)
+    weight = jnp.where(total == 0.0, 1.0, 0.0)
     if segments is not None:
         weight = weight * (segments != 0)[:, None]
     if chunks.dropout > 0.0:
@@ -268,37 +268,48 @@ def _attend_forward(chunks, q, k, v, order, segments, rng):
     slots = None if order is None else order.slot
 
     def attend_round(carry, this):
-        acc, logsumexp = carry
+        acc, top, total = carry
         q_sorted = _split(_take(q, this.order), chunks)
         k_sorted = None if k is None else _split(_take(k, this.order), chunks)
         values = _look_around(_split(_take(v, this.order), chunks), chunks)
         mask = _visible(chunks, this.index, this.order, slots, segments, length)
         scores = jnp.where(mask, _scores(q_sorted, _keys(chunks, q_sorted, k_sorted)), HIDDEN)
-        top = scores.max(axis=-1, keepdims=True)
-        weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
-        total = weights.sum(axis=-1, keepdims=True)
+        top_here = scores.max(axis=-1)
+        weights = jnp.where(mask, jnp.exp(scores - top_here[..., None]), 0.0)
+        total_here = weights.sum(axis=-1)
         weights = weights * _dropout(chunks, this.order, length, weights.shape, rng)
-        out = jnp.einsum(
+        here = jnp.einsum(
             "bnclm,bncmv->bnclv",
             weights.astype(v.dtype),
             values,
             preferred_element_type=jnp.float32,
-        ) / jnp.maximum(total, 1e-30)
-        here = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), HIDDEN)[..., 0]
-        out, here = _take(_merge(out), this.slot), _take(_merge(here), this.slot)
-        both = jnp.logaddexp(logsumexp, here)
-        acc = acc * jnp.exp(logsumexp - both)[..., None] + out * jnp.exp(here - both)[..., None]
-        return acc, both
+        )
+        here, top_here, total_here = (
+            _take(_merge(x), this.slot) for x in (here, top_here, total_here)
+        )
+        both = jnp.maximum(top, top_here)
+        old, new = jnp.exp(top - both), jnp.exp(top_here - both)
+        acc = acc * old[..., None] + here * new[..., None]
+        return acc, both, total * old + total_here * new
 
-    nothing = jnp.zeros(v.shape, jnp.float32), jnp.full(v.shape[:3], HIDDEN, jnp.float32)
-    out, logsumexp = _scan_rounds(attend_round, nothing, order)
+    acc, top, total = _scan_rounds(
+        attend_round,
+        (
+            jnp.zeros(v.shape, jnp.float32),
+            jnp.full(v.shape[:3], HIDDEN, jnp.float32),
+            jnp.zeros(v.shape[:3], jnp.float32),
+        ),
+        order,
+    )
+    out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     if chunks.shared_qk:
-        out = out + _lone_weight(chunks, logsumexp, segments, rng) * v
-    return out, (q, k, v, order, segments, rng, out, logsumexp)
+        out = out + _lone_weight(chunks, total, segments, rng) * v
+    # The maximum and the sum apart: their log-sum-exp would lose the sum where scores are large.
+    return out, (q, k, v, order, segments, rng, out, top, total)
 
 
 def _attend_backward(chunks, residuals, d_out):
-    q, k, v, order, segments, rng, out, logsumexp = residuals
+    q, k, v, order, segments, rng, out, top, total = residuals
     length = q.shape[2]
     slots = None if order is None else order.slot
     # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
@@ -312,8 +323,12 @@ def _attend_backward(chunks, residuals, d_out):
         d_here = _split(_take(d_out.astype(v.dtype), this.order), chunks)
         keys, keys_vjp = jax.vjp(functools.partial(_keys, chunks), q_sorted, k_sorted)
         mask = _visible(chunks, this.index, this.order, slots, segments, length)
-        total = _split(_take(logsumexp, this.order), chunks)[..., None]
-        weights = jnp.where(mask, jnp.exp(_scores(q_sorted, keys) - total), 0.0)
+        top_here, total_here = (
+            _split(_take(x, this.order), chunks)[..., None] for x in (top, total)
+        )
+        # Where nothing was hidden from it, no score exceeds the maximum but by rounding.
+        scores = jnp.minimum(_scores(q_sorted, keys) - top_here, 0.0)
+        weights = jnp.where(mask, jnp.exp(scores) * (1 / total_here), 0.0)
         keep = _dropout(chunks, this.order, length, weights.shape, rng)
         f32 = dict(preferred_element_type=jnp.float32)
         d_values = jnp.einsum("bnclm,bnclv->bncmv", (weights * keep).astype(v.dtype), d_here, **f32)
@@ -332,7 +347,7 @@ def _attend_backward(chunks, residuals, d_out):
     nothing = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
     dq, dk, dv = _scan_rounds(attend_round, tuple(nothing), order)
     if chunks.shared_qk:
-        dv = dv + _lone_weight(chunks, logsumexp, segments, rng) * d_out
+        dv = dv + _lone_weight(chunks, total, segments, rng) * d_out
     dk = None if dk is None else dk.astype(k.dtype)
     return dq.astype(q.dtype), dk, dv.astype(v.dtype), None, None, None
 

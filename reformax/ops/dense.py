@@ -30,8 +30,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
       ValueError: an unknown `impl`.
       NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
     """
-    if impl not in ("auto", "xla", "cudnn"):
-        raise ValueError(f"impl is {impl!r}: expected 'auto', 'xla' or 'cudnn'")
+    check_impl(impl)
     return AttentionOp(
         init=no_params,
         plan=no_plan,
@@ -42,10 +41,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
 
 def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl):
     del params, plan
-    obstacle = _cudnn_obstacle(q, k, v, segments, dropout)
-    if impl == "cudnn" and obstacle:
-        raise NotImplementedError(f"impl='cudnn' with {obstacle}: use impl='auto' or 'xla'")
-    if impl != "xla" and not obstacle:
+    if use_cudnn(impl, cudnn_obstacle(q, k, v, segments, dropout)):
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
 
     @jax.checkpoint
@@ -56,7 +52,20 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl):
     return attend(q, k, v)
 
 
-def _cudnn_obstacle(
+def check_impl(impl: str) -> None:
+    """Raises `ValueError` for an implementation that does not exist."""
+    if impl not in ("auto", "xla", "cudnn"):
+        raise ValueError(f"impl is {impl!r}: expected 'auto', 'xla' or 'cudnn'")
+
+
+def use_cudnn(impl: str, obstacle: str | None) -> bool:
+    """Whether cuDNN computes a call; `NotImplementedError` if it was asked to and cannot."""
+    if impl == "cudnn" and obstacle:
+        raise NotImplementedError(f"impl='cudnn' with {obstacle}: use impl='auto' or 'xla'")
+    return impl != "xla" and not obstacle
+
+
+def cudnn_obstacle(
     q: Array, k: Array, v: Array, segments: Array | None, dropout: float
 ) -> str | None:
     """What keeps cuDNN from computing this call, in words; None if nothing does."""

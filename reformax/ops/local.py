@@ -6,8 +6,11 @@ the chunks are only how it is computed.
 
 from __future__ import annotations
 
+import jax
+
 from reformax.ops.base import AttentionOp, Traits, no_params, no_plan
 from reformax.ops.chunked import Chunks, check_chunks, chunked_attention
+from reformax.ops.dense import check_impl, cudnn_obstacle, use_cudnn
 
 
 def local(
@@ -17,6 +20,7 @@ def local(
     n_chunks_after: int = 0,
     window: int | None = None,
     shared_qk: bool = False,
+    impl: str = "auto",
 ) -> AttentionOp:
     """Attention within a position's own chunk and its neighbours.
 
@@ -29,29 +33,50 @@ def local(
       window: if set, a position sees exactly those less than `window` positions away, before it
         and, if not causal, after it. The chunk counts must then be large enough to hold it.
       shared_qk: whether keys are the length-normalised queries.
+      impl: `"xla"` runs everywhere. `"cudnn"` is NVIDIA's fused kernel, for causal attention with a
+        `window` under the conditions of `dense.dense`. `"auto"` takes it where it computes this
+        same function.
 
     Raises:
-      ValueError: sizes out of range, or a window that the chunks cannot hold.
+      ValueError: sizes out of range, a window that the chunks cannot hold, an unknown `impl`.
+      NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
     """
     check_chunks(chunk_len, n_chunks_before, n_chunks_after)
-    if window is not None:
-        needed = -(-(window - 1) // chunk_len)
-        if window < 1 or needed > n_chunks_before:
-            raise ValueError(
-                f"window is {window}: expected 1 to {n_chunks_before * chunk_len + 1} with "
-                f"chunk_len={chunk_len}; raise n_chunks_before to {max(needed, 0)}"
-            )
+    check_impl(impl)
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: expected at least 1, the position itself")
+    # Chunks on either side that a window reaches into.
+    reach = 0 if window is None else -(-(window - 1) // chunk_len)
+    if reach > n_chunks_before:
+        raise ValueError(
+            f"window is {window}: expected at most {n_chunks_before * chunk_len + 1} with "
+            f"chunk_len={chunk_len}; raise n_chunks_before to {reach}"
+        )
+
+    def obstacle(q, k, v, segments, causal, dropout):
+        if window is None or shared_qk or not causal:
+            return f"window={window}, shared_qk={shared_qk}, causal={causal}"
+        return cudnn_obstacle(q, k, v, segments, dropout)
 
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
         del params, plan
-        if window is not None and not causal and -(-(window - 1) // chunk_len) > n_chunks_after:
+        if not causal and reach > n_chunks_after:
             raise ValueError(
                 f"window is {window} and causal=False, but n_chunks_after is {n_chunks_after}: "
-                f"raise it to {n_chunks_before}"
+                f"raise it to {reach}"
+            )
+        if use_cudnn(impl, obstacle(q, k, v, segments, causal, dropout)):
+            return jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                local_window_size=(window - 1, 0),
+                implementation="cudnn",
             )
         chunks = Chunks(
             length=q.shape[1],
-            chunk_len=chunk_len,
+            chunk_len=min(chunk_len, q.shape[1]),
             n_chunks_before=n_chunks_before,
             n_chunks_after=n_chunks_after,
             causal=causal,

@@ -10,6 +10,7 @@ O(n_hashes * T * chunk_len).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -60,28 +61,23 @@ def lsh(
     for name, n in (("n_hashes", n_hashes), ("n_hashes_eval", n_hashes_eval)):
         if n < 1:
             raise ValueError(f"{name} is {n}: expected at least 1")
-    if n_buckets != "auto":
-        factors = (n_buckets,) if isinstance(n_buckets, int) else tuple(n_buckets)
-        if not factors or any(not isinstance(f, int) or f < 2 or f % 2 for f in factors):
-            raise ValueError(
-                f"n_buckets is {n_buckets!r}: expected 'auto' or even numbers, 2 or more"
-            )
+    factors = None if n_buckets == "auto" else _factors(n_buckets)
 
     def plan(params, q, k, *, segments, causal, rng, train) -> Order:
         del params, k, causal
         length = q.shape[1]
-        sizes = auto_buckets(length, chunk_len) if n_buckets == "auto" else factors
+        sizes = factors or auto_buckets(length, chunk_len)
         n_rounds = n_hashes if train else n_hashes_eval
-        if count_once and length <= chunk_len:
-            n_rounds = 1  # One chunk shows every key, and more rounds show none again.
+        if length <= chunk_len:
+            n_rounds = 1  # One chunk shows every key, and more rounds would show the same ones.
         buckets = hash_vectors(lax.stop_gradient(q), sizes, n_rounds, rng)
-        return sort_by_bucket(buckets, math.prod(sizes), segments, -length % chunk_len)
+        return sort_by_bucket(buckets, math.prod(sizes), segments, -length % min(chunk_len, length))
 
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
         del params
         chunks = Chunks(
             length=q.shape[1],
-            chunk_len=chunk_len,
+            chunk_len=min(chunk_len, q.shape[1]),
             n_chunks_before=n_chunks_before,
             n_chunks_after=n_chunks_after,
             causal=causal,
@@ -97,6 +93,20 @@ def lsh(
         apply=apply,
         traits=Traits(shared_qk=True, random_plan=True),
     )
+
+
+def _factors(n_buckets: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        sizes = n_buckets if isinstance(n_buckets, Sequence) else (n_buckets,)
+        factors = tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        factors = ()
+    if not factors or any(f < 2 or f % 2 for f in factors) or math.prod(factors) >= 2**31:
+        raise ValueError(
+            f"n_buckets is {n_buckets!r}: expected 'auto', or even numbers of 2 or more with a "
+            "product below 2**31"
+        )
+    return factors
 
 
 def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
@@ -154,7 +164,7 @@ def sort_by_bucket(
     else:
         keys = (buckets,)
         if segments is not None:
-            segments = jnp.pad(segments, ((0, 0), (0, n_pad)))
+            segments = jnp.pad(jnp.asarray(segments, jnp.int32), ((0, 0), (0, n_pad)))
             segments = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
             keys = (jnp.broadcast_to(segments[:, None, None], buckets.shape), buckets)
         # A stable sort leaves equal keys in the order of their positions.

@@ -354,3 +354,19 @@ def test_dropout_masks_are_fair_coins():
         assert abs(np.mean(coins * shifted)) / variance < 5 / np.sqrt(keep.size)
     across = np.swapaxes(coins, 2, 3) * coins * ~np.eye(64, dtype=bool)
     assert abs(np.mean(across)) / variance < 5 * np.sqrt(2) / np.sqrt(keep.size)
+
+
+@over_rows
+def test_equal_tokens_share_large_scores(row):
+    """Ties stay ties where scores are far apart: each output's weights sum to 1 in the gradient."""
+    _, _, v = draw_inputs(row, 20)
+    q = np.full((2, 20, 2, 4), 1e3, np.float32)
+    k = None if row.op().traits.shared_qk else q
+    op = row.op()
+    attend = fast_jit(
+        lambda v, d_out: jax.vjp(lambda v: op(q, k, v, causal=True, rng=jax.random.key(0)), v)[1](
+            d_out
+        )
+    )
+    (dv,) = attend(v, np.ones_like(v))
+    np.testing.assert_allclose(np.sum(dv, axis=1), 20, rtol=1e-5)
