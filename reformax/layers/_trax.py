@@ -225,7 +225,8 @@ class Layer(tl.Layer):
         shown = []
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
             value = getattr(self, f"_{name}", parameter.default)
-            plain = isinstance(value, (bool, int, float, str, tuple))
+            parts = value if isinstance(value, tuple) else (value,)
+            plain = all(isinstance(part, (bool, int, float, str)) for part in parts)
             if name != "name" and plain and value != parameter.default:
                 shown.append(f"{name}={value!r}")
         return f"{super().__repr__()}({', '.join(shown)})"

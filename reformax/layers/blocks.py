@@ -20,6 +20,8 @@ from reformax.layers.attention import Attention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import LayerNorm
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 class Block(NamedTuple):
     """One layer of the cycle; each half reads a normalised stream."""
@@ -48,6 +50,8 @@ class BlockStack(Layer):
                 f"n_layers is {n_layers}: expected a multiple of the {len(self._blocks)} blocks "
                 "of the cycle"
             )
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
         self._n_layers = n_layers
         self._dtype = dtype
         self._masked = masked
@@ -92,7 +96,7 @@ class BlockStack(Layer):
 
     def _feed_forward(self, block: Block, params, x, rng) -> Float[Array, "B T D"]:
         h = self._norm.apply(params["feed_forward_norm"], x)
-        return block.feed_forward.apply(params["feed_forward"], h, rng=rng).astype(jnp.float32)
+        return block.feed_forward.apply(params["feed_forward"], h, rng=rng)
 
 
 class ResidualStack(BlockStack):
@@ -131,7 +135,7 @@ class ResidualStack(BlockStack):
                     mask = () if segments is None else (segments,)
                     h = block.attention.apply(p["attention"], h, *mask, rng=rngs[0])
                     x = x + h.astype(jnp.float32)
-                    return x + self._feed_forward(block, p, x, rngs[1])
+                    return x + self._feed_forward(block, p, x, rngs[1]).astype(jnp.float32)
 
                 x = (jax.checkpoint(layer) if self._remat else layer)(p, x)
             return x, None

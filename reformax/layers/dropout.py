@@ -22,9 +22,16 @@ def dropout(
       rate: in [0, 1); 0 returns `x` itself.
       rng: the mask's source; may be None if rate is 0.
       shared_axes: axes along which one mask serves all positions.
+
+    Raises:
+      ValueError: an rng is needed and missing, or an axis that `x` does not have.
     """
     if rate == 0.0:
         return x
+    if rng is None:
+        raise ValueError(f"rng is None: dropout of rate {rate} needs one, or mode='eval'")
+    if any(not -x.ndim <= axis < x.ndim for axis in shared_axes):
+        raise ValueError(f"shared_axes is {tuple(shared_axes)}: x has {x.ndim} axes")
     shared = {axis % x.ndim for axis in shared_axes}
     shape = tuple(1 if axis in shared else n for axis, n in enumerate(x.shape))
     *leading, column = jnp.ogrid[tuple(slice(n) for n in shape)]

@@ -35,7 +35,7 @@ class FeedForward(Layer):
         hidden_dropout: the rate on the hidden layer.
         activation: the nonlinearity.
         chunk_size: if > 0, this many positions at a time, so that no `[T, F]` array exists in
-          either pass. Any length goes.
+          either pass. Any length goes. Hidden dropout then draws its masks chunk by chunk.
         mode: "train" or "eval"; dropout is off at evaluation.
         """
         super().__init__()

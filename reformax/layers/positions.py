@@ -21,7 +21,7 @@ EMBEDDING_SCALE = 0.3
 
 
 class AxialPositionalEncoding(Layer):
-    """Adds learned embeddings of a position's coordinates in a grid (Reformer, sec. 4, footnote).
+    """Adds learned embeddings of a position's coordinates in a grid (Ho et al. 2019).
 
     Position t has the coordinates of t in a row-major grid of `shape`; the embedding of each
     coordinate fills its part of the D features. sqrt(T) vectors of each part then tell T positions

@@ -4,7 +4,7 @@ A layer maps two streams to two streams,
 
     y1 = x1 + attention(x2)        y2 = x2 + feed_forward(y1)            (Reformer, eq. 9)
 
-so that its inputs can be computed back from its outputs (eq. 10) and nothing else need be kept for
+so that its inputs can be computed back from its outputs (eq. 8) and nothing else need be kept for
 the gradient but each layer's attention plan, which is a few integers a token.
 
 **Exactly, if wanted.** In floating point `(x + f) - f` is not `x`, and a sublayer that the compiler
@@ -39,7 +39,8 @@ GRID = 2.0**-12
 @jax.custom_vjp
 def to_grid(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
     """`x` rounded to the nearest multiple of `GRID`; its gradient is that of the identity."""
-    return jnp.round(x * (1 / GRID)) * GRID
+    y = jnp.round(x * (1 / GRID)) * GRID
+    return jnp.where(y == 0, 0.0, y)  # -0 would come back from the sums as +0
 
 
 to_grid.defvjp(lambda x: (to_grid(x), None), lambda _, gradient: (gradient,))
@@ -73,28 +74,28 @@ class ReversibleStack(BlockStack):
         n_layers: a multiple of its length.
         dtype: what the sublayers compute in.
         exact: whether the backward pass rebuilds the forward's inputs bit for bit. It costs one
-          more forward of each sublayer in the backward pass; streams must stay below 2^12.
+          more forward of each sublayer in the backward pass, and the memory of its result;
+          streams must stay below 2^12.
         masked: whether segments come along, as in `Attention`.
         """
         super().__init__(blocks, n_layers, dtype, masked, n_streams=2)
         self._exact = exact
 
     def apply(self, params, x1, x2, segments=None, rng=None):
-        streams = Streams(x1.astype(jnp.float32), x2.astype(jnp.float32))
-        if self._exact:
-            streams = Streams(*map(to_grid, streams))
-        return tuple(_run(self, params, streams, segments, rng))
+        return tuple(_run(self, params, *self._inputs(x1, x2, segments), rng))
 
     def rebuild(self, params, x1, x2, segments=None, rng=None) -> tuple[Streams, Streams]:
         """The stack's inputs, on the grid if exact, and what the backward pass rebuilds of them.
 
         This is the backward pass itself, for measuring its drift.
         """
-        streams = Streams(x1.astype(jnp.float32), x2.astype(jnp.float32))
-        if self._exact:
-            streams = Streams(*map(to_grid, streams))
+        streams, segments = self._inputs(x1, x2, segments)
         outputs, residuals = _run_forward(self, params, streams, segments, rng)
         return streams, self._backward(residuals, outputs)[0]
+
+    def _inputs(self, x1, x2, segments):
+        streams = Streams(*(self._residual(x) for x in (x1, x2)))
+        return streams, None if segments is None else segments.astype(jnp.int32)
 
     # Each sublayer is a function of (params, stream) alone, given its plan and rng. What goes into
     # it and comes out of it is fenced, if exact, from whatever the compiler finds around it.

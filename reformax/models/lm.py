@@ -23,7 +23,7 @@ from reformax.layers import (
     ReversibleStack,
     SinusoidalPositionalEncoding,
 )
-from reformax.layers.dropout import dropout
+from reformax.layers.dropout import check_rate, dropout
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.ops import dense, local, lsh
 from reformax.ops.base import AttentionOp
@@ -75,7 +75,7 @@ class LanguageModel(Layer):
             "stack": self._stack.init_params(rng_s, *[hidden] * (2 if self._reversible else 1)),
             "norm": self._norm.init_params(None, (d_features,)),
             "logits": {
-                "w": jax.nn.initializers.glorot_uniform()(rng_l, (d_features, self._vocab_size)),
+                "w": 0.02 * jax.random.normal(rng_l, (d_features, self._vocab_size)),
                 "b": jnp.zeros(self._vocab_size),
             },
         }
@@ -121,6 +121,12 @@ def _blocks(
 ) -> list[Block]:
     """A causal block for each algorithm of the cycle."""
     cycle = [attention_type] if isinstance(attention_type, AttentionOp) else attention_type
+    if isinstance(cycle, str) or not all(isinstance(op, AttentionOp) for op in cycle):
+        raise ValueError(
+            f"attention_type is {attention_type!r}: expected an AttentionOp, such as lsh.lsh(), "
+            "or a cycle of them"
+        )
+    check_rate("dropout", dropout)
     return [
         Block(
             Attention(

@@ -50,7 +50,7 @@ def lsh(
       n_chunks_before: how many chunks before its own, in sorted order, a query sees.
       n_chunks_after: how many chunks after its own.
       count_once: True counts a key once however many rounds show it, as the paper's N_ij does
-        (appendix A, eq. 8); False counts it each time, as Trax does.
+        (appendix A); False counts it each time, as Trax does.
 
     Raises:
       ValueError: sizes out of range.

@@ -1,0 +1,96 @@
+"""The Reformer paper's table of the duplication task, in small (section 2, table 2).
+
+    python -m benchmarks.duplication --length 256 --steps 1500
+
+trains one-layer models on 0w0w, with full shared-QK attention and with LSH attention, and prints in
+Markdown how much of the second w each gets right when it is evaluated with full attention and with
+1 to 8 hashes. A model that learned by hashing keeps its accuracy under hashing; one that learned by
+full attention need not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import tempfile
+
+import jax
+
+from reformax.data import duplication
+from reformax.models import ReformerLM
+from reformax.ops import lsh, shared_qk
+from reformax.training import loop, optimizer
+from reformax.training.checkpoint import Checkpoints
+from reformax.training.evaluation import evaluate
+
+TRAINED_WITH = {"full": 0, "LSH-4": 4, "LSH-1": 1}
+EVALUATED_WITH = {"full": 0, "LSH-8": 8, "LSH-4": 4, "LSH-2": 2, "LSH-1": 1}
+
+
+def attention(n_hashes: int, chunk_len: int):
+    """LSH attention of `n_hashes`; full shared-QK attention for 0."""
+    return lsh.lsh(chunk_len=chunk_len, n_hashes=n_hashes) if n_hashes else shared_qk.shared_qk()
+
+
+def model(n_hashes: int, chunk_len: int, mode: str):
+    """One layer, about 0.3 million parameters."""
+    return ReformerLM(
+        vocab_size=128,
+        d_model=128,
+        d_ff=256,
+        d_attention_key=64,
+        d_attention_value=64,
+        n_layers=1,
+        n_heads=4,
+        dropout=0.0,
+        attention_type=attention(n_hashes, chunk_len),
+        mode=mode,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--chunk_len", type=int, default=32)
+    args = parser.parse_args()
+    task = duplication.duplication(length=args.length, n_eval=128)
+    schedule = optimizer.cosine(args.learning_rate, args.steps, args.steps // 10)
+    print(f"| trained with | {' | '.join(EVALUATED_WITH)} |")
+    print(f"| --- | {' | '.join('---:' for _ in EVALUATED_WITH)} |", flush=True)
+    for name, n_hashes in TRAINED_WITH.items():
+        with tempfile.TemporaryDirectory() as folder:
+            loop.train(
+                folder,
+                model=functools.partial(model, n_hashes, args.chunk_len),
+                task=task,
+                optimizer=optimizer.adamw(schedule),
+                steps=args.steps,
+                batch_size=args.batch_size,
+                length=args.length,
+                progress=False,
+            )
+            checkpoints = Checkpoints(folder)
+            shape = (args.batch_size, args.length)
+            like = jax.eval_shape(
+                lambda key, n=n_hashes: model(n, args.chunk_len, "eval").init_params(key, shape),
+                jax.random.PRNGKey(0),
+            )
+            params, _ = checkpoints.restore_params(checkpoints.steps()[-1], like)
+        accuracies = [
+            evaluate(
+                model(n, args.chunk_len, "eval"),
+                params,
+                task,
+                batch_size=args.batch_size,
+                length=args.length,
+            )["accuracy"]
+            for n in EVALUATED_WITH.values()
+        ]
+        print(f"| {name} | {' | '.join(f'{100 * a:.1f}%' for a in accuracies)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
