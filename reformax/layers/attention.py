@@ -59,8 +59,7 @@ class Attention(Layer):
         bias: whether the projections of q, k, v have biases.
         attention_dropout: the rate on attention weights.
         output_dropout: the rate on the output.
-        use_rotary: whether queries and keys are turned by their position. Plans are made before
-          the turn: a hash looks for content, wherever it stands.
+        use_rotary: whether queries and keys are turned by their position.
         mode: "train" or "eval"; at evaluation dropout is off and the algorithm plans with its
           settings for evaluation.
         """
@@ -103,7 +102,10 @@ class Attention(Layer):
         return params
 
     def project(self, params, x: Float[Array, "B T D"]) -> Projections:
-        """Queries, keys and values of all heads, before any rotation."""
+        """Queries, keys and values of all heads, turned by their positions if they are rotary.
+
+        A plan is made of the turned ones: what hashing looks for are the largest scores.
+        """
 
         def head(letter):
             if f"w_{letter}" not in params:
@@ -111,7 +113,10 @@ class Attention(Layer):
             y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{letter}"].astype(x.dtype))
             return y + params[f"b_{letter}"].astype(x.dtype) if self._bias else y
 
-        return Projections(head("q"), head("k"), head("v"))
+        q, k, v = head("q"), head("k"), head("v")
+        if self._use_rotary:
+            q, k = rotary(q), None if k is None else rotary(k)
+        return Projections(q, k, v)
 
     def plan(self, params, projections: Projections, segments=None, rng=None) -> Any:
         """Where each query will look: integers, through which no gradient flows."""
@@ -140,8 +145,6 @@ class Attention(Layer):
     ) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
         q, k, v = projections
-        if self._use_rotary:
-            q, k = rotary(q), None if k is None else rotary(k)
         weight_rng, output_rng = (
             (None, None) if rng is None else (jax.random.fold_in(rng, i) for i in (1, 2))
         )

@@ -32,7 +32,7 @@ def rotated(x):
 @pytest.mark.parametrize("everything", [False, True])
 @over_rows
 def test_equals_an_independent_computation(row, everything):
-    """Projections, plan, rotation, attention and output in NumPy float64."""
+    """Projections, rotation, plan, attention and output in NumPy float64."""
     x = numbers()
     options = dict(causal=everything, bias=everything, use_rotary=everything, masked=everything)
     rate = 0.3 if everything else 0.0
@@ -49,6 +49,8 @@ def test_equals_an_independent_computation(row, everything):
         return y + np.asarray(params[f"b_{letter}"]) if everything else y
 
     q, k, v = head("q"), head("k"), head("v")
+    if everything:
+        q, k = rotated(q), None if k is None else rotated(k)
     traits = row.op().traits
     assert (k is None) == traits.shared_qk
     plan = row.op().plan(
@@ -63,7 +65,6 @@ def test_equals_an_independent_computation(row, everything):
     counts = row.counts(row.first, plan, shape, everything, segments)
     keep = np.ones(counts.shape)
     if everything:
-        q, k = rotated(q), None if k is None else rotated(k)
         keep = base.full_dropout_multiplier(jax.random.fold_in(RNG, 1), rate, counts.shape)
     out, _ = oracle.attention(q, k, v, counts, np.asarray(keep), np.zeros_like(v))
     want = np.einsum("btnv,nvd->btd", out, np.asarray(params["w_o"], np.float64))
