@@ -1,0 +1,109 @@
+"""The benchmark of a training step, on a shape that takes no time: its rows and its refusals."""
+
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import step
+
+TINY = step.Shape(
+    batch=2,
+    length=32,
+    d_model=16,
+    d_ff=32,
+    n_heads=2,
+    d_head=8,
+    n_layers=2,
+    local_chunk_len=8,
+    lsh_chunk_len=8,
+    trax_lsh_chunk_len=8,
+)
+OURS, TRAX = step.REFORMER, f"{step.TRAX}, n_parallel_heads=1"
+
+
+@pytest.fixture(scope="module")
+def results():
+    rows = step.candidates(TINY)
+    return step.measure({name: rows[name] for name in (OURS, TRAX)}, TINY, repeats=2)
+
+
+def cells(table: str, row: str) -> list[str]:
+    (line,) = [line for line in table.splitlines() if line.startswith(f"| {row} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_both_train_and_are_of_one_size(results):
+    ours, trax = results[OURS], results[TRAX]
+    assert len(ours.seconds) == len(trax.seconds) == 2
+    assert ours.n_weights == trax.n_weights
+
+
+def test_the_table_compares_with_trax_where_it_ran(results):
+    table = step.table(results, TINY)
+    assert cells(table, "model")[-1] == "speed / Trax's, n_parallel_heads=1"
+    ratio = results[TRAX].median / results[OURS].median
+    assert cells(table, OURS)[-1] == f"{ratio:.2f}"
+    assert cells(table, TRAX)[-1] == "1.00"
+    alone = step.table({OURS: results[OURS]}, TINY)
+    assert "Trax" not in alone
+    assert len(cells(alone, OURS)) == len(cells(alone, "model"))
+
+
+def test_rows_without_peers_are_reformax_alone():
+    rows = step.candidates(TINY, peers=False)
+    assert rows and not any(step.TRAX in name for name in rows)
+    assert any(step.TRAX in name for name in step.candidates(TINY))
+
+
+def constant_model(logit: float) -> step.Model:
+    """Predicts byte 0 with `logit`, and the rest evenly."""
+    return step.Model(
+        {"w": jnp.full((), logit)},
+        lambda weights, tokens, rng: (
+            jnp.zeros((*tokens.shape, step.VOCAB_SIZE)).at[..., 0].set(weights["w"])
+        ),
+    )
+
+
+def test_every_step_starts_from_the_weights_of_the_last():
+    runner = step.measure({"row": lambda: constant_model(0.5)}, TINY, repeats=3)["row"]
+    # Adam moves a weight whose gradient keeps its sign by its learning rate, here in 2 + 3 steps.
+    assert float(runner.state[0]["w"]) == pytest.approx(0.5 - 5 * 1e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    "logit, reason", [(100.0, "first loss"), (math.nan, "the loss of step 1 is nan")]
+)
+def test_a_model_whose_loss_is_wrong_gets_no_time(logit, reason):
+    rows = {"right": lambda: constant_model(0.0), "wrong": lambda: constant_model(logit)}
+    results = step.measure(rows, TINY, repeats=1)
+    table = step.table(results, TINY)
+    assert results["right"].seconds
+    assert isinstance(results["wrong"], ArithmeticError)
+    assert reason in cells(table, "wrong")[1]
+    assert set(cells(table, "wrong")[2:]) == {"-"}
+
+
+def test_a_peer_that_fails_is_a_row_and_no_error(monkeypatch, capsys):
+    def fail():
+        raise MemoryError("out of memory")
+
+    rows = {OURS: lambda: constant_model(0.0), TRAX: fail}
+    monkeypatch.setattr(step, "candidates", lambda shape, peers: rows)
+    monkeypatch.setitem(step.SHAPES, "cpu", (TINY,))
+    monkeypatch.setattr(step.jax, "default_backend", lambda: "cpu")
+    step.main(["--repeats=1"])
+    printed = capsys.readouterr().out
+    assert cells(printed, TRAX)[1] == "MemoryError: out of memory"
+    assert cells(printed, OURS)[-1] == "-"
+
+    rows[OURS] = fail
+    with pytest.raises(SystemExit, match=f"failed: {OURS}"):
+        step.main(["--repeats=1"])
+
+
+def test_a_length_that_no_table_has_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        step.main(["--lengths", "7"])
+    assert "--lengths" in capsys.readouterr().err
