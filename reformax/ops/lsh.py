@@ -136,13 +136,15 @@ def hash_vectors(
     """
     n_heads, size = vectors.shape[2:]
     rotations = jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2))
-    rotated = jnp.einsum("btnh,nhrf->bnrtf", vectors.astype(jnp.float32), rotations)
+    rotated = jnp.einsum("nhrf,btnh->bnrft", rotations, vectors.astype(jnp.float32))
     bucket, start, scale = 0, 0, 1
     for factor in factors:
-        half = rotated[..., start : start + factor // 2]
-        highest, lowest = jnp.argmax(half, axis=-1), jnp.argmin(half, axis=-1) + factor // 2
-        positive = half.max(axis=-1) >= -half.min(axis=-1)
-        bucket = bucket + scale * jnp.where(positive, highest, lowest).astype(jnp.int32)
+        # The argmax of [half; -half] by comparisons: XLA's own is ten times slower on a CPU.
+        half = rotated[..., start : start + factor // 2, :]
+        top = jnp.maximum(half.max(axis=-2, keepdims=True), -half.min(axis=-2, keepdims=True))
+        index = jnp.arange(factor // 2, dtype=jnp.int32)[:, None]
+        opposite = jnp.where(half == -top, index + factor // 2, factor - 1)
+        bucket = bucket + scale * jnp.where(half == top, index, opposite).min(axis=-2)
         start, scale = start + factor // 2, scale * factor
     return bucket
 
