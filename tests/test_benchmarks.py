@@ -91,6 +91,7 @@ def test_a_peer_that_fails_is_a_row_and_no_error(monkeypatch, capsys):
 
     rows = {OURS: lambda: constant_model(0.0), TRAX: fail}
     monkeypatch.setattr(step, "candidates", lambda shape, peers: rows)
+    monkeypatch.setattr(step, "baseline", lambda shape: {"Transformer": rows[OURS]})
     monkeypatch.setitem(step.SHAPES, "cpu", (TINY,))
     monkeypatch.setattr(step.jax, "default_backend", lambda: "cpu")
     step.main(["--repeats=1"])
@@ -99,7 +100,7 @@ def test_a_peer_that_fails_is_a_row_and_no_error(monkeypatch, capsys):
     assert cells(printed, OURS)[-1] == "-"
 
     rows[OURS] = fail
-    with pytest.raises(SystemExit, match=f"failed: {OURS}"):
+    with pytest.raises(SystemExit, match=f"failed: {OURS}, Transformer"):
         step.main(["--repeats=1"])
 
 

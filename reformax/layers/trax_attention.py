@@ -457,5 +457,7 @@ class LSHSelfAttention(_TraxAttention):
         else:
             buckets = stored[..., : self._n_hashes * length]
             buckets = buckets.reshape(*stored.shape[:2], self._n_hashes, length) - first
-        plan = lsh.sort_by_bucket(buckets, n_buckets, segments, -length % self._chunk_len)
+        plan = lsh.sort_by_bucket(
+            buckets, n_buckets, segments, -length % min(self._chunk_len, length)
+        )
         return plan, (stored, rngs)
