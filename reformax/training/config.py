@@ -5,7 +5,7 @@ it imports; those names hold in that file only. Overrides get the names of all f
 them, so `--config='loop.train.steps=10'` works where the file has
 `from reformax.training import loop`.
 
-This is the only module of the package that imports gin; the scripts alone import it.
+This is the only module of the package that imports gin; only the scripts and `script` import it.
 """
 
 from __future__ import annotations
