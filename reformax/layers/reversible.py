@@ -5,7 +5,7 @@ A layer maps two streams to two streams,
     y1 = x1 + attention(x2)        y2 = x2 + feed_forward(y1)            (Reformer, eq. 9)
 
 so that its inputs can be computed back from its outputs (eq. 8) and nothing else need be kept for
-the gradient but each layer's attention plan, which is a few integers a head, hashing round and token.
+the gradient but each layer's attention plan: two integers a head, hashing round and token for LSH.
 
 **Exactly, if wanted.** In floating point `(x + f) - f` is not `x`, and a sublayer that the compiler
 fuses with its gradient need not give the numbers it gave alone, so the inputs rebuilt are not the
