@@ -112,7 +112,15 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_rerun(uninterrupted, tmp_pat
     assert again == record and result["best_step"] == 40
 
 
-def test_a_second_signal_acts_as_always():
+@pytest.fixture
+def python_sigint():
+    """SIGINT as Python has it; a shell's background job inherits that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_acts_as_always(python_sigint):
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)
         assert interrupt and interrupt.signal is signal.SIGINT
