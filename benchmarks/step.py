@@ -61,6 +61,7 @@ class Shape(NamedTuple):
     lsh_chunk_len: int = 64
     trax_lsh_chunk_len: int = 64
     n_hashes: int = 2
+    ff_chunk_size: int = 0  # of reformax
     dtypes: tuple[str, ...] = ("float32",)  # of reformax; Trax's is float32
 
 
@@ -77,7 +78,7 @@ _paper = functools.partial(
     dtypes=("bfloat16", "float32"),
 )
 SHAPES = {
-    "cpu": (Shape(4, 1024), Shape(1, 4096)),
+    "cpu": (Shape(4, 1024, ff_chunk_size=128), Shape(1, 4096, ff_chunk_size=512)),
     "gpu": (_paper(16, 4096), _paper(1, 65536)),
 }
 
@@ -144,7 +145,9 @@ def candidates(shape: Shape, peers: bool = True) -> dict[str, Callable[[], Model
         "lsh": lsh.lsh(chunk_len=shape.lsh_chunk_len, n_hashes=shape.n_hashes),
     }
     cycle = tuple(ops[name] for name in shape.cycle)
-    reformer = functools.partial(reformax_model, shape, models.ReformerLM, cycle)
+    reformer = functools.partial(
+        reformax_model, shape, models.ReformerLM, cycle, ff_chunk_size=shape.ff_chunk_size
+    )
     first, *others = shape.dtypes
     rows = {
         REFORMER: functools.partial(reformer, dtype=first),

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.layers._trax import Layer
 from reformax.ops.base import dropout_multiplier
 
 
 def dropout(
-    x: Float[Array, "*d"], rate: float, rng: PRNGKeyArray | None, shared_axes: Sequence[int] = ()
+    x: Float[Array, "*d"],
+    rate: float,
+    rng: PRNGKeyArray | None,
+    shared_axes: Sequence[int] = (),
+    start: int | Int[Array, ""] = 0,
 ) -> Float[Array, "*d"]:
     """Zeros each number with probability `rate` and scales the others by 1 / (1 - rate).
 
@@ -22,6 +26,8 @@ def dropout(
       rate: in [0, 1); 0 returns `x` itself.
       rng: the mask's source; may be None if rate is 0.
       shared_axes: axes along which one mask serves all positions.
+      start: where along the last axis but one `x` begins, if it is a part of something longer: its
+        mask is then that part of the whole's.
 
     Raises:
       ValueError: an rng is needed and missing, or an axis that `x` does not have.
@@ -35,10 +41,10 @@ def dropout(
     shared = {axis % x.ndim for axis in shared_axes}
     shape = tuple(1 if axis in shared else n for axis, n in enumerate(x.shape))
     *leading, column = jnp.ogrid[tuple(slice(n) for n in shape)]
-    row = sum(
-        index * int(np.prod(shape[axis + 1 : -1], initial=1)) for axis, index in enumerate(leading)
-    )
-    return x * dropout_multiplier(rng, rate, 0, 0, row, column).astype(x.dtype)
+    *leading, position = leading or [jnp.zeros((), jnp.int32)]
+    index = sum(i * int(np.prod(shape[axis + 1 : -2], initial=1)) for axis, i in enumerate(leading))
+    mask = dropout_multiplier(rng, rate, index, 0, position + start, column)
+    return x * mask.astype(x.dtype)
 
 
 def check_rate(name: str, rate: float) -> float:

@@ -6,12 +6,31 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_mode, check_rate, dropout
 
 glorot = jax.nn.initializers.glorot_uniform()
+
+
+@jax.custom_vjp
+def _narrow(x: Float[Array, "B C F"], w: Float[Array, "F D"]) -> Float[Array, "B C D"]:
+    """`x @ w` for `F` greater than `D`.
+
+    On a CPU the gradient of `w` costs a transposed copy of its left operand. `(dy^T x)^T` makes
+    that the narrow one, if the compiler does not see that it is `x^T dy`.
+    """
+    return x @ w
+
+
+def _narrow_vjp(residuals, dy):
+    x, w = residuals
+    dw = jax.lax.optimization_barrier(jnp.einsum("bcd,bcf->df", dy, x)).T
+    return dy @ w.T, dw
+
+
+_narrow.defvjp(lambda x, w: (x @ w, (x, w)), _narrow_vjp)
 
 
 class FeedForward(Layer):
@@ -35,7 +54,7 @@ class FeedForward(Layer):
         hidden_dropout: the rate on the hidden layer.
         activation: the nonlinearity.
         chunk_size: if > 0, this many positions at a time, so that no `[T, F]` array exists in
-          either pass. Any length goes. Hidden dropout then draws its masks chunk by chunk.
+          either pass; the result is the same. Any length goes.
         mode: "train" or "eval"; dropout is off at evaluation.
         """
         super().__init__()
@@ -60,30 +79,38 @@ class FeedForward(Layer):
             "b2": jnp.zeros(d_model),
         }
 
-    def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
+    @property
+    def chunk_size(self) -> int:
+        return self._chunk_size
+
+    def at(
+        self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None
+    ) -> Float[Array, "B C D"]:
+        """The layer at the positions from `start` on, all of a sequence or a part of it."""
         params = jax.tree.map(lambda w: w.astype(x.dtype), params)
         train = self._mode == "train"
-        hidden_rate = self._hidden_dropout if train else 0.0
-        output_rate = self._dropout if train else 0.0
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
 
-        def at_positions(x, rng):
-            hidden = self._activation(x @ params["w1"] + params["b1"])
-            hidden = dropout(hidden, hidden_rate, rng)
-            return hidden @ params["w2"] + params["b2"]
+        def drop(x, rate, rng):
+            return dropout(x, rate if train else 0.0, rng, start=start)
 
+        hidden = self._activation(x @ params["w1"] + params["b1"])
+        hidden = drop(hidden, self._hidden_dropout, hidden_rng)
+        out = _narrow(hidden, params["w2"]) + params["b2"]
+        return drop(out, self._dropout, output_rng)
+
+    def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         length, size = x.shape[1], self._chunk_size
         if size == 0 or size >= length:
-            return dropout(at_positions(x, hidden_rng), output_rate, output_rng)
+            return self.at(params, x, rng=rng)
         n_chunks = -(-length // size)
         padded = jnp.pad(x, ((0, 0), (0, n_chunks * size - length), (0, 0)))
         chunks = jnp.moveaxis(padded.reshape(x.shape[0], n_chunks, size, -1), 1, 0)
 
         @jax.checkpoint
-        def one_chunk(index_and_x):
-            index, x = index_and_x
-            return at_positions(x, None if rng is None else jax.random.fold_in(hidden_rng, index))
+        def one_chunk(start_and_x):
+            start, x = start_and_x
+            return self.at(params, x, start, rng)
 
-        out = jax.lax.map(one_chunk, (jnp.arange(n_chunks), chunks))
-        out = jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :length]
-        return dropout(out, output_rate, output_rng)
+        out = jax.lax.map(one_chunk, (size * jnp.arange(n_chunks), chunks))
+        return jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :length]

@@ -28,6 +28,8 @@ from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.ops import dense, local, lsh
 from reformax.ops.base import AttentionOp
 
+glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
+
 AttentionType = AttentionOp | Sequence[AttentionOp]
 Activation = Callable[[Array], Array]
 
@@ -75,7 +77,7 @@ class LanguageModel(Layer):
             "stack": self._stack.init_params(rng_s, *[hidden] * (2 if self._reversible else 1)),
             "norm": self._norm.init_params(None, (d_features,)),
             "logits": {
-                "w": 0.02 * jax.random.normal(rng_l, (d_features, self._vocab_size)),
+                "w": glorot(rng_l, (d_features, self._vocab_size)),
                 "b": jnp.zeros(self._vocab_size),
             },
         }

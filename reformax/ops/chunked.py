@@ -9,14 +9,18 @@ the union of what it sees.
 The gradient is analytic, from the output and its log-sum-exp alone (Dao et al. 2022, sec. 3.1 and
 appendix B.2): scores are computed again, round by round, and never stored.
 
-Inside this module arrays are heads-first, `[B, N, T, ...]`, with T padded to whole chunks.
+Inside this module arrays are heads-first, `[N, B, T, ...]`, with T padded to whole chunks.
+
+On a CPU a few heads are computed at a time: scores are written and read a dozen times, and all of
+them are more than its cache holds.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +32,9 @@ from reformax.ops.base import dropout_multiplier, length_normalize
 
 # Stands for minus infinity where a difference of two of them must not be NaN.
 HIDDEN = -1e30
+
+# Scores of one round that a CPU computes at a time: 2 MiB of float32.
+SCORES_IN_CACHE = 2**19
 
 
 class Order(NamedTuple):
@@ -95,20 +102,37 @@ def chunked_attention(
     Returns:
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
-    n_pad = -q.shape[1] % chunks.chunk_len
     if segments is not None:
-        segments = jnp.pad(segments, ((0, 0), (0, n_pad)))
-
-    def heads_first(x):
-        return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, n_pad), (0, 0)))
-
-    k = None if k is None else heads_first(k)
-    out = _attend(chunks, heads_first(q), k, heads_first(v), order, segments, rng)
-    return jnp.swapaxes(out, 1, 2)[:, : chunks.length].astype(v.dtype)
+        segments = jnp.pad(segments, ((0, 0), (0, -q.shape[1] % chunks.chunk_len)))
+    return _attend(chunks, q, k, v, order, segments, rng)
 
 
-def _take(x: Array, index: Int[Array, "B N T"] | None) -> Array:
-    """Rows of `x`, `[B, N, T, ...]`, by index along T; all of them in order if there is none."""
+def _heads_first(x: Float[Array, "B T N H"], chunks: Chunks) -> Float[Array, "N B Tp H"]:
+    """Heads outermost, positions padded to whole chunks."""
+    n_pad = -x.shape[1] % chunks.chunk_len
+    return jnp.pad(jnp.moveaxis(x, 2, 0), ((0, 0), (0, 0), (0, n_pad), (0, 0)))
+
+
+def _heads_last(x: Float[Array, "N B Tp H"], chunks: Chunks) -> Float[Array, "B T N H"]:
+    """The inverse of `_heads_first`."""
+    return jnp.moveaxis(x[:, :, : chunks.length], 0, 2)
+
+
+def _by_heads(function: Callable, chunks: Chunks, *operands: Any) -> Any:
+    """`function` of arrays `[N, B, T, ...]`, on a CPU for a few heads at a time."""
+    n_heads, n_batch, length = operands[0].shape[:3]
+    n_seen = (chunks.n_chunks_before + 1 + chunks.n_chunks_after) * chunks.chunk_len
+    fit = SCORES_IN_CACHE // (n_batch * length * n_seen)
+    if jax.default_backend() != "cpu" or n_heads <= fit:
+        return function(*operands)
+    size = max(n for n in range(1, n_heads) if n_heads % n == 0 and n <= max(fit, 1))
+    groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), operands)
+    results = lax.map(lambda group: function(*group), groups)
+    return jax.tree.map(lambda x: x.reshape(n_heads, *x.shape[2:]), results)
+
+
+def _take(x: Array, index: Int[Array, "N B T"] | None) -> Array:
+    """Rows of `x`, `[N, B, T, ...]`, by index along T; all of them in order if there is none."""
     if index is None:
         return x
     index = index.reshape(index.shape + (1,) * (x.ndim - 3))
@@ -116,17 +140,17 @@ def _take(x: Array, index: Int[Array, "B N T"] | None) -> Array:
 
 
 def _split(x: Array, chunks: Chunks) -> Array:
-    """`[B, N, T, ...]` cut into `[B, N, C, L, ...]`."""
+    """`[N, B, T, ...]` cut into `[N, B, C, L, ...]`."""
     return x.reshape(*x.shape[:2], -1, chunks.chunk_len, *x.shape[3:])
 
 
 def _merge(x: Array) -> Array:
-    """`[B, N, C, L, ...]` put back together as `[B, N, T, ...]`."""
+    """`[N, B, C, L, ...]` put back together as `[N, B, T, ...]`."""
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def _look_around(x: Array, chunks: Chunks) -> Array:
-    """Each chunk beside its neighbours, `[B, N, C, L, ...] -> [B, N, C, M, ...]`, zeros outside."""
+    """Each chunk beside its neighbours, `[N, B, C, L, ...] -> [N, B, C, M, ...]`, zeros outside."""
     before, after = chunks.n_chunks_before, chunks.n_chunks_after
     n = x.shape[2]
     padded = jnp.pad(x, [(0, 0), (0, 0), (before, after)] + [(0, 0)] * (x.ndim - 3))
@@ -134,13 +158,18 @@ def _look_around(x: Array, chunks: Chunks) -> Array:
 
 
 def _fold_back(x: Array, chunks: Chunks) -> Array:
-    """The transpose of `_look_around`: sums what every chunk's window says of a position."""
+    """The transpose of `_look_around`, `[N, B, C, V, M] -> [N, B, C, L, V]`.
+
+    It sums what every chunk's window says of a position. Windows come with features first, as a
+    CPU computes such products twice as fast, and the barrier keeps the transposition out of them.
+    """
     before, after = chunks.n_chunks_before, chunks.n_chunks_after
     n = x.shape[2]
-    total = jnp.zeros((*x.shape[:2], n + before + after, chunks.chunk_len, *x.shape[4:]), x.dtype)
-    for i, part in enumerate(jnp.split(x, before + after + 1, axis=3)):
+    total = jnp.zeros((*x.shape[:2], n + before + after, x.shape[3], chunks.chunk_len), x.dtype)
+    for i, part in enumerate(jnp.split(x, before + after + 1, axis=-1)):
         total = total.at[:, :, i : i + n].add(part)
-    return total[:, :, before : before + n]
+    total = jax.lax.optimization_barrier(total[:, :, before : before + n])
+    return jnp.swapaxes(total, -1, -2)
 
 
 def _exists(n_chunks: int, chunks: Chunks) -> Bool[Array, "C 1 M"]:
@@ -151,19 +180,19 @@ def _exists(n_chunks: int, chunks: Chunks) -> Bool[Array, "C 1 M"]:
     return jnp.asarray(np.repeat(exists, chunks.chunk_len, axis=1)[:, None])
 
 
-def _positions(chunks: Chunks, order: Int[Array, "B N T"] | None, length: int) -> Array:
-    """Original positions by place, `[B, N, C, L]`, or `[1, 1, C, L]` without an order."""
+def _positions(chunks: Chunks, order: Int[Array, "N B T"] | None, length: int) -> Array:
+    """Original positions by place, `[N, B, C, L]`, or `[1, 1, C, L]` without an order."""
     return _split(jnp.arange(length)[None, None] if order is None else order, chunks)
 
 
 def _visible(
     chunks: Chunks,
     index: Int[Array, ""],
-    order: Int[Array, "B N T"] | None,
-    slots: Int[Array, "B N R T"] | None,
+    order: Int[Array, "N B T"] | None,
+    slots: Int[Array, "N B R T"] | None,
     segments: Int[Array, "B T"] | None,
     length: int,
-) -> Bool[Array, "#B #N C L M"]:
+) -> Bool[Array, "#N #B C L M"]:
     """Which key of its window each query sees in round `index`."""
     around = functools.partial(_look_around, chunks=chunks)
 
@@ -182,9 +211,7 @@ def _visible(
     if chunks.window is not None:
         mask = mask & (jnp.abs(query - key) < chunks.window)
     if segments is not None:
-        segment = jnp.broadcast_to(
-            segments[:, None], (segments.shape[0], position.shape[1], length)
-        )
+        segment = jnp.broadcast_to(segments, (position.shape[0], *segments.shape))
         query_segment, key_segment = pair(_split(_take(segment, order), chunks))
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
     if chunks.count_once and slots is not None:
@@ -202,8 +229,8 @@ class _Round(NamedTuple):
     """What one round needs beside q, k and v."""
 
     index: Int[Array, ""]
-    order: Int[Array, "B N T"] | None
-    slot: Int[Array, "B N T"] | None
+    order: Int[Array, "N B T"] | None
+    slot: Int[Array, "N B T"] | None
 
 
 def _scan_rounds(body, carry, order: Order | None):
@@ -224,36 +251,33 @@ def _keys(chunks: Chunks, q: Array, k: Array | None) -> Array:
     return _look_around(length_normalize(q) if chunks.shared_qk else k, chunks)
 
 
-def _scores(q: Float[Array, "B N C L H"], keys: Float[Array, "B N C M H"]) -> Array:
+def _scores(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
     product = jnp.einsum("bnclh,bncmh->bnclm", q, keys, preferred_element_type=jnp.float32)
     return product / math.sqrt(q.shape[-1])
 
 
-def _dropout(chunks: Chunks, order, length, shape, rng) -> Float[Array, "B N C L M"] | float:
+def _dropout(chunks: Chunks, order, length, head, rng) -> Float[Array, "N B C L M"] | float:
     if chunks.dropout == 0.0:
         return 1.0
     position = _positions(chunks, order, length)
-    batch, head = jnp.ogrid[: shape[0], : shape[1]]
     return dropout_multiplier(
         rng,
         chunks.dropout,
-        batch[..., None, None, None],
+        jnp.arange(head.shape[1])[:, None, None, None],
         head[..., None, None, None],
         position[..., :, None],
         _look_around(position, chunks)[..., None, :],
     )
 
 
-def _lone_weight(chunks: Chunks, total, segments, rng) -> Float[Array, "B N T 1"]:
+def _lone_weight(chunks: Chunks, total, segments, rng) -> Float[Array, "N B T 1"]:
     """The weight of a position's own value: 1, or its dropout, where it sees nothing else."""
-    n_batch, n_heads, length = total.shape
-    position = jnp.arange(length)
     weight = jnp.where(total == 0.0, 1.0, 0.0)
     if segments is not None:
-        weight = weight * (segments != 0)[:, None]
+        weight = weight * (segments != 0)
     if chunks.dropout > 0.0:
-        batch, head = jnp.ogrid[:n_batch, :n_heads]
-        address = (batch[..., None], head[..., None], position, position)
+        head, batch, position = jnp.ogrid[tuple(slice(n) for n in total.shape)]
+        address = (batch, head, position, position)
         weight = weight * dropout_multiplier(rng, chunks.dropout, *address)
     return weight[..., None]
 
@@ -264,6 +288,44 @@ def _attend(chunks, q, k, v, order, segments, rng):
 
 
 def _attend_forward(chunks, q, k, v, order, segments, rng):
+    q, k, values = (None if x is None else _heads_first(x, chunks) for x in (q, k, v))
+    order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
+    forward = functools.partial(_forward, chunks, segments, rng)
+    out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
+    if chunks.shared_qk:
+        out = out + _lone_weight(chunks, total, segments, rng) * values
+    out = _heads_last(out, chunks).astype(v.dtype)
+    # The maximum and the sum apart: their log-sum-exp would lose the sum where scores are large.
+    return out, (q, k, values, order, segments, rng, out, top, total)
+
+
+def _attend_backward(chunks, residuals, d_out):
+    q, k, v, order, segments, rng, out, top, total = residuals
+    # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
+    row = jnp.sum(d_out * out, axis=-1, dtype=jnp.float32, keepdims=True)
+    d_out, row = (_heads_first(x, chunks) for x in (d_out, row))
+    backward = functools.partial(_backward, chunks, segments, rng)
+    statistics = (top, total, row[..., 0])
+    dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
+    if chunks.shared_qk:
+        dv = dv + _lone_weight(chunks, total, segments, rng) * d_out
+
+    def like(dx, x):
+        return None if x is None else _heads_last(dx, chunks).astype(x.dtype)
+
+    return like(dq, q), like(dk, k), like(dv, v), None, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "B N"]:
+    """The number of each head, by which its dropout is drawn."""
+    return jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], q.shape[:2])
+
+
+def _forward(chunks, segments, rng, q, k, v, order, head):
+    """Each position's attended values, largest score, and sum of `exp(score - largest)`."""
     length = q.shape[2]
     slots = None if order is None else order.slot
 
@@ -277,7 +339,7 @@ def _attend_forward(chunks, q, k, v, order, segments, rng):
         top_here = scores.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(scores - top_here[..., None]), 0.0)
         total_here = weights.sum(axis=-1)
-        weights = weights * _dropout(chunks, this.order, length, weights.shape, rng)
+        weights = weights * _dropout(chunks, this.order, length, head, rng)
         here = jnp.einsum(
             "bnclm,bncmv->bnclv",
             weights.astype(v.dtype),
@@ -301,40 +363,31 @@ def _attend_forward(chunks, q, k, v, order, segments, rng):
         ),
         order,
     )
-    out = acc / jnp.where(total > 0, total, 1.0)[..., None]
-    if chunks.shared_qk:
-        out = out + _lone_weight(chunks, total, segments, rng) * v
-    # The maximum and the sum apart: their log-sum-exp would lose the sum where scores are large.
-    return out, (q, k, v, order, segments, rng, out, top, total)
+    return acc / jnp.where(total > 0, total, 1.0)[..., None], top, total
 
 
-def _attend_backward(chunks, residuals, d_out):
-    q, k, v, order, segments, rng, out, top, total = residuals
+def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
+    """The gradients of q, k and v, float32, of what `_forward` returns first."""
     length = q.shape[2]
     slots = None if order is None else order.slot
-    # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
-    row = jnp.sum(d_out * out, axis=-1)
 
     def attend_round(carry, this):
         dq, dk, dv = carry
         q_sorted = _split(_take(q, this.order), chunks)
         k_sorted = None if k is None else _split(_take(k, this.order), chunks)
         values = _look_around(_split(_take(v, this.order), chunks), chunks)
-        d_here = _split(_take(d_out.astype(v.dtype), this.order), chunks)
         keys, keys_vjp = jax.vjp(functools.partial(_keys, chunks), q_sorted, k_sorted)
+        d_here = _split(_take(d_out, this.order), chunks)
         mask = _visible(chunks, this.index, this.order, slots, segments, length)
-        top_here, total_here = (
-            _split(_take(x, this.order), chunks)[..., None] for x in (top, total)
-        )
+        top, total, row = (_split(_take(x, this.order), chunks)[..., None] for x in statistics)
         # Where nothing was hidden from it, no score exceeds the maximum but by rounding.
-        scores = jnp.minimum(_scores(q_sorted, keys) - top_here, 0.0)
-        weights = jnp.where(mask, jnp.exp(scores) * (1 / total_here), 0.0)
-        keep = _dropout(chunks, this.order, length, weights.shape, rng)
+        scores = jnp.minimum(_scores(q_sorted, keys) - top, 0.0)
+        weights = jnp.where(mask, jnp.exp(scores) * (1 / total), 0.0)
+        keep = _dropout(chunks, this.order, length, head, rng)
         f32 = dict(preferred_element_type=jnp.float32)
-        d_values = jnp.einsum("bnclm,bnclv->bncmv", (weights * keep).astype(v.dtype), d_here, **f32)
+        d_values = jnp.einsum("bnclm,bnclv->bncvm", (weights * keep).astype(v.dtype), d_here, **f32)
         d_weights = jnp.einsum("bnclv,bncmv->bnclm", d_here, values, **f32) * keep
-        row_here = _split(_take(row, this.order), chunks)[..., None]
-        d_scores = weights * (d_weights - row_here) / math.sqrt(q.shape[-1])
+        d_scores = weights * (d_weights - row) / math.sqrt(q.shape[-1])
         d_scores = d_scores.astype(q.dtype)
         d_query = jnp.einsum("bnclm,bncmh->bnclh", d_scores, keys, **f32)
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_scores, q_sorted, **f32)
@@ -345,14 +398,7 @@ def _attend_backward(chunks, residuals, d_out):
         return dq, dk, dv
 
     nothing = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
-    dq, dk, dv = _scan_rounds(attend_round, tuple(nothing), order)
-    if chunks.shared_qk:
-        dv = dv + _lone_weight(chunks, total, segments, rng) * d_out
-    dk = None if dk is None else dk.astype(k.dtype)
-    return dq.astype(q.dtype), dk, dv.astype(v.dtype), None, None, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    return _scan_rounds(attend_round, tuple(nothing), order)
 
 
 def visible_union(

@@ -22,7 +22,7 @@ def init(layer, *shapes, seed=0):
     return jax.tree.map(lambda w: w + 0.1 * rng.normal(size=w.shape).astype(np.float32), params)
 
 
-def blocks(ops=None, d_head=4, d_ff=12, rate=0.1):
+def blocks(ops=None, d_head=4, d_ff=12, rate=0.1, ff_chunk_size=0):
     """A cycle of causal blocks with dropout wherever there can be some."""
     ops = (local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_hashes=2)) if ops is None else ops
     return [
@@ -37,7 +37,7 @@ def blocks(ops=None, d_head=4, d_ff=12, rate=0.1):
                 output_dropout=rate,
                 use_rotary=True,
             ),
-            layers.FeedForward(d_ff, rate, rate),
+            layers.FeedForward(d_ff, rate, rate, chunk_size=ff_chunk_size),
         )
         for op in ops
     ]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
+from reformax.layers.dropout import dropout
 
 RNG = jax.random.PRNGKey(1)
 
@@ -47,6 +48,14 @@ def test_shared_axes(axes):
     np.testing.assert_array_equal(out, np.broadcast_to(out[first], out.shape))
     for axis in {0, 1, 2} - {a % 3 for a in axes}:
         assert np.any(np.diff(out, axis=axis))
+
+
+def test_a_part_of_a_sequence_has_that_part_of_its_mask():
+    x = np.ones((2, 3, 10, 40), np.float32)
+    whole = dropout(x, 0.5, RNG)
+    for start, size in ((0, 4), (4, 5), (9, 1)):
+        part = dropout(x[..., start : start + size, :], 0.5, RNG, start=start)
+        np.testing.assert_array_equal(part, whole[..., start : start + size, :])
 
 
 def test_off_at_evaluation_and_at_rate_zero():

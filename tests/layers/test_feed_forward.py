@@ -37,15 +37,31 @@ def test_chunks_change_neither_output_nor_gradients(length, chunk_size):
     params = plain.init(layers.FeedForward(10), x.shape)
 
     def value_and_gradient(chunk_size):
-        layer = layers.FeedForward(10, chunk_size=chunk_size)
+        layer = layers.FeedForward(10, 0.2, 0.3, chunk_size=chunk_size)
 
         def loss(params, x):
-            y = layer.apply(params, x)
+            y = layer.apply(params, x, rng=RNG)
             return jnp.sum(jnp.sin(y)), y
 
         return fast_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
 
     plain.assert_trees_close(value_and_gradient(chunk_size), value_and_gradient(0))
+
+
+def test_gradients_are_those_of_the_formula():
+    """The layer has its own gradient of the second product: here is JAX's."""
+    x = numbers(7)
+    layer = layers.FeedForward(10)
+    params = plain.init(layer, x.shape)
+
+    def formula(params, x):
+        return jax.nn.gelu(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+
+    got, want = (
+        jax.grad(lambda *args, f=f: jnp.sum(jnp.sin(f(*args))), (0, 1))(params, x)
+        for f in (layer.apply, formula)
+    )
+    plain.assert_trees_close(got, want)
 
 
 def test_chunks_never_hold_the_hidden_layer():

@@ -9,7 +9,7 @@ import pytest
 
 from reformax import layers
 from reformax.layers import reversible
-from reformax.ops import dense, lsh
+from reformax.ops import dense, local, lsh
 from tests.layers import plain
 from tests.layers.plain import fast_jit
 
@@ -43,14 +43,16 @@ def by_plain_autodiff():
     return (params, x1, x2), segments, weights, gradient(params, x1, x2)
 
 
+@pytest.mark.parametrize("ff_chunk_size", [0, 5])
 @pytest.mark.parametrize("exact", [False, True])
-def test_gradients_are_plain_autodiffs(exact, monkeypatch):
+def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, monkeypatch):
     """Of weights and of both streams, with dropout, LSH plans, and segments."""
     # Rounding to the grid is a step function: another program, whose numbers differ in the last
     # bit, now and then steps to another multiple. Without it the two can be held to each other.
     monkeypatch.setattr(reversible, "to_grid", lambda x: x)
     inputs, segments, weights, want = by_plain_autodiff()
-    stack = layers.ReversibleStack(plain.blocks(), 4, exact=exact, masked=True)
+    cycle = plain.blocks(ff_chunk_size=ff_chunk_size)
+    stack = layers.ReversibleStack(cycle, 4, exact=exact, masked=True)
 
     def loss(params, x1, x2):
         out = stack.apply(params, x1, x2, segments, rng=RNG)
@@ -98,10 +100,11 @@ def bits_that_differ(got, want):
 
 
 @functools.cache
-def rebuilt_24_layers_deep(dtype, exact):
+def rebuilt_24_layers_deep(dtype, exact, ff_chunk_size=0):
     """`(inputs, as rebuild says, as jax.grad sees)` of 24 layers over an odd length."""
     x1, x2 = streams(19, batch=1)
-    stack = Witness(plain.blocks(LSH), 24, dtype=dtype, exact=exact)
+    cycle = plain.blocks(LSH, ff_chunk_size=ff_chunk_size)
+    stack = Witness(cycle, 24, dtype=dtype, exact=exact)
     params = plain.init(stack, x1.shape, x1.shape)
 
     # Where exactness is claimed, optimised as in use: what is fused with what is the question.
@@ -123,9 +126,9 @@ def rebuilt_24_layers_deep(dtype, exact):
     return inputs, rebuilt, seen
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exact_rebuilds_the_inputs_bit_for_bit(dtype):
-    inputs, rebuilt, seen = rebuilt_24_layers_deep(dtype, True)
+@pytest.mark.parametrize("dtype, ff_chunk_size", [("float32", 0), ("bfloat16", 0), ("bfloat16", 8)])
+def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size):
+    inputs, rebuilt, seen = rebuilt_24_layers_deep(dtype, True, ff_chunk_size)
     for x, given in zip(inputs, streams(19, batch=1), strict=True):
         np.testing.assert_allclose(x, given, atol=reversible.GRID / 2, rtol=0)
     assert bits_that_differ(rebuilt, inputs) == 0
@@ -175,6 +178,29 @@ def test_memory_does_not_grow_with_depth(exact):
     )
     assert shallow > 4096 * 128 * 4
     assert deep <= 1.1 * shallow
+
+
+def test_chunks_of_the_feed_forward_layer_cost_memory_only():
+    """No array of its hidden layer in either pass, and not one product more."""
+    length, d_ff = 1024, 256
+
+    def compiled(ff_chunk_size):
+        cycle = plain.blocks([local.local(chunk_len=16)], d_ff=d_ff, ff_chunk_size=ff_chunk_size)
+        stack = layers.ReversibleStack(cycle, 2)
+        shape = (1, length, 8)
+        params = jax.eval_shape(lambda: stack.init_params(RNG, shape, shape))
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        def loss(params, x1, x2):
+            return sum(jnp.sum(y) for y in stack.apply(params, x1, x2, rng=RNG))
+
+        return jax.jit(jax.grad(loss)).lower(params, x, x)
+
+    whole, chunked = (compiled(n).as_text() for n in (0, 128))
+    assert f"1x{length}x{d_ff}" in whole
+    assert f"1x{length}x{d_ff}" not in chunked
+    assert f"1x128x{d_ff}" in chunked
+    assert whole.count("dot_general") == chunked.count("dot_general") > 10
 
 
 def test_the_program_does_not_grow_with_depth():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reformax import ops
-from reformax.ops import base
+from reformax.ops import base, chunked
 from tests.ops import oracle
 from tests.ops.fast import fast_jit
 from tests.ops.rows import ROWS, Shape, visible
@@ -370,3 +370,26 @@ def test_equal_tokens_share_large_scores(row):
     )
     (dv,) = attend(v, np.ones_like(v))
     np.testing.assert_allclose(np.sum(dv, axis=1), 20, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.name in ("local", "lsh")], ids=lambda row: row.name
+)
+def test_a_few_heads_at_a_time(row, monkeypatch):
+    """As a CPU computes more scores than its cache holds: the same numbers."""
+    op = row.op(chunk_len=4)
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = rng.normal(size=(4, 2, 13, 6, 8)).astype(np.float32)
+    inputs = (q, None if op.traits.shared_qk else k, v)
+    segments = random_segments(rng, 2, 13)
+
+    def run(n_scores):
+        monkeypatch.setattr(chunked, "SCORES_IN_CACHE", n_scores)
+        run = attend_and_differentiate(op, True, DROPOUT)
+        return run.lower(inputs, segments, jax.random.key(0), d_out).as_text(), run(
+            inputs, segments, jax.random.key(0), d_out
+        )
+
+    (whole, want), (groups, got) = run(2**19), run(2 * 2 * 16 * 8)
+    assert groups.count("while") == whole.count("while") + 2, "a loop in each pass"
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, want)
