@@ -8,6 +8,7 @@ Letters in the shapes of `reformax.ops` (the order of `jax.nn.dot_product_attent
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -158,11 +159,39 @@ def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng) 
         raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
     """`x` scaled to unit root mean square over its last axis: a shared-QK key."""
-    x32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(mean_square + epsilon)).astype(x.dtype)
+    return _normalize_forward(x, epsilon)[0]
+
+
+def _normalize_forward(x, epsilon):
+    y, _ = _normalized(x, epsilon)
+    return y.astype(x.dtype), x
+
+
+def _normalize_backward(epsilon, x, dy):
+    y, scale = _normalized(x, epsilon)
+    return (((dy - y * mean_product(y, dy)) * scale).astype(x.dtype),)
+
+
+length_normalize.defvjp(_normalize_forward, _normalize_backward)
+
+
+def _normalized(x, epsilon):
+    x = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(mean_product(x, x) + epsilon)
+    return x * scale, scale
+
+
+def mean_product(x: Float[Array, "*d H"], y: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:
+    """The mean of `x * y` over the last axis, float32."""
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    if jax.default_backend() == "cpu":  # XLA has a faster product of vectors there than sum
+        product = jnp.einsum("...h,...h->...", x, y)
+    else:
+        product = jnp.sum(x * y, axis=-1)
+    return product[..., None] / x.shape[-1]
 
 
 def visibility(

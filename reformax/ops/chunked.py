@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.ops.base import dropout_multiplier, length_normalize
+from reformax.ops.base import dropout_multiplier, length_normalize, mean_product
 
 # Stands for minus infinity where a difference of two of them must not be NaN.
 HIDDEN = -1e30
@@ -302,7 +302,7 @@ def _attend_forward(chunks, q, k, v, order, segments, rng):
 def _attend_backward(chunks, residuals, d_out):
     q, k, v, order, segments, rng, out, top, total = residuals
     # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
-    row = jnp.sum(d_out * out, axis=-1, dtype=jnp.float32, keepdims=True)
+    row = mean_product(d_out, out) * out.shape[-1]
     d_out, row = (_heads_first(x, chunks) for x in (d_out, row))
     backward = functools.partial(_backward, chunks, segments, rng)
     statistics = (top, total, row[..., 0])
