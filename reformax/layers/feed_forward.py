@@ -15,7 +15,7 @@ glorot = jax.nn.initializers.glorot_uniform()
 
 
 @jax.custom_vjp
-def _narrow(x: Float[Array, "B C F"], w: Float[Array, "F D"]) -> Float[Array, "B C D"]:
+def _narrow(x: Float[Array, "*d F"], w: Float[Array, "F D"]) -> Float[Array, "*d D"]:
     """`x @ w` for `F` greater than `D`.
 
     On a CPU the gradient of `w` costs a transposed copy of its left operand. `(dy^T x)^T` makes
@@ -26,7 +26,8 @@ def _narrow(x: Float[Array, "B C F"], w: Float[Array, "F D"]) -> Float[Array, "B
 
 def _narrow_vjp(residuals, dy):
     x, w = residuals
-    dw = jax.lax.optimization_barrier(jnp.einsum("bcd,bcf->df", dy, x)).T
+    rows = tuple(range(x.ndim - 1))
+    dw = jax.lax.optimization_barrier(jnp.tensordot(dy, x, (rows, rows))).T
     return dy @ w.T, dw
 
 

@@ -122,7 +122,7 @@ def _by_heads(function: Callable, chunks: Chunks, *operands: Any) -> Any:
     """`function` of arrays `[N, B, T, ...]`, on a CPU for a few heads at a time."""
     n_heads, n_batch, length = operands[0].shape[:3]
     n_seen = (chunks.n_chunks_before + 1 + chunks.n_chunks_after) * chunks.chunk_len
-    fit = SCORES_IN_CACHE // (n_batch * length * n_seen)
+    fit = SCORES_IN_CACHE // max(1, n_batch * length * n_seen)
     if jax.default_backend() != "cpu" or n_heads <= fit:
         return function(*operands)
     size = max(n for n in range(1, n_heads) if n_heads % n == 0 and n <= max(fit, 1))
