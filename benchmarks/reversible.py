@@ -6,10 +6,9 @@ prints two tables in Markdown and draws docs/reversible.png.
 
 The first: how far the inputs rebuilt lie from the forward pass's, and the gradient of the
 parameters from the one that keeps every activation (the same forward pass, differentiated by JAX),
-with `exact=False` and `exact=True`, in layers of local and of LSH attention with dropout. With
-bfloat16 sublayers two programs round differently, so that gradients differ by some tenths of a
-percent even where nothing drifts. On a CPU the shapes are small; on a GPU, batch 2, length 1,024,
-width 512.
+with `exact=False` and `exact=True`, in layers of local and of LSH attention with dropout. Two
+programs may round their products differently, as a GPU's do, and then gradients differ even where
+nothing drifts. On a CPU the shapes are small; on a GPU, batch 2, length 1,024, width 512.
 
 The second: temporary memory and compile time of the gradient of a ReformerLM and, for comparison,
 of a TransformerLM with the same layers, which never run.
