@@ -136,17 +136,22 @@ def hash_vectors(
     """
     n_heads, size = vectors.shape[2:]
     rotations = jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2))
-    rotated = jnp.einsum("nhrf,btnh->bnrft", rotations, vectors.astype(jnp.float32))
-    bucket, start, scale = 0, 0, 1
-    for factor in factors:
-        # The argmax of [half; -half] by comparisons: XLA's own is ten times slower on a CPU.
-        half = rotated[..., start : start + factor // 2, :]
-        top = jnp.maximum(half.max(axis=-2, keepdims=True), -half.min(axis=-2, keepdims=True))
-        index = jnp.arange(factor // 2, dtype=jnp.int32)[:, None]
-        opposite = jnp.where(half == -top, index + factor // 2, factor - 1)
-        bucket = bucket + scale * jnp.where(half == top, index, opposite).min(axis=-2)
-        start, scale = start + factor // 2, scale * factor
-    return bucket
+
+    def one_round(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:
+        rotated = jnp.einsum("nhf,btnh->bnft", rotation, vectors.astype(jnp.float32))
+        bucket, start, scale = 0, 0, 1
+        for factor in factors:
+            # The argmax of [half; -half] by comparisons: XLA's own is ten times slower on a CPU.
+            half = rotated[..., start : start + factor // 2, :]
+            top = jnp.maximum(half.max(axis=-2, keepdims=True), -half.min(axis=-2, keepdims=True))
+            index = jnp.arange(factor // 2, dtype=jnp.int32)[:, None]
+            opposite = jnp.where(half == -top, index + factor // 2, factor - 1)
+            bucket = bucket + scale * jnp.where(half == top, index, opposite).min(axis=-2)
+            start, scale = start + factor // 2, scale * factor
+        return bucket
+
+    # Round by round: the products with all rotations are the largest array of the plan.
+    return jnp.moveaxis(lax.map(one_round, jnp.moveaxis(rotations, 2, 0)), 0, 2)
 
 
 def sort_by_bucket(
