@@ -11,8 +11,9 @@ end, at most three times.
 All have axial positions, no dropout, and n_layers that cycle through local and LSH attention with
 as many buckets and hashes; the TransformerLM has full attention instead. Trax computes its LSH
 heads one at a time unless told otherwise, so it is timed as it comes (n_parallel_heads=1) and with
-all of them at once (None). A model that fails, for want of memory say, or whose first loss is not
-that of a guess, has the reason in its row in place of numbers.
+all of them at once (None). On a CPU reformax takes its feed-forward layers in chunks. A model that
+fails, for want of memory say, or whose first loss is not that of a guess, has the reason in its row
+in place of numbers.
 
 On a CPU the shapes are small and float32. On a GPU they are the Reformer paper's enwik8 model:
 reformax computes in bfloat16 with float32 weights, and in float32 as Trax does, whose products are

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention
@@ -94,10 +94,6 @@ class BlockStack(Layer):
         rng = jax.random.fold_in(jax.random.fold_in(rng, repeat.index), i)
         return jax.random.fold_in(rng, 0), jax.random.fold_in(rng, 1)
 
-    def _feed_forward(self, block: Block, params, x, rng) -> Float[Array, "B T D"]:
-        h = self._norm.apply(params["feed_forward_norm"], x)
-        return block.feed_forward.apply(params["feed_forward"], h, rng=rng)
-
 
 class ResidualStack(BlockStack):
     """Pre-norm Transformer layers: `x += attention(norm(x)); x += feed_forward(norm(x))`.
@@ -135,7 +131,9 @@ class ResidualStack(BlockStack):
                     mask = () if segments is None else (segments,)
                     h = block.attention.apply(p["attention"], h, *mask, rng=rngs[0])
                     x = x + h.astype(jnp.float32)
-                    return x + self._feed_forward(block, p, x, rngs[1]).astype(jnp.float32)
+                    h = self._norm.apply(p["feed_forward_norm"], x)
+                    h = block.feed_forward.apply(p["feed_forward"], h, rng=rngs[1])
+                    return x + h.astype(jnp.float32)
 
                 x = (jax.checkpoint(layer) if self._remat else layer)(p, x)
             return x, None

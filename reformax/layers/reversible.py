@@ -146,9 +146,9 @@ class ReversibleStack(BlockStack):
                     self._attend, block, segments=segments, rng=attention_rng
                 )
                 attended = self._alone(attend, attention_params, projections, plans[-1])
-                streams = streams._replace(one=streams.one + attended)
+                streams = Streams(streams.one + attended, streams.two)
                 two = self._feed(block, feed_forward_params, streams, feed_forward_rng)
-                streams = streams._replace(two=two)
+                streams = Streams(streams.one, two)
             return streams, tuple(plans)
 
         return self._scan(repeat, streams, params)
@@ -233,10 +233,8 @@ class ReversibleStack(BlockStack):
 
 def _halves(block: dict) -> tuple[dict, dict]:
     """A block's parameters: those of its attention and those of its feed-forward layer."""
-    attention = ("attention_norm", "attention")
-    return {name: block[name] for name in attention}, {
-        name: x for name, x in block.items() if name not in attention
-    }
+    attention, feed_forward = ("attention_norm", "attention"), ("feed_forward_norm", "feed_forward")
+    return {name: block[name] for name in attention}, {name: block[name] for name in feed_forward}
 
 
 def _part(x: Float[Array, "B T D"], start, size: int) -> Float[Array, "B C D"]:

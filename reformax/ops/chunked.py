@@ -319,7 +319,7 @@ def _attend_backward(chunks, residuals, d_out):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "B N"]:
+def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
     """The number of each head, by which its dropout is drawn."""
     return jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], q.shape[:2])
 
