@@ -1,6 +1,6 @@
 """The Reformer paper's table of the duplication task, in small (section 2, table 2).
 
-    python -m benchmarks.duplication --length 256 --steps 400
+    python -m benchmarks.duplication --length 256 --steps 700
 
 trains one-layer models on 0w0w, with full shared-QK attention and with LSH attention, and prints in
 Markdown how much of the second w each gets right when it is evaluated with full attention and with
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--chunk_len", type=int, default=32)
     args = parser.parse_args()
