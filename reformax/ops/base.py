@@ -159,6 +159,14 @@ def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng) 
         raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
 
 
+def check_impl(impl: str, *others: str) -> None:
+    """Raises `ValueError` for an implementation that an op does not have."""
+    known = ("auto", "xla", *others)
+    if impl not in known:
+        names = ", ".join(repr(name) for name in known[:-1])
+        raise ValueError(f"impl is {impl!r}: expected {names} or {known[-1]!r}")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
     """`x` scaled to unit root mean square over its last axis: a shared-QK key."""
@@ -239,7 +247,24 @@ def dropout_multiplier(
     A weight is addressed by its batch, head, query and key position, so any tiling, any order and
     both passes see the same mask, and nothing of it is stored. The arguments broadcast.
     """
-    seed, salt = jax.random.bits(rng, (2,), jnp.uint32)
+    return keep_multiplier(dropout_words(rng), rate, batch, head, query, key)
+
+
+def dropout_words(rng: PRNGKeyArray) -> Int[Array, 2]:
+    """The seed and the salt of `dropout_multiplier`, as a kernel reads them."""
+    return jax.random.bits(rng, (2,), jnp.uint32)
+
+
+def keep_multiplier(
+    words: Int[Array, 2],
+    rate: float,
+    batch: Int[Array, "*d"],
+    head: Int[Array, "*d"],
+    query: Int[Array, "*d"],
+    key: Int[Array, "*d"],
+) -> Float[Array, "*d"]:
+    """`dropout_multiplier` of the words that its rng gives."""
+    seed, salt = words
     batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
     row = _mix(query ^ _mix(head ^ _mix(batch ^ seed)))
     bits = _mix(row ^ _mix(key ^ salt))

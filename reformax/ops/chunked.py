@@ -12,7 +12,7 @@ appendix B.2): scores are computed again, round by round, and never stored.
 Inside this module arrays are heads-first, `[N, B, T, ...]`, with T padded to whole chunks.
 
 On a CPU a few heads are computed at a time: scores are written and read a dozen times, and all of
-them are more than its cache holds.
+them are more than its cache holds. On an NVIDIA GPU `kernels.chunked` computes the same function.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from reformax.ops.base import dropout_multiplier, length_normalize, mean_product
 # Stands for minus infinity where a difference of two of them must not be NaN.
 HIDDEN = -1e30
 
+# Rows of the kernel's tiles must fit on the chip.
+MAX_HEAD_SIZE = 128
+
 # Scores of one round that a CPU computes at a time: 2 MiB of float32.
 SCORES_IN_CACHE = 2**19
 
@@ -41,7 +44,7 @@ class Order(NamedTuple):
     """An order of the padded sequence for each round, and its inverse: `slot[order[t]] == t`."""
 
     order: Int[Array, "B N R T"]  # the position that stands at each place
-    slot: Int[Array, "B N R T"]  # the place at which each position stands
+    slot: Int[Array, "B N R T"] | None  # the place of each position; None where nobody asks
 
 
 class Chunks(NamedTuple):
@@ -87,6 +90,7 @@ def chunked_attention(
     order: Order | None,
     segments: Int[Array, "B T"] | None,
     rng: PRNGKeyArray | None,
+    impl: str = "xla",
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the union of the chunks that each query sees.
 
@@ -98,13 +102,48 @@ def chunked_attention(
       order: the rounds' orders of the padded sequence; None keeps the sequence as it is.
       segments: ids; a position sees its own id only, and 0 is padding.
       rng: the source of dropout, needed where `chunks.dropout > 0`.
+      impl: what `chosen_impl` returned.
 
     Returns:
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
     if segments is not None:
         segments = jnp.pad(segments, ((0, 0), (0, -q.shape[1] % chunks.chunk_len)))
-    return _attend(chunks, q, k, v, order, segments, rng)
+    if impl == "xla":
+        return _attend(chunks, q, k, v, order, segments, rng)
+    return _attend_in_kernel((chunks, impl), q, k, v, order, segments, rng)
+
+
+KERNELS = ("pallas", "pallas_interpret")
+
+
+def chosen_impl(impl: str, q: Array, v: Array | None = None) -> str:
+    """`impl`, or what "auto" stands for: the kernel where it runs, or else "xla".
+
+    Raises:
+      NotImplementedError: `impl="pallas"` for what the kernel cannot do.
+    """
+    if impl not in ("auto", "pallas"):
+        return impl
+    obstacle = _kernel_obstacle(q, v)
+    if obstacle and impl == "pallas":
+        raise NotImplementedError(f"impl='pallas' with {obstacle}: use impl='auto' or 'xla'")
+    return "xla" if obstacle else "pallas"
+
+
+def _kernel_obstacle(q: Array, v: Array | None) -> str | None:
+    """What keeps the kernel from computing a call, in words; None if nothing does."""
+    if jax.default_backend() != "gpu":
+        return f"the backend {jax.default_backend()!r}"
+    device = jax.local_devices()[0]
+    if float(getattr(device, "compute_capability", None) or 0) < 8.0:
+        return f"the device {device.device_kind!r}, which is not an NVIDIA GPU of Ampere or later"
+    for x in (q, q if v is None else v):
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"dtype {x.dtype}"
+        if x.shape[-1] > MAX_HEAD_SIZE:
+            return f"head size {x.shape[-1]}, which is above {MAX_HEAD_SIZE}"
+    return None
 
 
 def _heads_first(x: Float[Array, "B T N H"], chunks: Chunks) -> Float[Array, "N B Tp H"]:
@@ -317,6 +356,33 @@ def _attend_backward(chunks, residuals, d_out):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_in_kernel(how, q, k, v, order, segments, rng):
+    return _kernel_forward(how, q, k, v, order, segments, rng)[0]
+
+
+def _kernel_forward(how, q, k, v, order, segments, rng):
+    from reformax.ops.kernels import chunked as kernel
+
+    chunks, impl = how
+    inputs = (q, k, v, order, segments, rng)
+    out, top, total = kernel.forward(chunks, *inputs, interpret=impl == "pallas_interpret")
+    return out, (inputs, (out, top, total))
+
+
+def _kernel_backward(how, residuals, d_out):
+    from reformax.ops.kernels import chunked as kernel
+
+    chunks, impl = how
+    inputs, results = residuals
+    interpret = impl == "pallas_interpret"
+    dq, dk, dv = kernel.backward(chunks, *inputs, *results, d_out, interpret=interpret)
+    return dq, dk, dv, None, None, None
+
+
+_attend_in_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 
 def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:

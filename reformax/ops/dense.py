@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from reformax.ops.base import (
     AttentionOp,
     Traits,
+    check_impl,
     no_params,
     no_plan,
     reference_attention,
@@ -30,7 +31,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
       ValueError: an unknown `impl`.
       NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
     """
-    check_impl(impl)
+    check_impl(impl, "cudnn")
     return AttentionOp(
         init=no_params,
         plan=no_plan,
@@ -50,12 +51,6 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl):
         return reference_attention(q, k, v, mask, dropout=dropout, rng=rng)
 
     return attend(q, k, v)
-
-
-def check_impl(impl: str) -> None:
-    """Raises `ValueError` for an implementation that does not exist."""
-    if impl not in ("auto", "xla", "cudnn"):
-        raise ValueError(f"impl is {impl!r}: expected 'auto', 'xla' or 'cudnn'")
 
 
 def use_cudnn(impl: str, obstacle: str | None) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import jax
 
-from reformax.ops.base import AttentionOp, Traits, no_params, no_plan
-from reformax.ops.chunked import Chunks, check_chunks, chunked_attention
-from reformax.ops.dense import check_impl, cudnn_obstacle, use_cudnn
+from reformax.ops.base import AttentionOp, Traits, check_impl, no_params, no_plan
+from reformax.ops.chunked import KERNELS, Chunks, check_chunks, chosen_impl, chunked_attention
+from reformax.ops.dense import cudnn_obstacle, use_cudnn
 
 
 def local(
@@ -33,16 +33,17 @@ def local(
       window: if set, a position sees exactly those less than `window` positions away, before it
         and, if not causal, after it. The chunk counts must then be large enough to hold it.
       shared_qk: whether keys are the length-normalised queries.
-      impl: `"xla"` runs everywhere. `"cudnn"` is NVIDIA's fused kernel, for causal attention with a
-        `window` under the conditions of `dense.dense`. `"auto"` takes it where it computes this
-        same function.
+      impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
+        heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"cudnn"` is
+        NVIDIA's own, for causal attention with a `window` under the conditions of `dense.dense`.
+        `"auto"` takes cuDNN or the kernel where they compute this same function.
 
     Raises:
       ValueError: sizes out of range, a window that the chunks cannot hold, an unknown `impl`.
-      NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
+      NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
     check_chunks(chunk_len, n_chunks_before, n_chunks_after)
-    check_impl(impl)
+    check_impl(impl, "cudnn", *KERNELS)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: expected at least 1, the position itself")
     # Chunks on either side that a window reaches into.
@@ -65,7 +66,9 @@ def local(
                 f"window is {window} and causal=False, but n_chunks_after is {n_chunks_after}: "
                 f"raise it to {reach}"
             )
-        if use_cudnn(impl, obstacle(q, k, v, segments, causal, dropout)):
+        if impl in ("auto", "cudnn") and use_cudnn(
+            impl, obstacle(q, k, v, segments, causal, dropout)
+        ):
             return jax.nn.dot_product_attention(
                 q,
                 k,
@@ -84,7 +87,8 @@ def local(
             window=window,
             dropout=dropout,
         )
-        return chunked_attention(q, k, v, chunks, None, segments, rng)
+        which = chosen_impl(impl, q, v)
+        return chunked_attention(q, k, v, chunks, None, segments, rng, which)
 
     return AttentionOp(
         init=no_params, plan=no_plan, apply=apply, traits=Traits(shared_qk=shared_qk)

@@ -18,8 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.ops.base import AttentionOp, Traits, no_params
-from reformax.ops.chunked import Chunks, Order, check_chunks, chunked_attention
+from reformax.ops.base import AttentionOp, Traits, check_impl, no_params
+from reformax.ops.chunked import (
+    KERNELS,
+    Chunks,
+    Order,
+    check_chunks,
+    chosen_impl,
+    chunked_attention,
+)
 
 MAX_BUCKETS_UNFACTORED = 128
 
@@ -33,6 +40,7 @@ def lsh(
     n_chunks_before: int = 1,
     n_chunks_after: int = 0,
     count_once: bool = True,
+    impl: str = "auto",
 ) -> AttentionOp:
     """LSH attention with its hyperparameters fixed.
 
@@ -51,10 +59,15 @@ def lsh(
       n_chunks_after: how many chunks after its own.
       count_once: True counts a key once however many rounds show it, as the paper's N_ij does
         (appendix A); False counts it each time, as Trax does.
+      impl: `"xla"` runs everywhere. `"pallas"` are this project's kernels for NVIDIA GPUs of Ampere
+        or later and heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for
+        tests. `"auto"` takes them where they run.
 
     Raises:
-      ValueError: sizes out of range.
+      ValueError: sizes out of range, an unknown `impl`.
+      NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
+    check_impl(impl, *KERNELS)
     check_chunks(chunk_len, n_chunks_before, n_chunks_after)
     if n_hashes_eval is None:
         n_hashes_eval = n_hashes
@@ -63,15 +76,20 @@ def lsh(
             raise ValueError(f"{name} is {n}: expected at least 1")
     factors = None if n_buckets == "auto" else _factors(n_buckets)
 
-    def plan(params, q, k, *, segments, causal, rng, train) -> Order:
+    def plan(params, q, k, *, segments, causal, rng, train) -> Order | None:
         del params, k, causal
         length = q.shape[1]
+        if length <= chunk_len:
+            return None  # One chunk shows every key, in whatever order.
         sizes = factors or auto_buckets(length, chunk_len)
         n_rounds = n_hashes if train else n_hashes_eval
-        if length <= chunk_len:
-            n_rounds = 1  # One chunk shows every key, and more rounds would show the same ones.
-        buckets = hash_vectors(lax.stop_gradient(q), sizes, n_rounds, rng)
-        return sort_by_bucket(buckets, math.prod(sizes), segments, -length % min(chunk_len, length))
+        which = chosen_impl(impl, q)
+        buckets = hash_vectors(lax.stop_gradient(q), sizes, n_rounds, rng, which)
+        order = sort_by_bucket(buckets, math.prod(sizes), segments, -length % chunk_len)
+        # A kernel writes its rows where they belong; it asks only which rounds showed a key before.
+        if which != "xla" and (n_rounds == 1 or not count_once):
+            order = order._replace(slot=None)
+        return order
 
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
         del params
@@ -85,7 +103,8 @@ def lsh(
             count_once=count_once,
             dropout=dropout,
         )
-        return chunked_attention(q, k, v, chunks, plan, segments, rng)
+        which = chosen_impl(impl, q, v)
+        return chunked_attention(q, k, v, chunks, plan, segments, rng, which)
 
     return AttentionOp(
         init=no_params,
@@ -123,6 +142,7 @@ def hash_vectors(
     factors: Sequence[int],
     n_rounds: int,
     rng: PRNGKeyArray,
+    impl: str = "xla",
 ) -> Int[Array, "B N R T"]:
     """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
 
@@ -133,9 +153,15 @@ def hash_vectors(
       factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
       n_rounds: R.
       rng: the source of the rotations.
+      impl: "xla", or the kernel, which multiplies in the dtype of `vectors`.
     """
     n_heads, size = vectors.shape[2:]
     rotations = jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2))
+    if impl != "xla":
+        from reformax.ops.kernels import angular_hash
+
+        interpret = impl == "pallas_interpret"
+        return angular_hash.hash_vectors(vectors, rotations, factors, interpret)
 
     def one_round(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:
         rotated = jnp.einsum("nhf,btnh->bnft", rotation, vectors.astype(jnp.float32))
@@ -161,21 +187,32 @@ def sort_by_bucket(
     n_pad: int,
 ) -> Order:
     """The order by (segment, bucket, position), padding last, of a sequence padded by `n_pad`."""
-    n_batch, _, _, length = buckets.shape
-    length += n_pad
+    length = buckets.shape[-1] + n_pad
+    n_rows = math.prod(buckets.shape[:-1])
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)
+    n_buckets += n_pad > 0
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), buckets.shape)
-    if segments is None and (n_buckets + 1) * length < 2**31:
+    if segments is not None:
+        segments = jnp.pad(jnp.asarray(segments, jnp.int32), ((0, 0), (0, n_pad)))
+        segments = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
+        segments = jnp.broadcast_to(segments[:, None, None], buckets.shape)
+        # A stable sort leaves equal keys in the order of their positions.
+        order = lax.sort((segments, buckets, position), num_keys=2, is_stable=True)[-1]
+    elif jax.default_backend() == "gpu" and n_rows * n_buckets < 2**31:
+        # As one row: there XLA has a radix sort, and it is for one row.
+        row = jnp.arange(n_rows, dtype=jnp.int32).reshape(*buckets.shape[:-1], 1)
+        keys = (row * n_buckets + buckets).reshape(-1)
+        if n_rows * n_buckets * length < 2**32:
+            words = keys.astype(jnp.uint32) * length + position.reshape(-1).astype(jnp.uint32)
+            order = (lax.sort(words) % length).astype(jnp.int32)
+        else:
+            order = lax.sort((keys, position.reshape(-1)), num_keys=1, is_stable=True)[-1]
+        order = order.reshape(buckets.shape)
+    elif n_buckets * length < 2**31:
         # One packed word sorts several times faster than a key with its payload.
         order = lax.sort(buckets * length + position) % length
     else:
-        keys = (buckets,)
-        if segments is not None:
-            segments = jnp.pad(jnp.asarray(segments, jnp.int32), ((0, 0), (0, n_pad)))
-            segments = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
-            keys = (jnp.broadcast_to(segments[:, None, None], buckets.shape), buckets)
-        # A stable sort leaves equal keys in the order of their positions.
-        order = lax.sort((*keys, position), num_keys=len(keys), is_stable=True)[-1]
+        order = lax.sort((buckets, position), num_keys=1, is_stable=True)[-1]
     slot = jnp.put_along_axis(
         jnp.zeros_like(order), order, position, axis=-1, inplace=False, mode="promise_in_bounds"
     )

@@ -76,7 +76,7 @@ def _others(options, plan, shape, causal, segments):
 
 
 def _neighbours(options, plan, shape, causal, segments):
-    reach = {name: n for name, n in options.items() if name != "shared_qk"}
+    reach = {name: options[name] for name in _NEIGHBOURHOODS}
     counts = visible(shape, causal, segments) * in_reach(np.arange(shape.n_keys), **reach)
     return except_self(counts) if options.get("shared_qk") else counts
 
@@ -88,6 +88,8 @@ def _window(options, plan, shape, causal, segments):
 
 def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
     """How many of an LSH plan's rounds bring each key within reach of each query."""
+    if plan is None:  # One chunk shows all there is.
+        return np.ones((shape.batch, shape.n_heads, shape.n_queries, shape.n_keys), int)
     place = np.argsort(np.asarray(plan.order), axis=-1)[..., : shape.n_queries]
     reach = [options[name] for name in ("chunk_len", "n_chunks_before", "n_chunks_after")]
     return in_reach(place, *reach).sum(axis=2)
@@ -111,6 +113,7 @@ _HASHING = {
     "n_chunks_before": (1, 0, 2),
     "n_chunks_after": (0, 1),
 }
+_KERNEL = {"impl": ("pallas_interpret",)}
 _WINDOWS = {"window": (6, 1, 9), "chunk_len": (4,), "n_chunks_before": (2,), "n_chunks_after": (2,)}
 
 ROWS = [
@@ -121,4 +124,12 @@ ROWS = [
     Row("local_window", local.local, _WINDOWS, _window),
     Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed),
     Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed),
+    Row(
+        "local_pallas",
+        local.local,
+        _NEIGHBOURHOODS | {"shared_qk": (False, True)} | _KERNEL,
+        _neighbours,
+    ),
+    Row("local_window_pallas", local.local, _WINDOWS | _KERNEL, _window),
+    Row("lsh_pallas", lsh.lsh, _HASHING | {"count_once": (True, False)} | _KERNEL, _hashed),
 ]

@@ -1,0 +1,25 @@
+"""The kernel of angular hashing, interpreted, against the array operations."""
+
+import jax
+import numpy as np
+import pytest
+
+from reformax.ops import lsh
+from tests.ops.fast import fast_jit
+
+
+@pytest.mark.parametrize(
+    "length, size, factors, n_rounds",
+    [(37, 8, (4,), 3), (150, 20, (6, 10), 2), (20, 64, (300,), 1)],
+)
+def test_the_same_buckets(length, size, factors, n_rounds):
+    """More vectors and more directions than a program takes at a time; and a vector of zeros."""
+    vectors = np.random.default_rng(0).normal(size=(2, length, 3, size)).astype(np.float32)
+    vectors[0, 3] = 0
+
+    @fast_jit
+    def buckets(vectors):
+        args = (vectors, factors, n_rounds, jax.random.key(0))
+        return lsh.hash_vectors(*args), lsh.hash_vectors(*args, impl="pallas_interpret")
+
+    np.testing.assert_array_equal(*buckets(vectors))

@@ -1,0 +1,121 @@
+"""The kernel of chunked attention, interpreted, against the array operations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.ops import chunked, lsh
+from reformax.ops.kernels import chunked as kernel
+from tests.ops.fast import fast_jit
+
+KEY = jax.random.key(0)
+ONE_BEFORE = dict(chunk_len=16, n_chunks_before=1, n_chunks_after=0, causal=True, shared_qk=True)
+AROUND = ONE_BEFORE | dict(n_chunks_after=1, causal=False)
+SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16), (16, 32)))
+
+
+@pytest.mark.parametrize(
+    "options, n_rounds, packed, tiles",
+    [
+        (ONE_BEFORE, 1, False, SQUARE),
+        (ONE_BEFORE, 3, True, TALL),
+        (ONE_BEFORE | dict(chunk_len=10, n_chunks_before=2), 2, False, WIDE),
+        (ONE_BEFORE | dict(count_once=False, dropout=0.2), 2, False, SQUARE),
+        (AROUND | dict(dropout=0.2), 3, True, WIDE),
+        (AROUND | dict(chunk_len=1, n_chunks_before=0), 7, False, SQUARE),
+        (ONE_BEFORE | dict(shared_qk=False), 0, False, SQUARE),
+        (ONE_BEFORE | dict(chunk_len=64), 0, True, SQUARE),
+        (AROUND | dict(chunk_len=32, window=9, dropout=0.2), 0, True, TALL),
+        (ONE_BEFORE | dict(chunk_len=32, window=20, shared_qk=False), 0, False, WIDE),
+    ],
+)
+def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles):
+    """Blocks that tile a chunk, that share one with others, and that hold several."""
+    batch, length, n_heads = 2, 83, 2
+    chunks = chunked.Chunks(length=length, **options)
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        rng.normal(size=(batch, length, n_heads, size)).astype(np.float32) for size in (8, 8, 5, 5)
+    )
+    k = None if chunks.shared_qk else k
+    n_pad = -length % chunks.chunk_len
+    order = segments = None
+    if packed:
+        segments = rng.integers(0, 3, (batch, length + n_pad)).astype(np.int32)
+        segments[:, length:] = 0
+    if n_rounds:
+        buckets = rng.integers(0, 6, (batch, n_heads, n_rounds, length)).astype(np.int32)
+        ids = None if segments is None else segments[:, :length]
+        order = fast_jit(lambda b: lsh.sort_by_bucket(b, 6, ids, n_pad))(buckets)
+
+    @fast_jit
+    def arrays(q, k, v, d_out):
+        out, vjp = jax.vjp(
+            lambda q, k, v: chunked.chunked_attention(
+                q, k, v, chunks, order, None if segments is None else segments[:, :length], KEY
+            ),
+            *(q, k, v),
+        )
+        return out, vjp(d_out)
+
+    @fast_jit
+    def blocks(q, k, v, d_out):
+        inputs = (chunks, q, k, v, order, segments, KEY)
+        results = kernel.forward(*inputs, tiles=tiles, interpret=True)
+        gradients = kernel.backward(*inputs, *results, d_out, tiles=tiles, interpret=True)
+        return results[0], gradients
+
+    want, got = arrays(q, k, v, d_out), blocks(q, k, v, d_out)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+def test_chunks_of_many_rounds_fill_words():
+    """Fifteen earlier rounds of eleven-bit chunk numbers take eight words; none is lost."""
+    rng = np.random.default_rng(0)
+    chunks = chunked.Chunks(1100, 1, 0, 0, causal=False, shared_qk=True)
+    slot = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
+    order = chunked.Order(np.argsort(slot, axis=-1).astype(np.int32), slot)
+    q = jnp.zeros((1, 1100, 1, 2))
+    inputs = kernel._inputs(chunks, q, None, q, order, None, None)
+    program = kernel._programs(chunks, order.order, SQUARE)[-1]
+    assert (program.chunk_bits, program.per_word, len(inputs.seen)) == (11, 2, 8)
+    for r in range(15):  # as the last round sees them
+        word, place = divmod(r, program.per_word)
+        got = (np.asarray(inputs.seen[word, 0, 0, 15]).view(np.uint32) >> (11 * place)) & 2047
+        np.testing.assert_array_equal(got, slot[0, 0, r][order.order[0, 0, 15]])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("size", [64, 80])
+def test_it_lowers_for_a_gpu(dtype, size):
+    """What the interpreter takes and Triton does not would show here, without a GPU."""
+    length, n_heads, n_rounds = 1000, 2, 2
+    chunks = chunked.Chunks(length, 64, 1, 0, causal=True, shared_qk=True, dropout=0.1)
+    x = jax.ShapeDtypeStruct((1, length, n_heads, size), dtype)
+    place = jax.ShapeDtypeStruct((1, n_heads, n_rounds, 1024), jnp.int32)
+    segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+
+    def run(q, v, order, segments, rng, d_out):
+        inputs = (chunks, q, None, v, order, segments, rng)
+        return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
+
+    lowered = lower_for_gpu(run, x, x, chunked.Order(place, place), segments, KEY, x)
+    assert lowered.count("triton") >= 2 * n_rounds
+
+
+def lower_for_gpu(function, *args) -> str:
+    """The program that would be compiled on an NVIDIA GPU."""
+    lower = functools.partial(
+        lambda: jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    try:
+        return lower()
+    except RuntimeError:  # jax 0.12 asks which GPU
+        from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None)
+        with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+            return lower()
