@@ -57,6 +57,8 @@ class Chunks(NamedTuple):
       window: if set, keys `window` or more positions away are hidden.
       count_once: whether a key that several rounds see counts once (the paper's N_ij) or each time.
       dropout: the rate at which attention weights are dropped.
+      wrap: whether the order is one of `in_a_circle`.
+      n_pad: positions of padding behind the real ones; None makes whole chunks.
     """
 
     length: int
@@ -68,6 +70,13 @@ class Chunks(NamedTuple):
     window: int | None = None
     count_once: bool = True
     dropout: float = 0.0
+    wrap: bool = False
+    n_pad: int | None = None
+
+    @property
+    def padding(self) -> int:
+        """How many positions stand behind the real ones."""
+        return -self.length % self.chunk_len if self.n_pad is None else self.n_pad
 
 
 def check_chunks(chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> None:
@@ -77,6 +86,19 @@ def check_chunks(chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> N
     for name, n in (("n_chunks_before", n_chunks_before), ("n_chunks_after", n_chunks_after)):
         if n < 0:
             raise ValueError(f"{name} is {n}: expected 0 or more")
+
+
+def in_a_circle(order: Order, chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> Order:
+    """The order with, around each round, the chunks that its first and its last chunk see there.
+
+    The rounds stand one behind the other and the first behind the last, as in Trax: before a
+    round's first chunk are the last ones of the round before. Of one round it makes a circle.
+    """
+    n_rounds, length = order.order.shape[2:]
+    before, after = n_chunks_before * chunk_len, n_chunks_after * chunk_len
+    place = np.arange(n_rounds)[:, None] * length + np.arange(-before, length + after)
+    rounds = order.order.reshape(*order.order.shape[:2], -1)
+    return order._replace(order=rounds[:, :, place % (n_rounds * length)], slot=order.slot + before)
 
 
 def chunked_attention(
@@ -103,14 +125,13 @@ def chunked_attention(
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
     if segments is not None:
-        segments = jnp.pad(segments, ((0, 0), (0, -q.shape[1] % chunks.chunk_len)))
+        segments = jnp.pad(segments, ((0, 0), (0, chunks.padding)))
     return _attend(chunks, q, k, v, order, segments, rng)
 
 
 def _heads_first(x: Float[Array, "B T N H"], chunks: Chunks) -> Float[Array, "N B Tp H"]:
     """Heads outermost, positions padded to whole chunks."""
-    n_pad = -x.shape[1] % chunks.chunk_len
-    return jnp.pad(jnp.moveaxis(x, 2, 0), ((0, 0), (0, 0), (0, n_pad), (0, 0)))
+    return jnp.pad(jnp.moveaxis(x, 2, 0), ((0, 0), (0, 0), (0, chunks.padding), (0, 0)))
 
 
 def _heads_last(x: Float[Array, "N B Tp H"], chunks: Chunks) -> Float[Array, "B T N H"]:
@@ -137,6 +158,23 @@ def _take(x: Array, index: Int[Array, "N B T"] | None) -> Array:
         return x
     index = index.reshape(index.shape + (1,) * (x.ndim - 3))
     return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")
+
+
+def _put_back(x: Array, this: _Round, chunks: Chunks) -> Array:
+    """The transpose of `_take` by a round's order: what is said of each place, by position."""
+    total = _take(x, this.slot)
+    if chunks.wrap:
+        border = _border(x.shape[2], chunks)
+        head, batch = np.ogrid[: x.shape[0], : x.shape[1]]
+        position = this.order[:, :, border]
+        total = total.at[head[..., None], batch[..., None], position].add(x[:, :, border])
+    return total
+
+
+def _border(n_places: int, chunks: Chunks) -> np.ndarray:
+    """The places that `in_a_circle` added around a round."""
+    before, after = (n * chunks.chunk_len for n in (chunks.n_chunks_before, chunks.n_chunks_after))
+    return np.r_[:before, n_places - after : n_places]
 
 
 def _split(x: Array, chunks: Chunks) -> Array:
@@ -202,6 +240,10 @@ def _visible(
     position = _positions(chunks, order, length)
     query, key = pair(position)
     mask = _exists(position.shape[2], chunks)
+    if chunks.wrap:  # what was added around the round are keys alone
+        own = np.ones(order.shape[2], bool)
+        own[_border(order.shape[2], chunks)] = False
+        mask = mask & own.reshape(-1, chunks.chunk_len, 1)
     if chunks.causal:
         mask = mask & (key <= query)
     elif segments is None and length > chunks.length:
@@ -392,9 +434,9 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         d_query = jnp.einsum("bnclm,bncmh->bnclh", d_scores, keys, **f32)
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_scores, q_sorted, **f32)
         d_query_as_key, d_key = keys_vjp(d_keys.astype(q.dtype))
-        dq = dq + _take(_merge(d_query + d_query_as_key), this.slot)
-        dk = None if dk is None else dk + _take(_merge(d_key), this.slot)
-        dv = dv + _take(_merge(_fold_back(d_values, chunks)), this.slot)
+        dq = dq + _put_back(_merge(d_query + d_query_as_key), this, chunks)
+        dk = None if dk is None else dk + _put_back(_merge(d_key), this, chunks)
+        dv = dv + _put_back(_merge(_fold_back(d_values, chunks)), this, chunks)
         return dq, dk, dv
 
     nothing = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
@@ -408,14 +450,16 @@ def visible_union(
 
     O(T^2) memory: this is what the tests hand to the oracle, not a way to compute.
     """
-    n_pad = -chunks.length % chunks.chunk_len
-    length = chunks.length + n_pad
-    if segments is not None:
-        segments = jnp.pad(segments, ((0, 0), (0, n_pad)))
+    length = chunks.length + chunks.padding
     place = jnp.arange(length)[None, None, None] if order is None else order.slot
     chunk = place // chunks.chunk_len
     distance = chunk[..., None, :] - chunk[..., :, None]
     near = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+    if chunks.wrap:  # a key stands at several places
+        around = jnp.arange(order.order.shape[-1]) // chunks.chunk_len - chunk[..., None]
+        near = (around >= -chunks.n_chunks_before) & (around <= chunks.n_chunks_after)
+        stands = jax.nn.one_hot(order.order, length, dtype=bool)
+        near = jnp.any(near[..., None] & stands[:, :, :, None], axis=-2)
     mask = near.any(axis=2)[:, :, : chunks.length, : chunks.length]
     query, key = jnp.ogrid[: chunks.length, : chunks.length]
     if chunks.causal:

@@ -7,9 +7,10 @@ the chunks are only how it is computed.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from reformax.ops.base import AttentionOp, Traits, no_params, no_plan
-from reformax.ops.chunked import Chunks, check_chunks, chunked_attention
+from reformax.ops.chunked import Chunks, Order, check_chunks, chunked_attention, in_a_circle
 from reformax.ops.dense import check_impl, cudnn_obstacle, use_cudnn
 
 
@@ -20,11 +21,13 @@ def local(
     n_chunks_after: int = 0,
     window: int | None = None,
     shared_qk: bool = False,
+    wrap: bool = False,
+    pad_chunks: int = 1,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention within a position's own chunk and its neighbours.
 
-    The first chunk has no chunk before it: unlike in Trax, it does not look at the last one.
+    The first chunk has no chunk before it, unless `wrap` is set.
 
     Args:
       chunk_len: positions in a chunk.
@@ -33,6 +36,11 @@ def local(
       window: if set, a position sees exactly those less than `window` positions away, before it
         and, if not causal, after it. The chunk counts must then be large enough to hold it.
       shared_qk: whether keys are the length-normalised queries.
+      wrap: True sets the chunks in a circle, as Trax and Hugging Face do: before the first is the
+        last one. A key that stands in a window twice then counts twice. Causal attention can tell
+        only where `n_chunks_before` reaches around to the chunk itself.
+      pad_chunks: the sequence is padded to a multiple of so many chunks, which only `wrap` can
+        tell.
       impl: `"xla"` runs everywhere. `"cudnn"` is NVIDIA's fused kernel, for causal attention with a
         `window` under the conditions of `dense.dense`. `"auto"` takes it where it computes this
         same function.
@@ -45,6 +53,10 @@ def local(
     check_impl(impl)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: expected at least 1, the position itself")
+    if wrap and window is not None:
+        raise ValueError(f"wrap is True and window is {window}: a window has no circle, leave one")
+    if pad_chunks < 1:
+        raise ValueError(f"pad_chunks is {pad_chunks}: expected at least 1")
     # Chunks on either side that a window reaches into.
     reach = 0 if window is None else -(-(window - 1) // chunk_len)
     if reach > n_chunks_before:
@@ -74,17 +86,27 @@ def local(
                 local_window_size=(window - 1, 0),
                 implementation="cudnn",
             )
+        batch, length, n_heads = q.shape[:3]
         chunks = Chunks(
-            length=q.shape[1],
-            chunk_len=min(chunk_len, q.shape[1]),
+            length=length,
+            chunk_len=min(chunk_len, length),
             n_chunks_before=n_chunks_before,
             n_chunks_after=n_chunks_after,
             causal=causal,
             shared_qk=shared_qk,
             window=window,
             dropout=dropout,
+            wrap=wrap and length > chunk_len,
+            n_pad=0 if length <= chunk_len else -length % (chunk_len * pad_chunks),
         )
-        return chunked_attention(q, k, v, chunks, None, segments, rng)
+        order = None
+        if chunks.wrap:
+            shape = (batch, n_heads, 1, length + chunks.padding)
+            position = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape)
+            order = in_a_circle(
+                Order(position, position), chunk_len, n_chunks_before, n_chunks_after
+            )
+        return chunked_attention(q, k, v, chunks, order, segments, rng)
 
     return AttentionOp(
         init=no_params, plan=no_plan, apply=apply, traits=Traits(shared_qk=shared_qk)

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.ops.base import AttentionOp, Traits, no_params
-from reformax.ops.chunked import Chunks, Order, check_chunks, chunked_attention
+from reformax.ops.chunked import Chunks, Order, check_chunks, chunked_attention, in_a_circle
 
 MAX_BUCKETS_UNFACTORED = 128
 
@@ -33,12 +33,15 @@ def lsh(
     n_chunks_before: int = 1,
     n_chunks_after: int = 0,
     count_once: bool = True,
+    wrap: bool = False,
+    pad_chunks: int = 1,
+    rotations: Float[ArrayLike, "N H R F"] | None = None,
 ) -> AttentionOp:
     """LSH attention with its hyperparameters fixed.
 
     It is exact shared-QK attention over the union of the chunks that the rounds show each query;
     where one chunk covers the length, it is `shared_qk.shared_qk()` itself. The first chunk has no
-    chunk before it: unlike in Trax, it does not look at the last one.
+    chunk before it, unless `wrap` is set.
 
     Args:
       chunk_len: positions in a chunk of the sorted sequence.
@@ -51,17 +54,34 @@ def lsh(
       n_chunks_after: how many chunks after its own.
       count_once: True counts a key once however many rounds show it, as the paper's N_ij does
         (appendix A); False counts it each time, as Trax does.
+      wrap: True sets the rounds' chunks in a circle, as Trax and Hugging Face do: before a round's
+        first chunk is the last one of the round before, and before the first round's that of the
+        last. Needs `count_once=False`.
+      pad_chunks: the sequence is padded to a multiple of so many chunks, which only `wrap` can
+        tell: the last chunk may be padding alone.
+      rotations: what to hash with instead of rotations drawn from the rng: N heads, heads of size
+        H, at least as many rounds R as are used, half the sum F of the factors of `n_buckets`.
 
     Raises:
-      ValueError: sizes out of range.
+      ValueError: sizes out of range, or options that exclude each other.
     """
     check_chunks(chunk_len, n_chunks_before, n_chunks_after)
+    if wrap and count_once:
+        raise ValueError("wrap is True and count_once is True: set count_once=False")
+    if pad_chunks < 1:
+        raise ValueError(f"pad_chunks is {pad_chunks}: expected at least 1")
     if n_hashes_eval is None:
         n_hashes_eval = n_hashes
     for name, n in (("n_hashes", n_hashes), ("n_hashes_eval", n_hashes_eval)):
         if n < 1:
             raise ValueError(f"{name} is {n}: expected at least 1")
     factors = None if n_buckets == "auto" else _factors(n_buckets)
+
+    if rotations is not None and factors is None:
+        raise ValueError("rotations are given and n_buckets is 'auto': give the number of buckets")
+
+    def n_pad(length: int) -> int:
+        return 0 if length <= chunk_len else -length % (chunk_len * pad_chunks)
 
     def plan(params, q, k, *, segments, causal, rng, train) -> Order:
         del params, k, causal
@@ -70,8 +90,11 @@ def lsh(
         n_rounds = n_hashes if train else n_hashes_eval
         if length <= chunk_len:
             n_rounds = 1  # One chunk shows every key, and more rounds would show the same ones.
-        buckets = hash_vectors(lax.stop_gradient(q), sizes, n_rounds, rng)
-        return sort_by_bucket(buckets, math.prod(sizes), segments, -length % min(chunk_len, length))
+        buckets = hash_vectors(lax.stop_gradient(q), sizes, n_rounds, rng, rotations)
+        order = sort_by_bucket(buckets, math.prod(sizes), segments, n_pad(length))
+        if wrap and length > chunk_len:
+            order = in_a_circle(order, chunk_len, n_chunks_before, n_chunks_after)
+        return order
 
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
         del params
@@ -84,6 +107,8 @@ def lsh(
             shared_qk=True,
             count_once=count_once,
             dropout=dropout,
+            wrap=wrap and q.shape[1] > chunk_len,
+            n_pad=n_pad(q.shape[1]),
         )
         return chunked_attention(q, k, v, chunks, plan, segments, rng)
 
@@ -91,7 +116,7 @@ def lsh(
         init=no_params,
         plan=plan,
         apply=apply,
-        traits=Traits(shared_qk=True, random_plan=True),
+        traits=Traits(shared_qk=True, random_plan=rotations is None),
     )
 
 
@@ -122,7 +147,8 @@ def hash_vectors(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
     n_rounds: int,
-    rng: PRNGKeyArray,
+    rng: PRNGKeyArray | None,
+    rotations: Float[ArrayLike, "N H R F"] | None = None,
 ) -> Int[Array, "B N R T"]:
     """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
 
@@ -133,9 +159,22 @@ def hash_vectors(
       factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
       n_rounds: R.
       rng: the source of the rotations.
+      rotations: given ones to use instead, of which the first `n_rounds` rounds count.
+
+    Raises:
+      ValueError: rotations of another shape.
     """
     n_heads, size = vectors.shape[2:]
-    rotations = jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2))
+    shape = (n_heads, size, n_rounds, sum(factors) // 2)
+    if rotations is None:
+        rotations = jax.random.normal(rng, shape)
+    else:
+        rotations = jnp.asarray(rotations, jnp.float32)[:, :, :n_rounds]
+        if rotations.shape != shape:
+            raise ValueError(
+                f"rotations have shape {rotations.shape}: expected {shape}, [heads, head size, "
+                "rounds, half the sum of the factors of n_buckets]"
+            )
 
     def one_round(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:
         rotated = jnp.einsum("nhf,btnh->bnft", rotation, vectors.astype(jnp.float32))

@@ -165,7 +165,7 @@ def make_plan(op, q, k):
 
 @over_rows
 def test_padding_changes_no_real_position(row):
-    length, n_pad = 11, 7
+    length, n_pad = 11, row.n_pad
     inputs = draw_inputs(row, length)
     junk = draw_inputs(row, n_pad, seed=1)
     segments = np.repeat([[1, 0]], [length, n_pad], axis=1).repeat(2, axis=0)

@@ -33,6 +33,11 @@ SIZES = [
     (local.local, dict(window=0), "window is 0: expected at least 1"),
     (local.local, dict(chunk_len=4, window=6), "window is 6: expected at most 5"),
     (local.local, dict(chunk_len=4, window=10), "raise n_chunks_before to 3"),
+    (local.local, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
+    (local.local, dict(wrap=True, window=4), "wrap is True and window is 4"),
+    (lsh.lsh, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
+    (lsh.lsh, dict(wrap=True), "wrap is True and count_once is True: set count_once=False"),
+    (lsh.lsh, dict(rotations=x(2, 4, 1, 2)), "rotations are given and n_buckets is 'auto'"),
     (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'cudnn'"),
 ]
 

@@ -111,6 +111,24 @@ def test_automatic_bucket_counts(chunk_len):
     assert math.prod(lsh.auto_buckets(65_536, 64)) == 2048
 
 
+def test_given_rotations_are_the_hash():
+    """Those that the rng would have drawn give the same plan, without an rng."""
+    q, v = draw(8, 3)
+    options = dict(chunk_len=8, n_hashes=2, n_buckets=(4, 6))
+    drawn = jax.random.normal(KEY, (2, 8, 2, 5))
+    given = lsh.lsh(**options, rotations=drawn)
+    assert not given.traits.random_plan
+    want = attend(lsh.lsh(**options), q, v)
+    np.testing.assert_array_equal(attend(given, q, v, rng=None), want)
+    other = lsh.lsh(**options, rotations=np.random.default_rng(0).normal(size=drawn.shape))
+    assert np.abs(attend(other, q, v, rng=None) - want).max() > 0.1
+    wrong = lsh.lsh(**options, rotations=drawn[:, :, :, :4])
+    with pytest.raises(
+        ValueError, match=r"rotations have shape \(2, 8, 2, 4\): expected \(2, 8, 2, 5"
+    ):
+        wrong(q, None, v)
+
+
 # The order
 
 
