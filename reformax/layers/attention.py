@@ -30,8 +30,8 @@ class Attention(Layer):
     keep a plan and attend again by it. Computes in the dtype of its input.
 
     Weights: `w_q, w_k [N, D, H]` (no `w_k` where the algorithm shares queries and keys), `w_v
-    [N, D, V]`, `w_o [N, V, D]`, with `bias` also `b_q, b_k [N, H]`, `b_v [N, V]`, and the
-    algorithm's own as `op`.
+    [N, D, V]`, `w_o [N, V, D]`, with `bias` also `b_q, b_k [N, H]`, `b_v [N, V]`, with
+    `output_bias` also `b_o [D]`, and the algorithm's own as `op`.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Attention(Layer):
         causal: bool = False,
         masked: bool = False,
         bias: bool = False,
+        output_bias: bool = False,
         attention_dropout: float = 0.0,
         output_dropout: float = 0.0,
         use_rotary: bool = False,
@@ -57,6 +58,7 @@ class Attention(Layer):
         masked: whether a second input comes along, `[B, T]`: True or a segment id above 0 marks a
           token, False or 0 padding; tokens see their own segment only.
         bias: whether the projections of q, k, v have biases.
+        output_bias: whether the output projection has one.
         attention_dropout: the rate on attention weights.
         output_dropout: the rate on the output.
         use_rotary: whether queries and keys are turned by their position.
@@ -76,6 +78,7 @@ class Attention(Layer):
         self._causal = causal
         self._masked = masked
         self._bias = bias
+        self._output_bias = output_bias
         self._attention_dropout = check_rate("attention_dropout", attention_dropout)
         self._output_dropout = check_rate("output_dropout", output_dropout)
         self._use_rotary = use_rotary
@@ -98,6 +101,8 @@ class Attention(Layer):
             for letter in "qkv":
                 if f"w_{letter}" in params:
                     params[f"b_{letter}"] = jnp.zeros((n, v if letter == "v" else h))
+        if self._output_bias:
+            params["b_o"] = jnp.zeros(d_model)
         params["op"] = self._op.init(rng_op, Dims(n, h, v, length))
         return params
 
@@ -160,6 +165,8 @@ class Attention(Layer):
             rng=weight_rng,
         )
         out = jnp.einsum("btnv,nvd->btd", out, params["w_o"].astype(out.dtype))
+        if self._output_bias:
+            out = out + params["b_o"].astype(out.dtype)
         return dropout(out, self._rate(self._output_dropout), output_rng)
 
     def apply(

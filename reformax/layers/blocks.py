@@ -41,7 +41,13 @@ class BlockStack(Layer):
     """Layers that repeat a cycle of blocks: weights, rngs and the scan. See its subclasses."""
 
     def __init__(
-        self, blocks: Sequence[Block], n_layers: int, dtype: str, masked: bool, n_streams: int
+        self,
+        blocks: Sequence[Block],
+        n_layers: int,
+        dtype: str,
+        masked: bool,
+        norm_epsilon: float,
+        n_streams: int,
     ):
         super().__init__(n_in=n_streams + masked, n_out=n_streams)
         self._blocks = tuple(Block(*block) for block in blocks)
@@ -56,7 +62,7 @@ class BlockStack(Layer):
         self._dtype = dtype
         self._masked = masked
         # Streams are float32; a sublayer computes in `dtype` from its normalised input on.
-        self._norm = LayerNorm(dtype=dtype)
+        self._norm = LayerNorm(norm_epsilon, dtype=dtype)
 
     def init_params(self, rng, shape, *shapes):
         def init_block(rng, block):
@@ -108,6 +114,7 @@ class ResidualStack(BlockStack):
         dtype: str = "float32",
         remat: bool = False,
         masked: bool = False,
+        norm_epsilon: float = 1e-6,
     ):
         """Args:
         blocks: the cycle.
@@ -116,8 +123,9 @@ class ResidualStack(BlockStack):
         remat: whether the gradient keeps only the stream between layers and computes each layer
           again, instead of keeping its activations.
         masked: whether segments come along, as in `Attention`.
+        norm_epsilon: what the layers' norms add to the variance.
         """
-        super().__init__(blocks, n_layers, dtype, masked, n_streams=1)
+        super().__init__(blocks, n_layers, dtype, masked, norm_epsilon, n_streams=1)
         self._remat = remat
 
     def apply(self, params, x, segments=None, rng=None):
