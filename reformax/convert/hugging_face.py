@@ -3,17 +3,17 @@
 The function of `transformers` is `lm.ReformerLM` with these arguments, which `spec_of` finds:
 
   * LSH layers: chunks in a circle, keys counted each time, factored buckets, given rotations or
-    drawn ones; attention over everything where one chunk covers the length.
+    drawn ones; attention over everything where one chunk covers the length; the same rounding
+    where a position finds only itself (`self_score`).
   * Local layers: queries and keys of their own. Their circle is invisible to causal attention
     unless a chunk sees two or more before it.
   * Axial positions, or a table of positions, which is one axis.
   * `logits` at position t there are those of token t + 1: `encode` reads tokens as they are, while
     `apply` shifts them right and puts token 0 in front, as the models were trained in Trax.
 
-What differs: rows of padding, which are nobody's business, and a position that in several rounds
-finds only itself, which gets its own value here and up to half a percent off it there, from float32
-scores of -100,000. Since version 5 `transformers` leaves out `lm_head.bias`, which it has had
-before and has in its files; `logits` adds it. Training differs in what dropout drops.
+What differs: rows of padding, which are nobody's business, and what dropout drops in training.
+Since version 5 `transformers` leaves out `lm_head.bias`, which is in its files and which version 4
+added; `logits` adds it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+SELF_SCORE = -1e5
 
 # What ReformerConfig takes where config.json is silent.
 DEFAULTS = {
@@ -152,7 +153,7 @@ def _op(kind: str, get: Mapping[str, Any], whole: int) -> Op:
         )
     n_buckets = n_buckets if isinstance(n_buckets, int) else tuple(n_buckets)
     options |= {"n_hashes": get["num_hashes"], "n_buckets": n_buckets, "count_once": False}
-    return Op("lsh", options | circle)
+    return Op("lsh", options | circle | {"self_score": SELF_SCORE})
 
 
 def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -241,6 +242,7 @@ def _require_same_function(op: Op, pad_chunks: int) -> None:
             wanted |= {"wrap": True, "pad_chunks": pad_chunks}
     else:
         wanted |= {"count_once": False, "wrap": True, "pad_chunks": pad_chunks}
+        wanted |= {"self_score": SELF_SCORE}
         n_eval = op.option("n_hashes_eval")
         _require(n_eval in (None, op.option("n_hashes")), f"n_hashes_eval is {n_eval}", "n_hashes")
         _require(op.option("n_buckets") != "auto", "n_buckets is 'auto'", "a number")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -63,7 +65,7 @@ def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str)
         branch[path[-1]] = np.stack(arrays) if path in stacked else arrays[0]
     for block in params["stack"].values():
         block["attention"]["op"] = ()  # what an op without weights of its own has
-    return params
+    return jax.tree.map(jnp.asarray, params)
 
 
 def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:

@@ -59,6 +59,7 @@ class Chunks(NamedTuple):
       dropout: the rate at which attention weights are dropped.
       wrap: whether the order is one of `in_a_circle`.
       n_pad: positions of padding behind the real ones; None makes whole chunks.
+      self_score: the score of a position's own key where it sees no other; see `_own_share`.
     """
 
     length: int
@@ -72,6 +73,7 @@ class Chunks(NamedTuple):
     dropout: float = 0.0
     wrap: bool = False
     n_pad: int | None = None
+    self_score: float | None = None
 
     @property
     def padding(self) -> int:
@@ -312,9 +314,9 @@ def _dropout(chunks: Chunks, order, length, head, rng) -> Float[Array, "N B C L 
     )
 
 
-def _lone_weight(chunks: Chunks, total, segments, rng) -> Float[Array, "N B T 1"]:
+def _lone_weight(chunks: Chunks, total, order, segments, rng) -> Float[Array, "N B T 1"]:
     """The weight of a position's own value: 1, or its dropout, where it sees nothing else."""
-    weight = jnp.where(total == 0.0, 1.0, 0.0)
+    weight = jnp.where(total == 0.0, _own_share(chunks, order), 0.0)
     if segments is not None:
         weight = weight * (segments != 0)
     if chunks.dropout > 0.0:
@@ -322,6 +324,32 @@ def _lone_weight(chunks: Chunks, total, segments, rng) -> Float[Array, "N B T 1"
         address = (batch, head, position, position)
         weight = weight * dropout_multiplier(rng, chunks.dropout, *address)
     return weight[..., None]
+
+
+def _own_share(chunks: Chunks, order: Order | None) -> Float[Array, "N B T"] | float:
+    """What float32 makes of a position's softmax over its own key alone, in every round: about 1.
+
+    To the scores, `self_score` each, it adds the logarithms of how often a round shows the key and
+    of the number of rounds, and rounds: at -1e5 it tells 1/128 apart.
+    """
+    if chunks.self_score is None or order is None:
+        return 1.0
+    score = jnp.float32(chunks.self_score)
+    copies = jnp.ones(order.slot.shape, jnp.float32)
+    if chunks.wrap:  # a round shows it again where a chunk of the next round has it too
+        border = _border(order.order.shape[-1], chunks)
+        position = order.order[..., border]
+        own = jnp.take_along_axis(order.slot, position, axis=-1) // chunks.chunk_len
+        distance = border // chunks.chunk_len - own
+        near = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+        index = np.ogrid[tuple(slice(n) for n in position.shape[:-1])]
+        copies = copies.at[*(i[..., None] for i in index), position].add(near)
+    # Barriers, as what cancels here on paper is the point.
+    logits = jax.lax.optimization_barrier(score + jnp.log(copies))
+    top = logits.max(axis=2, keepdims=True)
+    everything = jnp.log(jnp.sum(jnp.exp(logits - top), axis=2, keepdims=True))
+    everything = jax.lax.optimization_barrier(top + everything)
+    return jnp.sum(copies * jnp.exp(score - logits) * jnp.exp(logits - everything), axis=2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -335,7 +363,7 @@ def _attend_forward(chunks, q, k, v, order, segments, rng):
     forward = functools.partial(_forward, chunks, segments, rng)
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.shared_qk:
-        out = out + _lone_weight(chunks, total, segments, rng) * values
+        out = out + _lone_weight(chunks, total, order, segments, rng) * values
     out = _heads_last(out, chunks).astype(v.dtype)
     # The maximum and the sum apart: their log-sum-exp would lose the sum where scores are large.
     return out, (q, k, values, order, segments, rng, out, top, total)
@@ -350,7 +378,7 @@ def _attend_backward(chunks, residuals, d_out):
     statistics = (top, total, row[..., 0])
     dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
     if chunks.shared_qk:
-        dv = dv + _lone_weight(chunks, total, segments, rng) * d_out
+        dv = dv + _lone_weight(chunks, total, order, segments, rng) * d_out
 
     def like(dx, x):
         return None if x is None else _heads_last(dx, chunks).astype(x.dtype)

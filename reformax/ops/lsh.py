@@ -35,6 +35,7 @@ def lsh(
     count_once: bool = True,
     wrap: bool = False,
     pad_chunks: int = 1,
+    self_score: float | None = None,
     rotations: Float[ArrayLike, "N H R F"] | None = None,
 ) -> AttentionOp:
     """LSH attention with its hyperparameters fixed.
@@ -59,6 +60,9 @@ def lsh(
         last. Needs `count_once=False`.
       pad_chunks: the sequence is padded to a multiple of so many chunks, which only `wrap` can
         tell: the last chunk may be padding alone.
+      self_score: the score that Trax and Hugging Face give a position's own key, -1e5. Among scores
+        so large float32 is coarse, and one that sees nothing else gets its own value times a number
+        that is up to half a percent off 1, which this reproduces; None makes it 1.
       rotations: what to hash with instead of rotations drawn from the rng: N heads, heads of size
         H, at least as many rounds R as are used, half the sum F of the factors of `n_buckets`.
 
@@ -109,6 +113,7 @@ def lsh(
             dropout=dropout,
             wrap=wrap and q.shape[1] > chunk_len,
             n_pad=n_pad(q.shape[1]),
+            self_score=self_score,
         )
         return chunked_attention(q, k, v, chunks, plan, segments, rng)
 
