@@ -46,9 +46,7 @@ def main() -> int:
     script.add_traceback_flag(parser)
     args = parser.parse_args()
     folder = Path(args.output_dir)
-    if not (folder / "config.gin").is_file():
-        raise ValueError(f"output_dir={folder} holds no run: train.py writes config.gin into it")
-    config.parse([str(folder / "config.gin")], args.config, data_dir=args.data_dir)
+    config.parse([str(script.config_file(folder))], args.config, data_dir=args.data_dir)
 
     import jax
 

@@ -19,7 +19,7 @@ from reformax.convert.spec import Op, Spec
 from reformax.layers._trax import ShapeDtype
 from reformax.ops import lsh
 
-# Trax's axial positions know one length alone; beyond this one it takes too long on a CPU.
+# Beyond this length a comparison takes too long on a CPU.
 MAX_LENGTH = 4096
 
 
@@ -64,15 +64,22 @@ def against_params(spec: Spec, params: Any, other: Any, what: str) -> Comparison
     return _comparison(ours, theirs, f"{what}, {inputs.shape[1]} tokens")
 
 
-def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None:
-    """Trax's own model with the weights of a file; None where its length is out of reach."""
+def trax_length(spec: Spec) -> int | None:
+    """A length at which Trax's model runs; None if its positions ask for more than `MAX_LENGTH`."""
     shape = spec.arguments["pos_axial_shape"]
     chunk_lens = [op.option("chunk_len") for op in spec.attention if op.name in ("local", "lsh")]
     multiple = math.lcm(*chunk_lens)
     length = 2 * multiple if chunk_lens else min(64, spec.max_length() or 64)
-    if len(shape) > 1:
+    if len(shape) > 1:  # Trax's axial positions know one length alone
         length = math.prod(shape)
-    if length > MAX_LENGTH or length % multiple or length > (spec.max_length() or length):
+    fits = length <= MAX_LENGTH and not length % multiple
+    return length if fits and length <= (spec.max_length() or length) else None
+
+
+def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None:
+    """Trax's own model with the weights of a file; None where its length is out of reach."""
+    length = trax_length(spec)
+    if length is None:
         return None
     spec = _with_numbers_of_buckets(spec, length)
     model = trax_files.model_of(spec)
@@ -83,7 +90,8 @@ def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None
     state = jax.tree.map(lambda s: keys if _is_rngs(s, n_heads) else s, model.state)
     inputs = random_inputs(spec, length)
     shifted_back = np.roll(inputs, -1, axis=1)  # Trax shifts right, and puts 0 in front
-    theirs, _ = model.pure_fn(shifted_back, model.weights, state, jax.random.PRNGKey(0))
+    run = jax.jit(lambda *args: model.pure_fn(*args)[0])
+    theirs = run(shifted_back, model.weights, state, jax.random.PRNGKey(0))
     rotations = _rotations_of_trax(spec, keys)
     ours = logits_of(spec, params, inputs, rotations)
     return _comparison(ours, np.asarray(theirs), f"Trax's own model, {length} tokens")

@@ -347,8 +347,11 @@ def notes(spec: Spec) -> list[str]:
         for name, value in wanted.items() if op.name == "lsh" else ():
             if op.option(name) != value:
                 found.append(f"lsh.{name} is {op.option(name)!r}; Trax computes {value!r}")
-        if op.name == "local" and op.option("n_chunks_before") > 1 and not op.option("wrap"):
-            found.append("local.wrap is False; Trax's chunks stand in a circle")
+        if op.name == "local" and op.option("n_chunks_before") > 1:
+            circle = {"wrap": True} | ({"self_score": -1e5} if op.option("shared_qk") else {})
+            for name, value in circle.items():
+                if op.option(name) != value:
+                    found.append(f"local.{name} is {op.option(name)!r}; Trax computes {value!r}")
     return found
 
 

@@ -23,6 +23,7 @@ def local(
     shared_qk: bool = False,
     wrap: bool = False,
     pad_chunks: int = 1,
+    self_score: float | None = None,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention within a position's own chunk and its neighbours.
@@ -41,6 +42,8 @@ def local(
         only where `n_chunks_before` reaches around to the chunk itself.
       pad_chunks: the sequence is padded to a multiple of so many chunks, which only `wrap` can
         tell.
+      self_score: as in `lsh.lsh`; only where `shared_qk` and `wrap` show a position its own key
+        twice can it be told from 1.
       impl: `"xla"` runs everywhere. `"cudnn"` is NVIDIA's fused kernel, for causal attention with a
         `window` under the conditions of `dense.dense`. `"auto"` takes it where it computes this
         same function.
@@ -98,6 +101,7 @@ def local(
             dropout=dropout,
             wrap=wrap and length > chunk_len,
             n_pad=0 if length <= chunk_len else -length % (chunk_len * pad_chunks),
+            self_score=self_score,
         )
         order = None
         if chunks.wrap:

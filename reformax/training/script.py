@@ -18,6 +18,28 @@ def add_traceback_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(_TRACEBACK, action="store_true", help="show where an error comes from")
 
 
+def config_file(folder: Path) -> Path:
+    """A run's config.gin, written anew from its latest checkpoint where it is missing.
+
+    Raises:
+      ValueError: the folder holds no run.
+    """
+    path = folder / "config.gin"
+    if not path.is_file():
+        from reformax.training.checkpoint import Checkpoints
+
+        checkpoints = Checkpoints(folder)
+        steps = checkpoints.steps()
+        text = checkpoints.config(steps[-1]) if steps else None
+        if text is None:
+            raise ValueError(
+                f"output_dir={folder} holds no run: train.py writes config.gin into it"
+            )
+        path.write_text(text)
+        print(f"note: {path} was missing; it is written from the checkpoint of step {steps[-1]}")
+    return path
+
+
 def run(main: Callable[[], int]) -> int:
     """Calls `main`; an error that the user can mend becomes one line on stderr and an exit code."""
     try:

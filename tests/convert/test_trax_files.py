@@ -38,7 +38,12 @@ REFORMERS = {
     ),
     "sinusoidal": Spec.make(
         "ReformerLM",
-        [Op("local", dict(chunk_len=4, n_chunks_before=2, shared_qk=True, wrap=True))],
+        [
+            Op(
+                "local",
+                dict(chunk_len=4, n_chunks_before=2, shared_qk=True, wrap=True, self_score=-1e5),
+            )
+        ],
         **SIZES,
         pos_type="sinusoidal",
     ),
