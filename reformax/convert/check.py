@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,15 +39,15 @@ def length_for(spec: Spec) -> int:
     return min(length, spec.max_length() or length, MAX_LENGTH)
 
 
-def logits_of(spec: Spec, params: Any, inputs: np.ndarray, rotations=None) -> np.ndarray:
-    """The logits of inputs as they are, in float32, hashed with given rotations."""
-    spec = _in_float32(spec)
-    model = spec.build(rotations=rotations)
+def logits_of(spec: Spec, rotations=None) -> Callable[[Any, np.ndarray], np.ndarray]:
+    """`(params, inputs) -> logits` of inputs as they are, float32, hashed with given rotations."""
+    model = _in_float32(spec).build(rotations=rotations)
 
+    @jax.jit
     def run(params, inputs):
         return model.logits(params, model.encode(params, inputs, rng=jax.random.key(0)))
 
-    return np.asarray(jax.jit(run)(params, inputs))
+    return lambda params, inputs: np.asarray(run(params, inputs))
 
 
 def random_inputs(spec: Spec, length: int) -> np.ndarray:
@@ -60,7 +61,8 @@ def random_inputs(spec: Spec, length: int) -> np.ndarray:
 def against_params(spec: Spec, params: Any, other: Any, what: str) -> Comparison:
     """The same model with other weights, such as those read back from what was written."""
     inputs = random_inputs(spec, length_for(spec))
-    ours, theirs = (logits_of(spec, p, inputs) for p in (params, other))
+    logits = logits_of(spec)
+    ours, theirs = (logits(p, inputs) for p in (params, other))
     return _comparison(ours, theirs, f"{what}, {inputs.shape[1]} tokens")
 
 
@@ -93,7 +95,7 @@ def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None
     run = jax.jit(lambda *args: model.pure_fn(*args)[0])
     theirs = run(shifted_back, model.weights, state, jax.random.PRNGKey(0))
     rotations = _rotations_of_trax(spec, keys)
-    ours = logits_of(spec, params, inputs, rotations)
+    ours = logits_of(spec, rotations)(params, inputs)
     return _comparison(ours, np.asarray(theirs), f"Trax's own model, {length} tokens")
 
 
@@ -159,7 +161,7 @@ def against_transformers(spec: Spec, params: Any, folder: str | Path) -> Compari
         theirs = model(torch.tensor(inputs.astype(np.int64)), use_cache=False).logits
         if model.lm_head.decoder.bias is None:
             theirs = theirs + model.lm_head.bias
-    ours = logits_of(spec, params, inputs, rotations)
+    ours = logits_of(spec, rotations)(params, inputs)
     what = f"transformers {transformers.__version__}, {inputs.shape[1]} tokens"
     return _comparison(ours, theirs.numpy(), what)
 

@@ -32,33 +32,32 @@ ENWIK8_LIKE = Spec.make(
 GIN = """
 from __gin__ import dynamic_registration
 from reformax.models import lm
-from reformax.ops import local, lsh
+from reformax.ops import lsh
 from reformax.training import loop
 loop.train.model = @lm.ReformerLM
-lm.ReformerLM.attention_type = (@local.local(), @lsh.lsh())
+lm.ReformerLM.attention_type = @lsh.lsh()
 lm.ReformerLM.vocab_size = 20
 lm.ReformerLM.d_model = 8
 lm.ReformerLM.d_ff = 12
 lm.ReformerLM.d_attention_key = 4
 lm.ReformerLM.d_attention_value = 4
-lm.ReformerLM.n_layers = 2
+lm.ReformerLM.n_layers = 1
 lm.ReformerLM.n_heads = 2
 lm.ReformerLM.pos_type = 'axial'
 lm.ReformerLM.pos_axial_shape = (4, 8)
 lm.ReformerLM.pos_d_axial_embs = (3, 5)
-local.local.chunk_len = 8
 lsh.lsh.chunk_len = 8
 lsh.lsh.n_hashes = 2
 lsh.lsh.count_once = False
 lsh.lsh.wrap = True
 lsh.lsh.self_score = -1e5
-""".replace("import local, lsh", "import local\nfrom reformax.ops import lsh")
+"""
 
 
 def random_params(spec):
-    params = spec.build().init_params(jax.random.key(0), (1, 8))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda w: w + 0.2 * rng.normal(size=w.shape).astype(np.float32), params)
+    model, rng = spec.build(), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 8)))
+    return jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), shapes)
 
 
 @pytest.fixture

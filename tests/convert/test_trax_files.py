@@ -13,7 +13,7 @@ import pytest
 
 from reformax.convert import check, tables, trax_files
 from reformax.convert.spec import Op, Spec
-from reformax.layers import LSHSelfAttention, SelfAttention
+from reformax.layers import LSHSelfAttention
 from reformax.layers._trax import signature, tl, trax
 
 needs_tensorflow = pytest.mark.skipif(
@@ -63,10 +63,10 @@ TRANSFORMER = Spec.make(
 SPECS = REFORMERS | {"transformer": TRANSFORMER}
 
 
-def random_params(spec, seed=0):
-    params = spec.build().init_params(jax.random.key(seed), (1, 8))
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda w: w + 0.3 * rng.normal(size=w.shape).astype(np.float32), params)
+def random_params(spec):
+    model, rng = spec.build(), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 8)))
+    return jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), shapes)
 
 
 def length_of(spec):
@@ -125,7 +125,7 @@ def trained(tmp_path_factory):
     from trax import optimizers
     from trax.supervised import training
 
-    spec = REFORMERS["lsh"]
+    spec = Spec.make("ReformerLM", [LSH], **SIZES | AXIAL | dict(n_layers=1), ff_activation="relu")
     folder = tmp_path_factory.mktemp("trained")
     length = length_of(spec)
     task = training.TrainTask(
@@ -160,17 +160,12 @@ def test_a_checkpoint_of_traxs_training_loop(trained, tmp_path):
 
 
 @needs_tensorflow
-@pytest.mark.parametrize("layers", [(tl.SelfAttention, tl.LSHSelfAttention), None], ids=str)
-def test_into_a_model_of_traxs_layers_or_of_ours(trained, layers, tmp_path):
+@pytest.mark.parametrize("layer", [tl.LSHSelfAttention, LSHSelfAttention], ids=["trax", "ours"])
+def test_into_a_model_of_traxs_layers_or_of_ours(trained, layer, tmp_path):
     """Weights and state, as Trax's own `init_from_file` reads them; and written back."""
-    spec, path, _ = trained
-    local, lsh = layers or (SelfAttention, LSHSelfAttention)
-    options = dict(chunk_len=4, n_chunks_before=1)
-    attention = [
-        functools.partial(local, **options),
-        functools.partial(lsh, **options, n_hashes=3, n_buckets=4),
-    ]
-    arguments = SIZES | AXIAL | dict(ff_activation=tl.Relu, mode="eval", dropout=0.1)
+    _, path, _ = trained
+    attention = functools.partial(layer, chunk_len=4, n_hashes=3, n_buckets=4)
+    arguments = SIZES | AXIAL | dict(ff_activation=tl.Relu, mode="eval", dropout=0.1, n_layers=1)
 
     def fresh():
         return trax.models.ReformerLM(**arguments, attention_type=attention)
