@@ -43,11 +43,16 @@ def logits_of(spec: Spec, rotations=None) -> Callable[[Any, np.ndarray], np.ndar
     """`(params, inputs) -> logits` of inputs as they are, float32, hashed with given rotations."""
     model = _in_float32(spec).build(rotations=rotations)
 
-    @jax.jit
-    def run(params, inputs):
+    def logits(params, inputs):
         return model.logits(params, model.encode(params, inputs, rng=jax.random.key(0)))
 
+    run = _jit(logits)
     return lambda params, inputs: np.asarray(run(params, inputs))
+
+
+def _jit(function: Callable) -> Callable:
+    """What runs once or twice is compiled without polishing its loops."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def random_inputs(spec: Spec, length: int) -> np.ndarray:
@@ -92,7 +97,7 @@ def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None
     state = jax.tree.map(lambda s: keys if _is_rngs(s, n_heads) else s, model.state)
     inputs = random_inputs(spec, length)
     shifted_back = np.roll(inputs, -1, axis=1)  # Trax shifts right, and puts 0 in front
-    run = jax.jit(lambda *args: model.pure_fn(*args)[0])
+    run = _jit(lambda *args: model.pure_fn(*args)[0])
     theirs = run(shifted_back, model.weights, state, jax.random.PRNGKey(0))
     rotations = _rotations_of_trax(spec, keys)
     ours = logits_of(spec, rotations)(params, inputs)
