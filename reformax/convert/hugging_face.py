@@ -90,6 +90,7 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     if config.get("model_type", "reformer") != "reformer":
         raise ValueError(f"model_type is {config['model_type']!r}: expected 'reformer'")
     get = {**DEFAULTS, **config}
+    _check_numbers(get)
     layers, notes = get["attn_layers"], []
     kinds = sorted(set(layers))
     if not layers or set(kinds) - {"local", "lsh"}:
@@ -137,6 +138,21 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
         norm_epsilon=get["layer_norm_eps"],
     )
     return spec, notes
+
+
+def _check_numbers(get: Mapping[str, Any]) -> None:
+    unused = {kind for kind in ("local", "lsh") if kind not in get["attn_layers"]}
+    for name, default in DEFAULTS.items():
+        value, lists = get[name], isinstance(default, list) and name != "attn_layers"
+        if isinstance(default, bool | str) or name in ("attn_layers", "num_buckets"):
+            continue
+        if name.partition("_")[0] in unused:  # null in the configs of models without such layers
+            continue
+        values = value if lists and isinstance(value, list | tuple) else [value]
+        kinds = (int, float) if isinstance(default, float) else (int,)
+        least = 0 if isinstance(default, float) or "chunk" in name else 1
+        if not all(type(v) in kinds and v >= least for v in values):
+            raise ValueError(f"{name} is {value!r}: expected something like {default!r}")
 
 
 def _op(kind: str, get: Mapping[str, Any], whole: int) -> Op:

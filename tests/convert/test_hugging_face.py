@@ -239,6 +239,9 @@ def test_damaged_files(tmp_path):
         (dict(hidden_act="mish"), "hidden_act is 'mish': expected one of relu"),
         (dict(num_buckets=None), "num_buckets is null"),
         (dict(lsh_num_chunks_after=1), "lsh_num_chunks_after is 1"),
+        (dict(hidden_size="many"), "hidden_size is 'many': expected something like 256"),
+        (dict(num_attention_heads=0), "num_attention_heads is 0: expected something like 12"),
+        (dict(axial_pos_shape=[64, None]), "axial_pos_shape is [64, None]: expected"),
     ],
 )
 def test_a_config_that_has_no_model_here(change, message):
@@ -262,8 +265,9 @@ def test_what_older_versions_wrote_besides(tmp_path):
         hugging_face.read(saved(tmp_path, "factored", tensors=more))
 
 
-def test_half_precision_becomes_float32(tmp_path):
-    halves = {name: array.astype(np.float16) for name, array in weights("factored").items()}
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
+def test_half_precision_becomes_float32(dtype, tmp_path):
+    halves = {name: array.astype(dtype) for name, array in weights("factored").items()}
     read = hugging_face.read(saved(tmp_path, "factored", tensors=halves))
     assert {x.dtype.name for x in jax.tree.leaves(read.params)} == {"float32"}
     embedding = halves["reformer.embeddings.word_embeddings.weight"]

@@ -187,6 +187,24 @@ def test_into_a_model_of_traxs_layers_or_of_ours(trained, layer, tmp_path):
     assert other(np.zeros((1, 32), np.int32)).shape == (1, 32, 12)
 
 
+def test_our_models_as_layers_of_trax(tmp_path):
+    """Weights in a dict, saved by Trax and read here, and the other way around."""
+
+    def net():
+        net = tl.Serial(REFORMERS["lsh"].build(), tl.LogSoftmax())
+        return initialised(net, 32)
+
+    theirs, ours, again = net(), net(), net()
+    assert np.abs(theirs.weights[0]["embedding"] - ours.weights[0]["embedding"]).max() > 0.1
+    input_signature = signature(np.zeros((1, 32), np.int32))
+    theirs.save_to_file(str(tmp_path / "theirs.pkl.gz"), input_signature=input_signature)
+    trax_files.load(ours, tmp_path / "theirs.pkl.gz")
+    assert_same(ours.weights, theirs.weights)
+    trax_files.save(ours, tmp_path / "ours.pkl.gz", input_signature)
+    again.init_from_file(str(tmp_path / "ours.pkl.gz"))
+    assert_same(again.weights, theirs.weights)
+
+
 def saved(tmp_path, spec, change=lambda content: None):
     path = tmp_path / "model.pkl.gz"
     params = random_params(spec)
