@@ -58,7 +58,8 @@ def parse(
     """
     gin.clear_config()
     for folder in [*(Path(f).absolute().parent for f in config_files), *folders]:
-        gin.add_config_file_search_path(str(folder))
+        # gin takes a relative path for a package's name.
+        gin.add_config_file_search_path(str(Path(folder).absolute()))
     for config_file in config_files:
         _parsed(gin.parse_config_file, _found(config_file, folders))
     for override in overrides:
