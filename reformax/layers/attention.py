@@ -101,10 +101,13 @@ class Attention(Layer):
         params["op"] = self._op.init(rng_op, Dims(n, h, v, length))
         return params
 
-    def project(self, params, x: Float[Array, "B T D"]) -> Projections:
+    def project(
+        self, params, x: Float[Array, "B T D"], position: Int[Array, "B T"] | None = None
+    ) -> Projections:
         """Queries, keys and values of all heads, turned by their positions if they are rotary.
 
-        A plan is made of the turned ones: what hashing looks for are the largest scores.
+        A plan is made of the turned ones: what hashing looks for are the largest scores. Positions
+        not given are counted from 0.
         """
 
         def head(letter):
@@ -115,11 +118,16 @@ class Attention(Layer):
 
         q, k, v = head("q"), head("k"), head("v")
         if self._use_rotary:
-            q, k = rotary(q), None if k is None else rotary(k)
+            q, k = rotary(q, position), None if k is None else rotary(k, position)
         return Projections(q, k, v)
 
-    def plan(self, params, projections: Projections, segments=None, rng=None) -> Any:
-        """Where each query will look: integers, through which no gradient flows."""
+    def plan(
+        self, params, projections: Projections, segments=None, rng=None, length: int | None = None
+    ) -> Any:
+        """Where each query will look: integers, through which no gradient flows.
+
+        Settings that depend on a length go by `length` if it is given, as in `AttentionOp.plan`.
+        """
         q, k, v = projections
         check_arguments(
             self._op.traits,
@@ -129,15 +137,15 @@ class Attention(Layer):
             dropout=self._rate(self._attention_dropout),
             rng=rng,
         )
-        plan_rng = None if rng is None else jax.random.fold_in(rng, 0)
         return self._op.plan(
             params["op"],
             q,
             k,
             segments=segments,
             causal=self._causal,
-            rng=plan_rng,
+            rng=_plan_rng(rng),
             train=self._mode == "train",
+            length=length,
         )
 
     def attend(
@@ -159,8 +167,60 @@ class Attention(Layer):
             dropout=self._rate(self._attention_dropout),
             rng=weight_rng,
         )
-        out = jnp.einsum("btnv,nvd->btd", out, params["w_o"].astype(out.dtype))
-        return dropout(out, self._rate(self._output_dropout), output_rng)
+        return dropout(self._merge(params, out), self._rate(self._output_dropout), output_rng)
+
+    def _merge(self, params, out: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+        return jnp.einsum("btnv,nvd->btd", out, params["w_o"].astype(out.dtype))
+
+    def prefill(
+        self, params, x: Float[Array, "B T D"], lengths: Int[Array, " B"], capacity: int, rng=None
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """`apply` to the first `lengths` positions of each row, and the cache that `step` reads.
+
+        Outputs of the positions behind them mean nothing, and no output depends on them.
+
+        Args:
+          params: the weights.
+          x: the input, padded on the right.
+          lengths: the number of positions of each row that are no padding, at least 1.
+          capacity: how many positions the cache will have to hold.
+          rng: the source of hashes; the same as in `apply`.
+
+        Raises:
+          ValueError: the layer is not causal, or not built for evaluation.
+          NotImplementedError: the algorithm has no step.
+        """
+        if self._op.step is None:
+            raise NotImplementedError(
+                f"op is {self._op}: it has no step to decode with; use one that has, as all of "
+                "reformax.ops do"
+            )
+        if not self._causal or self._mode != "eval":
+            raise ValueError(
+                f"causal={self._causal} and mode={self._mode!r}: decoding needs causal=True and "
+                "mode='eval'"
+            )
+        projections = self.project(params, x)
+        # Padding on the right is in the future of every token: only a plan has to know of it.
+        tokens = (jnp.arange(x.shape[1]) < lengths[:, None]).astype(jnp.int32)
+        plan = self.plan(params, projections, tokens, rng, length=capacity)
+        cache = self._op.init_cache(
+            params["op"],
+            *projections,
+            plan=plan,
+            lengths=lengths,
+            capacity=capacity,
+            rng=_plan_rng(rng),
+        )
+        return self.attend(params, projections, plan, rng=rng), cache
+
+    def step(
+        self, params, x: Float[Array, "B 1 D"], cache: Any, position: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 D"], Any]:
+        """The layer at the next position of each row, and the cache with it."""
+        projections = self.project(params, x, position[:, None])
+        out, cache = self._op.step(params["op"], *projections, cache, position=position)
+        return self._merge(params, out), cache
 
     def apply(
         self, params, x: Float[Array, "B T D"], mask: Int[Array, "B T"] | None = None, rng=None
@@ -172,3 +232,7 @@ class Attention(Layer):
 
     def _rate(self, rate: float) -> float:
         return rate if self._mode == "train" else 0.0
+
+
+def _plan_rng(rng):
+    return None if rng is None else jax.random.fold_in(rng, 0)

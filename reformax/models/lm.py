@@ -7,6 +7,7 @@ token given those before it. Argument names are those of `trax.models`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,13 @@ glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
 
 AttentionType = AttentionOp | Sequence[AttentionOp]
 Activation = Callable[[Array], Array]
+
+
+class Decoding(NamedTuple):
+    """What decoding keeps between steps."""
+
+    position: Int[Array, " B"]  # the next position of each row
+    caches: Any  # of every layer
 
 
 class LanguageModel(Layer):
@@ -88,9 +96,7 @@ class LanguageModel(Layer):
     def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
         """What the logits are a linear function of; D is twice `d_model` if reversible."""
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
-        x = params["embedding"][jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]]
-        if self._positions is not None:
-            x = self._positions.apply(params["positions"], x)
+        x = self._embed(params, jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1])
         x = dropout(x, self._dropout, rng_e)
         if self._reversible:
             streams = self._stack.apply(params["stack"], x, x, rng=rng_s)
@@ -99,12 +105,79 @@ class LanguageModel(Layer):
             x = self._stack.apply(params["stack"], x, rng=rng_s)
         return dropout(self._norm.apply(params["norm"], x), self._dropout, rng_f)
 
+    def _embed(self, params, inputs: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        x = params["embedding"][inputs]
+        return x if self._positions is None else self._positions.apply(params["positions"], x)
+
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32."""
         return features @ params["logits"]["w"] + params["logits"]["b"]
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
+
+    # Decoding: `prefill` takes a prompt at once, `step` a token a row.
+
+    def check_length(self, length: int) -> None:
+        """Raises `ValueError` for a length that the positions do not hold."""
+        if self._positions is not None:
+            self._positions.check_length(length)
+
+    def for_decoding(self, params) -> Any:
+        """The weights in the dtypes that they are used in, so that a step need not convert them."""
+        return params | {"stack": self._stack.in_dtype(params["stack"])}
+
+    def prefill(
+        self, params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, rng=None
+    ) -> tuple[Float[Array, "B V"], Decoding]:
+        """Reads prompts in one forward pass.
+
+        Args:
+          params: the weights.
+          tokens: prompts, padded on the right.
+          lengths: the number of tokens in each row that are no padding; 0 is an empty prompt.
+          capacity: how long prompt and continuation can become.
+          rng: the source of hashes: those of `apply` with the same rng.
+
+        Returns:
+          The logits of each row's next token, and what `step` goes on from.
+
+        Raises:
+          ValueError: the capacity leaves no room behind the prompts or is above that of the
+            positions, or the model is not built for evaluation.
+          NotImplementedError: an attention algorithm that cannot decode.
+        """
+        if capacity <= tokens.shape[1]:
+            raise ValueError(
+                f"capacity is {capacity}: expected more than {tokens.shape[1]}, the prompts' length"
+            )
+        self.check_length(capacity)
+        rng = None if rng is None else jax.random.split(rng, 3)[1]
+        # Position t reads token t - 1, and position 0 reads none: a prompt of n makes n + 1.
+        x = self._embed(params, jnp.pad(tokens, ((0, 0), (1, 0))))
+        streams, caches = self._stack.prefill(
+            params["stack"], [x] * self._stack.n_out, lengths + 1, capacity, rng
+        )
+        last = lengths[:, None, None]
+        streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
+        return self._next(params, streams), Decoding(lengths + 1, caches)
+
+    def step(
+        self, params, tokens: Int[Array, " B"], decoding: Decoding
+    ) -> tuple[Float[Array, "B V"], Decoding]:
+        """The logits of the token after the one given, for each row."""
+        position, caches = decoding
+        x = params["embedding"][tokens[:, None]]
+        if self._positions is not None:
+            x = self._positions.at(params["positions"], x, position[:, None])
+        streams, caches = self._stack.step(
+            params["stack"], [x] * self._stack.n_out, caches, position
+        )
+        return self._next(params, streams), Decoding(position + 1, caches)
+
+    def _next(self, params, streams: Sequence[Float[Array, "B 1 D"]]) -> Float[Array, "B V"]:
+        x = self._norm.apply(params["norm"], jnp.concatenate(streams, axis=-1))
+        return self.logits(params, x)[:, 0]
 
 
 def _blocks(

@@ -12,16 +12,27 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.ops.base import AttentionOp, Traits, no_params
+from reformax.ops.base import AttentionOp, Traits, length_normalize, no_params
+from reformax.ops.cache import KeyValues, attend_to, keep, put
 from reformax.ops.chunked import Chunks, Order, check_chunks, chunked_attention
 
 MAX_BUCKETS_UNFACTORED = 128
+
+
+class Hashed(NamedTuple):
+    """What decoding keeps: C is the capacity, and entries of no token yet are arbitrary."""
+
+    memory: KeyValues  # by position
+    buckets: Int[Array, "B N R C"]  # by position
+    order: Int[Array, "B N R C"]  # positions, sorted by bucket and position
+    rotations: Float[Array, "N H R F"]
 
 
 def lsh(
@@ -33,6 +44,7 @@ def lsh(
     n_chunks_before: int = 1,
     n_chunks_after: int = 0,
     count_once: bool = True,
+    strictly_causal: bool = False,
 ) -> AttentionOp:
     """LSH attention with its hyperparameters fixed.
 
@@ -40,20 +52,29 @@ def lsh(
     where one chunk covers the length, it is `shared_qk.shared_qk()` itself. The first chunk has no
     chunk before it: unlike in Trax, it does not look at the last one.
 
+    A step of decoding computes the last row of attention over the tokens so far. Rows before it are
+    not computed again, though a later token may have moved a chunk border, which decides what they
+    see when all positions are computed at once. With `strictly_causal` nothing that follows decides
+    what a position sees, and decoding computes the same function as all at once.
+
     Args:
       chunk_len: positions in a chunk of the sorted sequence.
       n_hashes: hashing rounds in training.
       n_hashes_eval: rounds at evaluation; by default as many as in training.
       n_buckets: even; or a sequence of even factors, each hashed with its own rotation, the bucket
         being their mixed-radix number (for many buckets: factors a, b cost a + b, not a * b);
-        or "auto", about two buckets a chunk, factored above 128.
+        or "auto", about two buckets a chunk of the sequence, padding included, or of the capacity
+        in decoding; factored above 128.
       n_chunks_before: how many chunks before its own, in sorted order, a query sees.
       n_chunks_after: how many chunks after its own.
       count_once: True counts a key once however many rounds show it, as the paper's N_ij does
         (appendix A); False counts it each time, as Trax does.
+      strictly_causal: whether a query sees in each round the keys of its own bucket alone, those
+        among the `chunk_len * n_chunks_before` places before its own in sorted order. For causal
+        attention; the plan then is three integers a position in place of two.
 
     Raises:
-      ValueError: sizes out of range.
+      ValueError: sizes out of range, or chunks that `strictly_causal` cannot have.
     """
     check_chunks(chunk_len, n_chunks_before, n_chunks_after)
     if n_hashes_eval is None:
@@ -62,16 +83,26 @@ def lsh(
         if n < 1:
             raise ValueError(f"{name} is {n}: expected at least 1")
     factors = None if n_buckets == "auto" else _factors(n_buckets)
+    reach = chunk_len * n_chunks_before
+    if strictly_causal and (n_chunks_before < 1 or n_chunks_after > 0):
+        raise ValueError(
+            f"strictly_causal=True with n_chunks_before={n_chunks_before} and "
+            f"n_chunks_after={n_chunks_after}: expected at least 1 and 0"
+        )
 
-    def plan(params, q, k, *, segments, causal, rng, train) -> Order:
+    def sizes_for(length):
+        return factors or auto_buckets(length, chunk_len)
+
+    def plan(params, q, k, *, segments, causal, rng, train, length=None) -> Order:
         del params, k, causal
-        length = q.shape[1]
-        sizes = factors or auto_buckets(length, chunk_len)
+        sizes = sizes_for(length or q.shape[1])
         n_rounds = n_hashes if train else n_hashes_eval
-        if length <= chunk_len:
+        if (length or q.shape[1]) <= chunk_len and not strictly_causal:
             n_rounds = 1  # One chunk shows every key, and more rounds would show the same ones.
         buckets = hash_vectors(lax.stop_gradient(q), sizes, n_rounds, rng)
-        return sort_by_bucket(buckets, math.prod(sizes), segments, -length % min(chunk_len, length))
+        n_pad = -q.shape[1] % min(chunk_len, q.shape[1])
+        order = sort_by_bucket(buckets, math.prod(sizes), segments, n_pad)
+        return within_buckets(order, buckets, reach) if strictly_causal else order
 
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
         del params
@@ -87,11 +118,66 @@ def lsh(
         )
         return chunked_attention(q, k, v, chunks, plan, segments, rng)
 
+    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
+        del params, k
+        sizes, n_rounds = sizes_for(capacity), plan.order.shape[2]
+        rotations = draw_rotations(q, sizes, n_rounds, rng)
+
+        def to_capacity(x):  # a row's tokens come first, by position as by place
+            x = x[..., :capacity]
+            return jnp.pad(x, ((0, 0),) * 3 + ((0, capacity - x.shape[-1]),))
+
+        return Hashed(
+            keep(length_normalize(q), v, lengths, capacity),
+            to_capacity(hash_by(rotations, q, sizes)),
+            to_capacity(plan.order),
+            rotations,
+        )
+
+    def step(params, q, k, v, cache, *, position):
+        del params, k
+        memory, buckets, order, rotations = cache
+        capacity = order.shape[-1]
+        memory = put(memory, length_normalize(q), v, position)
+        bucket = hash_by(rotations, q, sizes_for(capacity))
+
+        # The new token stands after all that are not of a later bucket.
+        now = position[:, None, None, None]
+        place = jnp.arange(capacity, dtype=jnp.int32)
+        n_upto, n_before = (
+            jnp.sum((place < now) & here, axis=-1, keepdims=True, dtype=jnp.int32)
+            for here in (buckets <= bucket, buckets < bucket)
+        )
+        moved = jnp.concatenate([order[..., :1], order[..., :-1]], axis=-1)
+        order = jnp.where(place < n_upto, order, jnp.where(place == n_upto, now, moved))
+        row = jnp.arange(q.shape[0])
+        buckets = buckets.at[row, :, :, position].set(bucket[..., 0])
+
+        if strictly_causal:
+            window = n_upto - reach + jnp.arange(reach)
+            exists = window >= n_before
+        else:
+            size = (n_chunks_before + 1 + n_chunks_after) * chunk_len
+            window = (n_upto // chunk_len - n_chunks_before) * chunk_len + jnp.arange(size)
+            exists = (window >= 0) & (window <= now) & (window != n_upto)
+        seen = jnp.take_along_axis(order, jnp.clip(window, 0, capacity - 1), axis=-1)
+        seen = jnp.where(exists, seen, capacity).reshape(*seen.shape[:2], -1)
+        if count_once and buckets.shape[2] > 1:
+            seen = jnp.sort(seen, axis=-1)
+            again = jnp.pad(seen[..., 1:] == seen[..., :-1], ((0, 0), (0, 0), (1, 0)))
+            seen = jnp.where(again, capacity, seen)
+        index = jnp.minimum(seen, capacity - 1)[..., None]
+        keys, values = (jnp.take_along_axis(x, index, axis=2) for x in memory)
+        out = attend_to(q, keys, values, seen < capacity, alone=v)
+        return out, Hashed(memory, buckets, order, rotations)
+
     return AttentionOp(
         init=no_params,
         plan=plan,
         apply=apply,
-        traits=Traits(shared_qk=True, random_plan=True),
+        traits=Traits(shared_qk=True, random_plan=True, bidirectional=not strictly_causal),
+        init_cache=init_cache,
+        step=step,
     )
 
 
@@ -134,8 +220,23 @@ def hash_vectors(
       n_rounds: R.
       rng: the source of the rotations.
     """
+    return hash_by(draw_rotations(vectors, factors, n_rounds, rng), vectors, factors)
+
+
+def draw_rotations(
+    vectors: Float[Array, "B T N H"], factors: Sequence[int], n_rounds: int, rng: PRNGKeyArray
+) -> Float[Array, "N H R F"]:
+    """Random directions for each head, round and half of the buckets of each factor."""
     n_heads, size = vectors.shape[2:]
-    rotations = jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2))
+    return jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2))
+
+
+def hash_by(
+    rotations: Float[Array, "N H R F"],
+    vectors: Float[Array, "B T N H"],
+    factors: Sequence[int],
+) -> Int[Array, "B N R T"]:
+    """`hash_vectors` by rotations that were drawn before."""
 
     def one_round(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:
         rotated = jnp.einsum("nhf,btnh->bnft", rotation, vectors.astype(jnp.float32))
@@ -180,3 +281,16 @@ def sort_by_bucket(
         jnp.zeros_like(order), order, position, axis=-1, inplace=False, mode="promise_in_bounds"
     )
     return Order(order, slot)
+
+
+def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:
+    """The order in which a position sees its own bucket, up to `reach` places before its own."""
+    n_pad = order.order.shape[-1] - buckets.shape[-1]
+    buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=-1)
+    buckets = jnp.take_along_axis(buckets, order.order, axis=-1, mode="promise_in_bounds")
+    begins = jnp.pad(buckets[..., 1:] != buckets[..., :-1], ((0, 0),) * 3 + ((1, 0),))
+    place = jnp.arange(buckets.shape[-1], dtype=jnp.int32)
+    start = lax.cummax(jnp.where(begins, place, 0), axis=buckets.ndim - 1)
+    first = jnp.maximum(start, place - reach)
+    first = jnp.take_along_axis(first, order.slot, axis=-1, mode="promise_in_bounds")
+    return order._replace(first=first)

@@ -34,7 +34,8 @@ def rotated(x):
 def test_equals_an_independent_computation(row, everything):
     """Projections, rotation, plan, attention and output in NumPy float64."""
     x = numbers()
-    options = dict(causal=everything, bias=everything, use_rotary=everything, masked=everything)
+    causal = row.causal(everything)
+    options = dict(causal=causal, bias=everything, use_rotary=everything, masked=everything)
     rate = 0.3 if everything else 0.0
     layer = layers.Attention(row.op(), **SIZES, **options, attention_dropout=rate)
     segments = plain.some_segments(*x.shape[:2]) if everything else None
@@ -57,12 +58,12 @@ def test_equals_an_independent_computation(row, everything):
         (),
         *(None if y is None else jnp.asarray(y, jnp.float32) for y in (q, k)),
         segments=segments,
-        causal=everything,
+        causal=causal,
         rng=jax.random.fold_in(RNG, 0),
         train=True,
     )
     shape = Shape(batch=2, n_queries=13, n_keys=13, n_heads=3)
-    counts = row.counts(row.first, plan, shape, everything, segments)
+    counts = row.counts(row.first, plan, shape, causal, segments)
     keep = np.ones(counts.shape)
     if everything:
         keep = base.full_dropout_multiplier(jax.random.fold_in(RNG, 1), rate, counts.shape)
@@ -104,7 +105,7 @@ def test_the_algorithms_own_weights_are_kept():
 @over_rows
 def test_a_boolean_mask_is_one_segment(row):
     x = numbers()
-    layer = layers.Attention(row.op(), **SIZES, masked=True)
+    layer = layers.Attention(row.op(), **SIZES, causal=row.causal(False), masked=True)
     mask = np.arange(13) < np.array([[13], [6]])
     params = plain.init(layer, x.shape, mask.shape)
     apply = fast_jit(lambda mask, x: layer.apply(params, x, mask, rng=RNG))

@@ -27,12 +27,14 @@ class Row(NamedTuple):
       options: the values to try of each option; the first of each makes `op()`.
       counts: `(options, plan, shape, causal, segments) -> [B, N, T, S]`, how many times each query
         counts each key: a mask of 0 and 1 unless the op says otherwise.
+      no_step: why the op cannot decode step by step; empty if it can.
     """
 
     name: str
     factory: Callable[..., AttentionOp]
     options: dict[str, tuple[Any, ...]]
     counts: Callable[..., np.ndarray]
+    no_step: str = ""
 
     @property
     def first(self) -> dict[str, Any]:
@@ -40,6 +42,10 @@ class Row(NamedTuple):
 
     def op(self, **options) -> AttentionOp:
         return self.factory(**(self.first | options))
+
+    def causal(self, causal: bool) -> bool:
+        """`causal`, or True where the op can be nothing else."""
+        return causal or not self.op().traits.bidirectional
 
 
 def visible(shape: Shape, causal: bool, segments) -> np.ndarray:
@@ -99,6 +105,14 @@ def _hashed(options, plan, shape, causal, segments):
     return except_self(visible(shape, causal, segments) * counts)
 
 
+def _own_bucket(options, plan, shape, causal, segments):
+    place, first = (np.asarray(x)[..., : shape.n_queries] for x in (plan.slot, plan.first))
+    key = place[..., None, :]
+    rounds = ((key >= first[..., None]) & (key <= place[..., None])).sum(axis=2)
+    counts = rounds > 0 if options["count_once"] else rounds
+    return except_self(visible(shape, causal, segments) * counts)
+
+
 _NEIGHBOURHOODS = {
     "chunk_len": (8, 1, 5),
     "n_chunks_before": (1, 0, 2),
@@ -111,6 +125,13 @@ _HASHING = {
     "n_chunks_before": (1, 0, 2),
     "n_chunks_after": (0, 1),
 }
+_STRICT = {
+    "chunk_len": (4, 1, 5),
+    "n_buckets": (2, "auto", (2, 2)),
+    "n_chunks_before": (1, 2),
+    "strictly_causal": (True,),
+    "n_hashes": (3, 1, 2),
+}
 _WINDOWS = {"window": (6, 1, 9), "chunk_len": (4,), "n_chunks_before": (2,), "n_chunks_after": (2,)}
 
 ROWS = [
@@ -121,4 +142,6 @@ ROWS = [
     Row("local_window", local.local, _WINDOWS, _window),
     Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed),
     Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed),
+    Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _own_bucket),
+    Row("lsh_strict_count_each", lsh.lsh, _STRICT | {"count_once": (False,)}, _own_bucket),
 ]
