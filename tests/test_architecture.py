@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "models": {"ops", "layers", "models"},
     "data": {"data"},
     "training": {"training"},
+    "generation": {"generation"},
     "__init__.py": set(),
 }
 # The only module of the package that imports each of these.
@@ -162,6 +163,7 @@ def loaded_after(statement: str) -> set[str]:
         ("reformax.ops", {"trax", "tensorflow", "gin"}),
         ("reformax.data", {"trax", "tensorflow"}),
         ("reformax.training", {"trax", "tensorflow"}),
+        ("reformax.generation", {"trax", "tensorflow", "gin", "optax"}),
     ],
 )
 def test_importing_loads_no_more_than_it_needs(module, banned):

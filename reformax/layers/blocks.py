@@ -148,7 +148,7 @@ class BlockStack(Layer):
         return tuple(streams), cache
 
     def in_dtype(self, params) -> Any:
-        """The weights in the dtype that the sublayers compute in: the same outputs, less to read."""
+        """The weights in the dtype that sublayers compute in: the same outputs, less to read."""
 
         def narrow(block):
             attention = jax.tree.map(lambda w: w.astype(self._dtype), block["attention"])

@@ -54,14 +54,9 @@ class AxialPositionalEncoding(Layer):
             for i, (r, n, d) in enumerate(zip(rngs, self._shape, self._d_embs, strict=True))
         }
 
-    def check_length(self, length: int) -> None:
-        """Raises `ValueError` for a sequence longer than the grid."""
-        capacity = math.prod(self._shape)
-        if length > capacity:
-            raise ValueError(
-                f"axial positions of shape {self._shape} hold {capacity} positions, not {length}: "
-                "enlarge the shape or shorten the sequence"
-            )
+    @property
+    def max_length(self) -> int:
+        return math.prod(self._shape)
 
     def at(
         self, params, x: Float[Array, "B C D"], position: Int[Array, "B C"]
@@ -73,7 +68,11 @@ class AxialPositionalEncoding(Layer):
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         length = x.shape[1]
-        self.check_length(length)
+        if length > self.max_length:
+            raise ValueError(
+                f"axial positions of shape {self._shape} hold {self.max_length} positions, not "
+                f"{length}: enlarge the shape or shorten the sequence"
+            )
         grid = [params[f"axis_{i}"] for i in range(len(self._shape))]
         # Only whole rows of the first axis that the length reaches.
         rows = -(-length // math.prod(self._shape[1:]))
@@ -94,8 +93,7 @@ class SinusoidalPositionalEncoding(Layer):
     `[B, T, D] -> [B, T, D]`, without weights.
     """
 
-    def check_length(self, length: int) -> None:
-        """No length is too long."""
+    max_length = None
 
     def at(
         self, params, x: Float[Array, "B C D"], position: Int[Array, "*B C"]

@@ -118,10 +118,10 @@ class LanguageModel(Layer):
 
     # Decoding: `prefill` takes a prompt at once, `step` a token a row.
 
-    def check_length(self, length: int) -> None:
-        """Raises `ValueError` for a length that the positions do not hold."""
-        if self._positions is not None:
-            self._positions.check_length(length)
+    @property
+    def max_length(self) -> int | None:
+        """The largest length that the positions hold; None if they hold any."""
+        return None if self._positions is None else self._positions.max_length
 
     def for_decoding(self, params) -> Any:
         """The weights in the dtypes that they are used in, so that a step need not convert them."""
@@ -151,7 +151,11 @@ class LanguageModel(Layer):
             raise ValueError(
                 f"capacity is {capacity}: expected more than {tokens.shape[1]}, the prompts' length"
             )
-        self.check_length(capacity)
+        if self.max_length is not None and capacity > self.max_length:
+            raise ValueError(
+                f"capacity is {capacity}: expected at most {self.max_length}, which is what the "
+                "model's positions hold"
+            )
         rng = None if rng is None else jax.random.split(rng, 3)[1]
         # Position t reads token t - 1, and position 0 reads none: a prompt of n makes n + 1.
         x = self._embed(params, jnp.pad(tokens, ((0, 0), (1, 0))))

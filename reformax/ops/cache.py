@@ -59,7 +59,7 @@ def attend_to(
     q: Float[Array, "B 1 N H"],
     keys: Float[Array, "B N K H"],
     values: Float[Array, "B N K V"],
-    mask: Bool[Array, "B #N K"],
+    mask: Bool[Array, "#B #N K"],
     alone: Float[Array, "B 1 N V"] | None = None,
 ) -> Float[Array, "B 1 N V"]:
     """Softmax attention of one query a row; `alone`, or zeros, where the mask shows it nothing."""

@@ -148,7 +148,7 @@ def test_hashes_are_those_of_the_rng():
 def test_errors():
     model, params = make("reformer, axial")
     tokens, lengths = some_tokens(), np.array([LENGTH] * 2)
-    with pytest.raises(ValueError, match=r"^axial positions of shape \(5, 6\) hold 30 .*, not 31"):
+    with pytest.raises(ValueError, match="^capacity is 31: expected at most 30, which"):
         model.prefill(params, tokens, lengths, 31, RNG)
     with pytest.raises(ValueError, match="^capacity is 23: expected more than 23, the prompts'"):
         model.prefill(params, tokens, lengths, LENGTH, RNG)
