@@ -106,7 +106,7 @@ def test_the_algorithms_own_weights_are_kept():
 def test_a_boolean_mask_is_one_segment(row):
     x = numbers()
     layer = layers.Attention(row.op(), **SIZES, causal=row.causal(False), masked=True)
-    mask = np.arange(13) < np.array([[13], [6]])
+    mask = np.arange(13) >= np.array([[0], [7]])
     params = plain.init(layer, x.shape, mask.shape)
     apply = fast_jit(lambda mask, x: layer.apply(params, x, mask, rng=RNG))
     out = apply(mask, x)
@@ -206,7 +206,8 @@ def test_rotary_is_relative(op):
 @over_rows
 def test_computes_in_the_dtype_of_its_input(row):
     x = numbers().astype(jnp.bfloat16)
-    layer = layers.Attention(row.op(), **SIZES, bias=True, use_rotary=True, output_dropout=0.1)
+    options = dict(causal=row.causal(False), bias=True, use_rotary=True, output_dropout=0.1)
+    layer = layers.Attention(row.op(), **SIZES, **options)
     params = plain.init(layer, x.shape)
     projections = layer.project(params, x)
     assert all(y is None or y.dtype == jnp.bfloat16 for y in projections)
