@@ -95,7 +95,7 @@ def reformer(shape: Shape, **lsh_options) -> tuple[models.LanguageModel, Any]:
         **(axial if shape.axial_shape else {}),
     )
     params = jax.jit(lambda key: model.init_params(key, (1, shape.context)))(jax.random.PRNGKey(0))
-    return model, model.for_decoding(params)
+    return model, params
 
 
 def prompts(shape: Shape, batch: int, n_new: int | None = None) -> np.ndarray:
@@ -149,7 +149,7 @@ def recomputed(shape: Shape, model, params, repeats: int) -> float:
 
 def growth(shape: Shape, model, params, repeats: int) -> list[tuple[int, float]]:
     """The time of several numbers of new tokens after one prompt, without that of the prompt."""
-    text = prompts(shape, 1, shape.context // 2)
+    text = prompts(shape, 1, shape.context // 2 + 1)
 
     def generate(n):
         return generation.generate(model, params, text, n, max_length=shape.context)

@@ -126,7 +126,7 @@ def stream(
     tokens = np.pad(tokens, ((0, 0), (0, n_prompt - tokens.shape[1])))
     return _blocks(
         model,
-        model.for_decoding(params),
+        params,
         tokens,
         lengths,
         capacity,
@@ -147,6 +147,7 @@ def _blocks(
     # The state is used up by the next call: what is handed out has to be a copy.
     ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
     left = n_new - 1
+    params = model.for_decoding(params)
     while left:
         n = min(every, left)
         state, block = _go_on(model, params, state, sampler, key, end, jnp.int32(n))

@@ -120,22 +120,32 @@ class BlockStack(Layer):
                 caches.append(cache)
             return streams, tuple(caches)
 
-        return self._scan(repeat, tuple(map(self._residual, streams)), params)
+        streams, caches = self._scan(repeat, tuple(map(self._residual, streams)), params)
+        return streams, self._unstacked(caches)
 
     def step(
         self, params, streams: Sequence[Array], caches: Any, position: Int[Array, " B"]
     ) -> tuple[tuple[Array, ...], Any]:
-        """The streams `[B, 1, D]` of each row's next position, and the caches with it."""
+        """The streams `[B, 1, D]` of each row's next position, and the caches with it.
 
-        def repeat(streams, this, caches):
-            after = []
+        `params` are those of `for_decoding`. A scan would copy each layer's weights and cache, all
+        of it, for the little that a step reads and writes: the layers are written out instead.
+        """
+        streams, after = tuple(map(self._residual, streams)), []
+        for params_here, caches_here in zip(params, caches, strict=True):
+            after.append([])
             for i, block in enumerate(self._blocks):
-                attend = functools.partial(block.attention.step, cache=caches[i], position=position)
-                streams, cache = self._layer(block, this.params[f"block_{i}"], streams, attend)
-                after.append(cache)
-            return streams, tuple(after)
+                attend = functools.partial(
+                    block.attention.step, cache=caches_here[i], position=position
+                )
+                streams, cache = self._layer(block, params_here[f"block_{i}"], streams, attend)
+                after[-1].append(cache)
+        return streams, tuple(map(tuple, after))
 
-        return self._scan(repeat, tuple(map(self._residual, streams)), params, caches)
+    def _unstacked(self, tree: Any) -> tuple[Any, ...]:
+        """What is stacked along a leading axis, for each repeat of the cycle."""
+        n_repeats = self._n_layers // len(self._blocks)
+        return tuple(jax.tree.map(lambda x: x[i], tree) for i in range(n_repeats))  # noqa: B023
 
     def _layer(self, block: Block, params, streams, attend: Callable):
         """A layer's streams and cache, for its attention `(params, input) -> (output, cache)`."""
@@ -147,8 +157,8 @@ class BlockStack(Layer):
         streams[-1] += self._residual(block.feed_forward.apply(params["feed_forward"], h))
         return tuple(streams), cache
 
-    def in_dtype(self, params) -> Any:
-        """The weights in the dtype that sublayers compute in: the same outputs, less to read."""
+    def for_decoding(self, params) -> tuple[Any, ...]:
+        """The weights for `step`: apart for each repeat, in the dtype that sublayers compute in."""
 
         def narrow(block):
             attention = jax.tree.map(lambda w: w.astype(self._dtype), block["attention"])
@@ -156,7 +166,7 @@ class BlockStack(Layer):
             attention["op"] = block["attention"]["op"]  # how it computes is the algorithm's own
             return block | {"attention": attention, "feed_forward": feed_forward}
 
-        return {name: narrow(block) for name, block in params.items()}
+        return self._unstacked({name: narrow(block) for name, block in params.items()})
 
 
 class ResidualStack(BlockStack):

@@ -124,8 +124,8 @@ class LanguageModel(Layer):
         return None if self._positions is None else self._positions.max_length
 
     def for_decoding(self, params) -> Any:
-        """The weights in the dtypes that they are used in, so that a step need not convert them."""
-        return params | {"stack": self._stack.in_dtype(params["stack"])}
+        """The weights for `step`: layers apart, in the dtypes that they are used in."""
+        return params | {"stack": self._stack.for_decoding(params["stack"])}
 
     def prefill(
         self, params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, rng=None
@@ -169,7 +169,13 @@ class LanguageModel(Layer):
     def step(
         self, params, tokens: Int[Array, " B"], decoding: Decoding
     ) -> tuple[Float[Array, "B V"], Decoding]:
-        """The logits of the token after the one given, for each row."""
+        """The logits of the token after the one given, for each row.
+
+        Args:
+          params: the weights as `for_decoding` has them.
+          tokens: the last token of each row.
+          decoding: what `prefill` or the step before gave.
+        """
         position, caches = decoding
         x = params["embedding"][tokens[:, None]]
         if self._positions is not None:
