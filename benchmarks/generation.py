@@ -29,6 +29,7 @@ from reformax import generation, models
 from reformax.ops import local, lsh
 
 VOCAB_SIZE = 256
+OURS = "reformax"
 
 
 class Shape(NamedTuple):
@@ -232,46 +233,40 @@ def theirs(shape: Shape, model, batch: int, by_hand: bool, n_many: int) -> tuple
 
 def on_gpu(shape: Shape, repeats: int, peers: bool, peer_new: int, peer_seconds: float) -> None:
     print(f"context {shape.context:,} tokens, {shape.n_layers} layers, d_model {shape.d_model}\n")
-    print("| model | batch | step, ms | tokens/s | prompt, s |\n| --- | ---: | ---: | ---: | ---: |")
+    print(
+        "| model | batch | step, ms | tokens/s | prompt, s |\n| --- | ---: | ---: | ---: | ---: |"
+    )
 
-    def report(name, batch, measure):
+    def report(name, batch, measure, *arguments):
         try:
-            step, prompt = measure()
+            step, prompt = measure(*arguments)
         except Exception as error:  # of any kind: the table has it, and the other rows
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200].replace("|", "/")
             print(f"| {name} | {batch} | {reason} | - | - |", flush=True)
-            return None
+            return float("inf")
         row = f"{batch} | {step * 1e3:.3f} | {batch / step:,.0f} | {prompt:.2f}"
         print(f"| {name} | {row} |", flush=True)
         return step
 
-    best = {}
-    for options in ({}, dict(strictly_causal=True)):
+    steps, peer_steps = {}, {}
+    for name, options in (("reformax, strictly causal", dict(strictly_causal=True)), (OURS, {})):
         model, params = reformer(shape, **options)
-        name = "reformax, strictly causal" if options else "reformax"
         for batch in shape.batches:
-            step = report(name, batch, lambda batch=batch: ours(shape, model, params, batch, repeats))
-            if not options:
-                best[batch] = step
+            steps[batch] = report(name, batch, ours, shape, model, params, batch, repeats)
         del model, params
-    deadline, theirs_best = time.monotonic() + peer_seconds, {}
+    deadline = time.monotonic() + peer_seconds
     for dtype in dict.fromkeys((shape.dtype, "float32")) if peers else ():
-        for batch in shape.batches:
-            for by_hand in (False, True):
+        for by_hand in (False, True):
+            for batch in shape.batches:
                 name = f"Hugging Face, {dtype}, {'its cache by hand' if by_hand else 'generate'}"
                 if time.monotonic() > deadline:
                     print(f"| {name} | {batch} | no time left | - | - |")
                     continue
                 model = hugging_face(shape, dtype)
-                step = report(
-                    name, batch, lambda: theirs(shape, model, batch, by_hand, peer_new)
-                )
-                if step:
-                    theirs_best[batch] = min(step, theirs_best.get(batch, step))
-    for batch in theirs_best:
-        if best.get(batch):
-            ratio = theirs_best[batch] / best[batch]
-            print(f"\nbatch {batch}: {ratio:.1f} times the fastest of Hugging Face's")
+                step = report(name, batch, theirs, shape, model, batch, by_hand, peer_new)
+                peer_steps.setdefault(batch, []).append(step)
+    for batch, theirs_here in peer_steps.items():
+        print(f"\nbatch {batch}: {min(theirs_here) / steps[batch]:.1f} times their fastest")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -147,7 +147,7 @@ def _blocks(
     # The state is used up by the next call: what is handed out has to be a copy.
     ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
     left = n_new - 1
-    params = model.for_decoding(params)
+    params = _prepare(model, params)
     while left:
         n = min(every, left)
         state, block = _go_on(model, params, state, sampler, key, end, jnp.int32(n))
@@ -156,6 +156,11 @@ def _blocks(
             return
         ready, done, left = block[:, :n], jnp.copy(state.done), left - n
     yield np.asarray(ready)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prepare(model, params) -> Any:
+    return model.for_decoding(params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
@@ -101,13 +102,10 @@ class Attention(Layer):
         params["op"] = self._op.init(rng_op, Dims(n, h, v, length))
         return params
 
-    def project(
-        self, params, x: Float[Array, "B T D"], position: Int[Array, "B T"] | None = None
-    ) -> Projections:
+    def project(self, params, x: Float[Array, "B T D"]) -> Projections:
         """Queries, keys and values of all heads, turned by their positions if they are rotary.
 
-        A plan is made of the turned ones: what hashing looks for are the largest scores. Positions
-        not given are counted from 0.
+        A plan is made of the turned ones: what hashing looks for are the largest scores.
         """
 
         def head(letter):
@@ -116,7 +114,10 @@ class Attention(Layer):
             y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{letter}"].astype(x.dtype))
             return y + params[f"b_{letter}"].astype(x.dtype) if self._bias else y
 
-        q, k, v = head("q"), head("k"), head("v")
+        return self._turned(Projections(head("q"), head("k"), head("v")))
+
+    def _turned(self, projections: Projections, position=None) -> Projections:
+        q, k, v = projections
         if self._use_rotary:
             q, k = rotary(q, position), None if k is None else rotary(k, position)
         return Projections(q, k, v)
@@ -167,10 +168,8 @@ class Attention(Layer):
             dropout=self._rate(self._attention_dropout),
             rng=weight_rng,
         )
-        return dropout(self._merge(params, out), self._rate(self._output_dropout), output_rng)
-
-    def _merge(self, params, out: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
-        return jnp.einsum("btnv,nvd->btd", out, params["w_o"].astype(out.dtype))
+        out = jnp.einsum("btnv,nvd->btd", out, params["w_o"].astype(out.dtype))
+        return dropout(out, self._rate(self._output_dropout), output_rng)
 
     def prefill(
         self, params, x: Float[Array, "B T D"], lengths: Int[Array, " B"], capacity: int, rng=None
@@ -217,10 +216,36 @@ class Attention(Layer):
     def step(
         self, params, x: Float[Array, "B 1 D"], cache: Any, position: Int[Array, " B"]
     ) -> tuple[Float[Array, "B 1 D"], Any]:
-        """The layer at the next position of each row, and the cache with it."""
-        projections = self.project(params, x, position[:, None])
-        out, cache = self._op.step(params["op"], *projections, cache, position=position)
-        return self._merge(params, out), cache
+        """The layer at the next position of each row, and the cache with it.
+
+        `params` are those of `for_decoding`.
+        """
+        y = x @ params["w_in"] + params.get("b_in", 0)
+        n, shared = self._n_heads, self._op.traits.shared_qk
+        ends = n * self._d_qk * np.arange(1, 2 if shared else 3)
+        q, *k, v = (part.reshape(*x.shape[:2], n, -1) for part in jnp.split(y, ends, axis=-1))
+        projections = Projections(q, k[0] if k else None, v)
+        out, cache = self._op.step(
+            params["op"], *self._turned(projections, position[:, None]), cache, position=position
+        )
+        return out.reshape(*x.shape[:2], -1) @ params["w_o"], cache
+
+    def for_decoding(self, params, dtype: str) -> dict[str, Any]:
+        """The weights for `step`: one product for all heads and projections, in `dtype`.
+
+        `w_in [D, N * (H + H + V)]`, or `N * (H + V)` with shared queries and keys, `b_in` likewise,
+        `w_o [N * V, D]`, and `op` as it is.
+        """
+        letters = [x for x in "qkv" if f"w_{x}" in params]
+        columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
+        d_model = columns[0].shape[0]
+        merged = {
+            "w_in": jnp.concatenate([w.reshape(d_model, -1) for w in columns], axis=1),
+            "w_o": params["w_o"].reshape(-1, d_model),
+        }
+        if self._bias:
+            merged["b_in"] = jnp.concatenate([jnp.ravel(params[f"b_{x}"]) for x in letters])
+        return {name: w.astype(dtype) for name, w in merged.items()} | {"op": params["op"]}
 
     def apply(
         self, params, x: Float[Array, "B T D"], mask: Int[Array, "B T"] | None = None, rng=None

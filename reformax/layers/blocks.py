@@ -160,13 +160,15 @@ class BlockStack(Layer):
     def for_decoding(self, params) -> tuple[Any, ...]:
         """The weights for `step`: apart for each repeat, in the dtype that sublayers compute in."""
 
-        def narrow(block):
-            attention = jax.tree.map(lambda w: w.astype(self._dtype), block["attention"])
-            feed_forward = jax.tree.map(lambda w: w.astype(self._dtype), block["feed_forward"])
-            attention["op"] = block["attention"]["op"]  # how it computes is the algorithm's own
-            return block | {"attention": attention, "feed_forward": feed_forward}
+        def for_step(i, params):
+            attention = self._blocks[i].attention.for_decoding(params["attention"], self._dtype)
+            feed_forward = jax.tree.map(lambda w: w.astype(self._dtype), params["feed_forward"])
+            return params | {"attention": attention, "feed_forward": feed_forward}
 
-        return self._unstacked({name: narrow(block) for name, block in params.items()})
+        return tuple(
+            {f"block_{i}": for_step(i, layer[f"block_{i}"]) for i in range(len(self._blocks))}
+            for layer in self._unstacked(params)
+        )
 
 
 class ResidualStack(BlockStack):

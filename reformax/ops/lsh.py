@@ -9,6 +9,7 @@ O(n_hashes * T * chunk_len).
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -160,15 +161,17 @@ def lsh(
             size = (n_chunks_before + 1 + n_chunks_after) * chunk_len
             window = (n_upto // chunk_len - n_chunks_before) * chunk_len + jnp.arange(size)
             exists = (window >= 0) & (window <= now) & (window != n_upto)
-        seen = jnp.take_along_axis(order, jnp.clip(window, 0, capacity - 1), axis=-1)
-        seen = jnp.where(exists, seen, capacity).reshape(*seen.shape[:2], -1)
-        if count_once and buckets.shape[2] > 1:
-            seen = jnp.sort(seen, axis=-1)
-            again = jnp.pad(seen[..., 1:] == seen[..., :-1], ((0, 0), (0, 0), (1, 0)))
-            seen = jnp.where(again, capacity, seen)
-        index = jnp.minimum(seen, capacity - 1)[..., None]
-        keys, values = (jnp.take_along_axis(x, index, axis=2) for x in memory)
-        out = attend_to(q, keys, values, seen < capacity, alone=v)
+        take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
+        seen = take(order, jnp.clip(window, 0, capacity - 1), axis=-1)
+        seen = jnp.where(exists, seen, -1)
+        index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
+        if count_once and seen.shape[2] > 1:
+            rounds = jnp.arange(seen.shape[2])[:, None]
+            again = seen[..., None, None] == seen[:, :, None, None]  # [B, N, R, M, R, M]
+            again = again & (rounds[:, :, None, None] > rounds)
+            exists = exists & ~jnp.any(again, axis=(-2, -1))
+        keys, values = (take(x, index[..., None], axis=2) for x in memory)
+        out = attend_to(q, keys, values, exists.reshape(index.shape), alone=v)
         return out, Hashed(memory, buckets, order, rotations)
 
     return AttentionOp(
@@ -252,7 +255,10 @@ def hash_by(
         return bucket
 
     # Round by round: the products with all rotations are the largest array of the plan.
-    return jnp.moveaxis(lax.map(one_round, jnp.moveaxis(rotations, 2, 0)), 0, 2)
+    map_rounds = (
+        jax.vmap(one_round) if vectors.shape[1] == 1 else functools.partial(lax.map, one_round)
+    )
+    return jnp.moveaxis(map_rounds(jnp.moveaxis(rotations, 2, 0)), 0, 2)
 
 
 def sort_by_bucket(
