@@ -43,7 +43,7 @@ def params(model):
 
 
 def test_greedy_is_the_argmax_of_the_forward(model, params):
-    rows = generation.generate(model, params, PROMPTS, 30, temperature=0)
+    rows = generation.generate(model, params, PROMPTS, 30, temperature=0, max_length=64)
     apply = jax.jit(model.apply)
     for prompt, row in zip(PROMPTS, rows, strict=True):
         assert row.shape == (30,) and row.dtype == np.int32
@@ -75,26 +75,27 @@ def test_draws_follow_the_models_probabilities(model, params):
 
 def test_a_seed_reproduces_the_text(model, params):
     def text(seed, **options):
-        return np.array(generation.generate(model, params, PROMPTS, 20, seed=seed, **options))
+        options = dict(seed=seed, max_length=64) | options
+        return np.array(generation.generate(model, params, PROMPTS, 20, **options))
 
     np.testing.assert_array_equal(text(1), text(1))
     assert np.mean(text(1) == text(2)) < 0.5
     # Rows of one prompt differ; and handing tokens out one by one changes nothing.
-    same = np.array(generation.generate(model, params, [[3]] * 4, 20, temperature=5))
-    assert len({tuple(row) for row in same}) == 4
-    blocks = list(generation.stream(model, params, PROMPTS, 20, seed=1, every=3))
+    same = np.array(generation.generate(model, params, [[3]] * 3, 20, temperature=5, max_length=64))
+    assert len({tuple(row) for row in same}) == 3
+    blocks = list(generation.stream(model, params, PROMPTS, 20, seed=1, every=3, max_length=64))
     assert [block.shape[1] for block in blocks] == [1, 3, 3, 3, 3, 3, 3, 1]
     np.testing.assert_array_equal(np.concatenate(blocks, axis=1), text(1))
 
 
 def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
-    options = dict(max_length=100)
+    options = dict(max_length=64)
     generation.generate(model, params, PROMPTS, 2, **options)
     before = loop._start._cache_size(), loop._go_on._cache_size()
     for prompts, n, more in [
         (PROMPTS, 1, {}),
-        (PROMPTS, 70, dict(temperature=0)),
-        ([[1] * 20, [2], [3] * 7], 80, dict(seed=9, end=3, top_k=4)),
+        (PROMPTS, 57, dict(temperature=0)),
+        ([[1] * 20, [2], [3] * 7], 44, dict(seed=9, end=3, top_k=4)),
         ([[1] * 33, [], []], 5, dict(hash_seed=3, top_p=0.5, temperature=1)),
     ]:
         generation.generate(model, params, prompts, n, **options, **more)
@@ -104,16 +105,17 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
 
 
 def test_a_row_ends(model, params):
-    rows = generation.generate(model, params, PROMPTS, 40, seed=3)
+    rows = generation.generate(model, params, PROMPTS, 40, seed=3, max_length=64)
     end = int(rows[0][4])
-    ended = generation.generate(model, params, PROMPTS, 40, seed=3, end=end)
+    ended = generation.generate(model, params, PROMPTS, 40, seed=3, max_length=64, end=end)
     for row, whole in zip(ended, rows, strict=True):
         n = list(whole).index(end) + 1 if end in whole else 40
         np.testing.assert_array_equal(row, whole[:n])
     # When all have ended, no more is computed.
-    (row,) = generation.generate(model, params, PROMPTS[:1], 40, seed=3)
-    blocks = list(generation.stream(model, params, PROMPTS[:1], 40, seed=3, end=int(row[0])))
-    assert np.concatenate(blocks, axis=1).tolist() == [[row[0]]]
+    same, options = [PROMPTS[0]] * 3, dict(temperature=0, max_length=64)
+    first = int(generation.generate(model, params, same, 1, **options)[0][0])
+    blocks = list(generation.stream(model, params, same, 40, **options, end=first))
+    assert [block.tolist() for block in blocks] == [[[first]] * 3]
 
 
 def test_hashes_are_those_of_their_seed(params):

@@ -18,7 +18,7 @@ SMALL = dict(
     d_ff=20,
     d_attention_key=4,
     d_attention_value=4,
-    n_layers=4,
+    n_layers=2,
     n_heads=2,
     mode="eval",
 )
@@ -30,7 +30,7 @@ AXIAL = dict(pos_type="axial", pos_axial_shape=(5, 6), pos_d_axial_embs=(2, 6))
 MODELS = {
     "transformer, rotary": (TransformerLM, dense.dense(), {}),
     "transformer, axial, shared": (TransformerLM, shared_qk.shared_qk(), AXIAL),
-    "reformer, rotary": (ReformerLM, (LOCAL, STRICT), {}),
+    "reformer, rotary": (ReformerLM, (LOCAL, STRICT), dict(n_layers=4)),
     "reformer, axial": (ReformerLM, (LOCAL, STRICT), AXIAL | dict(ff_chunk_size=5)),
     "reformer, sinusoidal": (ReformerLM, (STRICT,), dict(pos_type="sinusoidal")),
     "reformer, none": (ReformerLM, (LOCAL, dense.dense()), dict(pos_type="none")),
