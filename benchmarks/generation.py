@@ -206,10 +206,11 @@ def hugging_face(shape: Shape, dtype: str):
     return model.to(device, getattr(torch, dtype)).eval()
 
 
-def theirs(shape: Shape, model, batch: int, by_hand: bool, n_many: int) -> tuple[float, float]:
+def theirs(shape: Shape, dtype: str, batch: int, by_hand: bool, n_many: int) -> tuple[float, float]:
     """`seconds_a_step` of Hugging Face: its `generate`, or its cache and a loop of our own."""
     import torch
 
+    model = hugging_face(shape, dtype)
     device = next(model.parameters()).device
     text = torch.as_tensor(prompts(shape, batch), dtype=torch.long, device=device)
 
@@ -262,8 +263,7 @@ def on_gpu(shape: Shape, repeats: int, peers: bool, peer_new: int, peer_seconds:
                 if time.monotonic() > deadline:
                     print(f"| {name} | {batch} | no time left | - | - |")
                     continue
-                model = hugging_face(shape, dtype)
-                step = report(name, batch, theirs, shape, model, batch, by_hand, peer_new)
+                step = report(name, batch, theirs, shape, dtype, batch, by_hand, peer_new)
                 peer_steps.setdefault(batch, []).append(step)
     for batch, theirs_here in peer_steps.items():
         print(f"\nbatch {batch}: {min(theirs_here) / steps[batch]:.1f} times their fastest")

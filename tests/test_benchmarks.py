@@ -1,11 +1,11 @@
-"""The benchmark of a training step, on a shape that takes no time: its rows and its refusals."""
+"""The benchmarks of a training step and of generation, on shapes that take no time."""
 
 import math
 
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import step
+from benchmarks import generation, step
 
 TINY = step.Shape(
     batch=2,
@@ -108,3 +108,28 @@ def test_a_length_that_no_table_has_is_refused(capsys):
     with pytest.raises(SystemExit):
         step.main(["--lengths", "7"])
     assert "--lengths" in capsys.readouterr().err
+
+
+TINY_TEXT = generation.Shape(
+    context=40, n_new=9, d_model=8, d_ff=8, n_heads=2, d_head=4, n_layers=2, axial_shape=(8, 8)
+)
+
+
+def test_generation_beside_the_forward(capsys):
+    generation.on_cpu(TINY_TEXT._replace(context=300, axial_shape=None), repeats=1)
+    printed = capsys.readouterr().out
+    assert float(cells(printed, "ordinary")[3]) >= 0
+    assert float(cells(printed, "128")[1]) > 0
+
+
+def test_a_missing_peer_is_a_row(monkeypatch, capsys):
+    def missing(*_):
+        raise ImportError("no module | named torch")
+
+    monkeypatch.setattr(generation, "theirs", missing)
+    generation.on_gpu(TINY_TEXT, repeats=1, peers=True, peer_new=4, peer_seconds=60)
+    printed = capsys.readouterr().out
+    assert float(cells(printed, generation.OURS)[2]) != 0
+    name = "Hugging Face, float32, generate"
+    assert cells(printed, name)[2] == "ImportError: no module / named torch"
+    assert "batch 1: inf times their fastest" in printed

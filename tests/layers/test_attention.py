@@ -257,3 +257,34 @@ def test_errors_of_use(options, mask, message):
         layer.apply(params, x, *(() if mask is None else (mask,)))
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("name", ["dense", "local_shared", "lsh_strict"])
+def test_prefill_and_steps_are_apply(name, rotate):
+    """With biases, by the merged weights; the rows' prompts have different lengths."""
+    (row,) = (row for row in ROWS if row.name == name)
+    layer = layers.Attention(
+        row.op(), **SIZES, causal=True, bias=True, use_rotary=rotate, mode="eval"
+    )
+    x, lengths = numbers(), np.array([6, 3])
+    params = plain.init(layer, x.shape)
+    whole = fast_jit(lambda x: layer.apply(params, x, rng=RNG))(x)
+    prefill = fast_jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))
+    out, cache = prefill(x[:, :6], lengths)
+    np.testing.assert_allclose(out[0], whole[0, :6], atol=1e-5)
+    np.testing.assert_allclose(out[1, :3], whole[1, :3], atol=1e-5)
+    merged = layer.for_decoding(params, "float32")
+    step = fast_jit(layer.step)
+    for n in range(7):
+        position = lengths + n
+        out, cache = step(merged, x[np.arange(2), position][:, None], cache, position)
+        np.testing.assert_allclose(out[:, 0], whole[np.arange(2), position], atol=1e-5)
+
+
+def test_what_cannot_decode():
+    x, lengths = numbers(), np.array([13, 13])
+    for options in (dict(causal=False, mode="eval"), dict(causal=True, mode="train")):
+        layer = layers.Attention(dense.dense(), **SIZES, **options)
+        with pytest.raises(ValueError, match=r"decoding needs causal=True and mode='eval'$"):
+            layer.prefill(layer.init_params(RNG, x.shape), x, lengths, 20)
