@@ -111,15 +111,18 @@ def test_a_length_that_no_table_has_is_refused(capsys):
 
 
 TINY_TEXT = generation.Shape(
-    context=40, n_new=9, d_model=8, d_ff=8, n_heads=2, d_head=4, n_layers=2, axial_shape=(8, 8)
+    context=40, n_new=9, d_model=8, d_ff=8, n_heads=2, d_head=4, n_layers=1, cycle=("lsh",)
 )
 
 
 def test_generation_beside_the_forward(capsys):
-    generation.on_cpu(TINY_TEXT._replace(context=300, axial_shape=None), repeats=1)
+    generation.on_cpu(TINY_TEXT._replace(context=300), repeats=1)
     printed = capsys.readouterr().out
-    assert float(cells(printed, "ordinary")[3]) >= 0
-    assert float(cells(printed, "128")[1]) > 0
+    for name in ("ordinary", "strictly causal"):
+        whole, step, ratio, _ = map(float, cells(printed, name)[1:])
+        assert whole > 0 and ratio == pytest.approx(whole / step, rel=0.1, abs=1)
+    taken, each = map(float, cells(printed, "128")[1:])
+    assert each == pytest.approx(taken / 128 * 1e3, rel=0.1, abs=1)
 
 
 def test_a_missing_peer_is_a_row(monkeypatch, capsys):
@@ -127,7 +130,9 @@ def test_a_missing_peer_is_a_row(monkeypatch, capsys):
         raise ImportError("no module | named torch")
 
     monkeypatch.setattr(generation, "theirs", missing)
-    generation.on_gpu(TINY_TEXT, repeats=1, peers=True, peer_new=4, peer_seconds=60)
+    generation.on_gpu(
+        TINY_TEXT._replace(axial_shape=(8, 8)), repeats=1, peers=True, peer_new=4, peer_seconds=60
+    )
     printed = capsys.readouterr().out
     assert float(cells(printed, generation.OURS)[2]) != 0
     name = "Hugging Face, float32, generate"
