@@ -15,10 +15,11 @@ the prompt makes: the time of many new tokens less the time of few, after both h
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,37 +106,41 @@ def prompts(shape: Shape, batch: int, n_new: int | None = None) -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB_SIZE, size, np.int32)
 
 
-def seconds(function: Callable[[], Any], repeats: int) -> float:
-    """The median time of a call, after one that may compile."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+def in_turn(functions: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
+    """The median time of each, called in turn after a call that may compile.
+
+    Whatever else the machine does then falls on all of them.
+    """
+    times = {name: [] for name in functions}
+    for function in functions.values():
         function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    for _ in range(repeats):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def seconds_a_step(
-    generate: Callable[[int], Any], n_few: int, n_many: int, repeats: int
-) -> tuple[float, float]:
-    """The time of a step for all rows, and the time of the prompt and `n_few` new tokens."""
-    few, many = (seconds(lambda n=n: generate(n), repeats) for n in (n_few, n_many))
-    return (many - few) / (n_many - n_few), few
+def calls(generate: Callable[[int], Any], counts: Sequence[int]) -> dict[int, Callable[[], Any]]:
+    """`generate` for several numbers of new tokens."""
+    return {n: functools.partial(generate, n) for n in counts}
+
+
+def generator(shape: Shape, model, params, text: np.ndarray) -> Callable[[int], Any]:
+    """Generation by reformax, from a number of new tokens."""
+    return functools.partial(generation.generate, model, params, text, max_length=shape.context)
 
 
 def ours(shape: Shape, model, params, batch: int, repeats: int) -> tuple[float, float]:
-    """`seconds_a_step` of reformax."""
-    text = prompts(shape, batch)
-
-    def generate(n):
-        return generation.generate(model, params, text, n, max_length=shape.context)
-
-    return seconds_a_step(generate, 1, shape.n_new, repeats)
+    """The time of a step for all rows, and the time of the prompt and the first token."""
+    generate = generator(shape, model, params, prompts(shape, batch))
+    few, many = in_turn(calls(generate, (1, shape.n_new)), repeats).values()
+    return (many - few) / (shape.n_new - 1), few
 
 
-def recomputed(shape: Shape, model, params, repeats: int) -> float:
-    """The time of a token by one forward over the whole context, padded, logits of one position."""
+def forward(shape: Shape, model, params) -> Callable[[], Any]:
+    """One forward over the whole context, padded, and the logits of one position."""
 
     @jax.jit
     def next_token(params, tokens, position):
@@ -144,35 +149,27 @@ def recomputed(shape: Shape, model, params, repeats: int) -> float:
         return jnp.argmax(model.logits(params, features), axis=-1)
 
     text = np.pad(prompts(shape, 1), ((0, 0), (0, shape.n_new)))
-    position = shape.context - shape.n_new
-    return seconds(lambda: np.asarray(next_token(params, text, position)), repeats)
-
-
-def growth(shape: Shape, model, params, repeats: int) -> list[tuple[int, float]]:
-    """The time of several numbers of new tokens after one prompt, without that of the prompt."""
-    text = prompts(shape, 1, shape.context // 2 + 1)
-
-    def generate(n):
-        return generation.generate(model, params, text, n, max_length=shape.context)
-
-    prompt = seconds(lambda: generate(1), repeats)
-    counts = [n for n in (128, 256, 512, 1024, 2048) if n <= shape.context // 2]
-    return [(n, seconds(lambda n=n: generate(n + 1), repeats) - prompt) for n in counts]
+    return lambda: np.asarray(next_token(params, text, shape.context - shape.n_new))
 
 
 def on_cpu(shape: Shape, repeats: int) -> None:
     print(f"context {shape.context:,} tokens, {shape.n_layers} layers, d_model {shape.d_model}\n")
     print("| LSH | forward of all, ms | step, ms | ratio | tokens/s |\n| --- |" + " ---: |" * 4)
-    for options in ({}, dict(strictly_causal=True)):
+    for name, options in (("ordinary", {}), ("strictly causal", dict(strictly_causal=True))):
         model, params = reformer(shape, **options)
-        whole = recomputed(shape, model, params, repeats)
-        step, _ = ours(shape, model, params, 1, repeats)
-        name = "strictly causal" if options else "ordinary"
+        generate = generator(shape, model, params, prompts(shape, 1))
+        functions = calls(generate, (1, shape.n_new)) | {"all": forward(shape, model, params)}
+        few, many, whole = in_turn(functions, repeats).values()
+        step = (many - few) / (shape.n_new - 1)
         row = f"{whole * 1e3:.1f} | {step * 1e3:.3f} | {whole / step:.0f} | {1 / step:.0f}"
         print(f"| {name} | {row} |", flush=True)
+    counts = [n for n in (128, 256, 512, 1024, 2048) if n <= shape.context // 2]
+    generate = generator(shape, model, params, prompts(shape, 1, shape.context // 2 + 1))
+    prompt, *times = in_turn(calls(generate, (1, *(n + 1 for n in counts))), repeats).values()
     print("\n| new tokens | ms | us a token |\n| ---: | ---: | ---: |")
-    for n, time_taken in growth(shape, model, params, repeats):
-        print(f"| {n:,} | {time_taken * 1e3:.1f} | {time_taken / n * 1e6:.0f} |", flush=True)
+    for n, taken in zip(counts, times, strict=True):
+        taken -= prompt
+        print(f"| {n:,} | {taken * 1e3:.1f} | {taken / n * 1e6:.0f} |", flush=True)
 
 
 def hugging_face(shape: Shape, dtype: str):
@@ -207,7 +204,7 @@ def hugging_face(shape: Shape, dtype: str):
 
 
 def theirs(shape: Shape, dtype: str, batch: int, by_hand: bool, n_many: int) -> tuple[float, float]:
-    """`seconds_a_step` of Hugging Face: its `generate`, or its cache and a loop of our own."""
+    """What `ours` measures, of Hugging Face: its `generate`, or its cache and a loop of our own."""
     import torch
 
     model = hugging_face(shape, dtype)
@@ -229,7 +226,8 @@ def theirs(shape: Shape, dtype: str, batch: int, by_hand: bool, n_many: int) -> 
             out = model(drawn, past_buckets_states=cache, use_cache=True)
         return out.logits.cpu()
 
-    return seconds_a_step(generate, 2, n_many, 1)
+    few, many = in_turn(calls(generate, (2, n_many)), 1).values()
+    return (many - few) / (n_many - 2), few
 
 
 def on_gpu(shape: Shape, repeats: int, peers: bool, peer_new: int, peer_seconds: float) -> None:
