@@ -30,7 +30,8 @@ from reformax import generation, models
 from reformax.ops import local, lsh
 
 VOCAB_SIZE = 256
-OURS = "reformax"
+# The two kinds of LSH, the last of which is compared with peers.
+LSH = {"strictly causal": dict(strictly_causal=True), "ordinary": {}}
 
 
 class Shape(NamedTuple):
@@ -155,7 +156,7 @@ def forward(shape: Shape, model, params) -> Callable[[], Any]:
 def on_cpu(shape: Shape, repeats: int) -> None:
     print(f"context {shape.context:,} tokens, {shape.n_layers} layers, d_model {shape.d_model}\n")
     print("| LSH | forward of all, ms | step, ms | ratio | tokens/s |\n| --- |" + " ---: |" * 4)
-    for name, options in (("ordinary", {}), ("strictly causal", dict(strictly_causal=True))):
+    for name, options in LSH.items():
         model, params = reformer(shape, **options)
         generate = generator(shape, model, params, prompts(shape, 1))
         functions = calls(generate, (1, shape.n_new)) | {"all": forward(shape, model, params)}
@@ -248,10 +249,12 @@ def on_gpu(shape: Shape, repeats: int, peers: bool, peer_new: int, peer_seconds:
         return step
 
     steps, peer_steps = {}, {}
-    for name, options in (("reformax, strictly causal", dict(strictly_causal=True)), (OURS, {})):
+    for name, options in LSH.items():
         model, params = reformer(shape, **options)
         for batch in shape.batches:
-            steps[batch] = report(name, batch, ours, shape, model, params, batch, repeats)
+            steps[batch] = report(
+                f"reformax, {name}", batch, ours, shape, model, params, batch, repeats
+            )
         del model, params
     deadline = time.monotonic() + peer_seconds
     for dtype in dict.fromkeys((shape.dtype, "float32")) if peers else ():
