@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "models": {"ops", "layers", "models"},
     "data": {"data"},
     "training": {"training"},
+    "generation": {"generation"},
     "convert": {"ops", "layers", "models", "training", "convert"},
     "__init__.py": set(),
 }
@@ -166,6 +167,7 @@ def loaded_after(statement: str) -> set[str]:
         ("reformax.ops", {"trax", "tensorflow", "gin"}),
         ("reformax.data", {"trax", "tensorflow"}),
         ("reformax.training", {"trax", "tensorflow"}),
+        ("reformax.generation", {"trax", "tensorflow", "gin", "optax"}),
         ("reformax.convert", {"tensorflow", "torch", "transformers", "safetensors"}),
     ],
 )

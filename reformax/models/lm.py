@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,13 @@ ACTIVATIONS = {
     "gelu_tanh": jax.nn.gelu,
     "silu": jax.nn.silu,
 }
+
+
+class Decoding(NamedTuple):
+    """What decoding keeps between steps."""
+
+    position: Int[Array, " B"]  # the next position of each row
+    caches: Any  # of every layer
 
 
 class LanguageModel(Layer):
@@ -113,9 +121,7 @@ class LanguageModel(Layer):
           rng: the source of hashes and of dropout.
         """
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
-        x = params["embedding"][inputs]
-        if self._positions is not None:
-            x = self._positions.apply(params["positions"], x)
+        x = self._embed(params, inputs)
         x = dropout(x, self._dropout, rng_e)
         if self._reversible:
             streams = self._stack.apply(params["stack"], x, x, segments, rng=rng_s)
@@ -124,12 +130,89 @@ class LanguageModel(Layer):
             x = self._stack.apply(params["stack"], x, segments, rng=rng_s)
         return dropout(self._norm.apply(params["norm"], x), self._dropout, rng_f)
 
+    def _embed(self, params, inputs: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        x = params["embedding"][inputs]
+        return x if self._positions is None else self._positions.apply(params["positions"], x)
+
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32."""
         return features @ params["logits"]["w"] + params["logits"]["b"]
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
+
+    # Decoding: `prefill` takes a prompt at once, `step` a token a row.
+
+    @property
+    def max_length(self) -> int | None:
+        """The largest length that the positions hold; None if they hold any."""
+        return None if self._positions is None else self._positions.max_length
+
+    def for_decoding(self, params) -> Any:
+        """The weights for `step`: layers apart, in the dtypes that they are used in."""
+        return params | {"stack": self._stack.for_decoding(params["stack"])}
+
+    def prefill(
+        self, params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, rng=None
+    ) -> tuple[Float[Array, "B V"], Decoding]:
+        """Reads prompts in one forward pass.
+
+        Args:
+          params: the weights.
+          tokens: prompts, padded on the right.
+          lengths: the number of tokens in each row that are no padding; 0 is an empty prompt.
+          capacity: how long prompt and continuation can become.
+          rng: the source of hashes: those of `apply` with the same rng.
+
+        Returns:
+          The logits of each row's next token, and what `step` goes on from.
+
+        Raises:
+          ValueError: the capacity leaves no room behind the prompts or is above that of the
+            positions, or the model is not built for evaluation.
+          NotImplementedError: an attention algorithm that cannot decode.
+        """
+        if capacity <= tokens.shape[1]:
+            raise ValueError(
+                f"capacity is {capacity}: expected more than {tokens.shape[1]}, the prompts' length"
+            )
+        if self.max_length is not None and capacity > self.max_length:
+            raise ValueError(
+                f"capacity is {capacity}: expected at most {self.max_length}, which is what the "
+                "model's positions hold"
+            )
+        rng = None if rng is None else jax.random.split(rng, 3)[1]
+        # Position t reads token t - 1, and position 0 reads none: a prompt of n makes n + 1.
+        x = self._embed(params, jnp.pad(tokens, ((0, 0), (1, 0))))
+        streams, caches = self._stack.prefill(
+            params["stack"], [x] * self._stack.n_out, lengths + 1, capacity, rng
+        )
+        last = lengths[:, None, None]
+        streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
+        return self._next(params, streams), Decoding(lengths + 1, caches)
+
+    def step(
+        self, params, tokens: Int[Array, " B"], decoding: Decoding
+    ) -> tuple[Float[Array, "B V"], Decoding]:
+        """The logits of the token after the one given, for each row.
+
+        Args:
+          params: the weights as `for_decoding` has them.
+          tokens: the last token of each row.
+          decoding: what `prefill` or the step before gave.
+        """
+        position, caches = decoding
+        x = params["embedding"][tokens[:, None]]
+        if self._positions is not None:
+            x = self._positions.at(params["positions"], x, position[:, None])
+        streams, caches = self._stack.step(
+            params["stack"], [x] * self._stack.n_out, caches, position
+        )
+        return self._next(params, streams), Decoding(position + 1, caches)
+
+    def _next(self, params, streams: Sequence[Float[Array, "B 1 D"]]) -> Float[Array, "B V"]:
+        x = self._norm.apply(params["norm"], jnp.concatenate(streams, axis=-1))
+        return self.logits(params, x)[:, 0]
 
 
 def _blocks(

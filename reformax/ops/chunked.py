@@ -38,10 +38,14 @@ SCORES_IN_CACHE = 2**19
 
 
 class Order(NamedTuple):
-    """An order of the padded sequence for each round, and its inverse: `slot[order[t]] == t`."""
+    """An order of the padded sequence for each round, and its inverse: `slot[order[t]] == t`.
+
+    With `first`, a position sees no key at a place before `first[t]` or after its own.
+    """
 
     order: Int[Array, "B N R T"]  # the position that stands at each place
     slot: Int[Array, "B N R T"]  # the place at which each position stands
+    first: Int[Array, "B N R T"] | None = None  # by position; None: all of the chunks in reach
 
 
 class Chunks(NamedTuple):
@@ -229,11 +233,11 @@ def _visible(
     chunks: Chunks,
     index: Int[Array, ""],
     order: Int[Array, "N B T"] | None,
-    slots: Int[Array, "N B R T"] | None,
+    rounds: Order | None,
     segments: Int[Array, "B T"] | None,
     length: int,
 ) -> Bool[Array, "#N #B C L M"]:
-    """Which key of its window each query sees in round `index`."""
+    """Which key of its window each query sees in round `index` of `rounds`, `[N, B, R, T]`."""
     around = functools.partial(_look_around, chunks=chunks)
 
     def pair(x):  # queries [..., L, 1] and keys [..., 1, M] of a per-position quantity
@@ -258,13 +262,23 @@ def _visible(
         segment = jnp.broadcast_to(segments, (position.shape[0], *segments.shape))
         query_segment, key_segment = pair(_split(_take(segment, order), chunks))
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
-    if chunks.count_once and slots is not None:
+    if rounds is not None and rounds.first is not None:
+        query, key = pair(_split(jnp.arange(length)[None, None], chunks))
+        first = jax.lax.dynamic_index_in_dim(rounds.first, index, axis=2, keepdims=False)
+        first = _split(_take(first, order), chunks)[..., None]
+        mask = mask & (key >= first) & (key <= query)
+    if chunks.count_once and rounds is not None:
         # N_ij by elimination: a key counts in the first round that shows it.
-        for earlier in range(slots.shape[2] - 1):
-            chunk = _take(slots[:, :, earlier] // chunks.chunk_len, order)
-            query_chunk, key_chunk = pair(_split(chunk, chunks))
-            distance = key_chunk - query_chunk
-            seen = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+        for earlier in range(rounds.slot.shape[2] - 1):
+            place = _split(_take(rounds.slot[:, :, earlier], order), chunks)
+            if rounds.first is None:
+                query_chunk, key_chunk = pair(place // chunks.chunk_len)
+                distance = key_chunk - query_chunk
+                seen = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+            else:
+                query, key = pair(place)
+                first = _split(_take(rounds.first[:, :, earlier], order), chunks)[..., None]
+                seen = (key >= first) & (key <= query)
             mask = mask & ~(seen & (earlier < index))
     return mask
 
@@ -397,14 +411,13 @@ def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
 def _forward(chunks, segments, rng, q, k, v, order, head):
     """Each position's attended values, largest score, and sum of `exp(score - largest)`."""
     length = q.shape[2]
-    slots = None if order is None else order.slot
 
     def attend_round(carry, this):
         acc, top, total = carry
         q_sorted = _split(_take(q, this.order), chunks)
         k_sorted = None if k is None else _split(_take(k, this.order), chunks)
         values = _look_around(_split(_take(v, this.order), chunks), chunks)
-        mask = _visible(chunks, this.index, this.order, slots, segments, length)
+        mask = _visible(chunks, this.index, this.order, order, segments, length)
         scores = jnp.where(mask, _scores(q_sorted, _keys(chunks, q_sorted, k_sorted)), HIDDEN)
         top_here = scores.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(scores - top_here[..., None]), 0.0)
@@ -439,7 +452,6 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
 def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
     """The gradients of q, k and v, float32, of what `_forward` returns first."""
     length = q.shape[2]
-    slots = None if order is None else order.slot
 
     def attend_round(carry, this):
         dq, dk, dv = carry
@@ -448,7 +460,7 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         values = _look_around(_split(_take(v, this.order), chunks), chunks)
         keys, keys_vjp = jax.vjp(functools.partial(_keys, chunks), q_sorted, k_sorted)
         d_here = _split(_take(d_out, this.order), chunks)
-        mask = _visible(chunks, this.index, this.order, slots, segments, length)
+        mask = _visible(chunks, this.index, this.order, order, segments, length)
         top, total, row = (_split(_take(x, this.order), chunks)[..., None] for x in statistics)
         # Where nothing was hidden from it, no score exceeds the maximum but by rounding.
         scores = jnp.minimum(_scores(q_sorted, keys) - top, 0.0)
@@ -488,6 +500,9 @@ def visible_union(
         near = (around >= -chunks.n_chunks_before) & (around <= chunks.n_chunks_after)
         stands = jax.nn.one_hot(order.order, length, dtype=bool)
         near = jnp.any(near[..., None] & stands[:, :, :, None], axis=-2)
+    if order is not None and order.first is not None:
+        key = place[..., None, :]
+        near = near & (key >= order.first[..., None]) & (key <= place[..., None])
     mask = near.any(axis=2)[:, :, : chunks.length, : chunks.length]
     query, key = jnp.ogrid[: chunks.length, : chunks.length]
     if chunks.causal:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from reformax.ops.base import AttentionOp, Traits, no_params, no_plan
+from reformax.ops.cache import ring_decoding
 from reformax.ops.chunked import Chunks, Order, check_chunks, chunked_attention, in_a_circle
 from reformax.ops.dense import check_impl, cudnn_obstacle, use_cudnn
 
@@ -112,6 +113,19 @@ def local(
             )
         return chunked_attention(q, k, v, chunks, order, segments, rng)
 
+    def first(now):
+        chunk = (now // chunk_len - n_chunks_before) * chunk_len
+        return chunk if window is None else jnp.maximum(chunk, now - window + 1)
+
+    decoding = ring_decoding(
+        shared_qk,
+        n_slots=lambda capacity: min(window or (n_chunks_before + 1) * chunk_len, capacity),
+        first=first,
+    )
     return AttentionOp(
-        init=no_params, plan=no_plan, apply=apply, traits=Traits(shared_qk=shared_qk)
+        init=no_params,
+        plan=no_plan,
+        apply=apply,
+        traits=Traits(shared_qk=shared_qk),
+        **({} if wrap else decoding),
     )

@@ -18,6 +18,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,10 +90,17 @@ def configured(function):
     return gin.get_configurable(function)
 
 
-def bindings(function) -> dict:
-    """What the config sets of a function's arguments, with the objects it names built."""
+def bindings(function, names: Collection[str] | None = None) -> dict:
+    """What the config sets of a function's arguments, with the objects it names built.
+
+    Args:
+      function: what the config configures.
+      names: only these arguments, so that nothing else is built; None for all.
+    """
     configured(function)
-    return gin.get_bindings(function)
+    bound = gin.get_bindings(function, resolve_references=False)
+    # A copy is how gin turns a reference into what it refers to.
+    return {name: deepcopy(x) for name, x in bound.items() if names is None or name in names}
 
 
 def described(function, argument: str):

@@ -29,6 +29,7 @@ class Row(NamedTuple):
         counts each key: a mask of 0 and 1 unless the op says otherwise.
       n_pad: padding behind 11 positions that must change nothing; in a circle of chunks more of it
         is a chunk between the last and the first.
+      no_step: why the op cannot decode step by step; empty if it can.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Row(NamedTuple):
     options: dict[str, tuple[Any, ...]]
     counts: Callable[..., np.ndarray]
     n_pad: int = 7
+    no_step: str = ""
 
     @property
     def first(self) -> dict[str, Any]:
@@ -43,6 +45,10 @@ class Row(NamedTuple):
 
     def op(self, **options) -> AttentionOp:
         return self.factory(**(self.first | options))
+
+    def causal(self, causal: bool) -> bool:
+        """`causal`, or True where the op can be nothing else."""
+        return causal or not self.op().traits.bidirectional
 
 
 def visible(shape: Shape, causal: bool, segments) -> np.ndarray:
@@ -139,6 +145,14 @@ def _circle(options, plan, shape, causal, segments):
     return except_self(visible(shape, causal, segments) * np.array(counts))
 
 
+def _own_bucket(options, plan, shape, causal, segments):
+    place, first = (np.asarray(x)[..., : shape.n_queries] for x in (plan.slot, plan.first))
+    key = place[..., None, :]
+    rounds = ((key >= first[..., None]) & (key <= place[..., None])).sum(axis=2)
+    counts = rounds > 0 if options["count_once"] else rounds
+    return except_self(visible(shape, causal, segments) * counts)
+
+
 _NEIGHBOURHOODS = {
     "chunk_len": (8, 1, 5),
     "n_chunks_before": (1, 0, 2),
@@ -151,6 +165,13 @@ _HASHING = {
     "n_chunks_before": (1, 0, 2),
     "n_chunks_after": (0, 1),
 }
+_STRICT = {
+    "chunk_len": (4, 1, 5),
+    "n_buckets": (2, "auto", (2, 2)),
+    "n_chunks_before": (1, 2),
+    "strictly_causal": (True,),
+    "n_hashes": (3, 1, 2),
+}
 _WINDOWS = {"window": (6, 1, 9), "chunk_len": (4,), "n_chunks_before": (2,), "n_chunks_after": (2,)}
 
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
@@ -161,8 +182,10 @@ ROWS = [
     Row("local", local.local, _NEIGHBOURHOODS, _neighbours),
     Row("local_shared", local.local, _NEIGHBOURHOODS | {"shared_qk": (True,)}, _neighbours),
     Row("local_window", local.local, _WINDOWS, _window),
-    Row("local_circle", local.local, _NEIGHBOURHOODS | _CIRCLE, _circle, n_pad=5),
+    Row("local_circle", local.local, _NEIGHBOURHOODS | _CIRCLE, _circle, n_pad=5, no_step="circle"),
     Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed),
     Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed),
+    Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _own_bucket),
+    Row("lsh_strict_count_each", lsh.lsh, _STRICT | {"count_once": (False,)}, _own_bucket),
     Row("lsh_circle", lsh.lsh, _HASHING | _CIRCLE | {"count_once": (False,)}, _circle, n_pad=5),
 ]

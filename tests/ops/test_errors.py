@@ -27,6 +27,16 @@ SIZES = [
     (lsh.lsh, dict(n_buckets=(4, 3)), "n_buckets is (4, 3): expected 'auto', or even"),
     (lsh.lsh, dict(n_buckets=()), "n_buckets is (): expected 'auto', or even"),
     (lsh.lsh, dict(n_buckets="many"), "n_buckets is 'many': expected 'auto', or even"),
+    (
+        lsh.lsh,
+        dict(strictly_causal=True, n_chunks_after=1),
+        "strictly_causal=True with n_chunks_before=1 and n_chunks_after=1: expected at least 1",
+    ),
+    (
+        lsh.lsh,
+        dict(strictly_causal=True, n_chunks_before=0),
+        "strictly_causal=True with n_chunks_before=0 and n_chunks_after=0: expected at least 1",
+    ),
     (local.local, dict(chunk_len=-8), "chunk_len is -8: expected at least 1"),
     (local.local, dict(n_chunks_before=-1), "n_chunks_before is -1: expected 0 or more"),
     (local.local, dict(n_chunks_after=-1), "n_chunks_after is -1: expected 0 or more"),
