@@ -12,8 +12,14 @@ from pathlib import Path
 from reformax.training import config, script
 
 # What an evaluation takes of the run's settings.
-RUN = ("model", "task", "batch_size", "length", "loss_chunk_len")
-READ = (*RUN, "eval_batch_size", "eval_length", "eval_stride")
+READ = (
+    *script.MODEL,
+    "task",
+    "loss_chunk_len",
+    "eval_batch_size",
+    "eval_length",
+    "eval_stride",
+)
 
 
 def main() -> int:
@@ -23,7 +29,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--output_dir", required=True, help="a folder that train.py wrote")
+    script.add_run_flags(parser)
     parser.add_argument("--split", default="valid", choices=["train", "valid", "test"])
     parser.add_argument("--length", type=int, help="context in tokens (default: the run's)")
     parser.add_argument(
@@ -33,36 +39,17 @@ def main() -> int:
         "gives every prediction more context and costs more (default: the run's, or the length)",
     )
     parser.add_argument("--batch_size", type=int, help="windows at a time (default: the run's)")
-    parser.add_argument("--checkpoint", default="best", help="best, latest or a step")
     parser.add_argument("--seed", type=int, default=0, help="of the hashes")
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="one setting; repeatable",
-    )
     parser.add_argument("--data_dir", help="where the task finds its data")
     script.add_traceback_flag(parser)
     args = parser.parse_args()
-    folder = Path(args.output_dir)
-    if not (folder / "config.gin").is_file():
-        raise ValueError(f"output_dir={folder} holds no run: train.py writes config.gin into it")
-    config.parse([str(folder / "config.gin")], args.config, data_dir=args.data_dir)
-
-    import jax
+    script.parse_run(args, args.data_dir)
 
     from reformax.training import loop
-    from reformax.training.checkpoint import Checkpoints
     from reformax.training.evaluation import evaluate
 
-    run = config.bindings(loop.train)
-    checkpoints = Checkpoints(folder)
-    step = _checkpoint_step(checkpoints, args.checkpoint)
-    model = run["model"](mode="eval")
-    shape = (run["batch_size"], run["length"])
-    like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
-    params, _ = checkpoints.restore_params(step, like)
+    run = config.bindings(loop.train, READ)
+    model, params, step = script.restore_model(args, run)
     length = args.length or run.get("eval_length") or run["length"]
     # The run's stride belongs to the run's length.
     stride = args.stride or (None if args.length else run.get("eval_stride")) or length
@@ -78,10 +65,9 @@ def main() -> int:
         loss_chunk_len=run.get("loss_chunk_len", 1024),
         progress=True,
     )
-    for override in config.unused(args.config, also_used=[f"loop.train.{name}" for name in READ]):
-        print(f"note: --config={override!r} set something that this evaluation did not use")
+    script.note_unused(args, READ)
     result |= {"checkpoint_step": step, "seed": args.seed, "overrides": args.config}
-    path = folder / f"evaluation_{args.split}.json"
+    path = Path(args.output_dir) / f"evaluation_{args.split}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(
         f"{result['split']}: {result['n_targets']:,} targets, each predicted once from at most "
@@ -90,20 +76,6 @@ def main() -> int:
     print(f"accuracy: {result['accuracy']:.4f}")
     print(f"bits_per_dim: {result['bits_per_dim']:.4f}")
     return 0
-
-
-def _checkpoint_step(checkpoints, which: str) -> int:
-    steps = checkpoints.steps()
-    if not steps:
-        raise ValueError(f"no checkpoint in {checkpoints.folder}: train.py saves one after a while")
-    if which == "latest":
-        return steps[-1]
-    if which == "best":  # a run stopped before its first evaluation has only unscored ones
-        best = checkpoints.best_step()
-        return steps[-1] if best is None else best
-    if not which.isdigit():
-        raise ValueError(f"checkpoint={which} must be best, latest or one of the steps {steps}")
-    return int(which)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ MAY_IMPORT = {
     "models": {"ops", "layers", "models"},
     "data": {"data"},
     "training": {"training"},
+    "generation": {"generation"},
+    "convert": {"ops", "layers", "models", "training", "convert"},
     "__init__.py": set(),
 }
 # The only module of the package that imports each of these.
@@ -122,7 +124,10 @@ def test_one_module_alone_imports(library, path):
 
 def test_no_module_registers_itself_with_gin():
     for path in python_files("reformax"):
-        called = {n.attr for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, "attr")}
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        used = [n.func for n in nodes if isinstance(n, ast.Call)]
+        used += [d for n in nodes for d in getattr(n, "decorator_list", [])]
+        called = {getattr(n, "attr", getattr(n, "id", None)) for n in used}
         assert not called & {"configurable", "external_configurable", "register"}, name(path)
 
 
@@ -162,6 +167,8 @@ def loaded_after(statement: str) -> set[str]:
         ("reformax.ops", {"trax", "tensorflow", "gin"}),
         ("reformax.data", {"trax", "tensorflow"}),
         ("reformax.training", {"trax", "tensorflow"}),
+        ("reformax.generation", {"trax", "tensorflow", "gin", "optax"}),
+        ("reformax.convert", {"tensorflow", "torch", "transformers", "safetensors"}),
     ],
 )
 def test_importing_loads_no_more_than_it_needs(module, banned):

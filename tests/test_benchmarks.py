@@ -1,11 +1,11 @@
-"""The benchmark of a training step, on a shape that takes no time: its rows and its refusals."""
+"""The benchmarks of a training step and of generation, on shapes that take no time."""
 
 import math
 
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import step
+from benchmarks import generation, step
 
 TINY = step.Shape(
     batch=2,
@@ -108,3 +108,49 @@ def test_a_length_that_no_table_has_is_refused(capsys):
     with pytest.raises(SystemExit):
         step.main(["--lengths", "7"])
     assert "--lengths" in capsys.readouterr().err
+
+
+TINY_TEXT = generation.Shape(
+    context=40, n_new=9, d_model=8, d_ff=8, n_heads=2, d_head=4, n_layers=1, cycle=("lsh",)
+)
+
+
+def test_generation_beside_the_forward(monkeypatch, capsys):
+    """Everything runs; the times are made up: 1 ms for the prompt, 3 for all, 9 for the forward."""
+
+    def in_turn(functions, repeats):
+        assert repeats == 1
+        made_up = {"all": 0.009, 1: 0.001, TINY_TEXT.n_new: 0.003}
+        for function in functions.values():
+            function()
+        return {name: made_up.get(name, 0.129) for name in functions}
+
+    monkeypatch.delitem(generation.LSH, "strictly causal")
+    monkeypatch.setattr(generation, "in_turn", in_turn)
+    generation.on_cpu(TINY_TEXT._replace(context=300), repeats=1)
+    printed = capsys.readouterr().out
+    assert cells(printed, "ordinary")[1:] == ["9.0", "0.250", "36", "4000"]
+    assert cells(printed, "128")[1:] == ["128.0", "1000"]
+
+
+def test_calls_take_turns():
+    order = []
+    times = generation.in_turn({n: lambda n=n: order.append(n) for n in "ab"}, repeats=3)
+    assert "".join(order) == "ab" * 4
+    assert set(times) == {"a", "b"} and all(t >= 0 for t in times.values())
+
+
+def test_a_missing_peer_is_a_row(monkeypatch, capsys):
+    def missing(*_):
+        raise ImportError("no module | named torch")
+
+    monkeypatch.setattr(generation, "theirs", missing)
+    monkeypatch.setattr(generation, "ours", lambda *_: (0.002, 0.1))
+    generation.on_gpu(
+        TINY_TEXT._replace(axial_shape=(8, 8)), repeats=1, peers=True, peer_new=4, peer_seconds=60
+    )
+    printed = capsys.readouterr().out
+    assert cells(printed, "reformax, ordinary")[1:] == ["1", "2.000", "500", "0.10"]
+    name = "Hugging Face, float32, generate"
+    assert cells(printed, name)[2] == "ImportError: no module / named torch"
+    assert "batch 1: inf times their fastest" in printed

@@ -68,7 +68,9 @@ def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[n
     return {"train": train, "valid": valid, "test": test}
 
 
-def byte_language_model(name: str, splits: Mapping[str, UInt8[np.ndarray, " n"]]) -> Task:
+def byte_language_model(
+    name: str, splits: Mapping[str, UInt8[np.ndarray, " n"]], offset: int = 0
+) -> Task:
     """The task of predicting each byte of a text from those before it.
 
     Training batches are windows at uniformly random places of `splits['train']`. Evaluation moves a
@@ -81,10 +83,12 @@ def byte_language_model(name: str, splits: Mapping[str, UInt8[np.ndarray, " n"]]
     Args:
       name: of the task, for logs and errors.
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
+      offset: a byte's id is the byte plus this; the ids below are some model's own.
 
     Returns:
-      a Task with vocab_size 256. Its functions raise ValueError for an unknown split, for a stride
-      outside 1..length, for another size below 1, and for a training length above the text's.
+      a Task with vocab_size 256 + offset. Its functions raise ValueError for an unknown split, for
+      a stride outside 1..length, for another size below 1, and for a training length above the
+      text's.
     """
 
     def bytes_of(split: str) -> np.ndarray:
@@ -101,7 +105,7 @@ def byte_language_model(name: str, splits: Mapping[str, UInt8[np.ndarray, " n"]]
         starts = generator(seed, step).integers(len(data) - length + 1, size=batch_size)
         # Rows of a strided view are contiguous, so this copies bytes in runs and widens them once.
         windows = np.lib.stride_tricks.sliding_window_view(data, length)[starts]
-        tokens = windows.astype(np.int32)
+        tokens = windows.astype(np.int32) + offset
         return Batch(tokens, tokens, np.ones(tokens.shape, np.float32))
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
@@ -122,11 +126,13 @@ def byte_language_model(name: str, splits: Mapping[str, UInt8[np.ndarray, " n"]]
                 rows = slice(first, first + batch_size)
                 positions = ends[rows, None] - length + np.arange(length)
                 weights = (positions >= scored_from[rows, None]) & (positions < n)
-                yield full_batch(data[positions], weights, batch_size)
+                yield full_batch(data[positions].astype(np.int32) + offset, weights, batch_size)
 
         return batches()
 
-    return Task(name, 256, train_batch, eval_batches, lambda split: len(bytes_of(split)))
+    if not 0 <= offset < 2**16:
+        raise ValueError(f"offset={offset} must be from 0 to {2**16 - 1}")
+    return Task(name, 256 + offset, train_batch, eval_batches, lambda split: len(bytes_of(split)))
 
 
 def generator(seed: int, step: int) -> np.random.Generator:

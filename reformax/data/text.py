@@ -6,7 +6,7 @@ from reformax.data import files
 from reformax.data.base import Task, byte_language_model, split_bytes
 
 
-def text(data_dir: str, pattern: str = "*") -> Task:
+def text(data_dir: str, pattern: str = "*", offset: int = 0) -> Task:
     """A byte language model of your own text, split 90/5/5 by bytes.
 
     Args:
@@ -14,6 +14,7 @@ def text(data_dir: str, pattern: str = "*") -> Task:
         order of their relative paths, with a newline after a file that ends without one. Hidden
         files and folders are left out.
       pattern: in a folder, which file names to take, such as '*.txt' or '*.md'.
+      offset: a byte's id is the byte plus this, for models that keep the first ids for themselves.
 
     Raises:
       FileNotFoundError: nothing is there.
@@ -21,4 +22,4 @@ def text(data_dir: str, pattern: str = "*") -> Task:
     """
     path = files.existing(data_dir)
     data = files.read_folder(path, pattern) if path.is_dir() else files.read_file(path)
-    return byte_language_model("text", split_bytes(files.as_array(data), str(path)))
+    return byte_language_model("text", split_bytes(files.as_array(data), str(path)), offset)

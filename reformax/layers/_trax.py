@@ -166,10 +166,11 @@ if "trax" not in sys.modules:
     sys.meta_path.insert(0, _Finder())
 
 import jax  # noqa: E402
+import trax  # noqa: E402
 from trax import layers as tl  # noqa: E402
 from trax.shapes import ShapeDtype, signature  # noqa: E402
 
-__all__ = ["Layer", "ShapeDtype", "signature", "tl"]
+__all__ = ["Layer", "ShapeDtype", "signature", "tl", "trax"]
 
 
 class Layer(tl.Layer):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
@@ -30,8 +31,8 @@ class Attention(Layer):
     keep a plan and attend again by it. Computes in the dtype of its input.
 
     Weights: `w_q, w_k [N, D, H]` (no `w_k` where the algorithm shares queries and keys), `w_v
-    [N, D, V]`, `w_o [N, V, D]`, with `bias` also `b_q, b_k [N, H]`, `b_v [N, V]`, and the
-    algorithm's own as `op`.
+    [N, D, V]`, `w_o [N, V, D]`, with `bias` also `b_q, b_k [N, H]`, `b_v [N, V]`, with
+    `output_bias` also `b_o [D]`, and the algorithm's own as `op`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Attention(Layer):
         causal: bool = False,
         masked: bool = False,
         bias: bool = False,
+        output_bias: bool = False,
         attention_dropout: float = 0.0,
         output_dropout: float = 0.0,
         use_rotary: bool = False,
@@ -57,6 +59,7 @@ class Attention(Layer):
         masked: whether a second input comes along, `[B, T]`: True or a segment id above 0 marks a
           token, False or 0 padding; tokens see their own segment only.
         bias: whether the projections of q, k, v have biases.
+        output_bias: whether the output projection has one.
         attention_dropout: the rate on attention weights.
         output_dropout: the rate on the output.
         use_rotary: whether queries and keys are turned by their position.
@@ -76,6 +79,7 @@ class Attention(Layer):
         self._causal = causal
         self._masked = masked
         self._bias = bias
+        self._output_bias = output_bias
         self._attention_dropout = check_rate("attention_dropout", attention_dropout)
         self._output_dropout = check_rate("output_dropout", output_dropout)
         self._use_rotary = use_rotary
@@ -98,6 +102,8 @@ class Attention(Layer):
             for letter in "qkv":
                 if f"w_{letter}" in params:
                     params[f"b_{letter}"] = jnp.zeros((n, v if letter == "v" else h))
+        if self._output_bias:
+            params["b_o"] = jnp.zeros(d_model)
         params["op"] = self._op.init(rng_op, Dims(n, h, v, length))
         return params
 
@@ -113,13 +119,21 @@ class Attention(Layer):
             y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{letter}"].astype(x.dtype))
             return y + params[f"b_{letter}"].astype(x.dtype) if self._bias else y
 
-        q, k, v = head("q"), head("k"), head("v")
+        return self._turned(Projections(head("q"), head("k"), head("v")))
+
+    def _turned(self, projections: Projections, position=None) -> Projections:
+        q, k, v = projections
         if self._use_rotary:
-            q, k = rotary(q), None if k is None else rotary(k)
+            q, k = rotary(q, position), None if k is None else rotary(k, position)
         return Projections(q, k, v)
 
-    def plan(self, params, projections: Projections, segments=None, rng=None) -> Any:
-        """Where each query will look: integers, through which no gradient flows."""
+    def plan(
+        self, params, projections: Projections, segments=None, rng=None, length: int | None = None
+    ) -> Any:
+        """Where each query will look: integers, through which no gradient flows.
+
+        Settings that depend on a length go by `length` if it is given, as in `AttentionOp.plan`.
+        """
         q, k, v = projections
         check_arguments(
             self._op.traits,
@@ -129,15 +143,15 @@ class Attention(Layer):
             dropout=self._rate(self._attention_dropout),
             rng=rng,
         )
-        plan_rng = None if rng is None else jax.random.fold_in(rng, 0)
         return self._op.plan(
             params["op"],
             q,
             k,
             segments=segments,
             causal=self._causal,
-            rng=plan_rng,
+            rng=_plan_rng(rng),
             train=self._mode == "train",
+            length=length,
         )
 
     def attend(
@@ -160,7 +174,85 @@ class Attention(Layer):
             rng=weight_rng,
         )
         out = jnp.einsum("btnv,nvd->btd", out, params["w_o"].astype(out.dtype))
+        if self._output_bias:
+            out = out + params["b_o"].astype(out.dtype)
         return dropout(out, self._rate(self._output_dropout), output_rng)
+
+    def prefill(
+        self, params, x: Float[Array, "B T D"], lengths: Int[Array, " B"], capacity: int, rng=None
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """`apply` to the first `lengths` positions of each row, and the cache that `step` reads.
+
+        Outputs of the positions behind them mean nothing, and no output depends on them.
+
+        Args:
+          params: the weights.
+          x: the input, padded on the right.
+          lengths: the number of positions of each row that are no padding, at least 1.
+          capacity: how many positions the cache will have to hold.
+          rng: the source of hashes; the same as in `apply`.
+
+        Raises:
+          ValueError: the layer is not causal, or not built for evaluation.
+          NotImplementedError: the algorithm has no step.
+        """
+        if self._op.step is None:
+            raise NotImplementedError(
+                f"op is {self._op}: it has no step to decode with; use one that has, as all of "
+                "reformax.ops do"
+            )
+        if not self._causal or self._mode != "eval":
+            raise ValueError(
+                f"causal={self._causal} and mode={self._mode!r}: decoding needs causal=True and "
+                "mode='eval'"
+            )
+        projections = self.project(params, x)
+        # Padding on the right is in the future of every token: only a plan has to know of it.
+        tokens = (jnp.arange(x.shape[1]) < lengths[:, None]).astype(jnp.int32)
+        plan = self.plan(params, projections, tokens, rng, length=capacity)
+        cache = self._op.init_cache(
+            params["op"],
+            *projections,
+            plan=plan,
+            lengths=lengths,
+            capacity=capacity,
+            rng=_plan_rng(rng),
+        )
+        return self.attend(params, projections, plan, rng=rng), cache
+
+    def step(
+        self, params, x: Float[Array, "B 1 D"], cache: Any, position: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 D"], Any]:
+        """The layer at the next position of each row, and the cache with it.
+
+        `params` are those of `for_decoding`.
+        """
+        y = x @ params["w_in"] + params.get("b_in", 0)
+        n, shared = self._n_heads, self._op.traits.shared_qk
+        ends = n * self._d_qk * np.arange(1, 2 if shared else 3)
+        q, *k, v = (part.reshape(*x.shape[:2], n, -1) for part in jnp.split(y, ends, axis=-1))
+        projections = Projections(q, k[0] if k else None, v)
+        out, cache = self._op.step(
+            params["op"], *self._turned(projections, position[:, None]), cache, position=position
+        )
+        return out.reshape(*x.shape[:2], -1) @ params["w_o"], cache
+
+    def for_decoding(self, params, dtype: str) -> dict[str, Any]:
+        """The weights for `step`: one product for all heads and projections, in `dtype`.
+
+        `w_in [D, N * (H + H + V)]`, or `N * (H + V)` with shared queries and keys, `b_in` likewise,
+        `w_o [N * V, D]`, and `op` as it is.
+        """
+        letters = [x for x in "qkv" if f"w_{x}" in params]
+        columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
+        d_model = columns[0].shape[0]
+        merged = {
+            "w_in": jnp.concatenate([w.reshape(d_model, -1) for w in columns], axis=1),
+            "w_o": params["w_o"].reshape(-1, d_model),
+        }
+        if self._bias:
+            merged["b_in"] = jnp.concatenate([jnp.ravel(params[f"b_{x}"]) for x in letters])
+        return {name: w.astype(dtype) for name, w in merged.items()} | {"op": params["op"]}
 
     def apply(
         self, params, x: Float[Array, "B T D"], mask: Int[Array, "B T"] | None = None, rng=None
@@ -172,3 +264,7 @@ class Attention(Layer):
 
     def _rate(self, rate: float) -> float:
         return rate if self._mode == "train" else 0.0
+
+
+def _plan_rng(rng):
+    return None if rng is None else jax.random.fold_in(rng, 0)

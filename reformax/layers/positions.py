@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
 
@@ -54,12 +54,24 @@ class AxialPositionalEncoding(Layer):
             for i, (r, n, d) in enumerate(zip(rngs, self._shape, self._d_embs, strict=True))
         }
 
+    @property
+    def max_length(self) -> int:
+        return math.prod(self._shape)
+
+    def at(
+        self, params, x: Float[Array, "B C D"], position: Int[Array, "B C"]
+    ) -> Float[Array, "B C D"]:
+        """The layer at any positions below the grid's size."""
+        coordinates = jnp.unravel_index(position, self._shape)
+        parts = [params[f"axis_{i}"][c] for i, c in enumerate(coordinates)]
+        return x + jnp.concatenate(parts, axis=-1).astype(x.dtype)
+
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
-        length, capacity = x.shape[1], math.prod(self._shape)
-        if length > capacity:
+        length = x.shape[1]
+        if length > self.max_length:
             raise ValueError(
-                f"axial positions of shape {self._shape} hold {capacity} positions, not {length}: "
-                "enlarge the shape or shorten the sequence"
+                f"axial positions of shape {self._shape} hold {self.max_length} positions, not "
+                f"{length}: enlarge the shape or shorten the sequence"
             )
         grid = [params[f"axis_{i}"] for i in range(len(self._shape))]
         # Only whole rows of the first axis that the length reaches.
@@ -81,27 +93,44 @@ class SinusoidalPositionalEncoding(Layer):
     `[B, T, D] -> [B, T, D]`, without weights.
     """
 
-    def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
-        length, d_model = x.shape[1:]
-        angle = _angles(length, -(-d_model // 2))
-        table = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)[:, :d_model]
+    max_length = None
+
+    def at(
+        self, params, x: Float[Array, "B C D"], position: Int[Array, "*B C"]
+    ) -> Float[Array, "B C D"]:
+        """The layer at any positions."""
+        d_model = x.shape[-1]
+        angle = _angles(position, -(-d_model // 2))
+        table = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)[..., :d_model]
         return x + table.astype(x.dtype)
 
+    def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
+        return self.at(params, x, jnp.arange(x.shape[1]))
 
-def _angles(length: int, n_frequencies: int, base: float = 10_000.0) -> Float[Array, "T F"]:
+
+def _angles(
+    position: Int[Array, "*d T"], n_frequencies: int, base: float = 10_000.0
+) -> Float[Array, "*d T F"]:
     """Angles t * base^(-f / F) of each position and frequency."""
     frequency = base ** (-jnp.arange(n_frequencies) / n_frequencies)
-    return jnp.arange(length)[:, None] * frequency
+    return position[..., None] * frequency
 
 
-def rotary(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+def rotary(
+    x: Float[Array, "B T N H"], position: Int[Array, "B T"] | None = None
+) -> Float[Array, "B T N H"]:
     """Turns pairs of features by angles that grow with the position (Su et al. 2021, eq. 34).
 
     Products of two turned vectors then depend on the distance of their positions alone. Feature i
     is paired with feature i + H // 2; an odd last feature stays as it is.
+
+    Args:
+      x: queries or keys.
+      position: where they stand; None: one after the other, from 0 on.
     """
     half = x.shape[-1] // 2
-    angle = _angles(x.shape[1], half)[:, None, :]
+    position = jnp.arange(x.shape[1]) if position is None else position
+    angle = _angles(position, half)[..., None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     x32 = x.astype(jnp.float32)
     a, b, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]

@@ -68,6 +68,7 @@ class ReversibleStack(BlockStack):
         dtype: str = "float32",
         exact: bool = False,
         masked: bool = False,
+        norm_epsilon: float = 1e-6,
     ):
         """Args:
         blocks: the cycle.
@@ -77,8 +78,9 @@ class ReversibleStack(BlockStack):
           more forward of each sublayer in the backward pass, and the memory of its result;
           streams must stay below 2^12.
         masked: whether segments come along, as in `Attention`.
+        norm_epsilon: what the layers' norms add to the variance.
         """
-        super().__init__(blocks, n_layers, dtype, masked, n_streams=2)
+        super().__init__(blocks, n_layers, dtype, masked, norm_epsilon, n_streams=2)
         self._exact = exact
 
     def apply(self, params, x1, x2, segments=None, rng=None):

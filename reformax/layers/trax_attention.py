@@ -4,12 +4,8 @@ For models that Trax assembles, as `trax.models.ReformerLM(attention_type=LSHSel
 for weights that were trained there. The layers compute what Trax's of the same name do (its file
 `layers/research/efficient_attention.py`), for any length, with these differences:
 
-  * The first chunk has no chunk before it. In Trax it looks at the last one, of the round before
-    where there are several, and the last one's `n_chunks_after` is the first.
   * `masked=True`: padding gives nothing to anyone, and its own rows are zeros. In Trax padding at
     positions 0 and 1 is seen, and rows of padding hold some average of the tokens' values.
-  * A position that sees itself alone gets its own value. Where several hashing rounds find nothing
-    else, Trax's float32 scores of -100,000 leave it up to a percent off.
   * Attention dropout drops each weight on its own; in Trax chunks, heads and examples share a mask.
   * LSHSelfAttention has working biases, and rejects `share_qk=False`.
   * There is no `mode="predict"`.
@@ -28,6 +24,10 @@ from reformax.layers.attention import Attention, Projections
 from reformax.layers.dropout import check_rate, dropout
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
+from reformax.ops.chunked import in_a_circle
+
+# What Trax scores a position's own key with, and hides it by.
+SELF_SCORE = -1e5
 
 
 class _TraxAttention(Layer):
@@ -288,6 +288,9 @@ class SelfAttention(_TraxAttention):
                 n_chunks_before=n_chunks_before,
                 n_chunks_after=n_chunks_after,
                 shared_qk=share_qk,
+                # A circle of chunks that causality hides need not be computed.
+                wrap=not causal or n_chunks_before + n_chunks_after > 1,
+                self_score=SELF_SCORE,
             )
         elif n_chunks_before or n_chunks_after:
             raise ValueError(
@@ -398,6 +401,8 @@ class LSHSelfAttention(_TraxAttention):
             n_chunks_before=n_chunks_before,
             n_chunks_after=n_chunks_after,
             count_once=False,
+            wrap=True,
+            self_score=SELF_SCORE,
         )
         super().__init__(
             op,
@@ -460,4 +465,7 @@ class LSHSelfAttention(_TraxAttention):
         plan = lsh.sort_by_bucket(
             buckets, n_buckets, segments, -length % min(self._chunk_len, length)
         )
+        if length > self._chunk_len:
+            chunks = self._chunk_len, self._n_chunks_before, self._n_chunks_after
+            plan = in_a_circle(plan, *chunks)
         return plan, (stored, rngs)

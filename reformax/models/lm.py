@@ -6,7 +6,9 @@ token given those before it. Argument names are those of `trax.models`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,20 @@ from reformax.ops.base import AttentionOp
 glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
 
 AttentionType = AttentionOp | Sequence[AttentionOp]
-Activation = Callable[[Array], Array]
+Activation = Callable[[Array], Array] | str
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+
+
+class Decoding(NamedTuple):
+    """What decoding keeps between steps."""
+
+    position: Int[Array, " B"]  # the next position of each row
+    caches: Any  # of every layer
 
 
 class LanguageModel(Layer):
@@ -48,6 +63,7 @@ class LanguageModel(Layer):
         positions: Layer | None,
         stack: ReversibleStack | ResidualStack,
         dropout: float,
+        norm_epsilon: float,
         mode: str,
     ):
         super().__init__(name="LanguageModel")
@@ -61,7 +77,7 @@ class LanguageModel(Layer):
         self._stack = stack
         self._reversible = isinstance(stack, ReversibleStack)
         self._dropout = dropout if mode == "train" else 0.0
-        self._norm = LayerNorm()
+        self._norm = LayerNorm(norm_epsilon)
 
     @property
     def vocab_size(self) -> int:
@@ -87,17 +103,36 @@ class LanguageModel(Layer):
 
     def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
         """What the logits are a linear function of; D is twice `d_model` if reversible."""
+        return self.encode(params, jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1], rng=rng)
+
+    def encode(
+        self,
+        params,
+        inputs: Int[Array, "B T"],
+        segments: Int[Array, "B T"] | None = None,
+        rng=None,
+    ) -> Float[Array, "B T D"]:
+        """The features of inputs as they are, unshifted: position t has read those up to t.
+
+        Args:
+          params: the weights.
+          inputs: what `features` makes of tokens by a shift to the right, with 0 in front.
+          segments: ids; a position sees its own id only, and 0 is padding.
+          rng: the source of hashes and of dropout.
+        """
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
-        x = params["embedding"][jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]]
-        if self._positions is not None:
-            x = self._positions.apply(params["positions"], x)
+        x = self._embed(params, inputs)
         x = dropout(x, self._dropout, rng_e)
         if self._reversible:
-            streams = self._stack.apply(params["stack"], x, x, rng=rng_s)
+            streams = self._stack.apply(params["stack"], x, x, segments, rng=rng_s)
             x = jnp.concatenate(streams, axis=-1)
         else:
-            x = self._stack.apply(params["stack"], x, rng=rng_s)
+            x = self._stack.apply(params["stack"], x, segments, rng=rng_s)
         return dropout(self._norm.apply(params["norm"], x), self._dropout, rng_f)
+
+    def _embed(self, params, inputs: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        x = params["embedding"][inputs]
+        return x if self._positions is None else self._positions.apply(params["positions"], x)
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32."""
@@ -105,6 +140,79 @@ class LanguageModel(Layer):
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
+
+    # Decoding: `prefill` takes a prompt at once, `step` a token a row.
+
+    @property
+    def max_length(self) -> int | None:
+        """The largest length that the positions hold; None if they hold any."""
+        return None if self._positions is None else self._positions.max_length
+
+    def for_decoding(self, params) -> Any:
+        """The weights for `step`: layers apart, in the dtypes that they are used in."""
+        return params | {"stack": self._stack.for_decoding(params["stack"])}
+
+    def prefill(
+        self, params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, rng=None
+    ) -> tuple[Float[Array, "B V"], Decoding]:
+        """Reads prompts in one forward pass.
+
+        Args:
+          params: the weights.
+          tokens: prompts, padded on the right.
+          lengths: the number of tokens in each row that are no padding; 0 is an empty prompt.
+          capacity: how long prompt and continuation can become.
+          rng: the source of hashes: those of `apply` with the same rng.
+
+        Returns:
+          The logits of each row's next token, and what `step` goes on from.
+
+        Raises:
+          ValueError: the capacity leaves no room behind the prompts or is above that of the
+            positions, or the model is not built for evaluation.
+          NotImplementedError: an attention algorithm that cannot decode.
+        """
+        if capacity <= tokens.shape[1]:
+            raise ValueError(
+                f"capacity is {capacity}: expected more than {tokens.shape[1]}, the prompts' length"
+            )
+        if self.max_length is not None and capacity > self.max_length:
+            raise ValueError(
+                f"capacity is {capacity}: expected at most {self.max_length}, which is what the "
+                "model's positions hold"
+            )
+        rng = None if rng is None else jax.random.split(rng, 3)[1]
+        # Position t reads token t - 1, and position 0 reads none: a prompt of n makes n + 1.
+        x = self._embed(params, jnp.pad(tokens, ((0, 0), (1, 0))))
+        streams, caches = self._stack.prefill(
+            params["stack"], [x] * self._stack.n_out, lengths + 1, capacity, rng
+        )
+        last = lengths[:, None, None]
+        streams = [jnp.take_along_axis(x, last, axis=1) for x in streams]
+        return self._next(params, streams), Decoding(lengths + 1, caches)
+
+    def step(
+        self, params, tokens: Int[Array, " B"], decoding: Decoding
+    ) -> tuple[Float[Array, "B V"], Decoding]:
+        """The logits of the token after the one given, for each row.
+
+        Args:
+          params: the weights as `for_decoding` has them.
+          tokens: the last token of each row.
+          decoding: what `prefill` or the step before gave.
+        """
+        position, caches = decoding
+        x = params["embedding"][tokens[:, None]]
+        if self._positions is not None:
+            x = self._positions.at(params["positions"], x, position[:, None])
+        streams, caches = self._stack.step(
+            params["stack"], [x] * self._stack.n_out, caches, position
+        )
+        return self._next(params, streams), Decoding(position + 1, caches)
+
+    def _next(self, params, streams: Sequence[Float[Array, "B 1 D"]]) -> Float[Array, "B V"]:
+        x = self._norm.apply(params["norm"], jnp.concatenate(streams, axis=-1))
+        return self.logits(params, x)[:, 0]
 
 
 def _blocks(
@@ -116,6 +224,7 @@ def _blocks(
     dropout: float,
     ff_dropout: float | None,
     attention_dropout: float,
+    attention_bias: bool,
     use_rotary: bool,
     ff_activation: Activation,
     ff_chunk_size: int,
@@ -129,6 +238,11 @@ def _blocks(
             "or a cycle of them"
         )
     check_rate("dropout", dropout)
+    if isinstance(ff_activation, str) and ff_activation not in ACTIVATIONS:
+        raise ValueError(
+            f"ff_activation is {ff_activation!r}: expected one of {', '.join(ACTIVATIONS)}, or a "
+            "function"
+        )
     return [
         Block(
             Attention(
@@ -137,6 +251,8 @@ def _blocks(
                 d_attention_key,
                 d_attention_value,
                 causal=True,
+                bias=attention_bias,
+                output_bias=attention_bias,
                 attention_dropout=attention_dropout,
                 output_dropout=dropout,
                 use_rotary=use_rotary,
@@ -146,7 +262,7 @@ def _blocks(
                 d_ff,
                 dropout,
                 dropout if ff_dropout is None else ff_dropout,
-                ff_activation,
+                ACTIVATIONS.get(ff_activation, ff_activation),
                 ff_chunk_size,
                 mode,
             ),
@@ -184,12 +300,14 @@ def ReformerLM(
     dropout: float = 0.1,
     ff_dropout: float | None = None,
     attention_dropout: float = 0.0,
+    attention_bias: bool = False,
     attention_type: AttentionType = (local.local(), lsh.lsh()),  # noqa: B008
     pos_type: str = "rotary",
     pos_axial_shape: Sequence[int] = (),
     pos_d_axial_embs: Sequence[int] = (),
     ff_activation: Activation = jax.nn.gelu,
     ff_chunk_size: int = 0,
+    norm_epsilon: float = 1e-6,
     exact: bool = False,
     dtype: str = "float32",
     mode: str = "train",
@@ -207,12 +325,15 @@ def ReformerLM(
       dropout: the rate on embeddings, sublayers' outputs and features.
       ff_dropout: the rate on the hidden layers of the feed-forward layers; None: `dropout`.
       attention_dropout: the rate on attention weights.
+      attention_bias: whether the projections of attention have biases, the output's too.
       attention_type: an algorithm, or a cycle of them over the layers.
       pos_type: "rotary", "axial", "sinusoidal", or "none".
       pos_axial_shape: for "axial": the grid, its product the largest length.
       pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
-      ff_activation: the feed-forward layers' nonlinearity.
+      ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu", "gelu",
+        its approximation "gelu_tanh", "silu".
       ff_chunk_size: if > 0, feed-forward layers take this many positions at a time.
+      norm_epsilon: what layer norms add to the variance.
       exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).
       dtype: what the sublayers compute in; weights and streams are float32.
       mode: "train" or "eval".
@@ -226,14 +347,15 @@ def ReformerLM(
         dropout,
         ff_dropout,
         attention_dropout,
+        attention_bias,
         pos_type == "rotary",
         ff_activation,
         ff_chunk_size,
         mode,
     )
     positions = _positions(pos_type, pos_axial_shape, pos_d_axial_embs)
-    stack = ReversibleStack(blocks, n_layers, dtype=dtype, exact=exact)
-    return LanguageModel(vocab_size, d_model, positions, stack, dropout, mode)
+    stack = ReversibleStack(blocks, n_layers, dtype=dtype, exact=exact, norm_epsilon=norm_epsilon)
+    return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode)
 
 
 def TransformerLM(
@@ -247,12 +369,14 @@ def TransformerLM(
     dropout: float = 0.1,
     ff_dropout: float | None = None,
     attention_dropout: float = 0.0,
+    attention_bias: bool = False,
     attention_type: AttentionType = dense.dense(),  # noqa: B008
     pos_type: str = "rotary",
     pos_axial_shape: Sequence[int] = (),
     pos_d_axial_embs: Sequence[int] = (),
     ff_activation: Activation = jax.nn.gelu,
     ff_chunk_size: int = 0,
+    norm_epsilon: float = 1e-6,
     remat: bool = False,
     dtype: str = "float32",
     mode: str = "train",
@@ -271,11 +395,12 @@ def TransformerLM(
         dropout,
         ff_dropout,
         attention_dropout,
+        attention_bias,
         pos_type == "rotary",
         ff_activation,
         ff_chunk_size,
         mode,
     )
     positions = _positions(pos_type, pos_axial_shape, pos_d_axial_embs)
-    stack = ResidualStack(blocks, n_layers, dtype=dtype, remat=remat)
-    return LanguageModel(vocab_size, d_model, positions, stack, dropout, mode)
+    stack = ResidualStack(blocks, n_layers, dtype=dtype, remat=remat, norm_epsilon=norm_epsilon)
+    return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode)

@@ -48,12 +48,17 @@ class AttentionOp(NamedTuple):
 
     Attributes:
       init: `(rng, dims) -> params`, the algorithm's own weights, usually `()`.
-      plan: `(params, q, k, *, segments, causal, rng, train) -> plan`, a pytree of integers through
-        which no gradient flows. `train=False` selects the settings for evaluation.
+      plan: `(params, q, k, *, segments, causal, rng, train, length=None) -> plan`, a pytree of
+        integers through which no gradient flows. `train=False` selects the settings for evaluation;
+        `length`, if not None, is what settings that depend on a length go by in place of q's.
       apply: `(params, q, k, v, *, plan, segments, causal, dropout, rng) -> out`.
       traits: what the algorithm can do.
-      init_cache: incremental decoding, `(params, batch, dims, dtype) -> cache`; None: it cannot.
-      step: `(params, q, k, v, cache) -> (out, cache)` for one position; None: it cannot.
+      init_cache: decoding, `(params, q, k, v, *, plan, lengths, capacity, rng) -> cache`: what is
+        kept of each row's first `lengths` positions, given the arguments and the plan of a causal
+        call, so that in the end `capacity` positions fit; None: it cannot. The plan was made with
+        `length=capacity` and the same rng.
+      step: `(params, q, k, v, cache, *, position) -> (out, cache)`: the attention of one more
+        position a row, `[B, 1, N, ...]`, whose number is `position [B]`; None: it cannot.
     """
 
     init: Callable[..., Any]
@@ -109,9 +114,9 @@ def no_params(rng: PRNGKeyArray, dims: Dims) -> tuple[()]:
     return ()
 
 
-def no_plan(params, q, k, *, segments, causal, rng, train) -> tuple[()]:
+def no_plan(params, q, k, *, segments, causal, rng, train, length=None) -> tuple[()]:
     """`AttentionOp.plan` of an algorithm that looks in the same places whatever it reads."""
-    del params, q, k, segments, causal, rng, train
+    del params, q, k, segments, causal, rng, train, length
     return ()
 
 

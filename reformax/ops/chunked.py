@@ -41,10 +41,14 @@ SCORES_IN_CACHE = 2**19
 
 
 class Order(NamedTuple):
-    """An order of the padded sequence for each round, and its inverse: `slot[order[t]] == t`."""
+    """An order of the padded sequence for each round, and its inverse: `slot[order[t]] == t`.
+
+    With `first`, a position sees no key at a place before `first[t]` or after its own.
+    """
 
     order: Int[Array, "B N R T"]  # the position that stands at each place
     slot: Int[Array, "B N R T"] | None  # the place of each position; None where nobody asks
+    first: Int[Array, "B N R T"] | None = None  # by position; None: all of the chunks in reach
 
 
 class Chunks(NamedTuple):
@@ -60,6 +64,9 @@ class Chunks(NamedTuple):
       window: if set, keys `window` or more positions away are hidden.
       count_once: whether a key that several rounds see counts once (the paper's N_ij) or each time.
       dropout: the rate at which attention weights are dropped.
+      wrap: whether the order is one of `in_a_circle`.
+      n_pad: positions of padding behind the real ones; None makes whole chunks.
+      self_score: the score of a position's own key where it sees no other; see `_own_share`.
     """
 
     length: int
@@ -71,6 +78,14 @@ class Chunks(NamedTuple):
     window: int | None = None
     count_once: bool = True
     dropout: float = 0.0
+    wrap: bool = False
+    n_pad: int | None = None
+    self_score: float | None = None
+
+    @property
+    def padding(self) -> int:
+        """How many positions stand behind the real ones."""
+        return -self.length % self.chunk_len if self.n_pad is None else self.n_pad
 
 
 def check_chunks(chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> None:
@@ -80,6 +95,19 @@ def check_chunks(chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> N
     for name, n in (("n_chunks_before", n_chunks_before), ("n_chunks_after", n_chunks_after)):
         if n < 0:
             raise ValueError(f"{name} is {n}: expected 0 or more")
+
+
+def in_a_circle(order: Order, chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> Order:
+    """The order with, around each round, the chunks that its first and its last chunk see there.
+
+    The rounds stand one behind the other and the first behind the last, as in Trax: before a
+    round's first chunk are the last ones of the round before. Of one round it makes a circle.
+    """
+    n_rounds, length = order.order.shape[2:]
+    before, after = n_chunks_before * chunk_len, n_chunks_after * chunk_len
+    place = np.arange(n_rounds)[:, None] * length + np.arange(-before, length + after)
+    rounds = order.order.reshape(*order.order.shape[:2], -1)
+    return order._replace(order=rounds[:, :, place % (n_rounds * length)], slot=order.slot + before)
 
 
 def chunked_attention(
@@ -108,7 +136,7 @@ def chunked_attention(
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
     if segments is not None:
-        segments = jnp.pad(segments, ((0, 0), (0, -q.shape[1] % chunks.chunk_len)))
+        segments = jnp.pad(segments, ((0, 0), (0, chunks.padding)))
     if impl == "xla":
         return _attend(chunks, q, k, v, order, segments, rng)
     return _attend_in_kernel((chunks, impl), q, k, v, order, segments, rng)
@@ -117,18 +145,26 @@ def chunked_attention(
 KERNELS = ("pallas", "pallas_interpret")
 
 
-def chosen_impl(impl: str, q: Array, v: Array | None = None) -> str:
+def chosen_impl(impl: str, q: Array, v: Array | None = None, **options: Any) -> str:
     """`impl`, or what "auto" stands for: the kernel where it runs, or else "xla".
 
+    Args:
+      impl: what was asked for.
+      q: queries.
+      v: values, if they are known.
+      **options: those that only the array operations have, by name.
+
     Raises:
-      NotImplementedError: `impl="pallas"` for what the kernel cannot do.
+      NotImplementedError: a kernel is asked for what it cannot do.
     """
-    if impl not in ("auto", "pallas"):
+    if impl == "xla":
         return impl
-    obstacle = _kernel_obstacle(q, v)
-    if obstacle and impl == "pallas":
-        raise NotImplementedError(f"impl='pallas' with {obstacle}: use impl='auto' or 'xla'")
-    return "xla" if obstacle else "pallas"
+    obstacle = next((f"{name}={value}" for name, value in options.items() if value), None)
+    if impl != "pallas_interpret":
+        obstacle = obstacle or _kernel_obstacle(q, v)
+    if obstacle and impl in KERNELS:
+        raise NotImplementedError(f"impl={impl!r} with {obstacle}: use impl='auto' or 'xla'")
+    return "xla" if obstacle else "pallas" if impl == "auto" else impl
 
 
 def _kernel_obstacle(q: Array, v: Array | None) -> str | None:
@@ -148,8 +184,7 @@ def _kernel_obstacle(q: Array, v: Array | None) -> str | None:
 
 def _heads_first(x: Float[Array, "B T N H"], chunks: Chunks) -> Float[Array, "N B Tp H"]:
     """Heads outermost, positions padded to whole chunks."""
-    n_pad = -x.shape[1] % chunks.chunk_len
-    return jnp.pad(jnp.moveaxis(x, 2, 0), ((0, 0), (0, 0), (0, n_pad), (0, 0)))
+    return jnp.pad(jnp.moveaxis(x, 2, 0), ((0, 0), (0, 0), (0, chunks.padding), (0, 0)))
 
 
 def _heads_last(x: Float[Array, "N B Tp H"], chunks: Chunks) -> Float[Array, "B T N H"]:
@@ -176,6 +211,23 @@ def _take(x: Array, index: Int[Array, "N B T"] | None) -> Array:
         return x
     index = index.reshape(index.shape + (1,) * (x.ndim - 3))
     return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")
+
+
+def _put_back(x: Array, this: _Round, chunks: Chunks) -> Array:
+    """The transpose of `_take` by a round's order: what is said of each place, by position."""
+    total = _take(x, this.slot)
+    if chunks.wrap:
+        border = _border(x.shape[2], chunks)
+        head, batch = np.ogrid[: x.shape[0], : x.shape[1]]
+        position = this.order[:, :, border]
+        total = total.at[head[..., None], batch[..., None], position].add(x[:, :, border])
+    return total
+
+
+def _border(n_places: int, chunks: Chunks) -> np.ndarray:
+    """The places that `in_a_circle` added around a round."""
+    before, after = (n * chunks.chunk_len for n in (chunks.n_chunks_before, chunks.n_chunks_after))
+    return np.r_[:before, n_places - after : n_places]
 
 
 def _split(x: Array, chunks: Chunks) -> Array:
@@ -228,11 +280,11 @@ def _visible(
     chunks: Chunks,
     index: Int[Array, ""],
     order: Int[Array, "N B T"] | None,
-    slots: Int[Array, "N B R T"] | None,
+    rounds: Order | None,
     segments: Int[Array, "B T"] | None,
     length: int,
 ) -> Bool[Array, "#N #B C L M"]:
-    """Which key of its window each query sees in round `index`."""
+    """Which key of its window each query sees in round `index` of `rounds`, `[N, B, R, T]`."""
     around = functools.partial(_look_around, chunks=chunks)
 
     def pair(x):  # queries [..., L, 1] and keys [..., 1, M] of a per-position quantity
@@ -241,6 +293,10 @@ def _visible(
     position = _positions(chunks, order, length)
     query, key = pair(position)
     mask = _exists(position.shape[2], chunks)
+    if chunks.wrap:  # what was added around the round are keys alone
+        own = np.ones(order.shape[2], bool)
+        own[_border(order.shape[2], chunks)] = False
+        mask = mask & own.reshape(-1, chunks.chunk_len, 1)
     if chunks.causal:
         mask = mask & (key <= query)
     elif segments is None and length > chunks.length:
@@ -253,13 +309,23 @@ def _visible(
         segment = jnp.broadcast_to(segments, (position.shape[0], *segments.shape))
         query_segment, key_segment = pair(_split(_take(segment, order), chunks))
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
-    if chunks.count_once and slots is not None:
+    if rounds is not None and rounds.first is not None:
+        query, key = pair(_split(jnp.arange(length)[None, None], chunks))
+        first = jax.lax.dynamic_index_in_dim(rounds.first, index, axis=2, keepdims=False)
+        first = _split(_take(first, order), chunks)[..., None]
+        mask = mask & (key >= first) & (key <= query)
+    if chunks.count_once and rounds is not None:
         # N_ij by elimination: a key counts in the first round that shows it.
-        for earlier in range(slots.shape[2] - 1):
-            chunk = _take(slots[:, :, earlier] // chunks.chunk_len, order)
-            query_chunk, key_chunk = pair(_split(chunk, chunks))
-            distance = key_chunk - query_chunk
-            seen = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+        for earlier in range(rounds.slot.shape[2] - 1):
+            place = _split(_take(rounds.slot[:, :, earlier], order), chunks)
+            if rounds.first is None:
+                query_chunk, key_chunk = pair(place // chunks.chunk_len)
+                distance = key_chunk - query_chunk
+                seen = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+            else:
+                query, key = pair(place)
+                first = _split(_take(rounds.first[:, :, earlier], order), chunks)[..., None]
+                seen = (key >= first) & (key <= query)
             mask = mask & ~(seen & (earlier < index))
     return mask
 
@@ -309,9 +375,9 @@ def _dropout(chunks: Chunks, order, length, head, rng) -> Float[Array, "N B C L 
     )
 
 
-def _lone_weight(chunks: Chunks, total, segments, rng) -> Float[Array, "N B T 1"]:
+def _lone_weight(chunks: Chunks, total, order, segments, rng) -> Float[Array, "N B T 1"]:
     """The weight of a position's own value: 1, or its dropout, where it sees nothing else."""
-    weight = jnp.where(total == 0.0, 1.0, 0.0)
+    weight = jnp.where(total == 0.0, _own_share(chunks, order), 0.0)
     if segments is not None:
         weight = weight * (segments != 0)
     if chunks.dropout > 0.0:
@@ -319,6 +385,32 @@ def _lone_weight(chunks: Chunks, total, segments, rng) -> Float[Array, "N B T 1"
         address = (batch, head, position, position)
         weight = weight * dropout_multiplier(rng, chunks.dropout, *address)
     return weight[..., None]
+
+
+def _own_share(chunks: Chunks, order: Order | None) -> Float[Array, "N B T"] | float:
+    """What float32 makes of a position's softmax over its own key alone, in every round: about 1.
+
+    To the scores, `self_score` each, it adds the logarithms of how often a round shows the key and
+    of the number of rounds, and rounds: at -1e5 it tells 1/128 apart.
+    """
+    if chunks.self_score is None or order is None:
+        return 1.0
+    score = jnp.float32(chunks.self_score)
+    copies = jnp.ones(order.slot.shape, jnp.float32)
+    if chunks.wrap:  # a round shows it again where a chunk of the next round has it too
+        border = _border(order.order.shape[-1], chunks)
+        position = order.order[..., border]
+        own = jnp.take_along_axis(order.slot, position, axis=-1) // chunks.chunk_len
+        distance = border // chunks.chunk_len - own
+        near = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+        index = np.ogrid[tuple(slice(n) for n in position.shape[:-1])]
+        copies = copies.at[*(i[..., None] for i in index), position].add(near)
+    # Barriers, as what cancels here on paper is the point.
+    logits = jax.lax.optimization_barrier(score + jnp.log(copies))
+    top = logits.max(axis=2, keepdims=True)
+    everything = jnp.log(jnp.sum(jnp.exp(logits - top), axis=2, keepdims=True))
+    everything = jax.lax.optimization_barrier(top + everything)
+    return jnp.sum(copies * jnp.exp(score - logits) * jnp.exp(logits - everything), axis=2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -332,7 +424,7 @@ def _attend_forward(chunks, q, k, v, order, segments, rng):
     forward = functools.partial(_forward, chunks, segments, rng)
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.shared_qk:
-        out = out + _lone_weight(chunks, total, segments, rng) * values
+        out = out + _lone_weight(chunks, total, order, segments, rng) * values
     out = _heads_last(out, chunks).astype(v.dtype)
     # The maximum and the sum apart: their log-sum-exp would lose the sum where scores are large.
     return out, (q, k, values, order, segments, rng, out, top, total)
@@ -347,7 +439,7 @@ def _attend_backward(chunks, residuals, d_out):
     statistics = (top, total, row[..., 0])
     dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
     if chunks.shared_qk:
-        dv = dv + _lone_weight(chunks, total, segments, rng) * d_out
+        dv = dv + _lone_weight(chunks, total, order, segments, rng) * d_out
 
     def like(dx, x):
         return None if x is None else _heads_last(dx, chunks).astype(x.dtype)
@@ -393,14 +485,13 @@ def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
 def _forward(chunks, segments, rng, q, k, v, order, head):
     """Each position's attended values, largest score, and sum of `exp(score - largest)`."""
     length = q.shape[2]
-    slots = None if order is None else order.slot
 
     def attend_round(carry, this):
         acc, top, total = carry
         q_sorted = _split(_take(q, this.order), chunks)
         k_sorted = None if k is None else _split(_take(k, this.order), chunks)
         values = _look_around(_split(_take(v, this.order), chunks), chunks)
-        mask = _visible(chunks, this.index, this.order, slots, segments, length)
+        mask = _visible(chunks, this.index, this.order, order, segments, length)
         scores = jnp.where(mask, _scores(q_sorted, _keys(chunks, q_sorted, k_sorted)), HIDDEN)
         top_here = scores.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(scores - top_here[..., None]), 0.0)
@@ -435,7 +526,6 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
 def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
     """The gradients of q, k and v, float32, of what `_forward` returns first."""
     length = q.shape[2]
-    slots = None if order is None else order.slot
 
     def attend_round(carry, this):
         dq, dk, dv = carry
@@ -444,7 +534,7 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         values = _look_around(_split(_take(v, this.order), chunks), chunks)
         keys, keys_vjp = jax.vjp(functools.partial(_keys, chunks), q_sorted, k_sorted)
         d_here = _split(_take(d_out, this.order), chunks)
-        mask = _visible(chunks, this.index, this.order, slots, segments, length)
+        mask = _visible(chunks, this.index, this.order, order, segments, length)
         top, total, row = (_split(_take(x, this.order), chunks)[..., None] for x in statistics)
         # Where nothing was hidden from it, no score exceeds the maximum but by rounding.
         scores = jnp.minimum(_scores(q_sorted, keys) - top, 0.0)
@@ -458,9 +548,9 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         d_query = jnp.einsum("bnclm,bncmh->bnclh", d_scores, keys, **f32)
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_scores, q_sorted, **f32)
         d_query_as_key, d_key = keys_vjp(d_keys.astype(q.dtype))
-        dq = dq + _take(_merge(d_query + d_query_as_key), this.slot)
-        dk = None if dk is None else dk + _take(_merge(d_key), this.slot)
-        dv = dv + _take(_merge(_fold_back(d_values, chunks)), this.slot)
+        dq = dq + _put_back(_merge(d_query + d_query_as_key), this, chunks)
+        dk = None if dk is None else dk + _put_back(_merge(d_key), this, chunks)
+        dv = dv + _put_back(_merge(_fold_back(d_values, chunks)), this, chunks)
         return dq, dk, dv
 
     nothing = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
@@ -474,14 +564,19 @@ def visible_union(
 
     O(T^2) memory: this is what the tests hand to the oracle, not a way to compute.
     """
-    n_pad = -chunks.length % chunks.chunk_len
-    length = chunks.length + n_pad
-    if segments is not None:
-        segments = jnp.pad(segments, ((0, 0), (0, n_pad)))
+    length = chunks.length + chunks.padding
     place = jnp.arange(length)[None, None, None] if order is None else order.slot
     chunk = place // chunks.chunk_len
     distance = chunk[..., None, :] - chunk[..., :, None]
     near = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+    if chunks.wrap:  # a key stands at several places
+        around = jnp.arange(order.order.shape[-1]) // chunks.chunk_len - chunk[..., None]
+        near = (around >= -chunks.n_chunks_before) & (around <= chunks.n_chunks_after)
+        stands = jax.nn.one_hot(order.order, length, dtype=bool)
+        near = jnp.any(near[..., None] & stands[:, :, :, None], axis=-2)
+    if order is not None and order.first is not None:
+        key = place[..., None, :]
+        near = near & (key >= order.first[..., None]) & (key <= place[..., None])
     mask = near.any(axis=2)[:, :, : chunks.length, : chunks.length]
     query, key = jnp.ogrid[: chunks.length, : chunks.length]
     if chunks.causal:

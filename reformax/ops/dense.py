@@ -17,6 +17,7 @@ from reformax.ops.base import (
     reference_attention,
     visibility,
 )
+from reformax.ops.cache import ring_decoding
 
 
 def dense(*, impl: str = "auto") -> AttentionOp:
@@ -37,6 +38,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
         plan=no_plan,
         apply=functools.partial(_apply, impl=impl),
         traits=Traits(cross=True, exact=True),
+        **ring_decoding(shared_qk=False, n_slots=lambda capacity: capacity, first=lambda now: 0),
     )
 
 

@@ -7,9 +7,19 @@ the chunks are only how it is computed.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from reformax.ops.base import AttentionOp, Traits, check_impl, no_params, no_plan
-from reformax.ops.chunked import KERNELS, Chunks, check_chunks, chosen_impl, chunked_attention
+from reformax.ops.cache import ring_decoding
+from reformax.ops.chunked import (
+    KERNELS,
+    Chunks,
+    Order,
+    check_chunks,
+    chosen_impl,
+    chunked_attention,
+    in_a_circle,
+)
 from reformax.ops.dense import cudnn_obstacle, use_cudnn
 
 
@@ -20,11 +30,14 @@ def local(
     n_chunks_after: int = 0,
     window: int | None = None,
     shared_qk: bool = False,
+    wrap: bool = False,
+    pad_chunks: int = 1,
+    self_score: float | None = None,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention within a position's own chunk and its neighbours.
 
-    The first chunk has no chunk before it: unlike in Trax, it does not look at the last one.
+    The first chunk has no chunk before it, unless `wrap` is set.
 
     Args:
       chunk_len: positions in a chunk.
@@ -33,10 +46,17 @@ def local(
       window: if set, a position sees exactly those less than `window` positions away, before it
         and, if not causal, after it. The chunk counts must then be large enough to hold it.
       shared_qk: whether keys are the length-normalised queries.
+      wrap: True sets the chunks in a circle, as Trax and Hugging Face do: before the first is the
+        last one. A key that stands in a window twice then counts twice. Causal attention can tell
+        only where `n_chunks_before` reaches around to the chunk itself.
+      pad_chunks: the sequence is padded to a multiple of so many chunks, which only `wrap` can
+        tell.
+      self_score: as in `lsh.lsh`; only where `shared_qk` and `wrap` show a position its own key
+        twice can it be told from 1.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
-        heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"cudnn"` is
-        NVIDIA's own, for causal attention with a `window` under the conditions of `dense.dense`.
-        `"auto"` takes cuDNN or the kernel where they compute this same function.
+        heads of 128 or less, without `wrap`; `"pallas_interpret"` runs it anywhere, slowly, for
+        tests. `"cudnn"` is NVIDIA's own, for causal attention with a `window` under the conditions
+        of `dense.dense`. `"auto"` takes cuDNN or the kernel where they compute this same function.
 
     Raises:
       ValueError: sizes out of range, a window that the chunks cannot hold, an unknown `impl`.
@@ -46,6 +66,10 @@ def local(
     check_impl(impl, "cudnn", *KERNELS)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: expected at least 1, the position itself")
+    if wrap and window is not None:
+        raise ValueError(f"wrap is True and window is {window}: a window has no circle, leave one")
+    if pad_chunks < 1:
+        raise ValueError(f"pad_chunks is {pad_chunks}: expected at least 1")
     # Chunks on either side that a window reaches into.
     reach = 0 if window is None else -(-(window - 1) // chunk_len)
     if reach > n_chunks_before:
@@ -77,19 +101,43 @@ def local(
                 local_window_size=(window - 1, 0),
                 implementation="cudnn",
             )
+        batch, length, n_heads = q.shape[:3]
         chunks = Chunks(
-            length=q.shape[1],
-            chunk_len=min(chunk_len, q.shape[1]),
+            length=length,
+            chunk_len=min(chunk_len, length),
             n_chunks_before=n_chunks_before,
             n_chunks_after=n_chunks_after,
             causal=causal,
             shared_qk=shared_qk,
             window=window,
             dropout=dropout,
+            wrap=wrap and length > chunk_len,
+            n_pad=0 if length <= chunk_len else -length % (chunk_len * pad_chunks),
+            self_score=self_score,
         )
-        which = chosen_impl(impl, q, v)
-        return chunked_attention(q, k, v, chunks, None, segments, rng, which)
+        order = None
+        if chunks.wrap:
+            shape = (batch, n_heads, 1, length + chunks.padding)
+            position = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape)
+            order = in_a_circle(
+                Order(position, position), chunk_len, n_chunks_before, n_chunks_after
+            )
+        which = chosen_impl(impl, q, v, wrap=wrap)
+        return chunked_attention(q, k, v, chunks, order, segments, rng, which)
 
+    def first(now):
+        chunk = (now // chunk_len - n_chunks_before) * chunk_len
+        return chunk if window is None else jnp.maximum(chunk, now - window + 1)
+
+    decoding = ring_decoding(
+        shared_qk,
+        n_slots=lambda capacity: min(window or (n_chunks_before + 1) * chunk_len, capacity),
+        first=first,
+    )
     return AttentionOp(
-        init=no_params, plan=no_plan, apply=apply, traits=Traits(shared_qk=shared_qk)
+        init=no_params,
+        plan=no_plan,
+        apply=apply,
+        traits=Traits(shared_qk=shared_qk),
+        **({} if wrap else decoding),
     )

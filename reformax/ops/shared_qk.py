@@ -20,6 +20,7 @@ from reformax.ops.base import (
     reference_attention,
     visibility,
 )
+from reformax.ops.cache import ring_decoding
 
 
 def shared_qk() -> AttentionOp:
@@ -32,6 +33,7 @@ def shared_qk() -> AttentionOp:
         plan=no_plan,
         apply=_apply,
         traits=Traits(shared_qk=True, exact=True),
+        **ring_decoding(shared_qk=True, n_slots=lambda capacity: capacity, first=lambda now: 0),
     )
 
 

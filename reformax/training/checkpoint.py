@@ -1,7 +1,8 @@
 """Checkpoints that are either whole or noticed: a folder a step, written aside and then renamed.
 
     DIR/checkpoints/1200/arrays/        every tensor of the state, by name, as orbax writes them
-                         checkpoint.json  format, step, score, names and shapes, package versions
+                         checkpoint.json  format, step, score, names and shapes, operative config,
+                                          package versions
                          manifest.json    size and CRC-32 of every other file
 
 A folder is written under a temporary name and renamed when its manifest is complete, so a run that
@@ -24,7 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-FORMAT = 1
+# 1: without "config". 2: with it.
+FORMAT = 2
 _PACKAGES = ("reformax", "jax", "jaxlib", "optax", "orbax-checkpoint")
 
 
@@ -65,20 +67,30 @@ class Checkpoints:
 
     # Writing.
 
-    def save(self, step: int, state: Any, score: float | None = None, **extra) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        score: float | None = None,
+        config: str | None = None,
+        **extra,
+    ) -> None:
         """Copies `state` to the host and writes it in the background.
 
         Args:
           step: steps trained.
           state: any pytree of arrays.
           score: what `best_step` minimises, such as valid bits per dim; None if not evaluated.
+          config: the settings of the run, as text.
           **extra: JSON values that `restore` gives back.
         """
         self.wait()
         # On a CPU device_get gives a view of a buffer that the next step writes into.
         arrays = {name: np.array(leaf) for name, leaf in _named(jax.device_get(state)).items()}
         # What is written is what is true now, whatever the caller does with its lists meanwhile.
-        self._pending = self._writer.submit(self._write, step, arrays, score, deepcopy(extra))
+        self._pending = self._writer.submit(
+            self._write, step, arrays, score, config, deepcopy(extra)
+        )
 
     def wait(self) -> None:
         """Returns when the last save is on disk; raises what went wrong with it."""
@@ -86,7 +98,7 @@ class Checkpoints:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def _write(self, step, arrays, score, extra) -> None:
+    def _write(self, step, arrays, score, config, extra) -> None:
         import orbax.checkpoint as ocp  # half a second that an evaluation script's --help spares
 
         folder = self.folder / f"tmp.{step}"
@@ -99,6 +111,7 @@ class Checkpoints:
             "format": FORMAT,
             "step": step,
             "score": score,
+            "config": config,
             "extra": extra,
             "tensors": {name: [list(a.shape), str(a.dtype)] for name, a in arrays.items()},
             "packages": _versions(),
@@ -162,18 +175,36 @@ class Checkpoints:
         tensors = {name: array for name, array in tensors.items() if name.startswith(part)}
         return self._like(step, like, part, tensors), info
 
+    def config(self, step: int) -> str | None:
+        """The settings that a checkpoint was saved with; None if it was saved without any.
+
+        Raises:
+          ValueError: damaged, or of a format that this version does not know.
+        """
+        self._check_whole(step)
+        return self._described(step)["config"]
+
+    def _described(self, step: int) -> dict[str, Any]:
+        """A checkpoint.json in today's format."""
+        folder = self.folder / str(step)
+        described = json.loads((folder / "checkpoint.json").read_text())
+        if described["format"] == 1:  # the run's settings were in its folder alone
+            run = self.folder.parent / "config.gin"
+            described |= {"format": 2, "config": run.read_text() if run.is_file() else None}
+        if described["format"] != FORMAT:
+            raise ValueError(
+                f"{folder} has checkpoint format {described['format']} and this version reads 1 to "
+                f"{FORMAT}: it was written with reformax {described['packages'].get('reformax')}, "
+                "install that version to read it"
+            )
+        return described
+
     def _read(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         self._check_whole(step)
         import orbax.checkpoint as ocp
 
         folder = self.folder / str(step)
-        described = json.loads((folder / "checkpoint.json").read_text())
-        if described["format"] != FORMAT:
-            raise ValueError(
-                f"{folder} has checkpoint format {described['format']} and this version reads "
-                f"{FORMAT}: it was written with reformax {described['packages'].get('reformax')}, "
-                "install that version to read it"
-            )
+        described = self._described(step)
         tensors = {
             name: np.zeros(shape, dtype)
             for name, (shape, dtype) in described["tensors"].items()

@@ -17,14 +17,23 @@ import logging
 import re
 import sys
 import tokenize
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import gin
 
 
 class ConfigError(ValueError):
     """A config that cannot be: one line with the name that is wrong and what would be right."""
+
+
+class Reference(NamedTuple):
+    """What `@function` or `@function()` stands for in a config."""
+
+    function: Callable
+    arguments: dict[str, Any]  # those that the config sets
 
 
 def parse(
@@ -50,7 +59,8 @@ def parse(
     """
     gin.clear_config()
     for folder in [*(Path(f).absolute().parent for f in config_files), *folders]:
-        gin.add_config_file_search_path(str(folder))
+        # gin takes a relative path for a package's name.
+        gin.add_config_file_search_path(str(Path(folder).absolute()))
     for config_file in config_files:
         _parsed(gin.parse_config_file, _found(config_file, folders))
     for override in overrides:
@@ -80,10 +90,49 @@ def configured(function):
     return gin.get_configurable(function)
 
 
-def bindings(function) -> dict:
-    """What the config sets of a function's arguments, with the objects it names built."""
+def bindings(function, names: Collection[str] | None = None) -> dict:
+    """What the config sets of a function's arguments, with the objects it names built.
+
+    Args:
+      function: what the config configures.
+      names: only these arguments, so that nothing else is built; None for all.
+    """
     configured(function)
-    return gin.get_bindings(function)
+    bound = gin.get_bindings(function, resolve_references=False)
+    # A copy is how gin turns a reference into what it refers to.
+    return {name: deepcopy(x) for name, x in bound.items() if names is None or name in names}
+
+
+def described(function, argument: str):
+    """What the config sets an argument to, without calling anything.
+
+    A reference to a configurable becomes a `Reference`, whether it stands for the function or for
+    what a call of it returns; macros have their values.
+
+    Raises:
+      ConfigError: the config does not set the argument.
+    """
+    configured(function)
+    bound = gin.get_bindings(function, resolve_references=False)
+    if argument not in bound:
+        raise ConfigError(f"the config does not set {function.__name__}.{argument}")
+    return _described(bound[argument])
+
+
+def _described(value):
+    if isinstance(value, list | tuple):
+        return type(value)(_described(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _described(item) for key, item in value.items()}
+    if not isinstance(value, gin.config.ConfigurableReference):
+        return value
+    scope, selector = value.config_key
+    if selector == "gin.macro":
+        return _described(gin.query_parameter(f"{scope}/gin.macro.value"))
+    with gin.config_scope(scope or None):
+        bound = gin.get_bindings(selector, resolve_references=False)
+    arguments = {name: _described(item) for name, item in bound.items()}
+    return Reference(value.configurable.wrapped, arguments)
 
 
 def operative() -> str:

@@ -21,6 +21,15 @@ from reformax.training.prefetch import prefetch
 _IN_FLIGHT = 2
 
 
+def check_vocabulary(model, task) -> None:
+    """Raises `ValueError` for a task whose ids the model has no embeddings for."""
+    if model.vocab_size < task.vocab_size:
+        raise ValueError(
+            f"task {task.name} has ids below {task.vocab_size} and the model "
+            f"vocab_size={model.vocab_size}: set the model's vocab_size={task.vocab_size}"
+        )
+
+
 def evaluate(
     model,
     params,
@@ -59,9 +68,10 @@ def evaluate(
       bits_per_dim, accuracy, n_targets scored, length, stride and split; None if abandoned.
 
     Raises:
-      ValueError: sizes that do not fit together.
+      ValueError: sizes or vocabularies that do not fit together.
       RuntimeError: the task's batches did not hold each target of the split once.
     """
+    check_vocabulary(model, task)
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
         raise ValueError(f"stride={stride} must be from 1 to length={length}")

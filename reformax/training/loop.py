@@ -23,7 +23,7 @@ import optax
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.checkpoint import Checkpoints
-from reformax.training.evaluation import evaluate
+from reformax.training.evaluation import check_vocabulary, evaluate
 from reformax.training.interrupt import Interrupt
 from reformax.training.loss import bits_per_dim
 from reformax.training.metrics import Progress, Record
@@ -127,11 +127,7 @@ def train(
     checkpoints = Checkpoints(folder, keep)
 
     train_model, eval_model = model(mode="train"), model(mode="eval")
-    if train_model.vocab_size < task.vocab_size:
-        raise ValueError(
-            f"task {task.name} has ids below {task.vocab_size} and the model "
-            f"vocab_size={train_model.vocab_size}: set the model's vocab_size={task.vocab_size}"
-        )
+    check_vocabulary(train_model, task)
     task.n_targets(eval_split)  # a split that does not exist fails now
     key = jax.random.PRNGKey(seed)
     init = step_lib.init_fn(train_model, optimizer, (batch_size, length), ema_decay > 0)
@@ -148,8 +144,9 @@ def train(
     step, score = info["step"], info["score"]
     checkpoints.remove_unfinished()  # only now: this config is known to be the run's own
     say = print if progress else _say_nothing
-    if config_text is not None:
-        _write_config(folder / "config.gin", config_text(), say)
+    settings = None if config_text is None else config_text()
+    if settings is not None:
+        _write_config(folder / "config.gin", settings, say)
     n_params = sum(x.size for x in jax.tree.leaves(like.params))
     devices = f"{mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}"
     begin = f"going on from step {step}" if step else "from step 1"
@@ -207,7 +204,7 @@ def train(
         log.drain()
         if not step_lib.all_finite(state):
             raise FloatingPointError(f"parameters are not finite after step {step}")
-        checkpoints.save(step, state, score, window=log.window)
+        checkpoints.save(step, state, score, settings, window=log.window)
         log.pause()
 
     with Interrupt() as interrupt, prefetch(batches) as ready:

@@ -6,16 +6,102 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+# What building a run's model takes of its settings.
+MODEL = ("model", "batch_size", "length")
 _TRACEBACK = "--traceback"
 
 
 def add_traceback_flag(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that `run` looks for."""
     parser.add_argument(_TRACEBACK, action="store_true", help="show where an error comes from")
+
+
+def config_file(folder: Path) -> Path:
+    """A run's config.gin, written anew from its latest checkpoint where it is missing.
+
+    Raises:
+      ValueError: the folder holds no run.
+    """
+    path = folder / "config.gin"
+    if not path.is_file():
+        from reformax.training.checkpoint import Checkpoints
+
+        checkpoints = Checkpoints(folder)
+        steps = checkpoints.steps()
+        text = checkpoints.config(steps[-1]) if steps else None
+        if text is None:
+            raise ValueError(
+                f"output_dir={folder} holds no run: train.py writes config.gin into it"
+            )
+        path.write_text(text)
+        print(f"note: {path} was missing; it is written from the checkpoint of step {steps[-1]}")
+    return path
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that choose a trained model: a run's folder, a checkpoint and settings."""
+    parser.add_argument("--output_dir", required=True, help="a folder that train.py wrote")
+    parser.add_argument("--checkpoint", default="best", help="best, latest or a step")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="one setting; repeatable",
+    )
+
+
+def parse_run(args: argparse.Namespace, data_dir: str | None = None) -> None:
+    """Parses the config of the run that the flags name, and their settings."""
+    from reformax.training import config
+
+    path = config_file(Path(args.output_dir))
+    config.parse([str(path)], args.config, data_dir=data_dir)
+
+
+def restore_model(args: argparse.Namespace, run: dict[str, Any]) -> tuple[Any, Any, int]:
+    """The model for evaluation, its parameters, and the step of the checkpoint they are from.
+
+    Args:
+      args: the flags of `add_run_flags`.
+      run: at least those settings of the run that `MODEL` names.
+    """
+    import jax
+
+    from reformax.training.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(args.output_dir)
+    step = _checkpoint_step(checkpoints, args.checkpoint)
+    model = run["model"](mode="eval")
+    shape = (run["batch_size"], run["length"])
+    like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
+    return model, checkpoints.restore_params(step, like)[0], step
+
+
+def _checkpoint_step(checkpoints, which: str) -> int:
+    steps = checkpoints.steps()
+    if not steps:
+        raise ValueError(f"no checkpoint in {checkpoints.folder}: train.py saves one after a while")
+    if which == "latest":
+        return steps[-1]
+    if which == "best":  # a run stopped before its first evaluation has only unscored ones
+        best = checkpoints.best_step()
+        return steps[-1] if best is None else best
+    if not which.isdigit():
+        raise ValueError(f"checkpoint={which} must be best, latest or one of the steps {steps}")
+    return int(which)
+
+
+def note_unused(args: argparse.Namespace, read: Collection[str], file=None) -> None:
+    """Notes on `file` the settings of `--config` that were neither used nor `read` of the run."""
+    from reformax.training import config
+
+    for override in config.unused(args.config, also_used=[f"loop.train.{n}" for n in read]):
+        print(f"note: --config={override!r} set something that this did not use", file=file)
 
 
 def run(main: Callable[[], int]) -> int:

@@ -34,7 +34,8 @@ def rotated(x):
 def test_equals_an_independent_computation(row, everything):
     """Projections, rotation, plan, attention and output in NumPy float64."""
     x = numbers()
-    options = dict(causal=everything, bias=everything, use_rotary=everything, masked=everything)
+    causal = row.causal(everything)
+    options = dict(causal=causal, bias=everything, use_rotary=everything, masked=everything)
     rate = 0.3 if everything else 0.0
     layer = layers.Attention(row.op(), **SIZES, **options, attention_dropout=rate)
     segments = plain.some_segments(*x.shape[:2]) if everything else None
@@ -57,12 +58,12 @@ def test_equals_an_independent_computation(row, everything):
         (),
         *(None if y is None else jnp.asarray(y, jnp.float32) for y in (q, k)),
         segments=segments,
-        causal=everything,
+        causal=causal,
         rng=jax.random.fold_in(RNG, 0),
         train=True,
     )
     shape = Shape(batch=2, n_queries=13, n_keys=13, n_heads=3)
-    counts = row.counts(row.first, plan, shape, everything, segments)
+    counts = row.counts(row.first, plan, shape, causal, segments)
     keep = np.ones(counts.shape)
     if everything:
         keep = base.full_dropout_multiplier(jax.random.fold_in(RNG, 1), rate, counts.shape)
@@ -104,8 +105,8 @@ def test_the_algorithms_own_weights_are_kept():
 @over_rows
 def test_a_boolean_mask_is_one_segment(row):
     x = numbers()
-    layer = layers.Attention(row.op(), **SIZES, masked=True)
-    mask = np.arange(13) < np.array([[13], [6]])
+    layer = layers.Attention(row.op(), **SIZES, causal=row.causal(False), masked=True)
+    mask = np.arange(13) >= np.array([[0], [7]])
     params = plain.init(layer, x.shape, mask.shape)
     apply = fast_jit(lambda mask, x: layer.apply(params, x, mask, rng=RNG))
     out = apply(mask, x)
@@ -205,7 +206,8 @@ def test_rotary_is_relative(op):
 @over_rows
 def test_computes_in_the_dtype_of_its_input(row):
     x = numbers().astype(jnp.bfloat16)
-    layer = layers.Attention(row.op(), **SIZES, bias=True, use_rotary=True, output_dropout=0.1)
+    options = dict(causal=row.causal(False), bias=True, use_rotary=True, output_dropout=0.1)
+    layer = layers.Attention(row.op(), **SIZES, **options)
     params = plain.init(layer, x.shape)
     projections = layer.project(params, x)
     assert all(y is None or y.dtype == jnp.bfloat16 for y in projections)
@@ -255,3 +257,34 @@ def test_errors_of_use(options, mask, message):
         layer.apply(params, x, *(() if mask is None else (mask,)))
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("name", ["dense", "local_shared", "lsh_strict"])
+def test_prefill_and_steps_are_apply(name, rotate):
+    """With biases, by the merged weights; the rows' prompts have different lengths."""
+    (row,) = (row for row in ROWS if row.name == name)
+    layer = layers.Attention(
+        row.op(), **SIZES, causal=True, bias=True, use_rotary=rotate, mode="eval"
+    )
+    x, lengths = numbers(), np.array([6, 3])
+    params = plain.init(layer, x.shape)
+    whole = fast_jit(lambda x: layer.apply(params, x, rng=RNG))(x)
+    prefill = fast_jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))
+    out, cache = prefill(x[:, :6], lengths)
+    np.testing.assert_allclose(out[0], whole[0, :6], atol=1e-5)
+    np.testing.assert_allclose(out[1, :3], whole[1, :3], atol=1e-5)
+    merged = layer.for_decoding(params, "float32")
+    step = fast_jit(layer.step)
+    for n in range(7):
+        position = lengths + n
+        out, cache = step(merged, x[np.arange(2), position][:, None], cache, position)
+        np.testing.assert_allclose(out[:, 0], whole[np.arange(2), position], atol=1e-5)
+
+
+def test_what_cannot_decode():
+    x, lengths = numbers(), np.array([13, 13])
+    for options in (dict(causal=False, mode="eval"), dict(causal=True, mode="train")):
+        layer = layers.Attention(dense.dense(), **SIZES, **options)
+        with pytest.raises(ValueError, match=r"decoding needs causal=True and mode='eval'$"):
+            layer.prefill(layer.init_params(RNG, x.shape), x, lengths, 20)

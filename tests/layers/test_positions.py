@@ -116,3 +116,21 @@ def test_rotary_keeps_the_dtype():
     np.testing.assert_allclose(
         out.astype(np.float32), layers.rotary(x.astype(np.float32)), atol=2e-2
     )
+
+
+def test_positions_one_by_one():
+    """Any positions, in any order, as the whole sequence has them."""
+    picked = np.array([[3, 11, 0], [7, 7, 2]])
+    x = numbers(2, 12, 6)
+    for layer in (
+        layers.AxialPositionalEncoding((4, 3), (2, 4)),
+        layers.SinusoidalPositionalEncoding(),
+    ):
+        params = plain.init(layer, x.shape)
+        whole = layer.apply(params, np.zeros_like(x))
+        some = layer.at(params, np.zeros((2, 3, 6), np.float32), picked)
+        np.testing.assert_allclose(some, whole[0][picked], atol=1e-6)
+    heads = np.broadcast_to(numbers(1, 1, 2, 6), (2, 12, 2, 6))
+    whole = layers.rotary(heads)
+    some = layers.rotary(heads[:, :3], picked)
+    np.testing.assert_allclose(some, np.asarray(whole)[0][picked], atol=1e-6)

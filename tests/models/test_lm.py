@@ -1,6 +1,7 @@
 """Language models: causality, options, precision, and life inside Trax."""
 
 import inspect
+import math
 import re
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from reformax.layers import ReversibleStack, _trax, tl
-from reformax.models import ReformerLM, TransformerLM
+from reformax.models import ReformerLM, TransformerLM, lm
 from reformax.ops import dense, local, lsh, shared_qk
 from tests.layers import plain
 from tests.layers.plain import fast_jit
@@ -139,6 +140,45 @@ def test_positions_tell_where_a_token_stands():
     assert all(difference > 1e-3 for difference in differences.values()), differences
 
 
+@both_models
+def test_features_are_of_the_tokens_shifted_right(model_fn):
+    model = model_fn(**SMALL, attention_type=OPS["local"])
+    params, tokens = init(model), some_tokens()
+    shifted = np.concatenate([np.zeros_like(tokens[:, :1]), tokens[:, :-1]], axis=1)
+    np.testing.assert_array_equal(
+        fast_jit(model.features)(params, tokens), fast_jit(model.encode)(params, shifted)
+    )
+
+
+@pytest.mark.parametrize("name", OPS)
+@both_models
+def test_padding_changes_no_token(model_fn, name):
+    model = model_fn(**SMALL, attention_type=OPS[name], pos_type="none")
+    params, tokens = init(model), some_tokens()
+    segments = (np.arange(LENGTH) < 9).astype(np.int32)[None].repeat(2, axis=0)
+    junk = np.where(segments, tokens, 3)
+    encode = fast_jit(lambda t, s: model.encode(params, t, s, rng=RNG))
+    one, other = encode(tokens, segments), encode(junk, segments)
+    np.testing.assert_array_equal(one[:, :9], other[:, :9])
+    assert np.abs(one[:, 9:] - other[:, 9:]).max() > 0.1
+
+
+def test_activations_by_name():
+    x = np.linspace(-3, 3, 13)
+    erf = np.vectorize(math.erf)
+    want = {
+        "relu": np.maximum(x, 0),
+        "gelu": x / 2 * (1 + erf(x / math.sqrt(2))),
+        "gelu_tanh": x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "silu": x / (1 + np.exp(-x)),
+    }
+    assert set(lm.ACTIVATIONS) == set(want)
+    for name, y in want.items():
+        np.testing.assert_allclose(lm.ACTIVATIONS[name](x), y, atol=1e-6)
+    with pytest.raises(ValueError, match="ff_activation is 'gleu': expected one of relu, gelu"):
+        ReformerLM(**SMALL, ff_activation="gleu")
+
+
 @pytest.mark.parametrize("positions", [dict(pos_type="rotary"), AXIAL], ids=["rotary", "axial"])
 def test_one_models_weights_serve_every_length(positions):
     model = ReformerLM(**SMALL, attention_type=OPS["local"], **positions)
@@ -158,6 +198,7 @@ CHANGES_SHAPES = [
     dict(n_heads=3),
     dict(attention_type=OPS["lsh"]),
     dict(attention_type=(OPS["local"], OPS["local"])),
+    dict(attention_bias=True),
     AXIAL,
 ]
 CHANGES_PROGRAM = [
@@ -169,7 +210,9 @@ CHANGES_PROGRAM = [
     dict(pos_type="none"),
     dict(pos_type="sinusoidal"),
     dict(ff_activation=jnp.tanh),
+    dict(ff_activation="relu"),
     dict(ff_chunk_size=5),
+    dict(norm_epsilon=1e-2),
     dict(dtype="bfloat16"),
 ]
 OWN_OPTIONS = {ReformerLM: dict(exact=True), TransformerLM: dict(remat=True)}

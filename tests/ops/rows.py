@@ -27,12 +27,17 @@ class Row(NamedTuple):
       options: the values to try of each option; the first of each makes `op()`.
       counts: `(options, plan, shape, causal, segments) -> [B, N, T, S]`, how many times each query
         counts each key: a mask of 0 and 1 unless the op says otherwise.
+      n_pad: padding behind 11 positions that must change nothing; in a circle of chunks more of it
+        is a chunk between the last and the first.
+      no_step: why the op cannot decode step by step; empty if it can.
     """
 
     name: str
     factory: Callable[..., AttentionOp]
     options: dict[str, tuple[Any, ...]]
     counts: Callable[..., np.ndarray]
+    n_pad: int = 7
+    no_step: str = ""
 
     @property
     def first(self) -> dict[str, Any]:
@@ -40,6 +45,10 @@ class Row(NamedTuple):
 
     def op(self, **options) -> AttentionOp:
         return self.factory(**(self.first | options))
+
+    def causal(self, causal: bool) -> bool:
+        """`causal`, or True where the op can be nothing else."""
+        return causal or not self.op().traits.bidirectional
 
 
 def visible(shape: Shape, causal: bool, segments) -> np.ndarray:
@@ -101,6 +110,51 @@ def _hashed(options, plan, shape, causal, segments):
     return except_self(visible(shape, causal, segments) * counts)
 
 
+def around(place, length: int, chunk_len: int, n_chunks_before: int, n_chunks_after: int):
+    """How many times key j is in reach of query i where the rounds' chunks stand in a circle.
+
+    `place` `[R, T]` is where each position stands in each round of `length` places.
+    """
+    n_rounds, n_positions = place.shape
+    counts = np.zeros((n_positions, n_positions), int)
+    if length <= chunk_len:
+        return counts + 1
+    at = np.full(n_rounds * length, -1)
+    for r in range(n_rounds):
+        at[r * length + place[r]] = np.arange(n_positions)
+    n_chunks = len(at) // chunk_len
+    for r, query in np.ndindex(place.shape):
+        own = (r * length + place[r, query]) // chunk_len
+        for c in range(own - n_chunks_before, own + n_chunks_after + 1):
+            start = c % n_chunks * chunk_len
+            for key in at[start : start + chunk_len]:
+                counts[query, key] += key >= 0
+    return counts
+
+
+def _circle(options, plan, shape, causal, segments):
+    sizes = {name: options[name] for name in ("chunk_len", "n_chunks_before", "n_chunks_after")}
+    n_keys, whole = shape.n_keys, options["chunk_len"] * options["pad_chunks"]
+    length = -(-n_keys // whole) * whole if n_keys > options["chunk_len"] else n_keys
+    if not plan:
+        place = np.arange(n_keys)[None]
+        return visible(shape, causal, segments) * around(place, length, **sizes)
+    if n_keys > options["chunk_len"]:
+        assert plan.order.shape[-1] > length or not sum(list(sizes.values())[1:])
+    first = 0 if n_keys <= options["chunk_len"] else sizes["n_chunks_before"] * sizes["chunk_len"]
+    place = np.asarray(plan.slot)[..., :n_keys] - first
+    counts = [[around(head, length, **sizes) for head in example] for example in place]
+    return except_self(visible(shape, causal, segments) * np.array(counts))
+
+
+def _own_bucket(options, plan, shape, causal, segments):
+    place, first = (np.asarray(x)[..., : shape.n_queries] for x in (plan.slot, plan.first))
+    key = place[..., None, :]
+    rounds = ((key >= first[..., None]) & (key <= place[..., None])).sum(axis=2)
+    counts = rounds > 0 if options["count_once"] else rounds
+    return except_self(visible(shape, causal, segments) * counts)
+
+
 _NEIGHBOURHOODS = {
     "chunk_len": (8, 1, 5),
     "n_chunks_before": (1, 0, 2),
@@ -114,7 +168,16 @@ _HASHING = {
     "n_chunks_after": (0, 1),
 }
 _KERNEL = {"impl": ("pallas_interpret",)}
+_STRICT = {
+    "chunk_len": (4, 1, 5),
+    "n_buckets": (2, "auto", (2, 2)),
+    "n_chunks_before": (1, 2),
+    "strictly_causal": (True,),
+    "n_hashes": (3, 1, 2),
+}
 _WINDOWS = {"window": (6, 1, 9), "chunk_len": (4,), "n_chunks_before": (2,), "n_chunks_after": (2,)}
+
+_CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
 ROWS = [
     Row("dense", dense.dense, {"impl": ("xla", "auto")}, _everything),
@@ -122,6 +185,7 @@ ROWS = [
     Row("local", local.local, _NEIGHBOURHOODS, _neighbours),
     Row("local_shared", local.local, _NEIGHBOURHOODS | {"shared_qk": (True,)}, _neighbours),
     Row("local_window", local.local, _WINDOWS, _window),
+    Row("local_circle", local.local, _NEIGHBOURHOODS | _CIRCLE, _circle, n_pad=5, no_step="circle"),
     Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed),
     Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed),
     Row(
@@ -132,4 +196,7 @@ ROWS = [
     ),
     Row("local_window_pallas", local.local, _WINDOWS | _KERNEL, _window),
     Row("lsh_pallas", lsh.lsh, _HASHING | {"count_once": (True, False)} | _KERNEL, _hashed),
+    Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _own_bucket),
+    Row("lsh_strict_count_each", lsh.lsh, _STRICT | {"count_once": (False,)}, _own_bucket),
+    Row("lsh_circle", lsh.lsh, _HASHING | _CIRCLE | {"count_once": (False,)}, _circle, n_pad=5),
 ]

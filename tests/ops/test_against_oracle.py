@@ -75,7 +75,7 @@ def calls(draw, row):
     length = draw(lengths)
     return dict(
         options=options,
-        causal=draw(st.booleans()),
+        causal=row.causal(draw(st.booleans())),
         packed=packed,
         dropout=draw(st.sampled_from((0.0, DROPOUT))),
         shape=Shape(
@@ -165,7 +165,7 @@ def make_plan(op, q, k):
 
 @over_rows
 def test_padding_changes_no_real_position(row):
-    length, n_pad = 11, 7
+    length, n_pad = 11, row.n_pad
     inputs = draw_inputs(row, length)
     junk = draw_inputs(row, n_pad, seed=1)
     segments = np.repeat([[1, 0]], [length, n_pad], axis=1).repeat(2, axis=0)
@@ -196,7 +196,8 @@ def test_segments_do_not_leak(row):
     """Whatever one segment holds, the others' outputs are the same to the last bit."""
     segments = np.repeat([[2, 1, 3]], [9, 13, 6], axis=1).repeat(2, axis=0)
     op, key = row.op(), jax.random.key(0)
-    attend = fast_jit(lambda q, k, v: op(q, k, v, segments=segments, rng=key))
+    masks = dict(causal=row.causal(False), segments=segments, rng=key)
+    attend = fast_jit(lambda q, k, v: op(q, k, v, **masks))
     one, other = draw_inputs(row, 28), draw_inputs(row, 28, seed=1)
     change = (segments == 1)[..., None, None]
     mixed = (None if x is None else np.where(change, y, x) for x, y in zip(one, other, strict=True))

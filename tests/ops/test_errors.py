@@ -27,12 +27,27 @@ SIZES = [
     (lsh.lsh, dict(n_buckets=(4, 3)), "n_buckets is (4, 3): expected 'auto', or even"),
     (lsh.lsh, dict(n_buckets=()), "n_buckets is (): expected 'auto', or even"),
     (lsh.lsh, dict(n_buckets="many"), "n_buckets is 'many': expected 'auto', or even"),
+    (
+        lsh.lsh,
+        dict(strictly_causal=True, n_chunks_after=1),
+        "strictly_causal=True with n_chunks_before=1 and n_chunks_after=1: expected at least 1",
+    ),
+    (
+        lsh.lsh,
+        dict(strictly_causal=True, n_chunks_before=0),
+        "strictly_causal=True with n_chunks_before=0 and n_chunks_after=0: expected at least 1",
+    ),
     (local.local, dict(chunk_len=-8), "chunk_len is -8: expected at least 1"),
     (local.local, dict(n_chunks_before=-1), "n_chunks_before is -1: expected 0 or more"),
     (local.local, dict(n_chunks_after=-1), "n_chunks_after is -1: expected 0 or more"),
     (local.local, dict(window=0), "window is 0: expected at least 1"),
     (local.local, dict(chunk_len=4, window=6), "window is 6: expected at most 5"),
     (local.local, dict(chunk_len=4, window=10), "raise n_chunks_before to 3"),
+    (local.local, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
+    (local.local, dict(wrap=True, window=4), "wrap is True and window is 4"),
+    (lsh.lsh, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
+    (lsh.lsh, dict(wrap=True), "wrap is True and count_once is True: set count_once=False"),
+    (lsh.lsh, dict(rotations=x(2, 4, 1, 2)), "rotations are given and n_buckets is 'auto'"),
     (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'cudnn'"),
 ]
 

@@ -111,6 +111,24 @@ def test_automatic_bucket_counts(chunk_len):
     assert math.prod(lsh.auto_buckets(65_536, 64)) == 2048
 
 
+def test_given_rotations_are_the_hash():
+    """Those that the rng would have drawn give the same plan, without an rng."""
+    q, v = draw(8, 3)
+    options = dict(chunk_len=8, n_hashes=2, n_buckets=(4, 6))
+    drawn = jax.random.normal(KEY, (2, 8, 2, 5))
+    given = lsh.lsh(**options, rotations=drawn)
+    assert not given.traits.random_plan
+    want = attend(lsh.lsh(**options), q, v)
+    np.testing.assert_array_equal(attend(given, q, v, rng=None), want)
+    other = lsh.lsh(**options, rotations=np.random.default_rng(0).normal(size=drawn.shape))
+    assert np.abs(attend(other, q, v, rng=None) - want).max() > 0.1
+    wrong = lsh.lsh(**options, rotations=drawn[:, :, :, :4])
+    with pytest.raises(
+        ValueError, match=r"rotations have shape \(2, 8, 2, 4\): expected \(2, 8, 2, 5"
+    ):
+        wrong(q, None, v)
+
+
 # The order
 
 
@@ -126,7 +144,7 @@ def test_order_is_by_segment_then_bucket_then_position(n_buckets, segment_dtype,
         segments = rng.integers(0, 4, (2, 40)).astype(segment_dtype)
         last = np.where(segments == 0, 99, segments.astype(int))[:, None, None]
     sort = fast_jit(lambda buckets: lsh.sort_by_bucket(buckets, n_buckets, segments, n_pad))
-    order, slot = (np.asarray(x) for x in sort(buckets))
+    order, slot = (np.asarray(x) for x in sort(buckets)[:2])
     position = np.broadcast_to(np.arange(40), buckets.shape)
     real = np.lexsort((position, buckets, np.broadcast_to(last, buckets.shape)), axis=-1)
     is_real = order < 40
@@ -276,6 +294,46 @@ def test_future_queries_reach_the_past_through_chunk_borders_alone():
     in_reach = lsh.lsh(chunk_len=8, n_hashes=2, n_buckets=4, n_chunks_before=4, n_chunks_after=4)
     full, again = (attend(in_reach, x, v, causal=True)[:, :now] for x in (q, changed))
     np.testing.assert_allclose(full, again, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_strict_plan_shows_a_query_its_own_bucket(packed):
+    """Each round's last `reach` positions before it that hash as it does, by brute force."""
+    (q,) = draw(8)
+    ids = np.repeat([[2, 1, 0]], [15, 20, 5], axis=1).repeat(2, axis=0) if packed else None
+    op = lsh.lsh(chunk_len=3, n_hashes=2, n_buckets=4, n_chunks_before=2, strictly_causal=True)
+    plan = jax.tree.map(np.asarray, make_plan(op, q, segments=ids))
+    buckets = hash_vectors(q, (4,), 2)
+    cut = False
+    for b, n, r, t in np.ndindex(2, 2, 2, 40):
+        if packed and ids[b, t] == 0:
+            continue
+        alike = [
+            j
+            for j in range(t + 1)
+            if buckets[b, n, r, j] == buckets[b, n, r, t] and (not packed or ids[b, j] == ids[b, t])
+        ]
+        cut = cut or len(alike) > 7
+        places = slice(plan.first[b, n, r, t], plan.slot[b, n, r, t] + 1)
+        seen = plan.order[b, n, r, places]
+        # Another segment's bucket may lie just before; segments hide it.
+        seen = [j for j in seen if not packed or ids[b, j] == ids[b, t]]
+        assert seen == alike[-7:]
+    assert cut, "some bucket is larger than the reach"
+
+
+def test_strictly_causal_lsh_reads_nothing_of_the_future():
+    """No row changes, whatever follows and however much: plan, hashes and all."""
+    q, other, v, other_v = draw(8, 8, 3, 3)
+    now = 22
+    op = lsh.lsh(chunk_len=4, n_hashes=3, n_buckets=4, strictly_causal=True)
+    q2, v2 = (np.concatenate([x[:, :now], y[:, now:]], 1) for x, y in ((q, other), (v, other_v)))
+    whole, changed = (attend(op, *x, causal=True)[:, :now] for x in ((q, v), (q2, v2)))
+    shorter = attend(op, q[:, :now], v[:, :now], causal=True)
+    np.testing.assert_allclose(whole, changed, atol=1e-6)
+    np.testing.assert_allclose(whole, shorter, atol=1e-6)
+    wide = lsh.lsh(chunk_len=4, n_hashes=3, n_buckets=4)
+    assert np.abs(attend(wide, q, v, causal=True)[:, :now] - whole).max() > 0.05
 
 
 # The backward pass

@@ -158,8 +158,36 @@ def test_another_optimizer_is_told(tmp_path):
 def test_another_format_is_told(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path)
     monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
-    with pytest.raises(ValueError, match="checkpoint format 1 and this version reads 2"):
+    with pytest.raises(ValueError, match="checkpoint format 2 and this version reads 1 to 3"):
         checkpoints.restore(3, jax.eval_shape(state))
+
+
+def test_it_carries_the_settings(tmp_path):
+    checkpoints = checkpoint.Checkpoints(tmp_path)
+    checkpoints.save(3, state(), config="steps = 3\n")
+    checkpoints.save(4, state())
+    checkpoints.wait()
+    assert checkpoints.config(3) == "steps = 3\n" and checkpoints.config(4) is None
+
+
+def as_format_1(folder):
+    """A checkpoint as it was before it carried the settings."""
+    described = json.loads((folder / "checkpoint.json").read_text())
+    del described["config"]
+    (folder / "checkpoint.json").write_text(json.dumps(described | {"format": 1}))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["checkpoint.json"] = checkpoint._fingerprint(folder / "checkpoint.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_format_1_is_read_with_the_settings_of_its_folder(tmp_path):
+    checkpoints = saved(tmp_path)
+    as_format_1(checkpoints.folder / "3")
+    restored, info = checkpoints.restore(3, jax.eval_shape(state))
+    np.testing.assert_array_equal(restored.params["w"], state().params["w"])
+    assert info == {"step": 3, "score": None} and checkpoints.config(3) is None
+    (tmp_path / "config.gin").write_text("steps = 3\n")
+    assert checkpoints.config(3) == "steps = 3\n"
 
 
 def test_a_missing_step_is_told_with_those_there(tmp_path):

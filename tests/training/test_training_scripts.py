@@ -12,8 +12,9 @@ import pytest
 
 import evaluate
 import train
-from reformax.training import config, script
+from reformax.training import config
 from tests.training import tiny, worker
+from tests.training.scripts import call
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,17 +57,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     gin.clear_config()
-
-
-def call(main, monkeypatch, capsys, *arguments):
-    """(exit code, stdout, stderr) of a script's main with these flags."""
-    monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
-    try:
-        code = script.run(main)
-    except SystemExit as stop:
-        code = stop.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):

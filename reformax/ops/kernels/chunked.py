@@ -433,7 +433,7 @@ def _launch(kernel, program: _Program, inputs, carried, out_shape, interpret: bo
 
 def _programs(chunks: Any, order: Array | None, tiles: Tiles | None) -> list[_Program]:
     """A program for each round; one where there is no order."""
-    n_places = chunks.length + -chunks.length % chunks.chunk_len
+    n_places = chunks.length + chunks.padding
     n_rounds = 0 if order is None else order.shape[2]
     return [_Program(chunks, tiles, r, n_rounds, n_places) for r in range(max(n_rounds, 1))]
 

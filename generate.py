@@ -1,0 +1,156 @@
+"""Continues a prompt with a trained model: `python generate.py --output_dir=DIR --prompt='def '`.
+
+Writes the prompt and what follows it, as it comes; tokens a second go to stderr. Models of bytes
+read and write UTF-8, others numbers apart by spaces. Several prompts, or samples of one, are
+computed together and written one after the other when they are done. Without a prompt it reads
+standard input, whose last newline is part of the prompt as of a file's.
+"""
+
+import argparse
+import codecs
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from reformax.training import config, script
+
+N_BYTES = 256  # the vocabulary of a model of bytes
+
+
+def main() -> int:
+    """Flags, then gin, then one call."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    script.add_run_flags(parser)
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--prompt", action="append", help="repeatable; may be empty")
+    given.add_argument("--prompt_file", help="a file that is one prompt; - is standard input")
+    parser.add_argument("--max_new_tokens", type=int, default=500)
+    parser.add_argument("--num_samples", type=int, default=1, help="continuations of each prompt")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0 takes the most probable token"
+    )
+    parser.add_argument("--top_k", type=int, default=0, help="0 for all tokens")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1 for all tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--hash_seed", type=int, default=0, help="of the hashes, as in evaluate.py")
+    parser.add_argument(
+        "--max_length",
+        type=int,
+        help="tokens of prompt and continuation that memory is held for, by which automatic "
+        "numbers of hash buckets go (default: the run's length, or what is needed if that is more)",
+    )
+    script.add_traceback_flag(parser)
+    args = parser.parse_args()
+    if args.num_samples < 1:
+        raise ValueError(f"num_samples is {args.num_samples}: expected at least 1")
+    script.parse_run(args)
+    texts = _texts(args)
+
+    from reformax.generation import loop as generation
+    from reformax.training import loop as training
+
+    run = config.bindings(training.train, script.MODEL)  # no task: no data is needed
+    model, params, _ = script.restore_model(args, run)
+    script.note_unused(args, script.MODEL, file=sys.stderr)
+    is_bytes = model.vocab_size == N_BYTES
+    prompts = [_tokens(text, is_bytes) for text in texts for _ in range(args.num_samples)]
+    length = max(map(len, prompts)) + args.max_new_tokens
+    blocks = generation.stream(
+        model,
+        params,
+        prompts,
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        hash_seed=args.hash_seed,
+        max_length=args.max_length or (run["length"] if length <= run["length"] else None),
+        every=1 if len(prompts) == 1 else generation.BLOCK,
+    )
+    return _write(blocks, prompts, is_bytes)
+
+
+def _texts(args) -> list[bytes]:
+    if args.prompt is not None:
+        return [os.fsencode(prompt) for prompt in args.prompt]
+    if args.prompt_file not in (None, "-"):
+        return [Path(args.prompt_file).read_bytes()]
+    return [b"" if sys.stdin.isatty() else sys.stdin.buffer.read()]
+
+
+def _tokens(text: bytes, is_bytes: bool) -> list[int]:
+    if is_bytes:
+        return list(text)
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError:
+        raise ValueError(
+            f"prompt is {text.decode(errors='replace')!r}: this is no model of bytes, give numbers "
+            "apart by spaces"
+        ) from None
+
+
+def _write(blocks, prompts, is_bytes: bool) -> int:
+    """Writes the rows of the blocks, the only row as it comes."""
+    rows, alone, code = [list(prompt) for prompt in prompts], len(prompts) == 1, 0
+    sys.stdout.reconfigure(encoding="utf-8")
+    if alone:
+        write = _writer(is_bytes)
+        write(rows[0])
+    progress = [(0, time.perf_counter())]
+    try:
+        for block in blocks:
+            progress.append((progress[-1][0] + block.shape[1], time.perf_counter()))
+            for row, new in zip(rows, block.tolist(), strict=True):
+                row.extend(new)
+            if alone:
+                write(block[0].tolist())
+    except KeyboardInterrupt:
+        code = 130
+    if alone:
+        write([], final=True)
+    else:
+        for i, row in enumerate(rows):
+            print(f"--- {i + 1} of {len(rows)}")
+            _writer(is_bytes)(row, final=True)
+    print(_speed(progress, len(rows)), file=sys.stderr)
+    return code
+
+
+def _writer(is_bytes: bool):
+    """Writes tokens as text, a character when all of its bytes are there."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(tokens, final=False):
+        if is_bytes:
+            text = decoder.decode(bytes(tokens), final)
+        else:
+            text = "".join(f"{token} " for token in tokens)
+        print(text, end="\n" if final else "", flush=True)
+
+    return write
+
+
+def _speed(progress: list[tuple[int, float]], n_rows: int) -> str:
+    """How fast it went, of the new tokens of a row and the time after each block."""
+    (_, start), *_, (n_new, end) = progress
+    text = f"{n_rows * n_new:,} tokens in {end - start:.1f} s"
+    if len(progress) < 4:
+        return f"{text}, compilation included"
+    done, ready = progress[2]  # the first two blocks compile the two programs
+    return (
+        f"{text}: {ready - start:.1f} s until the second block, with compilation, then "
+        f"{n_rows * (n_new - done) / (end - ready):,.1f} tokens/s"
+    )
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads may have read enough
+    sys.exit(script.run(main))

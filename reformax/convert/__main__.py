@@ -1,0 +1,162 @@
+"""Converts a checkpoint: `python -m reformax.convert --from=PATH --to=PATH`.
+
+    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, config.json beside
+    --from=model.pkl.gz --config_file=FILE.gin    trax.models.ReformerLM or TransformerLM; the gin
+                                         file says which model, as for train.py
+    --from=RUN                           a folder of train.py or of this command
+
+A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
+Hugging Face; whatever it is, --to=NAME.pkl.gz writes it for Trax. What was written is read again,
+and compared on random tokens with what it was converted from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reformax.training import config, script
+
+# Beyond this share of the largest logit the command fails.
+TOLERANCE = 1e-4
+
+
+class Source(NamedTuple):
+    """A model that was read."""
+
+    kind: str  # "hugging_face", "trax" or "run"
+    spec: Any
+    params: Any
+    details: dict[str, Any]  # what a run keeps of where it is from
+    notes: list[str]
+
+
+def main() -> int:
+    """Flags, one reading, one writing, and the check."""
+    parser = argparse.ArgumentParser(
+        prog="python -m reformax.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--from", required=True, dest="source", help="what to read")
+    parser.add_argument("--to", required=True, dest="target", help="what to write")
+    parser.add_argument(
+        "--config_file", action="append", default=[], help="for Trax: what model it is; repeatable"
+    )
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="NAME=VALUE", help="one setting of it"
+    )
+    parser.add_argument("--step", type=int, help="of a run: which checkpoint (default: the best)")
+    parser.add_argument(
+        "--length", type=int, help="to Trax: of the input signature (default: two chunks)"
+    )
+    script.add_traceback_flag(parser)
+    args = parser.parse_args()
+    source_path, target_path = (Path(p).expanduser() for p in (args.source, args.target))
+    if target_path.is_file() or (target_path.is_dir() and any(target_path.iterdir())):
+        raise ValueError(f"--to={target_path} exists: give another name, or delete it")
+    source = _read(source_path, args)
+    kind = "run" if source.kind != "run" else "hugging_face"
+    kind = "trax" if target_path.name.endswith(".pkl.gz") else kind
+    notes = [*source.notes, *_write(kind, target_path, source, args.length)]
+    for note in notes:
+        print(f"note: {note}")
+    import jax
+
+    n_params = sum(x.size for x in jax.tree.leaves(source.params))
+    print(f"{source.spec.model}, {n_params:,} parameters: {source_path} -> {target_path}")
+    return _check(source, source_path, kind, target_path)
+
+
+def _read(path: Path, args: argparse.Namespace) -> Source:
+    if not path.exists():
+        raise FileNotFoundError(f"--from={path} does not exist")
+    if path.is_dir() and (path / "config.gin").is_file():
+        from reformax.convert import run_folder
+
+        run = run_folder.read(path, args.step)
+        return Source("run", run.spec, run.params, run.source, [])
+    if path.is_file() and path.name.endswith((".pkl.gz", ".pkl")):
+        from reformax.convert import trax_files
+        from reformax.convert.spec import Spec
+
+        if not args.config_file:
+            raise ValueError(
+                f"--from={path} has weights and no names: say what model it is with "
+                "--config_file=FILE.gin, as for train.py"
+            )
+        folders = [Path(file).absolute().parent for file in args.config_file]
+        config.parse(args.config_file, args.config, folders=[*folders, Path("configs"), Path(".")])
+        spec = Spec.of_config()
+        params = trax_files.read_params(path, spec)
+        return Source("trax", spec, params, {"format": "trax"}, trax_files.notes(spec))
+    from reformax.convert import hugging_face
+
+    read = hugging_face.read(path)
+    details = {"format": "hugging_face", "config": read.config}
+    return Source("hugging_face", read.spec, read.params, details, read.notes)
+
+
+def _write(kind: str, path: Path, source: Source, length: int | None) -> list[str]:
+    """Writes, and returns notes on what differs."""
+    if kind == "hugging_face":
+        from reformax.convert import hugging_face
+
+        like = source.details.get("config") if source.kind == "run" else None
+        hugging_face.write(path, source.spec, source.params, like)
+        return []
+    if kind == "trax":
+        from reformax.convert import check, trax_files
+
+        length = length or check.trax_length(source.spec) or check.length_for(source.spec)
+        trax_files.write_params(path, source.spec, source.params, length)
+        return trax_files.notes(source.spec) if source.kind != "trax" else []
+    from reformax.convert import run_folder
+
+    names = {"hugging_face": "Hugging Face's Reformer", "trax": "Trax"}
+    note = f"Converted by reformax.convert from a checkpoint of {names[source.kind]}."
+    run_folder.write(path, source.spec, source.params, source.details, note)
+    return []
+
+
+def _check(source: Source, source_path: Path, kind: str, target_path: Path) -> int:
+    from reformax.convert import check, hugging_face, run_folder, trax_files
+
+    again = {
+        "run": lambda: run_folder.read(target_path).params,
+        "trax": lambda: trax_files.read_params(target_path, source.spec),
+        "hugging_face": lambda: hugging_face.read(target_path).params,
+    }[kind]()
+    what = f"what {target_path} says when read again"
+    found = [check.against_params(source.spec, source.params, again, what)]
+    paths = {source.kind: source_path, kind: target_path}
+    if "hugging_face" in paths:
+        if check.has_transformers():
+            path = paths["hugging_face"]
+            found.append(check.against_transformers(source.spec, again, path))
+        else:
+            print("check: not against transformers, which is not installed with torch")
+    if "trax" in paths:
+        compared = check.against_trax(source.spec, again, paths["trax"])
+        if compared is None:
+            print("check: not against Trax's own model, whose length is too long for here")
+        else:
+            found.append(compared)
+    failed = 0
+    for comparison in found:
+        print(
+            f"check: logits differ by at most {comparison.difference:.2g}, the largest being "
+            f"{comparison.scale:.3g}, from {comparison.what}"
+        )
+        failed += comparison.difference > TOLERANCE * max(1.0, comparison.scale)
+    if failed:
+        why = "the notes say why" if source.notes else "that is a fault of this command"
+        print(f"error: the converted model computes something else: {why}", file=sys.stderr)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(script.run(main))

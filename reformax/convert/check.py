@@ -1,0 +1,175 @@
+"""What a converted model computes against what it was converted from, on random tokens.
+
+Each comparison is `(the largest difference of the logits, what was compared)`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reformax.convert import trax_files
+from reformax.convert.spec import Op, Spec
+from reformax.layers._trax import ShapeDtype
+from reformax.ops import lsh
+
+# Beyond this length a comparison takes too long on a CPU.
+MAX_LENGTH = 4096
+
+
+class Comparison(NamedTuple):
+    """What a check found."""
+
+    difference: float  # the largest of the logits
+    scale: float  # the largest logit
+    what: str
+
+
+def length_for(spec: Spec) -> int:
+    """Two and a half chunks of the longest, if positions hold so many."""
+    chunk_lens = [op.option("chunk_len") for op in spec.attention if op.name in ("local", "lsh")]
+    length = max([5 * n // 2 for n in chunk_lens], default=64) + 1
+    return min(length, spec.max_length() or length, MAX_LENGTH)
+
+
+def logits_of(spec: Spec, rotations=None) -> Callable[[Any, np.ndarray], np.ndarray]:
+    """`(params, inputs) -> logits` of inputs as they are, float32, hashed with given rotations."""
+    model = _in_float32(spec).build(rotations=rotations)
+
+    def logits(params, inputs):
+        return model.logits(params, model.encode(params, inputs, rng=jax.random.key(0)))
+
+    run = _jit(logits)
+    return lambda params, inputs: np.asarray(run(params, inputs))
+
+
+def _jit(function: Callable) -> Callable:
+    """What runs once or twice is compiled without polishing its loops."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def random_inputs(spec: Spec, length: int) -> np.ndarray:
+    """Tokens `[1, T]`, 0 first, as where a model shifts its input right."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, spec.arguments["vocab_size"], (1, length)).astype(np.int32)
+    tokens[:, 0] = 0
+    return tokens
+
+
+def against_params(spec: Spec, params: Any, other: Any, what: str) -> Comparison:
+    """The same model with other weights, such as those read back from what was written."""
+    inputs = random_inputs(spec, length_for(spec))
+    logits = logits_of(spec)
+    ours, theirs = (logits(p, inputs) for p in (params, other))
+    return _comparison(ours, theirs, f"{what}, {inputs.shape[1]} tokens")
+
+
+def trax_length(spec: Spec) -> int | None:
+    """A length at which Trax's model runs; None if its positions ask for more than `MAX_LENGTH`."""
+    shape = spec.arguments["pos_axial_shape"]
+    chunk_lens = [op.option("chunk_len") for op in spec.attention if op.name in ("local", "lsh")]
+    multiple = math.lcm(*chunk_lens)
+    length = 2 * multiple if chunk_lens else min(64, spec.max_length() or 64)
+    if len(shape) > 1:  # Trax's axial positions know one length alone
+        length = math.prod(shape)
+    fits = length <= MAX_LENGTH and not length % multiple
+    return length if fits and length <= (spec.max_length() or length) else None
+
+
+def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None:
+    """Trax's own model with the weights of a file; None where its length is out of reach."""
+    length = trax_length(spec)
+    if length is None:
+        return None
+    spec = _with_numbers_of_buckets(spec, length)
+    model = trax_files.model_of(spec)
+    trax_files.load(model, path, ShapeDtype((1, length), np.int32))
+    n_heads = spec.arguments["n_heads"]
+    keys = jax.random.split(jax.random.PRNGKey(0), n_heads)
+    # Every LSH layer hashes with the same rotations, those of one rng for each head.
+    state = jax.tree.map(lambda s: keys if _is_rngs(s, n_heads) else s, model.state)
+    inputs = random_inputs(spec, length)
+    shifted_back = np.roll(inputs, -1, axis=1)  # Trax shifts right, and puts 0 in front
+    run = _jit(lambda *args: model.pure_fn(*args)[0])
+    theirs = run(shifted_back, model.weights, state, jax.random.PRNGKey(0))
+    rotations = _rotations_of_trax(spec, keys)
+    ours = logits_of(spec, rotations)(params, inputs)
+    return _comparison(ours, np.asarray(theirs), f"Trax's own model, {length} tokens")
+
+
+def _is_rngs(state: Any, n_heads: int) -> bool:
+    return getattr(state, "dtype", None) == jnp.uint32 and state.shape == (n_heads, 2)
+
+
+def _rotations_of_trax(spec: Spec, keys: jax.Array) -> jax.Array | None:
+    ops = [op for op in spec.attention if op.name == "lsh"]
+    if not ops:
+        return None
+    sizes = {(op.option("n_hashes"), _n_rotations(op)) for op in ops}
+    if len(sizes) > 1:
+        raise NotImplementedError(f"LSH layers with several numbers of hashes or buckets: {sizes}")
+    shape = (spec.arguments["d_attention_key"], *sizes.pop())
+    return jnp.stack([jax.random.normal(jax.random.split(key)[1], shape) for key in keys])
+
+
+def _n_rotations(op: Op) -> int:
+    n_buckets = op.option("n_buckets")
+    return (n_buckets if isinstance(n_buckets, int) else sum(n_buckets)) // 2
+
+
+def _with_numbers_of_buckets(spec: Spec, length: int) -> Spec:
+    """The spec with the numbers that "auto" stands for at a length."""
+    ops = []
+    for op in spec.attention:
+        if op.name == "lsh" and op.option("n_buckets") == "auto":
+            sizes = lsh.auto_buckets(length, op.option("chunk_len"))
+            n_buckets = sizes[0] if len(sizes) == 1 else sizes
+            op = Op(op.name, {**op.options, "n_buckets": n_buckets})
+        ops.append(op)
+    return spec._replace(attention=tuple(ops))
+
+
+def _in_float32(spec: Spec) -> Spec:
+    return spec._replace(arguments={**spec.arguments, "dtype": "float32"})
+
+
+def has_transformers() -> bool:
+    """Whether transformers and torch are installed."""
+    return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+
+def against_transformers(spec: Spec, params: Any, folder: str | Path) -> Comparison:
+    """`transformers`' own model of a folder of `save_pretrained`, and its rotations."""
+    import torch
+    import transformers
+
+    folder = str(folder if Path(folder).is_dir() else Path(folder).parent)
+    model = transformers.ReformerModelWithLMHead.from_pretrained(folder).float().eval()
+    rotations, seed = None, 0
+    for layer in model.reformer.encoder.layers:
+        layer.attention.self_attention.hash_seed = seed
+    ops = [op for op in spec.attention if op.name == "lsh"]
+    if ops:
+        torch.manual_seed(seed)
+        n_heads, size = spec.arguments["n_heads"], spec.arguments["d_attention_key"]
+        sizes = (n_heads, size, ops[0].option("n_hashes"), _n_rotations(ops[0]))
+        rotations = torch.randn(sizes).numpy()
+    inputs = random_inputs(spec, length_for(spec))
+    with torch.no_grad():
+        theirs = model(torch.tensor(inputs.astype(np.int64)), use_cache=False).logits
+        if model.lm_head.decoder.bias is None:
+            theirs = theirs + model.lm_head.bias
+    ours = logits_of(spec, rotations)(params, inputs)
+    what = f"transformers {transformers.__version__}, {inputs.shape[1]} tokens"
+    return _comparison(ours, theirs.numpy(), what)
+
+
+def _comparison(ours: np.ndarray, theirs: np.ndarray, what: str) -> Comparison:
+    return Comparison(float(np.abs(ours - theirs).max()), float(np.abs(ours).max()), what)

@@ -1,0 +1,106 @@
+"""A run's folder, as evaluate.py reads it: config.gin, and the weights as a checkpoint of step 0.
+
+A converted model has no optimizer's state: it can be scored, but not trained on from there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from reformax.convert.spec import Spec
+from reformax.training import config
+from reformax.training.checkpoint import Checkpoints
+from reformax.training.step import State
+
+# Of the windows that a converted model is scored on, unless evaluate.py is told otherwise.
+LENGTH = 2048
+
+
+class Run(NamedTuple):
+    """What is read of a run's folder."""
+
+    spec: Spec
+    params: Any
+    source: dict[str, Any]  # what the model was converted from; empty if it was trained here
+
+
+def read(folder: str | Path, step: int | None = None) -> Run:
+    """Reads the model of a run and its weights, the moving average if there is one.
+
+    Args:
+      folder: what train.py or `write` wrote.
+      step: which checkpoint; None is the best, or the latest where none has a score.
+
+    Raises:
+      ValueError: no run, no checkpoint, or a model that is not this package's own.
+    """
+    folder = Path(folder).expanduser()
+    if not (folder / "config.gin").is_file():
+        raise ValueError(f"{folder} holds no run: it has no config.gin")
+    config.parse([str(folder / "config.gin")])
+    spec, checkpoints = Spec.of_config(), Checkpoints(folder)
+    if step is None:
+        steps = checkpoints.steps()
+        if not steps:
+            raise ValueError(f"no checkpoint in {checkpoints.folder}: train.py saves one")
+        best = checkpoints.best_step()
+        step = steps[-1] if best is None else best
+    model = spec.build()
+    like = jax.eval_shape(lambda key: model.init_params(key, (1, 1)), jax.random.key(0))
+    params, info = checkpoints.restore_params(step, like)
+    return Run(spec, params, info.get("source", {}))
+
+
+def write(folder: str | Path, spec: Spec, params: Any, source: dict[str, Any], note: str) -> Path:
+    """Writes a model and its weights.
+
+    Args:
+      folder: made if it is not there; must not hold a run.
+      spec: the model.
+      params: its weights.
+      source: JSON values that `read` gives back.
+      note: a comment for config.gin, one line: where the model is from.
+
+    Raises:
+      ValueError: the folder holds a run already.
+    """
+    folder = Path(folder).expanduser()
+    checkpoints = Checkpoints(folder)
+    if (folder / "config.gin").exists() or checkpoints.steps():
+        raise ValueError(f"{folder} holds a run already: give another folder, or delete it")
+    text = gin(spec, note)
+    state = State(np.int32(0), params, (), None)
+    checkpoints.save(0, state, config=text, source=source)
+    checkpoints.wait()
+    (folder / "config.gin").write_text(text)
+    return folder
+
+
+def gin(spec: Spec, note: str) -> str:
+    """The config of a converted model: its arguments, and a task of bytes to score it on.
+
+    Ids below the vocabulary's excess over the 256 bytes are reserved, as in google/reformer-enwik8,
+    whose 258 ids are padding, another, and the bytes from 2 on.
+    """
+    length = min(LENGTH, spec.max_length() or LENGTH)
+    offset = spec.arguments["vocab_size"] - 256
+    lines = [
+        f"# {note}",
+        "#",
+        "# python evaluate.py --output_dir=THIS_FOLDER --data_dir=TEXT",
+        "from __gin__ import dynamic_registration",
+        "from reformax.data import text",
+        "from reformax.training import loop",
+        spec.gin(),
+        f"loop.train.model = @lm.{spec.model}",
+        "loop.train.task = @text.text()",
+        "loop.train.batch_size = 1",
+        f"loop.train.length = {length}",
+    ]
+    if 0 < offset <= 2:
+        lines.append(f"text.text.offset = {offset}")
+    return "\n".join(lines) + "\n"

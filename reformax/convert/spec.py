@@ -1,0 +1,133 @@
+"""A model of this package as plain values: what a converter reads, builds and writes down."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from reformax.models import lm
+from reformax.ops import dense, local, lsh, shared_qk
+from reformax.training import config, loop
+
+MODELS = {"ReformerLM": lm.ReformerLM, "TransformerLM": lm.TransformerLM}
+OPS = {
+    "dense": dense.dense,
+    "local": local.local,
+    "lsh": lsh.lsh,
+    "shared_qk": shared_qk.shared_qk,
+}
+# The cycles that the models have where `attention_type` is not given.
+DEFAULT_CYCLES = {"ReformerLM": ("local", "lsh"), "TransformerLM": ("dense",)}
+
+
+class Op(NamedTuple):
+    """One attention of the cycle: a name in `OPS`, and those of its options that are set."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    def option(self, name: str) -> Any:
+        """An option as it is set, or its default."""
+        default = inspect.signature(OPS[self.name]).parameters[name].default
+        return self.options.get(name, default)
+
+
+class Spec(NamedTuple):
+    """A model, the cycle of its attentions, and its other arguments, defaults included."""
+
+    model: str
+    attention: tuple[Op, ...]
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def make(cls, model: str, attention, **arguments) -> Spec:
+        """A spec with the model's defaults for what is not given."""
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(MODELS[model]).parameters.items()
+            if name not in ("attention_type", "mode")
+        }
+        unknown = set(arguments) - set(defaults)
+        if unknown:
+            raise ValueError(f"{model} has no argument {', '.join(sorted(unknown))}")
+        return cls(model, tuple(attention), defaults | arguments)
+
+    @classmethod
+    def of_config(cls) -> Spec:
+        """The spec of the model that the parsed config trains.
+
+        Raises:
+          ValueError: the config's model or one of its attentions is not this package's own.
+        """
+        model, arguments = config.described(loop.train, "model")
+        if MODELS.get(model.__name__) is not model:
+            raise ValueError(f"the config's model is {model.__name__}: expected {_names(MODELS)}")
+        cycle = arguments.pop("attention_type", None)
+        if cycle is None:
+            cycle = [config.Reference(OPS[name], {}) for name in DEFAULT_CYCLES[model.__name__]]
+        attention = []
+        for op, options in [cycle] if isinstance(cycle, config.Reference) else cycle:
+            if OPS.get(op.__name__) is not op:
+                raise ValueError(f"the config's attention is {op.__name__}: expected {_names(OPS)}")
+            attention.append(Op(op.__name__, options))
+        arguments.pop("mode", None)
+        return cls.make(model.__name__, attention, **arguments)
+
+    @property
+    def n_repeats(self) -> int:
+        """How often the cycle of attentions repeats over the depth."""
+        return self.arguments["n_layers"] // len(self.attention)
+
+    def layers(self):
+        """`(layer, block, repeat, op)` of each layer in turn: where the stack keeps its weights."""
+        for layer in range(self.arguments["n_layers"]):
+            repeat, block = divmod(layer, len(self.attention))
+            yield layer, block, repeat, self.attention[block]
+
+    def build(self, mode: str = "eval", **op_options):
+        """The model.
+
+        Args:
+          mode: "train" or "eval".
+          **op_options: for LSH attention alone, such as `rotations`.
+        """
+        ops = []
+        for op in self.attention:
+            extra = op_options if op.name == "lsh" else {}
+            ops.append(OPS[op.name](**op.options, **extra))
+        return MODELS[self.model](**self.arguments, attention_type=tuple(ops), mode=mode)
+
+    def gin(self) -> str:
+        """The spec as lines of a gin file, imports included."""
+        alike = {name: [op.options for op in self.attention if op.name == name] for name in OPS}
+        scoped = any(options != found[0] for found in alike.values() for options in found)
+        used = dict.fromkeys(op.name for op in self.attention)
+        lines = [f"from reformax.ops import {name}" for name in sorted(used)]
+        lines = ["from reformax.models import lm", *lines, ""]
+        cycle, settings = [], {}
+        for i, op in enumerate(self.attention):
+            call = f"{f'layer_{i}/' if scoped else ''}{op.name}.{op.name}"
+            cycle.append(f"@{call}()")
+            for option, value in op.options.items():
+                settings[f"{call}.{option}"] = value
+        prefix = f"lm.{self.model}"
+        lines.append(f"{prefix}.attention_type = ({', '.join(cycle)},)")
+        for name, value in self.arguments.items():
+            if callable(value):
+                if value is not lm.ACTIVATIONS["gelu_tanh"]:
+                    raise ValueError(f"{name} is {value!r}: give one of {_names(lm.ACTIVATIONS)}")
+                continue  # the default
+            settings[f"{prefix}.{name}"] = value
+        lines += [f"{name} = {value!r}" for name, value in settings.items()]
+        return "\n".join(lines) + "\n"
+
+    def max_length(self) -> int | None:
+        """The largest length that the positions hold; None if there is no bound."""
+        shape = self.arguments["pos_axial_shape"]
+        return math.prod(shape) if shape else None
+
+
+def _names(table: Mapping[str, Any]) -> str:
+    return ", ".join(table)

@@ -1,0 +1,110 @@
+"""Which tensor of another format is which weight here: a table read in both directions.
+
+A weight here may be a slice of a larger array, since layers of the same place in the cycle are
+stacked; nothing else is done to numbers but transposing, so a round trip gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def same(x: np.ndarray) -> np.ndarray:
+    """What is done to a tensor that has the same shape in both formats."""
+    return x
+
+
+class Tensor(NamedTuple):
+    """One tensor of the other format.
+
+    Attributes:
+      name: there.
+      path: here, the keys from the model's parameters down.
+      shape: there.
+      repeat: which slice of the stacked weight it is; None if the weight is not stacked.
+      read: from there to here.
+      write: from here to there.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    repeat: int | None = None
+    read: Callable[[np.ndarray], np.ndarray] = same
+    write: Callable[[np.ndarray], np.ndarray] = same
+
+
+def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str) -> Any:
+    """The parameters of a model, float32, from tensors of the other format.
+
+    Args:
+      table: what the tensors are.
+      tensors: by name.
+      where: what errors call their source.
+
+    Raises:
+      ValueError: a tensor is missing, is not in the table, has another shape or is not of floating
+        point; the line names it and both shapes.
+    """
+    check(table, tensors, where)
+    slices: dict[tuple[str, ...], list[np.ndarray]] = {}
+    for tensor in table:
+        array = np.asarray(tensors[tensor.name]).astype(np.float32)
+        slices.setdefault(tensor.path, []).append(tensor.read(array))
+    stacked = {tensor.path for tensor in table if tensor.repeat is not None}
+    params: dict[str, Any] = {}
+    for path, arrays in slices.items():
+        branch = params
+        for key in path[:-1]:
+            branch = branch.setdefault(key, {})
+        branch[path[-1]] = np.stack(arrays) if path in stacked else arrays[0]
+    for block in params["stack"].values():
+        block["attention"]["op"] = ()  # what an op without weights of its own has
+    return jax.tree.map(jnp.asarray, params)
+
+
+def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:
+    """The tensors of the other format, by name, in the order of the table."""
+    tensors = {}
+    for tensor in table:
+        weight = params
+        for key in tensor.path:
+            weight = weight[key]
+        weight = np.asarray(weight if tensor.repeat is None else weight[tensor.repeat])
+        tensors[tensor.name] = np.ascontiguousarray(tensor.write(weight)).reshape(tensor.shape)
+    return tensors
+
+
+def check(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str) -> None:
+    """Raises `ValueError` unless the tensors are those of the table; see `read`."""
+    expected = {tensor.name: tuple(tensor.shape) for tensor in table}
+    check_shapes(expected, {name: np.shape(x) for name, x in tensors.items()}, where)
+    for name in expected:
+        kind = np.asarray(tensors[name]).dtype
+        if kind.kind not in "fV" and kind.name != "bfloat16":
+            raise ValueError(f"{where}: {name} has dtype {kind}: expected floating point")
+
+
+def check_shapes(
+    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Raises `ValueError` naming the first tensor whose shape, or being there, differs."""
+
+    def described(shapes, name):
+        return f"shape {tuple(shapes[name])}" if name in shapes else "no such tensor"
+
+    for name in _in_turn(expected, found):
+        there, here = described(found, name), described(expected, name)
+        if there != here:
+            raise ValueError(
+                f"{where} is of another model: {name} has {there} there and {here} here"
+            )
+
+
+def _in_turn(expected: Iterable[str], found: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys([*expected, *found]))

@@ -1,0 +1,251 @@
+"""Prompts in by one forward pass, then one compiled step a token.
+
+What is compiled depends on the model, the number of rows and two lengths: that of the longest
+prompt, rounded up to a few sizes, and the capacity of the cache. Other prompts, numbers of new
+tokens, seeds and sampling settings run the same programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from reformax.generation.sampling import Sampler
+
+# New tokens that one call computes at most: the host waits once for so many.
+BLOCK = 64
+
+
+class _State(NamedTuple):
+    """What goes from one token to the next."""
+
+    decoding: Any  # the model's
+    token: Int[Array, " B"]  # the last one drawn
+    done: Bool[Array, " B"]  # whether a row has ended
+    count: Int[Array, ""]  # tokens drawn in each row
+
+
+def generate(
+    model,
+    params,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    hash_seed: int = 0,
+    end: int | None = None,
+    max_length: int | None = None,
+) -> list[np.ndarray]:
+    """Continues prompts.
+
+    Args:
+      model: a language model built for evaluation, with `prefill` and `step`.
+      params: its weights.
+      prompts: the tokens of each, of any lengths; an empty one begins a text.
+      max_new_tokens: how many tokens to add to each.
+      temperature: see `Sampler`, as for the next two.
+      top_k: how many of the most probable tokens to draw among.
+      top_p: the probability of those to draw among.
+      seed: of the draws. A row's text depends on the seed, its place among the rows and its prompt.
+      hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
+      end: a token that ends a row.
+      max_length: what the cache holds, prompt and new tokens together. LSH's `n_buckets="auto"`
+        goes by it. None: as much as needed, rounded up.
+
+    Returns:
+      The new tokens of each row, up to and with its first `end`.
+
+    Raises:
+      ValueError: an argument out of range, or more tokens than `max_length` or the model's
+        positions hold.
+      NotImplementedError: an attention of the model cannot decode.
+    """
+    blocks = list(
+        stream(
+            model,
+            params,
+            prompts,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            hash_seed=hash_seed,
+            end=end,
+            max_length=max_length,
+        )
+    )
+    rows = np.concatenate(blocks, axis=1)
+    if end is None:
+        return list(rows)
+    return [row[: np.argmax(row == end) + 1] if end in row else row for row in rows]
+
+
+def stream(
+    model,
+    params,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    hash_seed: int = 0,
+    end: int | None = None,
+    max_length: int | None = None,
+    every: int = BLOCK,
+) -> Iterator[np.ndarray]:
+    """`generate`, as the tokens come: arrays `[B, n]`, the first of one token.
+
+    A row that has ended goes on with `end` until all have. The next tokens are under way while the
+    last are handed out.
+
+    Args:
+      every: how many tokens to hand out together, 1 to `BLOCK`.
+    """
+    tokens, lengths = _padded(prompts, model.vocab_size)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: expected at least 1")
+    if not 1 <= every <= BLOCK:
+        raise ValueError(f"every is {every}: expected 1 to {BLOCK}")
+    if end is not None and not 0 <= end < model.vocab_size:
+        raise ValueError(f"end is {end}: expected a token below {model.vocab_size}, or None")
+    sampler = Sampler(temperature, top_k, top_p).check()
+    capacity = _capacity(int(lengths.max()), max_new_tokens, max_length, model.max_length)
+    n_prompt = min(rounded(int(lengths.max())), capacity - 1)
+    tokens = np.pad(tokens, ((0, 0), (0, n_prompt - tokens.shape[1])))
+    return _blocks(
+        model,
+        params,
+        tokens,
+        lengths,
+        capacity,
+        max_new_tokens,
+        # As arrays of one dtype each: whether 1 or 1.0 is given must compile nothing anew.
+        Sampler(*(jnp.asarray(x, d) for x, d in zip(sampler, (float, int, float), strict=True))),
+        jax.random.PRNGKey(seed),
+        jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0),
+        jnp.int32(-1 if end is None else end),
+        every,
+    )
+
+
+def _blocks(
+    model, params, tokens, lengths, capacity, n_new, sampler, key, hash_rng, end, every
+) -> Iterator[np.ndarray]:
+    state = _start(model, capacity, params, tokens, lengths, sampler, key, hash_rng, end)
+    # The state is used up by the next call: what is handed out has to be a copy.
+    ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
+    left = n_new - 1
+    params = _prepare(model, params)
+    while left:
+        n = min(every, left)
+        state, block = _go_on(model, params, state, sampler, key, end, jnp.int32(n))
+        yield np.asarray(ready)
+        if np.all(done):
+            return
+        ready, done, left = block[:, :n], jnp.copy(state.done), left - n
+    yield np.asarray(ready)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prepare(model, params) -> Any:
+    return model.for_decoding(params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _start(model, capacity, params, tokens, lengths, sampler, key, hash_rng, end) -> _State:
+    """Reads the prompts and draws the first token of each row."""
+    logits, decoding = model.prefill(params, tokens, lengths, capacity, hash_rng)
+    count = jnp.int32(0)
+    token = sampler.draw(logits, _keys(key, count, tokens.shape[0]))
+    return _State(decoding, token, token == end, count + 1)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _go_on(
+    model, params, state: _State, sampler, key, end, n_new: Int[Array, ""]
+) -> tuple[_State, Int[Array, "B n"]]:
+    """Draws `n_new` tokens of each row, or fewer if all have ended; the first columns hold them."""
+    n_rows = state.token.shape[0]
+
+    def more(carry):
+        i, state, _ = carry
+        return (i < n_new) & ~jnp.all(state.done)
+
+    def draw(carry):
+        i, state, out = carry
+        logits, decoding = model.step(params, state.token, state.decoding)
+        token = sampler.draw(logits, _keys(key, state.count, n_rows))
+        token = jnp.where(state.done, end, token)
+        state = _State(decoding, token, state.done | (token == end), state.count + 1)
+        return i + 1, state, out.at[:, i].set(token)
+
+    out = jnp.full((n_rows, BLOCK), end, jnp.int32)
+    _, state, out = jax.lax.while_loop(more, draw, (jnp.int32(0), state, out))
+    return state, out
+
+
+def _keys(key, count: Int[Array, ""], n_rows: int) -> Array:
+    """The key of each row's draw number `count`."""
+    key = jax.random.fold_in(key, count)
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(n_rows))
+
+
+def _padded(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts as an array padded on the right, and their lengths."""
+    rows = [np.asarray(prompt) for prompt in prompts]
+    if not rows:
+        raise ValueError("prompts is empty: expected at least one prompt, which may be empty")
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise ValueError(
+                f"prompts[{i}] has shape {row.shape} and dtype {row.dtype}: expected a sequence of "
+                "token numbers"
+            )
+        if row.size and not (row.min() >= 0 and row.max() < vocab_size):
+            raise ValueError(
+                f"prompts[{i}] has tokens from {row.min()} to {row.max()}: expected 0 to "
+                f"{vocab_size - 1}, as the model's vocab_size is {vocab_size}"
+            )
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, rows, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, lengths
+
+
+def rounded(length: int) -> int:
+    """The next of a few lengths: multiples of 64, or of an eighth of the power of two below."""
+    size = max(64, 2 ** (length.bit_length() - 4))
+    return -(-length // size) * size
+
+
+def _capacity(n_prompt: int, n_new: int, asked: int | None, most: int | None) -> int:
+    needed = n_prompt + n_new
+    for name, limit in (
+        ("max_length", asked),
+        ("the length that the model's positions hold", most),
+    ):
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"max_new_tokens is {n_new}: with a prompt of {n_prompt} tokens that is {needed}, "
+                f"above {name}, {limit}: ask for fewer or shorten the prompt"
+            )
+    if asked is not None:
+        if most is not None and asked > most:
+            raise ValueError(
+                f"max_length is {asked}: the model's positions hold {most}, lower it to that"
+            )
+        return asked
+    return rounded(needed) if most is None else min(rounded(needed), most)

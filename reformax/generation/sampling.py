@@ -1,0 +1,63 @@
+"""How the next token is drawn from its logits: temperature, then top-k, then top-p.
+
+The order and the meaning of each are those of Hugging Face's `generate`. The settings are arrays,
+so that others compile nothing anew.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+class Sampler(NamedTuple):
+    """The distribution that tokens are drawn from.
+
+    Attributes:
+      temperature: what logits are divided by; 0 always takes the most probable token.
+      top_k: the number of most probable tokens to draw among, and those as probable as the last of
+        them; 0 for all.
+      top_p: draws among the fewest most probable tokens whose probabilities, after top-k, add up to
+        this (nucleus sampling, Holtzman et al. 2020); 1 for all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def check(self) -> Sampler:
+        """Itself, or a `ValueError` that names what is out of range."""
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature is {self.temperature}: expected 0 (the most probable) or more"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}: expected 0 (all tokens) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}: expected above 0 and at most 1 (all tokens)")
+        return self
+
+    def logits(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Unnormalised log-probabilities of what is drawn from; -inf for tokens left out."""
+        n_tokens = logits.shape[-1]
+        scaled = logits / jnp.where(self.temperature > 0, self.temperature, 1.0)
+        ranked = -jnp.sort(-scaled, axis=-1)
+        n_top = jnp.where(self.top_k > 0, jnp.minimum(self.top_k, n_tokens), n_tokens)
+        # Ties with the last of the top k stay, as they are equally good.
+        least = jnp.take(ranked, n_top - 1, axis=-1)[:, None]
+        ranked = jnp.where(ranked >= least, ranked, -jnp.inf)
+        probability = jax.nn.softmax(ranked, axis=-1)
+        above = jnp.cumsum(probability, axis=-1) - probability
+        inside = (above < self.top_p) | (self.top_p >= 1.0)
+        inside = inside.at[:, 0].set(True) & (ranked > -jnp.inf)
+        least = jnp.min(jnp.where(inside, ranked, jnp.inf), axis=-1, keepdims=True)
+        return jnp.where(scaled >= least, scaled, -jnp.inf)
+
+    def draw(self, logits: Float[Array, "B V"], keys: PRNGKeyArray) -> Int[Array, " B"]:
+        """A token for each row, by a key for each."""
+        drawn = jax.vmap(jax.random.categorical)(keys, self.logits(logits))
+        best = jnp.argmax(logits, axis=-1)
+        return jnp.where(self.temperature > 0, drawn, best).astype(jnp.int32)

@@ -1,0 +1,107 @@
+"""What decoding keeps of the tokens so far, and one query's attention to it.
+
+Letters beside those of `reformax.ops.base`: S slots of a ring, K keys that one query looks at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.ops.base import length_normalize
+
+
+class KeyValues(NamedTuple):
+    """Keys and values in a ring: position p is at slot p % S, over the one S positions before."""
+
+    keys: Float[Array, "B N S H"]
+    values: Float[Array, "B N S V"]
+
+
+def keep(
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    lengths: Int[Array, " B"],
+    n_slots: int,
+) -> KeyValues:
+    """The ring after the first `lengths` positions of each row."""
+    last = jnp.clip(positions_by_slot(lengths - 1, n_slots), 0, k.shape[1] - 1)
+    index = last[:, None, :, None]
+    return KeyValues(*(jnp.take_along_axis(jnp.swapaxes(x, 1, 2), index, axis=2) for x in (k, v)))
+
+
+def put(
+    ring: KeyValues,
+    k: Float[Array, "B 1 N H"],
+    v: Float[Array, "B 1 N V"],
+    position: Int[Array, " B"],
+) -> KeyValues:
+    """The ring with each row's next key and value, those of `position`."""
+    row, slot = jnp.arange(position.shape[0]), position % ring.keys.shape[2]
+    return KeyValues(
+        *(
+            x.at[row, :, slot].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
+            for x, new in zip(ring, (k, v), strict=True)
+        )
+    )
+
+
+def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]:
+    """Which position each slot holds once `last` is in the ring; below 0: none yet."""
+    return last[:, None] - (last[:, None] - jnp.arange(n_slots)) % n_slots
+
+
+def attend_to(
+    q: Float[Array, "B 1 N H"],
+    keys: Float[Array, "B N K H"],
+    values: Float[Array, "B N K V"],
+    mask: Bool[Array, "#B #N K"],
+    alone: Float[Array, "B 1 N V"] | None = None,
+) -> Float[Array, "B 1 N V"]:
+    """Softmax attention of one query a row; `alone`, or zeros, where the mask shows it nothing."""
+    scores = jnp.einsum("btnh,bnkh->bnk", q, keys, preferred_element_type=jnp.float32)
+    scores = scores / math.sqrt(q.shape[-1])
+    top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-1e30)
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
+    total = weights.sum(axis=-1)[:, None, :, None]
+    out = jnp.einsum(
+        "bnk,bnkv->bnv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )[:, None]
+    nothing = 0.0 if alone is None else alone.astype(jnp.float32)
+    return jnp.where(total > 0, out / jnp.where(total > 0, total, 1.0), nothing).astype(
+        values.dtype
+    )
+
+
+def ring_decoding(
+    shared_qk: bool,
+    n_slots: Callable[[int], int],
+    first: Callable[[Int[Array, "B 1"]], Int[Array, "B 1"] | int],
+) -> dict[str, Callable]:
+    """`init_cache` and `step` of attention to the positions from `first(position)` on.
+
+    Args:
+      shared_qk: whether keys are the length-normalised queries, hidden from themselves.
+      n_slots: how many of the last positions a ring has to hold, given the capacity.
+      first: the first position that a query sees, by its own.
+    """
+
+    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
+        del params, plan, rng
+        return keep(length_normalize(q) if shared_qk else k, v, lengths, n_slots(capacity))
+
+    def step(params, q, k, v, cache, *, position):
+        del params
+        cache = put(cache, length_normalize(q) if shared_qk else k, v, position)
+        now = position[:, None]
+        held = positions_by_slot(position, cache.keys.shape[2])
+        mask = held >= jnp.maximum(first(now), 0)
+        if shared_qk:
+            mask = mask & (held != now)
+        return attend_to(q, *cache, mask[:, None], alone=v if shared_qk else None), cache
+
+    return dict(init_cache=init_cache, step=step)

@@ -1,0 +1,29 @@
+"""The tiny models of hugging_face.npz, as files and as arrays."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+HERE = Path(__file__).parent
+FIXTURE = np.load(HERE / "hugging_face.npz")
+CONFIGS = json.loads(str(FIXTURE["configs"]))
+PUBLISHED = {
+    name: json.loads((HERE / f"reformer_{name}.json").read_text())
+    for name in ("enwik8", "crime_and_punishment")
+}
+
+
+def weights(name: str) -> dict[str, np.ndarray]:
+    """The tensors of a model, by Hugging Face's names."""
+    prefix = f"{name}/weights/"
+    return {key.removeprefix(prefix): FIXTURE[key] for key in FIXTURE if key.startswith(prefix)}
+
+
+def saved(folder: Path, name: str, config=None, tensors=None) -> Path:
+    """A folder as `save_pretrained` writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] if config is None else config))
+    save_file(weights(name) if tensors is None else tensors, folder / "model.safetensors")
+    return folder

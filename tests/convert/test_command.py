@@ -1,0 +1,199 @@
+"""`python -m reformax.convert`, and what its output is good for."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import evaluate
+from reformax.convert import __main__ as command
+from reformax.convert import hugging_face, run_folder, trax_files
+from reformax.convert.spec import Op, Spec
+from reformax.training import script
+
+CIRCLE = dict(count_once=False, wrap=True, self_score=-1e5)
+SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=2)
+ENWIK8_LIKE = Spec.make(
+    "ReformerLM",
+    [
+        Op("local", dict(chunk_len=4)),
+        Op("lsh", dict(chunk_len=8, n_hashes=2, n_buckets=4, pad_chunks=1) | CIRCLE),
+    ],
+    **SIZES,
+    vocab_size=258,
+    pos_type="axial",
+    pos_axial_shape=(8, 16),
+    pos_d_axial_embs=(3, 5),
+    ff_activation="relu",
+    norm_epsilon=1e-12,
+)
+GIN = """
+from __gin__ import dynamic_registration
+from reformax.models import lm
+from reformax.ops import lsh
+from reformax.training import loop
+loop.train.model = @lm.ReformerLM
+lm.ReformerLM.attention_type = @lsh.lsh()
+lm.ReformerLM.vocab_size = 20
+lm.ReformerLM.d_model = 8
+lm.ReformerLM.d_ff = 12
+lm.ReformerLM.d_attention_key = 4
+lm.ReformerLM.d_attention_value = 4
+lm.ReformerLM.n_layers = 1
+lm.ReformerLM.n_heads = 2
+lm.ReformerLM.pos_type = 'axial'
+lm.ReformerLM.pos_axial_shape = (4, 8)
+lm.ReformerLM.pos_d_axial_embs = (3, 5)
+lsh.lsh.chunk_len = 4
+lsh.lsh.n_hashes = 3
+lsh.lsh.count_once = False
+lsh.lsh.wrap = True
+lsh.lsh.self_score = -1e5
+"""
+
+
+def random_params(spec):
+    model, rng = spec.build(), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 8)))
+    return jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), shapes)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script's `main` as its command line does: `(exit code, stdout, stderr)`."""
+
+    def call(main, *flags):
+        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
+        code = script.run(main)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def convert(run, source, target, *flags):
+    return run(command.main, f"--from={source}", f"--to={target}", *flags)
+
+
+def same_file(one, other):
+    from safetensors.numpy import load_file
+
+    one, other = (load_file(path / "model.safetensors") for path in (one, other))
+    assert one.keys() == other.keys()
+    assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def test_hugging_face_to_a_run_that_is_scored_and_back(tmp_path, run):
+    hugging_face.write(
+        tmp_path / "hf", ENWIK8_LIKE, random_params(ENWIK8_LIKE), {"eos_token_id": 2}
+    )
+    code, out, err = convert(run, tmp_path / "hf", tmp_path / "run")
+    assert (code, err) == (0, "") and "check: logits differ by at most 0," in out
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}"]
+    code, out, err = run(evaluate.main, *flags, "--length=32")
+    result = json.loads((tmp_path / "run/evaluation_valid.json").read_text())
+    assert code == 0 and "bits_per_dim: " in out and result["n_targets"] == 256
+    # The bytes are ids from 2 on, as the model's own task says.
+    assert "text.text.offset = 2" in (tmp_path / "run/config.gin").read_text()
+    code, out, err = convert(run, tmp_path / "run", tmp_path / "back")
+    assert (code, err) == (0, "")
+    same_file(tmp_path / "hf", tmp_path / "back")
+    configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in ("hf", "back")]
+    assert configs[0] == configs[1] and configs[0]["eos_token_id"] == 2
+
+
+def test_a_run_without_its_config_has_it_in_the_checkpoint(tmp_path, run):
+    run_folder.write(tmp_path / "run", ENWIK8_LIKE, random_params(ENWIK8_LIKE), {}, "A note.")
+    text = (tmp_path / "run/config.gin").read_text()
+    (tmp_path / "run/config.gin").unlink()
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=32"]
+    code, out, _ = run(evaluate.main, *flags)
+    assert code == 0 and "config.gin was missing" in out
+    assert (tmp_path / "run/config.gin").read_text() == text
+
+
+def test_trax_to_a_run_and_back(tmp_path, run):
+    (tmp_path / "model.gin").write_text(GIN)
+    from reformax.training import config
+
+    config.parse([str(tmp_path / "model.gin")])
+    spec = Spec.of_config()
+    trax_files.write_params(tmp_path / "model.pkl.gz", spec, random_params(spec), 32)
+    flag = f"--config_file={tmp_path / 'model.gin'}"
+    code, out, err = convert(run, tmp_path / "model.pkl.gz", tmp_path / "run", flag)
+    assert (code, err) == (0, "") and "Trax's own model, 32 tokens" in out and "note" not in out
+    code, out, err = convert(run, tmp_path / "run", tmp_path / "back.pkl.gz")
+    assert (code, err) == (0, "") and "Trax's own model" in out
+    before, after = (trax_files.read(tmp_path / x) for x in ("model.pkl.gz", "back.pkl.gz"))
+    assert [w.tobytes() for w in before.weights] == [w.tobytes() for w in after.weights]
+
+
+def test_weights_that_here_compute_something_else(tmp_path, run):
+    """Said in notes and in the check, and the exit code is 1."""
+    (tmp_path / "model.gin").write_text(GIN)
+    from reformax.training import config
+
+    config.parse([str(tmp_path / "model.gin")])
+    spec = Spec.of_config()
+    trax_files.write_params(tmp_path / "model.pkl.gz", spec, random_params(spec), 32)
+    flags = [f"--config_file={tmp_path / 'model.gin'}", "--config=lsh.lsh.wrap=False"]
+    code, out, err = convert(run, tmp_path / "model.pkl.gz", tmp_path / "run", *flags)
+    assert code == 1 and "note: lsh.wrap is False; Trax computes True" in out
+    assert "computes something else: the notes say why" in err
+
+
+@pytest.mark.parametrize(
+    "source, target, message",
+    [
+        ("nowhere", "run", "nowhere does not exist"),
+        ("empty", "run", "config.json does not exist"),
+        ("model.pkl.gz", "run", "say what model it is with --config_file=FILE.gin"),
+        ("empty", "full", "full exists: give another name"),
+    ],
+)
+def test_errors_in_one_line(source, target, message, tmp_path, run):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    (tmp_path / "model.pkl.gz").touch()
+    code, out, err = convert(run, tmp_path / source, tmp_path / target)
+    assert code in (1, 2) and err.startswith("error: ") and message in err
+    assert err.count("\n") == 1 and not out
+
+
+def test_a_task_with_more_ids_than_the_model(tmp_path, run):
+    small = ENWIK8_LIKE._replace(arguments={**ENWIK8_LIKE.arguments, "vocab_size": 100})
+    run_folder.write(tmp_path / "run", small, random_params(small), {}, "A note.")
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=32"]
+    code, _, err = run(evaluate.main, *flags)
+    assert code == 1 and "ids below 256 and the model vocab_size=100" in err
+
+
+@pytest.mark.parametrize("spec_of", [0, 1], ids=["scopes", "default cycle"])
+def test_a_spec_survives_its_gin_file(spec_of, tmp_path):
+    from reformax.training import config
+
+    scoped = [Op("local", dict(chunk_len=4)), Op("local", dict(chunk_len=8)), Op("dense", {})]
+    spec = [
+        Spec.make("TransformerLM", scoped, n_layers=3, vocab_size=9, ff_activation="silu"),
+        Spec.make("ReformerLM", [Op("local", {}), Op("lsh", {})], vocab_size=9),
+    ][spec_of]
+    lines = ["from __gin__ import dynamic_registration", "from reformax.training import loop"]
+    lines += [spec.gin(), f"loop.train.model = @lm.{spec.model}"]
+    text = "\n".join(lines)
+    if spec_of == 1:  # what a config that says nothing of attention means
+        text = "\n".join(line for line in text.split("\n") if "attention_type" not in line)
+    (tmp_path / "spec.gin").write_text(text)
+    config.parse([str(tmp_path / "spec.gin")])
+    assert Spec.of_config() == spec
+    names = [op.name for op in spec.attention]
+    assert ("lsh" in names) == (spec_of == 1)
+    model = spec.build()
+    default = {"ReformerLM": 2, "TransformerLM": 3}[spec.model]
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 4)))
+    assert len(shapes["stack"]) == default

@@ -1,0 +1,346 @@
+"""Trax's checkpoints: into Trax's layers, into our models, and back; the same arrays and logits."""
+
+import functools
+import gzip
+import importlib.util
+import os
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.convert import check, tables, trax_files
+from reformax.convert.spec import Op, Spec
+from reformax.layers import LSHSelfAttention
+from reformax.layers._trax import signature, tl, trax
+
+needs_tensorflow = pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is None, reason="Trax's loop needs TensorFlow"
+)
+SIZES = dict(
+    vocab_size=12, d_model=8, d_ff=10, d_attention_key=4, d_attention_value=6, n_heads=2, n_layers=2
+)
+CIRCLE = dict(count_once=False, wrap=True, self_score=-1e5)
+LSH = Op("lsh", dict(chunk_len=4, n_hashes=3, n_buckets=4) | CIRCLE)
+TABLE = dict(pos_type="axial", pos_axial_shape=(40,), pos_d_axial_embs=(8,))
+AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 8), pos_d_axial_embs=(3, 5))
+REFORMERS = {
+    "dense": Spec.make(
+        "ReformerLM", [Op("dense", {}), Op("shared_qk", {})], **SIZES | TABLE, ff_activation="gelu"
+    ),
+    "lsh": Spec.make(
+        "ReformerLM",
+        [Op("local", dict(chunk_len=4)), LSH],
+        **SIZES | AXIAL,
+        ff_activation="relu",
+    ),
+    "sinusoidal": Spec.make(
+        "ReformerLM",
+        [
+            Op(
+                "local",
+                dict(chunk_len=4, n_chunks_before=2, shared_qk=True, wrap=True, self_score=-1e5),
+            )
+        ],
+        **SIZES,
+        pos_type="sinusoidal",
+    ),
+    "factored": Spec.make(
+        "ReformerLM",
+        [Op("lsh", dict(chunk_len=8, n_hashes=2, n_buckets=(2, 4)) | CIRCLE)],
+        **SIZES,
+        pos_type="none",
+        ff_activation="silu",
+    ),
+}
+TRANSFORMER = Spec.make(
+    "TransformerLM",
+    [Op("dense", {})],
+    **SIZES | TABLE | dict(d_attention_value=4, attention_bias=True, ff_activation="relu"),
+)
+SPECS = REFORMERS | {"transformer": TRANSFORMER}
+
+
+def random_params(spec):
+    model, rng = spec.build(), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 8)))
+    return jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), shapes)
+
+
+def length_of(spec):
+    shape = spec.arguments["pos_axial_shape"]
+    return int(np.prod(shape)) if len(shape) > 1 else 16
+
+
+def initialised(model, length, batch=1):
+    """What Trax asks for before it loads a reversible model."""
+    model.init(signature(np.zeros((batch, length), np.int32)))
+    return model
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_our_weights_in_traxs_own_model(name, tmp_path):
+    """Trax loads the file by itself; its logits are ours, of every layer; the weights come back."""
+    spec, path = SPECS[name], tmp_path / "model.pkl.gz"
+    params = random_params(spec)
+    trax_files.write_params(path, spec, params, length_of(spec))
+    model = initialised(trax_files.model_of(spec), length_of(spec))
+    model.init_from_file(str(path))
+    flat, _ = tl.flatten_weights_and_state(model.weights, model.state)
+    want = tables.write(trax_files.table(spec), params)
+    assert [w.tobytes() for w in map(np.asarray, flat)] == [w.tobytes() for w in want.values()]
+    assert_same(trax_files.read_params(path, spec), params)
+    assert trax_files.notes(spec) == []
+    found = check.against_trax(spec, params, path)
+    assert found.scale > 1 and found.difference < 1e-5, found
+
+
+def test_what_is_noted_is_a_difference():
+    spec = REFORMERS["lsh"]
+    options = {**LSH.options, "wrap": False, "count_once": True, "self_score": None}
+    other = spec._replace(attention=(spec.attention[0], Op("lsh", options)))
+    found = " ".join(trax_files.notes(other))
+    assert all(name in found for name in ("wrap", "count_once", "self_score"))
+
+
+def counting(length=16, batch=4):
+    rng = np.random.default_rng(0)
+    while True:
+        start = rng.integers(11, size=(batch, 1))
+        tokens = (1 + (start + np.arange(length)) % 11).astype(np.int32)
+        yield tokens, tokens, np.ones(tokens.shape, np.float32)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A ReformerLM of Trax's layers, trained for some steps by Trax's Loop, and its folder."""
+    from trax import optimizers
+    from trax.supervised import training
+
+    spec = Spec.make("ReformerLM", [LSH], **SIZES | AXIAL | dict(n_layers=1), ff_activation="relu")
+    folder = tmp_path_factory.mktemp("trained")
+    length = length_of(spec)
+    task = training.TrainTask(
+        counting(length), tl.WeightedCategoryCrossEntropy(), optimizers.Adam(0.01)
+    )
+    loop = training.Loop(
+        trax_files.model_of(spec, "train"),
+        task,
+        output_dir=str(folder),
+        checkpoint_at=lambda step: step == 5,
+    )
+    loop.run(5)
+    return spec, folder / "model.pkl.gz", loop
+
+
+@needs_tensorflow
+def test_a_checkpoint_of_traxs_training_loop(trained, tmp_path):
+    """Trax -> here -> Trax gives the identical arrays, and the logits agree."""
+    spec, path, loop = trained
+    saved = trax_files.read(path)
+    assert saved.step == 5 and saved.input_signature == (signature(next(counting(32))[0]),)
+    want, _ = tl.flatten_weights_and_state(loop.model.weights, loop.model.state)
+    assert_same(saved.weights, [np.asarray(w) for w in want])
+    params = trax_files.read_params(path, spec)
+    trax_files.write_params(tmp_path / "back.pkl.gz", spec, params, length_of(spec))
+    assert_same(trax_files.read(tmp_path / "back.pkl.gz").weights, saved.weights)
+    model = initialised(trax_files.model_of(spec), length_of(spec))
+    model.init_from_file(str(tmp_path / "back.pkl.gz"))
+    flat, _ = tl.flatten_weights_and_state(model.weights, model.state)
+    assert_same([np.asarray(w) for w in flat], saved.weights)
+    assert check.against_trax(spec, params, path).difference < 1e-5
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("layer", [tl.LSHSelfAttention, LSHSelfAttention], ids=["trax", "ours"])
+def test_into_a_model_of_traxs_layers_or_of_ours(trained, layer, tmp_path):
+    """Weights and state, as Trax's own `init_from_file` reads them; and written back."""
+    _, path, _ = trained
+    attention = functools.partial(layer, chunk_len=4, n_hashes=3, n_buckets=4)
+    arguments = SIZES | AXIAL | dict(ff_activation=tl.Relu, mode="eval", dropout=0.1, n_layers=1)
+
+    def fresh():
+        return trax.models.ReformerLM(**arguments, attention_type=attention)
+
+    ours, theirs = fresh(), initialised(fresh(), 32, batch=4)
+    trax_files.load(ours, path)
+    theirs.init_from_file(str(path))
+    one, other = (tl.flatten_weights_and_state(m.weights, m.state) for m in (ours, theirs))
+    assert_same(one, other)
+    trax_files.save(ours, tmp_path / "back.pkl.gz", trax_files.read(path).input_signature)
+    again = initialised(fresh(), 32, batch=4)
+    again.init_from_file(str(tmp_path / "back.pkl.gz"))
+    assert_same(again.weights, theirs.weights)
+    assert_same(again.state, theirs.state)
+    # For another batch the state is fresh.
+    other = fresh()
+    trax_files.load(other, path, signature(np.zeros((1, 32), np.int32)))
+    assert_same(other.weights, theirs.weights)
+    assert other(np.zeros((1, 32), np.int32)).shape == (1, 32, 12)
+
+
+def test_our_models_as_layers_of_trax(tmp_path):
+    """Weights in a dict, saved by Trax and read here, and the other way around."""
+
+    def net():
+        net = tl.Serial(REFORMERS["lsh"].build(), tl.LogSoftmax())
+        return initialised(net, 32)
+
+    theirs, ours, again = net(), net(), net()
+    assert np.abs(theirs.weights[0]["embedding"] - ours.weights[0]["embedding"]).max() > 0.1
+    input_signature = signature(np.zeros((1, 32), np.int32))
+    theirs.save_to_file(str(tmp_path / "theirs.pkl.gz"), input_signature=input_signature)
+    trax_files.load(ours, tmp_path / "theirs.pkl.gz")
+    assert_same(ours.weights, theirs.weights)
+    trax_files.save(ours, tmp_path / "ours.pkl.gz", input_signature)
+    again.init_from_file(str(tmp_path / "ours.pkl.gz"))
+    assert_same(again.weights, theirs.weights)
+
+
+def saved(tmp_path, spec, change=lambda content: None):
+    path = tmp_path / "model.pkl.gz"
+    params = random_params(spec)
+    trax_files.write_params(path, spec, params, length_of(spec))
+    with gzip.open(path) as file:
+        content = pickle.load(file)
+    change(content)
+    with gzip.open(path, "wb") as file:
+        pickle.dump(content, file)
+    return path, params
+
+
+def test_older_files(tmp_path):
+    """Weights as a tree, and a table of positions with an axis more."""
+    spec = REFORMERS["dense"]
+
+    def as_it_was(content):
+        flat = content.pop("flat_weights")
+        flat[1] = flat[1][None]
+        content["weights"] = [(flat[0],), (), {"rest": tuple(flat[1:])}]
+
+    path, params = saved(tmp_path, spec, as_it_was)
+    assert_same(trax_files.read_params(path, spec), params)
+
+
+def test_weights_in_bfloat16(tmp_path):
+    """Trax's Loop writes their bits as integers into the file beside."""
+    spec = REFORMERS["dense"]
+    path, params = saved(tmp_path, spec, lambda content: content.update(flat_weights=2))
+    halves = [
+        np.asarray(w).astype(jnp.bfloat16)
+        for w in tables.write(trax_files.table(spec), params).values()
+    ]
+    with gzip.open(tmp_path / "model.weights.npy.gz", "wb") as file:
+        for half in halves:
+            np.save(file, half.view(np.uint16))
+    read = trax_files.read_params(path, spec)
+    want = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params)
+    assert_same(read, want)
+
+
+def without_one(content):
+    del content["flat_weights"][5]
+
+
+def without_the_last(content):
+    del content["flat_weights"][-1]
+
+
+def with_one_more(content):
+    content["flat_weights"].append(np.zeros((2, 3), np.float32))
+
+
+def transposed(content):
+    content["flat_weights"][11] = content["flat_weights"][11].T
+
+
+WRONG = [
+    (without_one, ("flat_weights[6]", "shape (2, 8, 6) there and shape (2, 8, 4) here")),
+    (without_the_last, ("flat_weights[29]", "no such tensor there and shape (12,) here")),
+    (with_one_more, ("flat_weights[30]", "shape (2, 3) there and no such tensor here")),
+    (transposed, ("flat_weights[11]", "shape (10, 8) there and shape (8, 10) here")),
+]
+
+
+@pytest.mark.parametrize("change, expected", WRONG)
+def test_weights_of_another_model(change, expected, tmp_path):
+    """In one line that names the tensor and both shapes, into our model and into Trax's."""
+    spec = REFORMERS["lsh"]
+    path, _ = saved(tmp_path, spec, change)
+    for read in (
+        lambda: trax_files.read_params(path, spec),
+        lambda: trax_files.load(trax_files.model_of(spec), path),
+    ):
+        with pytest.raises(ValueError) as raised:
+            read()
+        assert all(part in str(raised.value) for part in expected), raised.value
+        assert "\n" not in str(raised.value)
+
+
+def test_named_weights():
+    model = trax_files.model_of(REFORMERS["lsh"])
+    model.init(signature(np.zeros((1, 32), np.int32)))
+    names = [name for name, _ in trax_files.named_weights(model)]
+    assert len(set(names)) == len(names) == 30
+    assert names[0].startswith("flat_weights[0] ") and "Embedding" in names[0]
+    assert "SelfAttention" in names[5] and "LayerNorm" in names[3]
+
+
+def test_hostile_and_damaged_files(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/marker",)
+
+    spec = REFORMERS["dense"]
+    path, _ = saved(tmp_path, spec, lambda content: content.update(history=Hostile()))
+    (tmp_path / "marker").unlink(missing_ok=True)
+    for read in (trax_files.read, lambda p: trax_files.load(trax_files.model_of(spec), p)):
+        with pytest.raises(ValueError, match=r"is refused: it names \w+\.system") as raised:
+            read(path)
+        assert not (tmp_path / "marker").exists() and "\n" not in str(raised.value)
+    path, _ = saved(tmp_path, spec)
+    whole = path.read_bytes()
+    for end in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match="cut short|damaged|no checkpoint") as raised:
+            trax_files.read(path)
+        assert "\n" not in str(raised.value) and str(path) in str(raised.value)
+    for content in ([1], {"weights": 3}, {"flat_weights": [1, "x"]}, {"flat_weights": 2}):
+        path.write_bytes(gzip.compress(pickle.dumps(content)))
+        with pytest.raises((ValueError, FileNotFoundError), match="no checkpoint|does not exist"):
+            trax_files.read(path)
+
+
+def test_a_file_of_weights_that_is_cut_short(tmp_path):
+    path, _ = saved(tmp_path, REFORMERS["dense"], lambda content: content.update(flat_weights=2))
+    beside = tmp_path / "model.weights.npy.gz"
+    with gzip.open(beside, "wb") as file:
+        np.save(file, np.ones(3))
+        np.save(file, np.array([None]), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"is damaged at flat_weights\[1\]"):
+        trax_files.read(path)
+    beside.write_bytes(beside.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="cut short"):
+        trax_files.read(path)
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        (dict(pos_type="rotary"), "pos_type is 'rotary', expected 'axial'"),
+        (dict(pos_type="none", norm_epsilon=1e-12), "norm_epsilon is 1e-12, expected 1e-06"),
+        (dict(pos_type="none", attention_bias=True), "attention_bias is True, expected False"),
+    ],
+)
+def test_a_model_that_trax_does_not_have(spec, message):
+    with pytest.raises(ValueError, match="Trax has no such ReformerLM") as raised:
+        trax_files.table(Spec.make("ReformerLM", [Op("dense", {})], **SIZES | spec))
+    assert message in str(raised.value)

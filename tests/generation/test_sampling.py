@@ -1,0 +1,84 @@
+"""The distribution that tokens are drawn from, against NumPy and against counts of draws."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.generation import Sampler
+
+SETTINGS = [
+    (1.0, 0, 1.0),
+    (0.5, 0, 1.0),
+    (2.0, 3, 1.0),
+    (1.0, 0, 0.6),
+    (0.7, 5, 0.8),
+    (1.3, 1, 1.0),
+    (1.0, 99, 0.05),
+]
+
+
+def wanted(logits, temperature, top_k, top_p):
+    """Probabilities by the definition: temperature, then the top k, then the nucleus."""
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled)
+    kept = order[: top_k or None]
+    p = np.exp(scaled[kept] - scaled[kept].max())
+    p /= p.sum()
+    n = 1 + np.searchsorted(np.cumsum(p), top_p) if top_p < 1 else len(p)
+    kept, p = kept[:n], p[:n]
+    out = np.zeros_like(scaled)
+    out[kept] = p / p.sum()
+    return out
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", SETTINGS)
+def test_probabilities(temperature, top_k, top_p):
+    logits = np.random.default_rng(0).normal(size=(6, 11)).astype(np.float32) * 2
+    got = jax.nn.softmax(Sampler(temperature, top_k, top_p).logits(logits), axis=-1)
+    for row, one in zip(np.asarray(got), logits, strict=True):
+        np.testing.assert_allclose(row, wanted(one, temperature, top_k, top_p), atol=1e-5)
+
+
+def test_draws_have_these_probabilities():
+    logits = np.random.default_rng(1).normal(size=9).astype(np.float32) * 2
+    n = 20_000
+    keys = jax.random.split(jax.random.PRNGKey(0), n)
+    for setting in SETTINGS[:5]:
+        drawn = Sampler(*setting).draw(jnp.broadcast_to(logits, (n, 9)), keys)
+        p = wanted(logits, *setting)
+        share = np.bincount(drawn, minlength=9) / n
+        assert np.all(np.abs(share - p) <= 5 * np.sqrt(p * (1 - p) / n) + 1e-12)
+
+
+def test_temperature_0_is_the_argmax_whatever_the_rest():
+    logits = np.random.default_rng(2).normal(size=(50, 9)).astype(np.float32)
+    keys = jax.random.split(jax.random.PRNGKey(0), 50)
+    for top_k, top_p in ((0, 1.0), (4, 0.3)):
+        drawn = Sampler(0.0, top_k, top_p).draw(logits, keys)
+        np.testing.assert_array_equal(drawn, logits.argmax(axis=-1))
+
+
+def test_equal_logits_are_left_in_together():
+    logits = np.array([[1.0, 3.0, 3.0, 3.0, 0.0]], np.float32)
+    assert np.isfinite(Sampler(top_k=2).logits(logits)).tolist() == [
+        [False, True, True, True, False]
+    ]
+    alone = np.isfinite(Sampler(top_p=1e-6).logits(logits))
+    assert alone.sum() == 3
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(temperature=-1.0), "temperature is -1.0: expected 0 "),
+        (dict(temperature=float("nan")), "temperature is nan: expected 0 "),
+        (dict(top_k=-1), "top_k is -1: expected 0 "),
+        (dict(top_p=0.0), "top_p is 0.0: expected above 0"),
+        (dict(top_p=1.5), "top_p is 1.5: expected above 0"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError) as error:
+        Sampler(**options).check()
+    assert str(error.value).startswith(message)

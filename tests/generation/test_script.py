@@ -1,0 +1,190 @@
+"""generate.py end to end: a byte model and a model of numbers, prompts from everywhere, UTF-8."""
+
+import io
+import sys
+
+import gin
+import numpy as np
+import pytest
+
+import generate
+import train
+from reformax import generation
+from reformax.training import config, script
+from tests.training.scripts import call
+
+RUN = """
+from __gin__ import dynamic_registration
+from reformax.data import duplication
+from reformax.data import text
+from reformax.models import lm
+from reformax.ops import lsh
+from reformax.training import loop
+from reformax.training import optimizer
+
+loop.train.model = @lm.ReformerLM
+loop.train.task = @text.text()
+text.text.data_dir = 'corpus.txt'
+loop.train.optimizer = @optimizer.adamw()
+optimizer.adamw.learning_rate = 1e-2
+loop.train.steps = 3
+loop.train.batch_size = 8
+loop.train.length = 32
+lm.ReformerLM.vocab_size = 256
+lm.ReformerLM.d_model = 8
+lm.ReformerLM.d_ff = 16
+lm.ReformerLM.d_attention_key = 4
+lm.ReformerLM.d_attention_value = 4
+lm.ReformerLM.n_layers = 1
+lm.ReformerLM.n_heads = 2
+lm.ReformerLM.dropout = 0.0
+lm.ReformerLM.attention_type = @lsh.lsh()
+lsh.lsh.chunk_len = 8
+lsh.lsh.n_hashes = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with the runs `bytes` and `numbers`, and no data any more."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "corpus.txt").write_text("grün ist das Gras, " * 60)
+        (folder / "run.gin").write_text(RUN)
+        for name, overrides in {
+            "bytes": [],
+            "numbers": [
+                "loop.train.task=@duplication.duplication()",
+                "lm.ReformerLM.vocab_size=128",
+                "duplication.duplication.length=32",
+            ],
+        }.items():
+            flags = [f"--config={override}" for override in overrides]
+            patch.setattr(
+                sys, "argv", ["train.py", "--config_file=run.gin", f"--output_dir={name}", *flags]
+            )
+            assert script.run(train.main) == 0
+        (folder / "corpus.txt").unlink()
+    gin.clear_config()
+    return folder
+
+
+@pytest.fixture
+def run(runs, monkeypatch, capsys):
+    """`(exit code, stdout, stderr)` of generate.py with a standard input."""
+    monkeypatch.chdir(runs)
+
+    def run(*flags, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        return call(generate.main, monkeypatch, capsys, *flags)
+
+    yield run
+    gin.clear_config()
+
+
+FLAGS = ["--output_dir=bytes", "--max_new_tokens=24"]
+
+
+def test_the_text_is_that_of_the_function(run):
+    code, out, err = run(*FLAGS, "--prompt=grü", "--seed=4", "--temperature=0.9", "--top_k=40")
+    assert code == 0
+    assert err.startswith("24 tokens in ") and err.rstrip().endswith("tokens/s")
+    # In Python: the same config, the same checkpoint.
+    from reformax.training import loop
+
+    config.parse(["bytes/config.gin"])
+    settings = config.bindings(loop.train, script.MODEL)
+    args = type("Args", (), dict(output_dir="bytes", checkpoint="best"))
+    model, params, _ = script.restore_model(args, settings)
+    prompt = list("grü".encode())
+    (row,) = generation.generate(
+        model, params, [prompt], 24, seed=4, temperature=0.9, top_k=40, max_length=32
+    )
+    assert out == bytes([*prompt, *row]).decode(errors="replace") + "\n"
+
+
+def test_prompts_come_from_everywhere(run, runs):
+    (runs / "prompt.txt").write_bytes("für ".encode())
+    _, out, _ = run(*FLAGS, "--prompt=für ")  # no data is needed any more
+    assert out.startswith("für ") and len(out) > 10
+    assert run(*FLAGS, "--prompt_file=prompt.txt")[1] == out
+    assert run(*FLAGS, "--prompt_file=-", stdin="für ".encode())[1] == out
+    assert run(*FLAGS, stdin="für ".encode())[1] == out
+    code, empty, _ = run(*FLAGS)
+    assert code == 0 and empty == run(*FLAGS, "--prompt=")[1] != out
+
+
+def test_several_rows(run):
+    code, out, err = run(*FLAGS, "--prompt=a", "--prompt=bc", "--num_samples=2")
+    assert code == 0 and err.startswith("96 tokens in ")
+    parts = out.split("--- ")[1:]
+    assert [part.splitlines()[0] for part in parts] == [f"{i} of 4" for i in (1, 2, 3, 4)]
+    texts = [part.split("\n", 1)[1] for part in parts]
+    assert [text[0] for text in texts] == ["a", "a", "b", "b"]
+    assert texts[0] != texts[1]
+
+
+def test_flags_are_heeded(run):
+    def text(*more):
+        code, out, err = run(*FLAGS, "--prompt=das ", *more)
+        assert code == 0, err
+        return out
+
+    base = text()
+    assert text("--checkpoint=3") == base
+    assert text("--temperature=0") == text("--top_k=1", "--seed=5")
+    for more in ("--seed=1", "--temperature=0.1", "--top_p=0.01", "--max_new_tokens=25"):
+        assert text(more) != base, more
+    assert text("--config=lm.ReformerLM.dtype='bfloat16'")
+    _, _, err = run(*FLAGS, "--prompt=das ", "--config=loop.train.steps=9")
+    assert "note: --config='loop.train.steps=9' set something" in err
+
+
+def test_a_model_of_numbers(run):
+    flags = ["--output_dir=numbers", "--max_new_tokens=5", "--prompt=0 17 99"]
+    code, out, _ = run(*flags)
+    words = [int(word) for word in out.split()]
+    assert code == 0 and words[:3] == [0, 17, 99] and len(words) == 8
+    assert all(0 <= word < 128 for word in words)
+
+
+def test_utf8_is_valid_at_every_moment(capsys):
+    write = generate._writer(is_bytes=True)
+    for byte in "ü€".encode():
+        write([byte])
+    write([0xFF, 0xC3])
+    write([], final=True)
+    assert capsys.readouterr().out == "ü€\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_an_interrupt_keeps_what_was_written(run, monkeypatch):
+    def stream(*_, **__):
+        yield np.array([[97]])
+        yield np.array([[98]])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("reformax.generation.loop.stream", stream)
+    code, out, err = run(*FLAGS, "--prompt=>")
+    assert (code, out) == (130, ">ab\n") and err.startswith("2 tokens in")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--output_dir=nowhere"], "output_dir=nowhere holds no run"),
+        (["--checkpoint=9"], "no checkpoint of step 9"),
+        (["--max_new_tokens=0"], "max_new_tokens is 0: expected at least 1"),
+        (["--num_samples=0"], "num_samples is 0: expected at least 1"),
+        (["--temperature=-1"], "temperature is -1.0: expected 0"),
+        (["--max_length=9"], "max_new_tokens is 24: with a prompt of 0 tokens that is 24, above"),
+        (["--prompt_file=nothing.txt"], "No such file"),
+        (["--output_dir=numbers", "--prompt=text"], "prompt is 'text': this is no model of bytes"),
+        (["--output_dir=numbers", "--prompt=128"], "prompts[0] has tokens from 128 to 128"),
+        (["--config=lm.ReformerLM.d_modle=4"], "did you mean d_model"),
+    ],
+)
+def test_a_mistake_is_one_line(run, flags, message):
+    code, out, err = run(*FLAGS, *flags)
+    assert code in (1, 2) and out == ""
+    assert err.count("\n") == 1 and message in err

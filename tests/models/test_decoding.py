@@ -1,0 +1,170 @@
+"""Decoding a language model: prefill and steps give the logits of one forward over all tokens."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.models import ReformerLM, TransformerLM
+from reformax.ops import dense, local, lsh, shared_qk
+from tests.layers import plain
+from tests.layers.plain import fast_jit
+
+RNG = jax.random.PRNGKey(4)
+LENGTH = 23
+SMALL = dict(
+    vocab_size=16,
+    d_model=8,
+    d_ff=20,
+    d_attention_key=4,
+    d_attention_value=4,
+    n_layers=2,
+    n_heads=2,
+    mode="eval",
+)
+LOCAL, STRICT = (
+    local.local(chunk_len=4),
+    lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True),
+)
+AXIAL = dict(pos_type="axial", pos_axial_shape=(5, 6), pos_d_axial_embs=(2, 6))
+MODELS = {
+    "transformer, rotary": (TransformerLM, dense.dense(), {}),
+    "transformer, axial, shared": (TransformerLM, shared_qk.shared_qk(), AXIAL),
+    "reformer, rotary": (ReformerLM, (LOCAL, STRICT), dict(n_layers=4)),
+    "reformer, axial": (ReformerLM, (LOCAL, STRICT), AXIAL | dict(ff_chunk_size=5)),
+    "reformer, sinusoidal": (ReformerLM, (STRICT,), dict(pos_type="sinusoidal")),
+    "reformer, none": (ReformerLM, (LOCAL, dense.dense()), dict(pos_type="none")),
+}
+
+
+def make(name, **options):
+    constructor, op, own = MODELS[name]
+    model = constructor(**SMALL | own | options, attention_type=op)
+    return model, plain.init(model, (2, LENGTH))
+
+
+def some_tokens(batch=2, length=LENGTH, seed=0):
+    return np.random.default_rng(seed).integers(0, 16, (batch, length), np.int32)
+
+
+@functools.cache
+def programs(model, capacity):
+    start = fast_jit(lambda params, t, n: model.prefill(params, t, n, capacity, RNG))
+    return start, fast_jit(model.step)
+
+
+def decode(model, params, tokens, lengths, capacity=LENGTH, n_prompt=None):
+    """`{(row, t): logits of token t}`, from prompts of `lengths` and then token by token."""
+    lengths = np.array(lengths, np.int32)
+    n_prompt = lengths.max() if n_prompt is None else n_prompt
+    prompt = np.where(np.arange(n_prompt) < lengths[:, None], tokens[:, :n_prompt], 7)
+    start, step = programs(model, capacity)
+    logits, decoding = start(params, prompt, lengths)
+    params = model.for_decoding(params)
+    found, rows = {}, np.arange(len(lengths))
+    for n in range(tokens.shape[1] - lengths.max() + 1):
+        found |= {(b, lengths[b] + n): np.asarray(logits[b]) for b in rows}
+        if lengths.max() + n < tokens.shape[1]:
+            logits, decoding = step(params, tokens[rows, lengths + n], decoding)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_position_is_that_of_the_forward(name):
+    """Rows of different lengths, an empty one among them, padded further than the longest."""
+    model, params = make(name)
+    tokens = some_tokens(3)
+    whole = fast_jit(model.apply)(params, np.pad(tokens, ((0, 0), (0, 1))), RNG)
+    found = decode(model, params, tokens, [9, 0, 4], capacity=LENGTH + 1, n_prompt=11)
+    assert {t for b, t in found if b == 1} == set(range(LENGTH - 9 + 1))
+    for (b, t), logits in found.items():
+        np.testing.assert_allclose(logits, whole[b, t], atol=1e-5 * max(1, np.abs(whole).max()))
+
+
+def test_ordinary_lsh_in_one_layer_is_the_last_row_of_each_forward():
+    """The tokens so far, padded to the capacity, as evaluation would read them."""
+    op = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4)
+    model = ReformerLM(**SMALL | dict(n_layers=1), attention_type=op)
+    params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
+    found = decode(model, params, tokens, [6, 6])
+    for n in (6, 7, 13, 22):
+        # The token at n is not read by its own prediction, but its position is hashed.
+        logits = fast_jit(model.apply)(params, tokens[:, : n + 1], RNG)
+        np.testing.assert_allclose(found[0, n], logits[0, n], atol=1e-5)
+        np.testing.assert_allclose(found[1, n], logits[1, n], atol=1e-5)
+
+
+def test_a_prompt_is_the_forward_whatever_the_algorithm():
+    """Deep stacks of ordinary LSH too: prefill is the evaluation of the prompt."""
+    op = lsh.lsh(chunk_len=4, n_hashes=2, n_hashes_eval=3, n_buckets=4)
+    model = ReformerLM(**SMALL, attention_type=(LOCAL, op))
+    params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
+    logits = fast_jit(model.apply)(params, tokens, RNG)
+    found = decode(model, params, tokens[:, :-1], [LENGTH - 1] * 2)
+    np.testing.assert_allclose(found[0, LENGTH - 1], logits[0, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reformer, rotary", "transformer, rotary"])
+def test_a_row_is_the_same_alone(name):
+    model, params = make(name)
+    tokens, lengths = some_tokens(3), [9, 2, 6]
+    together = decode(model, params, tokens, lengths)
+    for b, n in enumerate(lengths):
+        alone = decode(model, params, tokens[b : b + 1, :14], [n], n_prompt=9)
+        for t in range(n, n + 6):
+            np.testing.assert_allclose(together[b, t], alone[0, t], atol=1e-5)
+
+
+def test_exact_streams_are_on_the_grid():
+    """Rounding to 2^-12 makes of the last bit's difference a step of the grid, not more."""
+    model, params = make("reformer, rotary", exact=True)
+    tokens = some_tokens()
+    whole = fast_jit(model.apply)(params, tokens, RNG)
+    for (b, t), logits in decode(model, params, tokens[:, :-1], [9, 9]).items():
+        np.testing.assert_allclose(logits, whole[b, t], atol=5e-3)
+
+
+@pytest.mark.parametrize("name", ["reformer, rotary", "transformer, rotary"])
+def test_bfloat16(name):
+    model, params = make(name, dtype="bfloat16")
+    tokens = some_tokens()
+    whole = np.asarray(fast_jit(model.apply)(params, tokens, RNG))
+    found = decode(model, params, tokens[:, :-1], [9, 9])
+    errors = [np.abs(logits - whole[b, t]).max() for (b, t), logits in found.items()]
+    assert np.median(errors) < 0.02 * np.abs(whole).max()
+    weights = model.for_decoding(params)["stack"]
+    assert len(weights) == 2  # repeats of the cycle
+    for name, block in weights[0].items():
+        assert all(w.dtype == jnp.bfloat16 for w in jax.tree.leaves(block["attention"])), name
+        assert all(w.dtype == jnp.float32 for w in jax.tree.leaves(block["attention_norm"])), name
+
+
+def test_hashes_are_those_of_the_rng():
+    op = lsh.lsh(chunk_len=4, n_hashes=1, n_buckets=8, strictly_causal=True)
+    model = ReformerLM(**SMALL, attention_type=op)
+    params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
+    lengths = np.array([22, 22])
+    start = fast_jit(lambda rng: model.prefill(params, tokens[:, :22], lengths, LENGTH, rng)[0])
+    one, other = start(RNG), start(jax.random.PRNGKey(9))
+    np.testing.assert_array_equal(one, start(RNG))
+    assert np.abs(one - other).max() > 1e-3
+
+
+def test_errors():
+    model, params = make("reformer, axial")
+    tokens, lengths = some_tokens(), np.array([LENGTH] * 2)
+    with pytest.raises(ValueError, match="^capacity is 31: expected at most 30, which"):
+        model.prefill(params, tokens, lengths, 31, RNG)
+    with pytest.raises(ValueError, match="^capacity is 23: expected more than 23, the prompts'"):
+        model.prefill(params, tokens, lengths, LENGTH, RNG)
+    with pytest.raises(ValueError, match="^rng is None"):
+        model.prefill(params, tokens, lengths, 30)
+    model, params = make("reformer, rotary", mode="train")
+    with pytest.raises(ValueError, match="^causal=True and mode='train': decoding needs"):
+        model.prefill(params, tokens, lengths, 30, RNG)
+    op = dense.dense()._replace(step=None, init_cache=None)
+    model = TransformerLM(**SMALL, attention_type=op)
+    with pytest.raises(NotImplementedError, match="it has no step to decode with"):
+        model.prefill(plain.init(model, (2, LENGTH)), tokens, lengths, 30, RNG)

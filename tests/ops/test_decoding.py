@@ -1,0 +1,202 @@
+"""Decoding: a step of every op is the last row of its attention over the tokens so far."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reformax.ops import cache, lsh
+from tests.ops.fast import fast_jit
+from tests.ops.rows import ROWS
+
+KEY = jax.random.key(3)
+# In a circle of chunks padding counts: the op has a test of its own below.
+DECODING = [
+    row
+    for row in ROWS  # a step is the same whatever the implementation
+    if not row.no_step and row.name != "lsh_circle" and "pallas" not in row.name
+]
+over_rows = pytest.mark.parametrize("row", DECODING, ids=[row.name for row in DECODING])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_every_op_decodes_or_says_why_not(row):
+    op = row.op()
+    assert (op.step is None) == (op.init_cache is None) == bool(row.no_step)
+
+
+def draw_inputs(op, batch, length, dtype=np.float32, seed=0):
+    """`(q, k, v)` of 2 heads; k None where the op shares it."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(batch, length, 2, d)).astype(dtype) for d in (4, 4, 3))
+    return q, (None if op.traits.shared_qk else k), v
+
+
+def cut(inputs, *index):
+    return tuple(None if x is None else x[index] for x in inputs)
+
+
+def run(op, inputs, lengths, n_prompt, capacity):
+    """Every row's prompt of `lengths`, padded to `n_prompt`, then as many steps as fit.
+
+    Returns:
+      `{(row, position): output}` of the steps.
+    """
+    n_rows = len(lengths)
+    total = inputs[0].shape[1]
+    prompt = cut(inputs, slice(None), slice(0, n_prompt))
+    segments = jnp.asarray(np.arange(n_prompt) < lengths[:, None], jnp.int32)
+
+    @fast_jit
+    def start(prompt, lengths):
+        plan = op.plan(
+            (),
+            *prompt[:2],
+            segments=segments,
+            causal=True,
+            rng=KEY,
+            train=False,
+            length=capacity,
+        )
+        return op.init_cache((), *prompt, plan=plan, lengths=lengths, capacity=capacity, rng=KEY)
+
+    @fast_jit
+    def step(new, cache, position):
+        return op.step((), *new, cache, position=position)
+
+    outs, position, held = {}, lengths.copy(), start(prompt, lengths)
+    shapes = jax.tree.map(jnp.shape, held)
+    for _ in range(total - lengths.max()):
+        new = (None if x is None else x[np.arange(n_rows), position][:, None] for x in inputs)
+        out, held = step(tuple(new), held, position)
+        assert out.dtype == inputs[2].dtype
+        assert jax.tree.map(jnp.shape, held) == shapes
+        outs |= {(b, t): np.asarray(out[b, 0]) for b, t in enumerate(position)}
+        position = position + 1
+    return outs
+
+
+def forward(op, length):
+    """Attention of arrays of `length` whose first n positions are tokens and the rest padding."""
+
+    @fast_jit
+    def run(inputs, n):
+        segments = jnp.broadcast_to(jnp.arange(length) < n, inputs[0].shape[:2]).astype(jnp.int32)
+        return op(*inputs, causal=True, segments=segments, rng=KEY, train=False)
+
+    return run
+
+
+@over_rows
+@settings(deadline=None, max_examples=2)
+@given(data=st.data())
+def test_a_step_is_the_last_row(row, data):
+    """Rows of different lengths, none of them a multiple of anything."""
+    options = {name: data.draw(st.sampled_from(values)) for name, values in row.options.items()}
+    op = row.op(**options)
+    total = data.draw(st.sampled_from((19, 26)))
+    n_prompt = data.draw(st.sampled_from((1, 7, 13)))
+    lengths = np.array([n_prompt, data.draw(st.integers(1, n_prompt))], np.int32)
+    inputs = draw_inputs(op, 2, total, seed=data.draw(st.integers(0, 2**31)))
+    attend = forward(op, total)
+    for (b, t), out in run(op, inputs, lengths, n_prompt, capacity=total).items():
+        want = attend(inputs, t + 1)[b, t]
+        np.testing.assert_allclose(out, want, atol=1e-5 * max(1, np.abs(want).max()))
+
+
+@over_rows
+def test_arrays_without_padding(row):
+    """The row over exactly the tokens so far, whatever the capacity."""
+    op, lengths = row.op(), np.array([5, 3], np.int32)
+    inputs = draw_inputs(op, 2, 24)
+    outs = run(op, inputs, lengths, n_prompt=5, capacity=40)
+    now = cut(inputs, slice(0, 1), slice(0, 17))
+    want = fast_jit(lambda x: op(*x, causal=True, rng=KEY, train=False))(now)[0, -1]
+    np.testing.assert_allclose(outs[0, 16], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", DECODING[1::2], ids=[row.name for row in DECODING[1::2]])
+def test_bfloat16(row):
+    op, lengths = row.op(), np.array([5], np.int32)
+    inputs = draw_inputs(op, 1, 20, jnp.bfloat16)
+    attend = forward(op, 20)
+    for (b, t), out in run(op, inputs, lengths, n_prompt=5, capacity=20).items():
+        want = np.asarray(attend(inputs, t + 1)[b, t], np.float32)
+        np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=2e-2 * 3)
+
+
+STABLE = [row for row in DECODING if not row.op().traits.random_plan or "strict" in row.name]
+
+
+@pytest.mark.parametrize("row", STABLE, ids=[row.name for row in STABLE])
+def test_all_steps_are_one_forward(row):
+    """Where nothing later decides what a position sees: one call over all tokens has every step."""
+    op, lengths = row.op(), np.array([9, 4], np.int32)
+    inputs = draw_inputs(op, 2, 37)
+    whole = fast_jit(lambda *x: op(*x, causal=True, rng=KEY, train=False))(*inputs)
+    for (b, t), out in run(op, inputs, lengths, n_prompt=9, capacity=37).items():
+        np.testing.assert_allclose(out, whole[b, t], atol=1e-5)
+
+
+def test_ordinary_lsh_at_once_is_another_function():
+    """What `strictly_causal` is for: a later token moves a border, and an earlier row changes."""
+    op, lengths = lsh.lsh(chunk_len=4, n_hashes=1, n_buckets=4), np.array([1], np.int32)
+    inputs = draw_inputs(op, 1, 37)
+    whole = fast_jit(lambda q, v: op(q, None, v, causal=True, rng=KEY))(inputs[0], inputs[2])
+    outs = run(op, inputs, lengths, n_prompt=1, capacity=37)
+    errors = [np.abs(out - whole[b, t]).max() for (b, t), out in outs.items()]
+    assert max(errors) > 1e-2
+
+
+def test_local_attention_keeps_its_window_alone():
+    rings = {
+        "local": 2 * 8,  # the chunk before and its own
+        "local_shared": 2 * 8,
+        "local_window": 6,
+        "dense": 40,
+    }
+    for row in DECODING:
+        if row.name in rings:
+            op = row.op()
+            prompt = draw_inputs(op, 1, 11)
+            lengths = np.array([11])
+            held = op.init_cache((), *prompt, plan=(), lengths=lengths, capacity=40, rng=None)
+            assert held.keys.shape == (1, 2, rings[row.name], 4)
+
+
+def test_a_ring_holds_the_last_positions():
+    k = np.arange(11, dtype=np.float32).reshape(1, 11, 1, 1).repeat(3, axis=0)
+    ring = cache.keep(k, k, np.array([11, 5, 0]), n_slots=4)
+    assert sorted(np.ravel(ring.keys[0])) == [7, 8, 9, 10]
+    assert sorted(np.ravel(ring.keys[1])) == [1, 2, 3, 4]
+    held = np.asarray(cache.positions_by_slot(jnp.array([10, 4, -1]), 4))
+    np.testing.assert_array_equal(np.ravel(ring.keys[:2]), held[:2].ravel())
+    assert np.all(held[2] < 0)
+    ring = cache.put(ring, k[:, :1] + 99, k[:, :1], np.array([11, 5, 0]))
+    assert sorted(np.ravel(ring.keys[0])) == [8, 9, 10, 99]
+    assert sorted(np.ravel(ring.keys[1])) == [2, 3, 4, 99]
+
+
+@pytest.mark.parametrize("pad_chunks", [1, 3])
+@pytest.mark.parametrize("n_chunks_before", [1, 2])
+def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
+    """The last row of attention over the tokens so far and no padding but that to whole chunks."""
+    op = lsh.lsh(
+        chunk_len=4,
+        n_hashes=3,
+        n_buckets=4,
+        n_chunks_before=n_chunks_before,
+        count_once=False,
+        wrap=True,
+        pad_chunks=pad_chunks,
+    )
+    inputs = draw_inputs(op, 2, 19)
+    outs = run(op, inputs, np.array([3, 6]), 6, 25)
+    for n in (4, 5, 8, 9, 12, 13, 16):
+        so_far = cut(inputs, slice(None), slice(0, n))
+        want = fast_jit(lambda q, k, v: op(q, k, v, causal=True, rng=KEY, train=False))(*so_far)
+        for b in range(2):
+            if (b, n - 1) in outs:
+                np.testing.assert_allclose(outs[b, n - 1], want[b, n - 1], atol=1e-5)

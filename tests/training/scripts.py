@@ -1,0 +1,16 @@
+"""Scripts called in this process, as from a command line."""
+
+import sys
+
+from reformax.training import script
+
+
+def call(main, monkeypatch, capsys, *arguments):
+    """(exit code, stdout, stderr) of a script's main with these flags."""
+    monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+    try:
+        code = script.run(main)
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
