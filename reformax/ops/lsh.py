@@ -120,18 +120,18 @@ def lsh(
         return chunked_attention(q, k, v, chunks, plan, segments, rng)
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
-        del params, k
-        sizes, n_rounds = sizes_for(capacity), plan.order.shape[2]
-        rotations = draw_rotations(q, sizes, n_rounds, rng)
-
-        def to_capacity(x):  # a row's tokens come first, by position as by place
-            x = x[..., :capacity]
-            return jnp.pad(x, ((0, 0),) * 3 + ((0, capacity - x.shape[-1]),))
-
+        del params, k, plan  # a plan has no buckets, and may do without an order
+        sizes, length = sizes_for(capacity), q.shape[1]
+        rotations = draw_rotations(q, sizes, n_hashes_eval, rng)
+        buckets = hash_by(rotations, q, sizes)
+        is_token = jnp.arange(length) < lengths[:, None, None, None]
+        last = math.prod(sizes)
+        order = sort_by_bucket(jnp.where(is_token, buckets, last), last, None, 0).order
+        n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
         return Hashed(
             keep(length_normalize(q), v, lengths, capacity),
-            to_capacity(hash_by(rotations, q, sizes)),
-            to_capacity(plan.order),
+            jnp.pad(buckets, n_free),
+            jnp.pad(order, n_free),
             rotations,
         )
 
