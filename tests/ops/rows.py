@@ -136,12 +136,13 @@ def _circle(options, plan, shape, causal, segments):
     sizes = {name: options[name] for name in ("chunk_len", "n_chunks_before", "n_chunks_after")}
     n_keys, whole = shape.n_keys, options["chunk_len"] * options["pad_chunks"]
     length = -(-n_keys // whole) * whole if n_keys > options["chunk_len"] else n_keys
+    if plan is None:
+        return _hashed(options, plan, shape, causal, segments)
     if not plan:
         place = np.arange(n_keys)[None]
         return visible(shape, causal, segments) * around(place, length, **sizes)
-    if n_keys > options["chunk_len"]:
-        assert plan.order.shape[-1] > length or not sum(list(sizes.values())[1:])
-    first = 0 if n_keys <= options["chunk_len"] else sizes["n_chunks_before"] * sizes["chunk_len"]
+    assert plan.order.shape[-1] > length or not sum(list(sizes.values())[1:])
+    first = sizes["n_chunks_before"] * sizes["chunk_len"]
     place = np.asarray(plan.slot)[..., :n_keys] - first
     counts = [[around(head, length, **sizes) for head in example] for example in place]
     return except_self(visible(shape, causal, segments) * np.array(counts))
