@@ -88,17 +88,18 @@ class FeedForward(Layer):
         self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None
     ) -> Float[Array, "B C D"]:
         """The layer at the positions from `start` on, all of a sequence or a part of it."""
-        params = jax.tree.map(lambda w: w.astype(x.dtype), params)
         train = self._mode == "train"
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
+        w1, w2 = (params[name].astype(x.dtype) for name in ("w1", "w2"))
 
         def drop(x, rate, rng):
             return dropout(x, rate if train else 0.0, rng, start=start)
 
-        hidden = self._activation(x @ params["w1"] + params["b1"])
-        hidden = drop(hidden, self._hidden_dropout, hidden_rng)
-        out = _narrow(hidden, params["w2"]) + params["b2"]
-        return drop(out, self._dropout, output_rng)
+        # Products in the dtype of `x`; what is between them in float32, which is never stored.
+        hidden = self._activation((x @ w1).astype(jnp.float32) + params["b1"])
+        hidden = drop(hidden, self._hidden_dropout, hidden_rng).astype(x.dtype)
+        out = _narrow(hidden, w2).astype(jnp.float32) + params["b2"]
+        return drop(out, self._dropout, output_rng).astype(x.dtype)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         length, size = x.shape[1], self._chunk_size
