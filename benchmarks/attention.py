@@ -185,7 +185,7 @@ def oracle(row: Row, plan: chunked.Order | None, q: Array, k: Array | None, v: A
 
 
 def _except_self(masks: list[Bool[Array, "B N T T"]]) -> list[Bool[Array, "B N T T"]]:
-    """Hides positions from themselves in all rounds; one that sees nothing else sees itself once."""
+    """Hides positions from themselves; one that sees nothing else sees itself, once."""
     itself = jnp.eye(masks[0].shape[-1], dtype=bool)
     others = [mask & ~itself for mask in masks]
     alone = ~functools.reduce(jnp.logical_or, others).any(axis=-1, keepdims=True)
