@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.measuring import reason
 from reformax import models
 from reformax.layers import tl
 from reformax.layers._trax import signature
@@ -253,11 +254,7 @@ def table(results: dict[str, Runner | Exception], shape: Shape) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for name, r in results.items():
         if not isinstance(r, Runner):
-            reason = f"{type(r).__name__}: {r}".replace("|", "/")
-            # Trax's messages begin with where a layer was made and end with what happened.
-            reason = " ".join(reason.split())
-            reason = reason if len(reason) < 160 else f"{reason[:60]} ... {reason[-95:]}"
-            lines.append([name, reason, *["-"] * (len(head) - 2)])
+            lines.append([name, reason(r), *["-"] * (len(head) - 2)])
             continue
         lines.append(
             [

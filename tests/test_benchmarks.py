@@ -1,11 +1,16 @@
-"""The benchmarks of a training step and of generation, on shapes that take no time."""
+"""The benchmarks of a step, of attention and of generation, on shapes that take no time."""
 
+import json
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import generation, step
+from benchmarks import attention, attention_torch, generation, measuring, step
+from reformax.ops import lsh
 
 TINY = step.Shape(
     batch=2,
@@ -154,3 +159,179 @@ def test_a_missing_peer_is_a_row(monkeypatch, capsys):
     name = "Hugging Face, float32, generate"
     assert cells(printed, name)[2] == "ImportError: no module / named torch"
     assert "batch 1: inf times their fastest" in printed
+
+
+TINY_ATTENTION = attention.Shape(
+    tokens=128,
+    lengths=(64, 128),
+    n_heads=2,
+    d_head=8,
+    chunk_len=16,
+    dtype="float32",
+    check_length=60,
+    check_dtypes=("float32",),
+)
+ATTENTION = {
+    name: row
+    for name, row in attention.rows(TINY_ATTENTION.chunk_len).items()
+    if name in ("LSH, 1 hash", "local")
+}
+
+
+@pytest.fixture
+def tiny_attention(monkeypatch):
+    """`benchmarks.attention` with two rows, which a test may change."""
+    rows = dict(ATTENTION)
+    monkeypatch.setattr(attention, "rows", lambda chunk_len, xla: rows)
+    monkeypatch.setattr(measuring, "N_QUEUED", 2)
+    monkeypatch.setitem(attention.SHAPES, "cpu", TINY_ATTENTION)
+    monkeypatch.setattr(attention.jax, "default_backend", lambda: "cpu")
+    return rows
+
+
+def wrong_output(op):
+    return op._replace(apply=lambda *args, **options: 1.001 * op.apply(*args, **options))
+
+
+def wrong_gradient(op):
+    def apply(params, q, *args, **options):
+        return op.apply(params, q + 1e-3 * (q - jax.lax.stop_gradient(q)), *args, **options)
+
+    return op._replace(apply=apply)
+
+
+def wrong_plan(op):
+    def plan(*args, **options):
+        order = op.plan(*args, **options)
+        return order._replace(order=jnp.broadcast_to(jnp.arange(64), order.order.shape))
+
+    return op._replace(plan=plan)
+
+
+def lost_positions(op):
+    def plan(*args, **options):
+        order = op.plan(*args, **options)
+        return order._replace(order=order.order // 2 * 2)
+
+    return op._replace(plan=plan)
+
+
+def spoiled(spoil):
+    """A row whose op `spoil` changes, and the op it is compared with not."""
+
+    def make(impl, **options):
+        op = lsh.lsh(**options, impl=impl)
+        return op if impl == "xla" else spoil(op)
+
+    return attention.Row(make, ATTENTION["LSH, 1 hash"].options)
+
+
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (wrong_output, "the output in float32 is"),
+        (wrong_gradient, "the gradient in float32 is"),
+        (wrong_plan, "of neighbours by their buckets"),
+        (lost_positions, "the plan is no permutation"),
+    ],
+)
+def test_attention_that_is_wrong_is_found(spoil, reason):
+    with pytest.raises(ArithmeticError, match=reason):
+        attention.check(spoiled(spoil), TINY_ATTENTION, "float32")
+
+
+def test_attention_is_timed_and_drawn_where_it_is_right(tiny_attention, capsys, tmp_path):
+    path = tmp_path / "attention.png"
+    tiny_attention["wrong"] = spoiled(lost_positions)
+    with pytest.raises(SystemExit, match="failed: wrong$"):
+        attention.main(["--repeats=1", "--lengths", "64", f"--plot={path}"])
+    printed = capsys.readouterr().out
+    assert path.stat().st_size > 0
+    errors, times, crossovers = (
+        printed[printed.index(mark) :].partition("\n\n")[2].partition("\n\n")[0]
+        for mark in ("Largest errors", "2 x 64 tokens", "Faster than")
+    )
+    for name in ATTENTION:
+        assert all(float(x) < 1e-5 for x in cells(errors, name)[1:3])
+        assert float(cells(times, name)[1].split()[0]) > 0
+        assert len(cells(times, name)) == len(cells(times, "attention"))
+        assert cells(crossovers, name)[1] in ("64", "-")
+    assert cells(errors, "LSH, 1 hash")[3] == "100.0%"
+    assert cells(times, "dense")[-1] == "1.00 (1.00)"
+    assert cells(times, "wrong")[1] == "ArithmeticError: the plan is no permutation"
+    assert set(cells(times, "wrong")[2:]) == {"-"}
+
+
+def test_a_key_of_several_rounds_counts_as_often_in_the_oracle():
+    row = ATTENTION["LSH, 1 hash"]
+    row = row._replace(options=row.options | dict(n_hashes=2, count_once=False))
+    assert attention.check(row, TINY_ATTENTION, "float32").output < 1e-5
+    once = row._replace(options=row.options | dict(count_once=True))
+    mixed = once._replace(make=lambda **o: lsh.lsh(**o | dict(count_once=False)))
+    with pytest.raises(ArithmeticError, match="the output"):
+        attention.check(mixed, TINY_ATTENTION, "float32")
+
+
+def test_kernels_are_held_to_array_operations_and_rows_of_those_to_the_oracle(monkeypatch):
+    def unasked(*args):
+        raise AssertionError("the oracle was asked")
+
+    monkeypatch.setattr(attention, "oracle", unasked)
+    row = ATTENTION["local"]._replace(impl="pallas_interpret")
+    shape = TINY_ATTENTION._replace(check_length=20, n_heads=1)
+    assert attention.check(row, shape, "float32").gradient < 1e-5
+    with pytest.raises(AssertionError):
+        attention.check(ATTENTION["local"], shape, "float32")
+
+
+def test_a_row_that_does_not_compile_is_its_reason():
+    def fail(**options):
+        raise MemoryError("out of memory")
+
+    rows = {"dense": None, "wrong": attention.Row(fail, {})}
+    with ThreadPoolExecutor(1) as pool:
+        results = dict(attention.measure(rows, TINY_ATTENTION, 64, 1, pool))
+    assert isinstance(results["dense"], attention.Result)
+    assert isinstance(results["wrong"], MemoryError)
+
+
+def test_peers_in_torch_fail_as_rows(monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("no | GPU")
+
+    monkeypatch.setattr(attention_torch, "rows", lambda: {"peer": (fail, {})})
+    (row,) = attention_torch.answer({}, repeats=1)
+    assert row == {"name": "peer", "error": "RuntimeError: no / GPU"}
+    known = attention._peer_result(json.loads(json.dumps(row)))
+    assert cells(attention.time_line("peer", known, None), "peer")[1] == row["error"]
+
+
+def test_a_process_of_peers_that_ends_is_a_row_and_the_next_length_has_another():
+    peers = attention.Peers(sys.executable)
+    peers._command = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"]
+    for _ in range(2):
+        ((_, error),) = peers.measure(TINY_ATTENTION, 64, 1)
+        assert str(error) == "ended with status 3"
+    peers._command = [sys.executable, "-c", 'input(); print(\'{"name": "x", "error": "y"}\\n{}\')']
+    ((name, error),) = peers.measure(TINY_ATTENTION, 64, 1)
+    assert (name, str(error)) == ("x", "y")
+    peers.close()
+
+
+def test_the_crossover_is_where_a_row_stays_faster():
+    def known(*milliseconds):
+        return [attention.Result(*[attention.Times(ms, ms)] * 2, 0.0) for ms in milliseconds]
+
+    lengths = (1, 2, 4, 8)
+    table = dict(a=known(1, 3, 1, 1), b=known(2, 2, 2, 3), dense=known(2, 2, 2, 2))
+    results = {n: {name: row[i] for name, row in table.items()} for i, n in enumerate(lengths)}
+    assert attention.crossover(results, "a", "forward") == 4
+    assert attention.crossover(results, "b", "gradient") is None
+    results[4]["a"] = MemoryError()
+    assert attention.crossover(results, "a", "forward") == 8
+
+
+def test_lengths_that_do_not_divide_the_tokens_are_refused(tiny_attention, capsys):
+    with pytest.raises(SystemExit):
+        attention.main(["--lengths", "48"])
+    assert "--lengths has [48]" in capsys.readouterr().err
