@@ -8,10 +8,10 @@ by step, so that whatever else the machine does falls on all of them; times are 
 Transformer, whose long steps would leave the next in turn cold caches, is timed by itself at the
 end, at most three times.
 
-All have axial positions, no dropout, and n_layers that cycle through local and LSH attention with
-as many buckets and hashes; the TransformerLM has full attention instead. Trax computes its LSH
+All have axial positions, the same dropout, and n_layers that cycle through local and LSH attention
+with as many buckets and hashes; the TransformerLM has full attention instead. Trax computes its LSH
 heads one at a time unless told otherwise, so it is timed as it comes (n_parallel_heads=1) and with
-all of them at once (None). On a CPU reformax takes its feed-forward layers in chunks. A model that
+all of them at once (None). reformax takes its feed-forward layers in chunks. A model that
 fails, for want of memory say, or whose first loss is not that of a guess, has the reason in its row
 in place of numbers.
 
@@ -63,6 +63,7 @@ class Shape(NamedTuple):
     lsh_chunk_len: int = 64
     trax_lsh_chunk_len: int = 64
     n_hashes: int = 2
+    dropout: float = 0.0
     ff_chunk_size: int = 0  # of reformax
     dtypes: tuple[str, ...] = ("float32",)  # of reformax; Trax's is float32
 
@@ -77,6 +78,8 @@ _paper = functools.partial(
     cycle=("local", "local", "lsh", "local"),
     local_chunk_len=128,
     trax_lsh_chunk_len=256,
+    dropout=0.1,
+    ff_chunk_size=32768,
     dtypes=("bfloat16", "float32"),
 )
 SHAPES = {
@@ -103,7 +106,7 @@ def arguments(shape: Shape) -> dict[str, Any]:
         d_attention_value=shape.d_head,
         n_layers=shape.n_layers,
         n_heads=shape.n_heads,
-        dropout=0.0,
+        dropout=shape.dropout,
         pos_type="axial",
         pos_axial_shape=(-(-shape.length // columns), columns),
         pos_d_axial_embs=(shape.d_model // 4, shape.d_model - shape.d_model // 4),
@@ -296,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"\n{shape.batch} x {shape.length:,} tokens, {shape.n_layers} layers "
             f"({', '.join(shape.cycle)}), d_model {shape.d_model}, d_ff {shape.d_ff}, "
             f"{shape.n_heads} heads of {shape.d_head}, {shape.n_hashes} hashes, "
-            f"{shape.dtypes[0]}, dropout 0\n\n{table(results, shape)}",
+            f"{shape.dtypes[0]}, dropout {shape.dropout}\n\n{table(results, shape)}",
             flush=True,
         )
         failed += [n for n, r in results.items() if not (isinstance(r, Runner) or TRAX in n)]
