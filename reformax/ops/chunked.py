@@ -51,6 +51,13 @@ class Order(NamedTuple):
     first: Int[Array, "B N R T"] | None = None  # by position; None: all of the chunks in reach
 
 
+def inverse(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
+    """The inverse of each permutation along the last axis."""
+    place = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=order.dtype), order.shape)
+    slot = jnp.zeros_like(order)
+    return jnp.put_along_axis(slot, order, place, axis=-1, inplace=False, mode="promise_in_bounds")
+
+
 class Chunks(NamedTuple):
     """The static part of a chunked attention: which keys a query sees, and with what weight.
 
@@ -148,6 +155,8 @@ KERNELS = ("pallas", "pallas_interpret")
 def chosen_impl(impl: str, q: Array, v: Array | None = None, **options: Any) -> str:
     """`impl`, or what "auto" stands for: the kernel where it runs, or else "xla".
 
+    Among several devices "auto" is "xla", which the compiler knows how to divide between them.
+
     Args:
       impl: what was asked for.
       q: queries.
@@ -162,6 +171,8 @@ def chosen_impl(impl: str, q: Array, v: Array | None = None, **options: Any) -> 
     obstacle = next((f"{name}={value}" for name, value in options.items() if value), None)
     if impl != "pallas_interpret":
         obstacle = obstacle or _kernel_obstacle(q, v)
+    if impl == "auto" and jax.device_count() > 1:
+        obstacle = obstacle or "several devices"
     if obstacle and impl in KERNELS:
         raise NotImplementedError(f"impl={impl!r} with {obstacle}: use impl='auto' or 'xla'")
     return "xla" if obstacle else "pallas" if impl == "auto" else impl

@@ -30,6 +30,7 @@ from reformax.ops.chunked import (
     chosen_impl,
     chunked_attention,
     in_a_circle,
+    inverse,
 )
 
 MAX_BUCKETS_UNFACTORED = 128
@@ -178,7 +179,10 @@ def lsh(
             n_pad=n_pad(q.shape[1]),
             self_score=self_score,
         )
-        return chunked_attention(q, k, v, chunks, plan, segments, rng, implementation(q, v))
+        which = implementation(q, v)
+        if which == "xla" and plan is not None and plan.slot is None:  # values rule the kernel out
+            plan = plan._replace(slot=inverse(plan.order))
+        return chunked_attention(q, k, v, chunks, plan, segments, rng, which)
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
         del params, k, plan  # a plan has no buckets, and may do without an order
@@ -396,10 +400,7 @@ def sort_by_bucket(
         order = lax.sort(buckets * length + position) % length
     else:
         order = lax.sort((buckets, position), num_keys=1, is_stable=True)[-1]
-    slot = jnp.put_along_axis(
-        jnp.zeros_like(order), order, position, axis=-1, inplace=False, mode="promise_in_bounds"
-    )
-    return Order(order, slot)
+    return Order(order, inverse(order))
 
 
 def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:

@@ -17,6 +17,7 @@ AROUND = ONE_BEFORE | dict(n_chunks_after=1, causal=False)
 SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16), (16, 32)))
 
 
+@pytest.mark.parametrize("length", [83, 128])
 @pytest.mark.parametrize(
     "options, n_rounds, packed, tiles",
     [
@@ -32,9 +33,9 @@ SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16),
         (ONE_BEFORE | dict(chunk_len=32, window=20, shared_qk=False), 0, False, WIDE),
     ],
 )
-def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles):
-    """Blocks that tile a chunk, that share one with others, and that hold several."""
-    batch, length, n_heads = 2, 83, 2
+def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length):
+    """Blocks that tile a chunk, that share one with others, and that hold several; and padding."""
+    batch, n_heads = 2, 2
     chunks = chunked.Chunks(length=length, **options)
     rng = np.random.default_rng(0)
     q, k, v, d_out = (

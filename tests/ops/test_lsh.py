@@ -170,6 +170,21 @@ def test_the_plan_sorts_the_hashes_of_the_queries():
 # The options
 
 
+def test_a_plan_made_for_the_kernel_serves_array_operations():
+    """The kernel may take queries and hashes of a size, and not the values; and keeps no inverse."""
+    q, v = draw(8, 3)
+    options = dict(chunk_len=8, n_hashes=1, n_buckets=4)
+    plan = make_plan(lsh.lsh(**options, impl="pallas_interpret"), q)
+    assert plan.slot is None
+    op = lsh.lsh(**options, impl="xla")
+    masks = dict(segments=None, causal=True, dropout=0.0, rng=None)
+    outs = [
+        fast_jit(lambda plan: op.apply((), q, None, v, plan=plan, **masks))(plan)
+        for plan in (plan, make_plan(op, q))
+    ]
+    np.testing.assert_array_equal(*outs)
+
+
 def test_number_of_hashes():
     (q,) = draw(8)
     for n_eval, expected in ((None, 3), (5, 5)):

@@ -133,8 +133,9 @@ class _Program(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether every place of every block has a position."""
-        return self.aligned and self.n_places == self.chunks.length
+        """Whether every place of every block has a position, so that loads need no mask."""
+        tiled = self.tiles.own % self.tiles.other == 0
+        return tiled and self.aligned and self.n_places == self.chunks.length
 
     @property
     def chunk_bits(self) -> int:
@@ -147,13 +148,13 @@ class _Program(NamedTuple):
 
     # Reading and writing.
 
-    def at_places(self, ref, block_or_place, exists, other, word: int | None = None) -> Array:
+    def at_places(self, ref, place, exists, other, word: int | None = None) -> Array:
         """Entries of `[B, N, R, Tp]`, or of one word of `[W, B, N, R, Tp]`, at some places."""
         index = (
             self.batch,
             self.head if ref.shape[-3] > 1 else jnp.int32(0),
             jnp.int32(self.round if ref.shape[-2] > 1 else 0),
-            block_or_place,
+            place,
         )
         index = index if word is None else (jnp.int32(word), *index)
         return self._load(ref.at[index], exists, other)
@@ -230,7 +231,8 @@ class _Program(NamedTuple):
         if self.n_rounds == 0 and c.causal:
             last = jnp.minimum(last, self.start + self.tiles.own)
         if self.n_rounds == 0 and c.window is not None:
-            first = jnp.maximum(first, self.start - c.window + 1)
+            reach = self.start - c.window + 1
+            first = jnp.maximum(first, reach // self.tiles.other * self.tiles.other)
         return first, last
 
     def queries(self):
