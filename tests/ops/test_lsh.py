@@ -171,7 +171,7 @@ def test_the_plan_sorts_the_hashes_of_the_queries():
 
 
 def test_a_plan_made_for_the_kernel_serves_array_operations():
-    """The kernel may take queries and hashes of a size, and not the values; and keeps no inverse."""
+    """The kernel may take the queries and not the values, and its plan has no inverse."""
     q, v = draw(8, 3)
     options = dict(chunk_len=8, n_hashes=1, n_buckets=4)
     plan = make_plan(lsh.lsh(**options, impl="pallas_interpret"), q)
