@@ -65,6 +65,7 @@ class Shape(NamedTuple):
     n_hashes: int = 2
     dropout: float = 0.0
     ff_chunk_size: int = 0  # of reformax
+    remat: bool = False  # of the Transformer
     dtypes: tuple[str, ...] = ("float32",)  # of reformax; Trax's is float32
 
 
@@ -80,6 +81,7 @@ _paper = functools.partial(
     trax_lsh_chunk_len=256,
     dropout=0.1,
     ff_chunk_size=32768,
+    remat=True,
     dtypes=("bfloat16", "float32"),
 )
 SHAPES = {
@@ -168,7 +170,8 @@ def candidates(shape: Shape, peers: bool = True) -> dict[str, Callable[[], Model
 def baseline(shape: Shape) -> dict[str, Callable[[], Model]]:
     """The row of the Transformer."""
     build = functools.partial(reformax_model, shape, models.TransformerLM, dense.dense())
-    return {"reformax TransformerLM, dense": functools.partial(build, dtype=shape.dtypes[0])}
+    name = "reformax TransformerLM, dense" + (", remat" if shape.remat else "")
+    return {name: functools.partial(build, dtype=shape.dtypes[0], remat=shape.remat)}
 
 
 class Runner:

@@ -54,6 +54,7 @@ def runs(tmp_path_factory):
         (folder / "run.gin").write_text(RUN)
         for name, overrides in {
             "bytes": [],
+            "offset": ["text.text.offset=2", "lm.ReformerLM.vocab_size=258"],
             "numbers": [
                 "loop.train.task=@duplication.duplication()",
                 "lm.ReformerLM.vocab_size=128",
@@ -141,6 +142,17 @@ def test_flags_are_heeded(run):
     assert "note: --config='loop.train.steps=9' set something" in err
 
 
+def test_a_model_whose_ids_are_bytes_from_two_on(run, capsys):
+    """As those of google/reformer-enwik8: text in is text out, and ids 0 and 1 have none."""
+    code, out, _ = run(*FLAGS, "--output_dir=offset", "--prompt=grün")
+    assert code == 0 and out.startswith("grün")
+    assert generate._tokens("é".encode(), 2) == [0xC3 + 2, 0xA9 + 2]
+    write = generate._writer(2)
+    write([0, 1, 0xC3 + 2])
+    write([0xA9 + 2], final=True)
+    assert capsys.readouterr().out == "é\n"
+
+
 def test_a_model_of_numbers(run):
     flags = ["--output_dir=numbers", "--max_new_tokens=5", "--prompt=0 17 99"]
     code, out, _ = run(*flags)
@@ -150,7 +162,7 @@ def test_a_model_of_numbers(run):
 
 
 def test_utf8_is_valid_at_every_moment(capsys):
-    write = generate._writer(is_bytes=True)
+    write = generate._writer(0)
     for byte in "ü€".encode():
         write([byte])
     write([0xFF, 0xC3])
