@@ -235,13 +235,13 @@ class Attention(Layer):
         out, cache = self._op.step(
             params["op"], *self._turned(projections, position[:, None]), cache, position=position
         )
-        return out.reshape(*x.shape[:2], -1) @ params["w_o"], cache
+        return out.reshape(*x.shape[:2], -1) @ params["w_o"] + params.get("b_o", 0), cache
 
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`: one product for all heads and projections, in `dtype`.
 
         `w_in [D, N * (H + H + V)]`, or `N * (H + V)` with shared queries and keys, `b_in` likewise,
-        `w_o [N * V, D]`, and `op` as it is.
+        `w_o [N * V, D]`, `b_o [D]`, and `op` as it is.
         """
         letters = [x for x in "qkv" if f"w_{x}" in params]
         columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
@@ -252,6 +252,8 @@ class Attention(Layer):
         }
         if self._bias:
             merged["b_in"] = jnp.concatenate([jnp.ravel(params[f"b_{x}"]) for x in letters])
+        if self._output_bias:
+            merged["b_o"] = params["b_o"]
         return {name: w.astype(dtype) for name, w in merged.items()} | {"op": params["op"]}
 
     def apply(

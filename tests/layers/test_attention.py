@@ -265,7 +265,13 @@ def test_prefill_and_steps_are_apply(name, rotate):
     """With biases, by the merged weights; the rows' prompts have different lengths."""
     (row,) = (row for row in ROWS if row.name == name)
     layer = layers.Attention(
-        row.op(), **SIZES, causal=True, bias=True, use_rotary=rotate, mode="eval"
+        row.op(),
+        **SIZES,
+        causal=True,
+        bias=True,
+        output_bias=True,
+        use_rotary=rotate,
+        mode="eval",
     )
     x, lengths = numbers(), np.array([6, 3])
     params = plain.init(layer, x.shape)
