@@ -16,7 +16,7 @@ from pathlib import Path
 
 from reformax.training import config, script
 
-N_BYTES = 256  # the vocabulary of a model of bytes
+N_BYTES = 256  # the vocabulary of a model of bytes, but for reserved ids in front of them
 
 
 def main() -> int:
@@ -57,10 +57,14 @@ def main() -> int:
 
     run = config.bindings(training.train, script.MODEL)  # no task: no data is needed
     model, params, _ = script.restore_model(args, run)
-    script.note_unused(args, script.MODEL, file=sys.stderr)
-    is_bytes = model.vocab_size == N_BYTES
-    prompts = [_tokens(text, is_bytes) for text in texts for _ in range(args.num_samples)]
+    offset = _offset(training.train, model.vocab_size)
+    read = script.MODEL if offset is None else (*script.MODEL, "task", "text.text.offset")
+    script.note_unused(args, read, file=sys.stderr)
+    prompts = [_tokens(text, offset) for text in texts for _ in range(args.num_samples)]
     length = max(map(len, prompts)) + args.max_new_tokens
+    max_length = args.max_length
+    if max_length is None and length <= run["length"]:
+        max_length = run["length"]
     blocks = generation.stream(
         model,
         params,
@@ -71,10 +75,10 @@ def main() -> int:
         top_p=args.top_p,
         seed=args.seed,
         hash_seed=args.hash_seed,
-        max_length=args.max_length or (run["length"] if length <= run["length"] else None),
+        max_length=max_length,
         every=1 if len(prompts) == 1 else generation.BLOCK,
     )
-    return _write(blocks, prompts, is_bytes)
+    return _write(blocks, prompts, offset)
 
 
 def _texts(args) -> list[bytes]:
@@ -85,9 +89,19 @@ def _texts(args) -> list[bytes]:
     return [b"" if sys.stdin.isatty() else sys.stdin.buffer.read()]
 
 
-def _tokens(text: bytes, is_bytes: bool) -> list[int]:
-    if is_bytes:
-        return list(text)
+def _offset(train, vocab_size: int) -> int | None:
+    """The id of byte 0, as the run's task has it; None for a model that is not of bytes."""
+    try:
+        task = config.described(train, "task")
+        offset = task.arguments.get("offset", 0) if isinstance(task, config.Reference) else 0
+    except config.ConfigError:  # the model alone is needed
+        offset = 0
+    return offset if vocab_size == N_BYTES + offset else None
+
+
+def _tokens(text: bytes, offset: int | None) -> list[int]:
+    if offset is not None:
+        return [byte + offset for byte in text]
     try:
         return [int(word) for word in text.split()]
     except ValueError:
@@ -97,12 +111,12 @@ def _tokens(text: bytes, is_bytes: bool) -> list[int]:
         ) from None
 
 
-def _write(blocks, prompts, is_bytes: bool) -> int:
+def _write(blocks, prompts, offset: int | None) -> int:
     """Writes the rows of the blocks, the only row as it comes."""
     rows, alone, code = [list(prompt) for prompt in prompts], len(prompts) == 1, 0
     sys.stdout.reconfigure(encoding="utf-8")
     if alone:
-        write = _writer(is_bytes)
+        write = _writer(offset)
         write(rows[0])
     progress = [(0, time.perf_counter())]
     try:
@@ -119,18 +133,18 @@ def _write(blocks, prompts, is_bytes: bool) -> int:
     else:
         for i, row in enumerate(rows):
             print(f"--- {i + 1} of {len(rows)}")
-            _writer(is_bytes)(row, final=True)
+            _writer(offset)(row, final=True)
     print(_speed(progress, len(rows)), file=sys.stderr)
     return code
 
 
-def _writer(is_bytes: bool):
-    """Writes tokens as text, a character when all of its bytes are there."""
+def _writer(offset: int | None):
+    """Writes tokens as text, a character when all of its bytes are there; no reserved ids."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(tokens, final=False):
-        if is_bytes:
-            text = decoder.decode(bytes(tokens), final)
+        if offset is not None:
+            text = decoder.decode(bytes(t - offset for t in tokens if t >= offset), final)
         else:
             text = "".join(f"{token} " for token in tokens)
         print(text, end="\n" if final else "", flush=True)
