@@ -194,6 +194,7 @@ def test_an_interrupt_keeps_what_was_written(run, monkeypatch):
         (["--max_new_tokens=0"], "max_new_tokens is 0: expected at least 1"),
         (["--num_samples=0"], "num_samples is 0: expected at least 1"),
         (["--temperature=-1"], "temperature is -1.0: expected 0"),
+        ([f"--seed={2**63}"], "seed is 9223372036854775808: expected"),
         (["--max_length=0"], "that is 24, above max_length, 0"),
         (["--max_length=9"], "max_new_tokens is 24: with a prompt of 0 tokens that is 24, above"),
         (["--prompt_file=nothing.txt"], "No such file"),
