@@ -16,7 +16,7 @@ from pathlib import Path
 
 from reformax.training import config, script
 
-N_BYTES = 256
+N_BYTES = 256  # the vocabulary of a model of bytes, but for reserved ids in front of them
 
 
 def main() -> int:
@@ -52,18 +52,19 @@ def main() -> int:
     script.parse_run(args)
     texts = _texts(args)
 
-    from reformax.data import text
     from reformax.generation import loop as generation
     from reformax.training import loop as training
 
     run = config.bindings(training.train, script.MODEL)  # no task: no data is needed
     model, params, _ = script.restore_model(args, run)
-    script.note_unused(args, script.MODEL, file=sys.stderr)
-    offset = config.value(text.text, "offset", 0)
-    if model.vocab_size != N_BYTES + offset:
-        offset = None
+    offset = _offset(training.train, model.vocab_size)
+    read = script.MODEL if offset is None else (*script.MODEL, "task", "text.text.offset")
+    script.note_unused(args, read, file=sys.stderr)
     prompts = [_tokens(text, offset) for text in texts for _ in range(args.num_samples)]
     length = max(map(len, prompts)) + args.max_new_tokens
+    max_length = args.max_length
+    if max_length is None and length <= run["length"]:
+        max_length = run["length"]
     blocks = generation.stream(
         model,
         params,
@@ -74,7 +75,7 @@ def main() -> int:
         top_p=args.top_p,
         seed=args.seed,
         hash_seed=args.hash_seed,
-        max_length=args.max_length or (run["length"] if length <= run["length"] else None),
+        max_length=max_length,
         every=1 if len(prompts) == 1 else generation.BLOCK,
     )
     return _write(blocks, prompts, offset)
@@ -88,7 +89,14 @@ def _texts(args) -> list[bytes]:
     return [b"" if sys.stdin.isatty() else sys.stdin.buffer.read()]
 
 
-# A model of bytes has ids that are bytes plus an offset; `offset` is None for other models.
+def _offset(train, vocab_size: int) -> int | None:
+    """The id of byte 0, as the run's task has it; None for a model that is not of bytes."""
+    try:
+        task = config.described(train, "task")
+        offset = task.arguments.get("offset", 0) if isinstance(task, config.Reference) else 0
+    except config.ConfigError:  # the model alone is needed
+        offset = 0
+    return offset if vocab_size == N_BYTES + offset else None
 
 
 def _tokens(text: bytes, offset: int | None) -> list[int]:
@@ -131,11 +139,11 @@ def _write(blocks, prompts, offset: int | None) -> int:
 
 
 def _writer(offset: int | None):
-    """Writes tokens as text, a character when all of its bytes are there."""
+    """Writes tokens as text, a character when all of its bytes are there; no reserved ids."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(tokens, final=False):
-        if offset is not None:  # ids below it are the model's own and have no text
+        if offset is not None:
             text = decoder.decode(bytes(t - offset for t in tokens if t >= offset), final)
         else:
             text = "".join(f"{token} " for token in tokens)

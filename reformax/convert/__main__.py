@@ -61,6 +61,7 @@ def main() -> int:
     source = _read(source_path, args)
     kind = "run" if source.kind != "run" else "hugging_face"
     kind = "trax" if target_path.name.endswith(".pkl.gz") else kind
+    _check_flags(args, source.kind, kind)
     notes = [*source.notes, *_write(kind, target_path, source, args.length)]
     for note in notes:
         print(f"note: {note}")
@@ -69,6 +70,19 @@ def main() -> int:
     n_params = sum(x.size for x in jax.tree.leaves(source.params))
     print(f"{source.spec.model}, {n_params:,} parameters: {source_path} -> {target_path}")
     return _check(source, source_path, kind, target_path)
+
+
+def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
+    """Refuses flags that this conversion would not read."""
+    for name, is_read, where in (
+        ("config_file", source == "trax", "--from=model.pkl.gz"),
+        ("config", source == "trax", "--from=model.pkl.gz"),
+        ("step", source == "run", "--from=RUN"),
+        ("length", target == "trax", "--to=NAME.pkl.gz"),
+    ):
+        value = getattr(args, name)
+        if value not in (None, []) and not is_read:
+            raise ValueError(f"--{name} is {value}: it goes with {where} alone, leave it out")
 
 
 def _read(path: Path, args: argparse.Namespace) -> Source:
@@ -111,6 +125,8 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
     if kind == "trax":
         from reformax.convert import check, trax_files
 
+        if length is not None and length < 1:
+            raise ValueError(f"--length is {length}: expected at least 1")
         length = length or check.trax_length(source.spec) or check.length_for(source.spec)
         trax_files.write_params(path, source.spec, source.params, length)
         return trax_files.notes(source.spec) if source.kind != "trax" else []

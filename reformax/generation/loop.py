@@ -118,6 +118,9 @@ def stream(
         raise ValueError(f"max_new_tokens is {max_new_tokens}: expected at least 1")
     if not 1 <= every <= BLOCK:
         raise ValueError(f"every is {every}: expected 1 to {BLOCK}")
+    for name, value in (("seed", seed), ("hash_seed", hash_seed)):
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name} is {value}: expected a number of 64 bits")
     if end is not None and not 0 <= end < model.vocab_size:
         raise ValueError(f"end is {end}: expected a token below {model.vocab_size}, or None")
     sampler = Sampler(temperature, top_k, top_p).check()

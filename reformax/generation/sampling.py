@@ -34,8 +34,8 @@ class Sampler(NamedTuple):
             raise ValueError(
                 f"temperature is {self.temperature}: expected 0 (the most probable) or more"
             )
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: expected 0 (all tokens) or more")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k is {self.top_k}: expected 0 (all tokens) to {2**31 - 1}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}: expected above 0 and at most 1 (all tokens)")
         return self

@@ -71,14 +71,6 @@ def parse(
         _bind_data_dir(data_dir)
 
 
-def value(function, argument: str, default):
-    """What the config sets one argument of a function to, which it need not name at all."""
-    try:
-        return gin.get_bindings(function, resolve_references=False).get(argument, default)
-    except (KeyError, ValueError):  # no file names it
-        return default
-
-
 def configured(function):
     """`function` with the config's values as its arguments.
 

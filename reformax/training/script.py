@@ -97,10 +97,14 @@ def _checkpoint_step(checkpoints, which: str) -> int:
 
 
 def note_unused(args: argparse.Namespace, read: Collection[str], file=None) -> None:
-    """Notes on `file` the settings of `--config` that were neither used nor `read` of the run."""
+    """Notes on `file` the settings of `--config` that were neither used nor `read`.
+
+    Names in `read` are those of the run's settings, or of others as module.function.argument.
+    """
     from reformax.training import config
 
-    for override in config.unused(args.config, also_used=[f"loop.train.{n}" for n in read]):
+    used = [name if "." in name else f"loop.train.{name}" for name in read]
+    for override in config.unused(args.config, also_used=used):
         print(f"note: --config={override!r} set something that this did not use", file=file)
 
 

@@ -165,6 +165,14 @@ def test_errors_in_one_line(source, target, message, tmp_path, run):
     assert err.count("\n") == 1 and not out
 
 
+@pytest.mark.parametrize("flag", ["--step=3", "--length=8", "--config=a.b=1", "--config_file=a"])
+def test_flags_that_a_conversion_does_not_read(flag, tmp_path, run):
+    hugging_face.write(tmp_path / "hf", ENWIK8_LIKE, random_params(ENWIK8_LIKE))
+    code, _, err = convert(run, tmp_path / "hf", tmp_path / "run", flag)
+    assert code == 1 and f"error: {flag.split('=')[0]} is " in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_task_with_more_ids_than_the_model(tmp_path, run):
     small = ENWIK8_LIKE._replace(arguments={**ENWIK8_LIKE.arguments, "vocab_size": 100})
     run_folder.write(tmp_path / "run", small, random_params(small), {}, "A note.")

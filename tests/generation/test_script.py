@@ -4,12 +4,16 @@ import io
 import sys
 
 import gin
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import generate
 import train
 from reformax import generation
+from reformax.convert import run_folder
+from reformax.convert.spec import Op, Spec
 from reformax.training import config, script
 from tests.training.scripts import call
 
@@ -54,7 +58,6 @@ def runs(tmp_path_factory):
         (folder / "run.gin").write_text(RUN)
         for name, overrides in {
             "bytes": [],
-            "offset": ["text.text.offset=2", "lm.ReformerLM.vocab_size=258"],
             "numbers": [
                 "loop.train.task=@duplication.duplication()",
                 "lm.ReformerLM.vocab_size=128",
@@ -84,6 +87,7 @@ def run(runs, monkeypatch, capsys):
     gin.clear_config()
 
 
+SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=1)
 FLAGS = ["--output_dir=bytes", "--max_new_tokens=24"]
 
 
@@ -142,17 +146,6 @@ def test_flags_are_heeded(run):
     assert "note: --config='loop.train.steps=9' set something" in err
 
 
-def test_a_model_whose_ids_are_bytes_from_two_on(run, capsys):
-    """As those of google/reformer-enwik8: text in is text out, and ids 0 and 1 have none."""
-    code, out, _ = run(*FLAGS, "--output_dir=offset", "--prompt=grün")
-    assert code == 0 and out.startswith("grün")
-    assert generate._tokens("é".encode(), 2) == [0xC3 + 2, 0xA9 + 2]
-    write = generate._writer(2)
-    write([0, 1, 0xC3 + 2])
-    write([0xA9 + 2], final=True)
-    assert capsys.readouterr().out == "é\n"
-
-
 def test_a_model_of_numbers(run):
     flags = ["--output_dir=numbers", "--max_new_tokens=5", "--prompt=0 17 99"]
     code, out, _ = run(*flags)
@@ -161,8 +154,20 @@ def test_a_model_of_numbers(run):
     assert all(0 <= word < 128 for word in words)
 
 
+def test_a_model_of_bytes_behind_reserved_ids(runs, run):
+    folder = runs / "reserved"
+    spec = Spec.make("ReformerLM", [Op("local", dict(chunk_len=4))], **SIZES, vocab_size=258)
+    model = spec.build()
+    params = jax.tree.map(jnp.zeros_like, model.init_params(jax.random.key(0), (1, 8)))
+    params["logits"]["b"] = params["logits"]["b"].at[ord("z") + 2].set(9.0)
+    run_folder.write(folder, spec, params, {}, "a test")
+    flags = [f"--output_dir={folder}", "--prompt=ü", "--max_new_tokens=3", "--temperature=0"]
+    assert run(*flags)[:2] == (0, "üzzz\n")
+    assert "note" not in run(*flags, "--config=text.text.offset=2")[2]
+
+
 def test_utf8_is_valid_at_every_moment(capsys):
-    write = generate._writer(0)
+    write = generate._writer(offset=0)
     for byte in "ü€".encode():
         write([byte])
     write([0xFF, 0xC3])
@@ -189,6 +194,8 @@ def test_an_interrupt_keeps_what_was_written(run, monkeypatch):
         (["--max_new_tokens=0"], "max_new_tokens is 0: expected at least 1"),
         (["--num_samples=0"], "num_samples is 0: expected at least 1"),
         (["--temperature=-1"], "temperature is -1.0: expected 0"),
+        ([f"--seed={2**63}"], "seed is 9223372036854775808: expected"),
+        (["--max_length=0"], "that is 24, above max_length, 0"),
         (["--max_length=9"], "max_new_tokens is 24: with a prompt of 0 tokens that is 24, above"),
         (["--prompt_file=nothing.txt"], "No such file"),
         (["--output_dir=numbers", "--prompt=text"], "prompt is 'text': this is no model of bytes"),
