@@ -33,6 +33,9 @@ from reformax.ops.base import dropout_multiplier, length_normalize, mean_product
 # Stands for minus infinity where a difference of two of them must not be NaN.
 HIDDEN = -1e30
 
+# Values of `impl` that ask for the kernel.
+KERNELS = ("pallas", "pallas_interpret")
+
 # Rows of the kernel's tiles must fit on the chip.
 MAX_HEAD_SIZE = 128
 
@@ -95,10 +98,18 @@ class Chunks(NamedTuple):
         return -self.length % self.chunk_len if self.n_pad is None else self.n_pad
 
 
-def check_chunks(chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> None:
+def padding(length: int, chunk_len: int, pad_chunks: int) -> int:
+    """What makes a length a multiple of so many chunks; none where one chunk covers it."""
+    return 0 if length <= chunk_len else -length % (chunk_len * pad_chunks)
+
+
+def check_chunks(
+    chunk_len: int, n_chunks_before: int, n_chunks_after: int, pad_chunks: int = 1
+) -> None:
     """Raises `ValueError` for chunk sizes that mean nothing."""
-    if chunk_len < 1:
-        raise ValueError(f"chunk_len is {chunk_len}: expected at least 1")
+    for name, n in (("chunk_len", chunk_len), ("pad_chunks", pad_chunks)):
+        if n < 1:
+            raise ValueError(f"{name} is {n}: expected at least 1")
     for name, n in (("n_chunks_before", n_chunks_before), ("n_chunks_after", n_chunks_after)):
         if n < 0:
             raise ValueError(f"{name} is {n}: expected 0 or more")
@@ -147,9 +158,6 @@ def chunked_attention(
     if impl == "xla":
         return _attend(chunks, q, k, v, order, segments, rng)
     return _attend_in_kernel((chunks, impl), q, k, v, order, segments, rng)
-
-
-KERNELS = ("pallas", "pallas_interpret")
 
 
 def chosen_impl(impl: str, q: Array, v: Array | None = None, **options: Any) -> str:

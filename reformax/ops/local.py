@@ -19,6 +19,7 @@ from reformax.ops.chunked import (
     chosen_impl,
     chunked_attention,
     in_a_circle,
+    padding,
 )
 from reformax.ops.dense import cudnn_obstacle, use_cudnn
 
@@ -62,14 +63,12 @@ def local(
       ValueError: sizes out of range, a window that the chunks cannot hold, an unknown `impl`.
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
-    check_chunks(chunk_len, n_chunks_before, n_chunks_after)
+    check_chunks(chunk_len, n_chunks_before, n_chunks_after, pad_chunks)
     check_impl(impl, "cudnn", *KERNELS)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: expected at least 1, the position itself")
     if wrap and window is not None:
         raise ValueError(f"wrap is True and window is {window}: a window has no circle, leave one")
-    if pad_chunks < 1:
-        raise ValueError(f"pad_chunks is {pad_chunks}: expected at least 1")
     # Chunks on either side that a window reaches into.
     reach = 0 if window is None else -(-(window - 1) // chunk_len)
     if reach > n_chunks_before:
@@ -112,7 +111,7 @@ def local(
             window=window,
             dropout=dropout,
             wrap=wrap and length > chunk_len,
-            n_pad=0 if length <= chunk_len else -length % (chunk_len * pad_chunks),
+            n_pad=padding(length, chunk_len, pad_chunks),
             self_score=self_score,
         )
         order = None

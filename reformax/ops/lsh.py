@@ -31,6 +31,7 @@ from reformax.ops.chunked import (
     chunked_attention,
     in_a_circle,
     inverse,
+    padding,
 )
 
 MAX_BUCKETS_UNFACTORED = 128
@@ -108,11 +109,9 @@ def lsh(
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
-    check_chunks(chunk_len, n_chunks_before, n_chunks_after)
+    check_chunks(chunk_len, n_chunks_before, n_chunks_after, pad_chunks)
     if wrap and count_once:
         raise ValueError("wrap is True and count_once is True: set count_once=False")
-    if pad_chunks < 1:
-        raise ValueError(f"pad_chunks is {pad_chunks}: expected at least 1")
     if n_hashes_eval is None:
         n_hashes_eval = n_hashes
     for name, n in (("n_hashes", n_hashes), ("n_hashes_eval", n_hashes_eval)):
@@ -125,7 +124,6 @@ def lsh(
             f"strictly_causal=True with n_chunks_before={n_chunks_before} and "
             f"n_chunks_after={n_chunks_after}: expected at least 1 and 0"
         )
-
     if wrap and strictly_causal:
         raise ValueError("wrap is True and strictly_causal is True: leave one")
     if rotations is not None and factors is None:
@@ -135,9 +133,6 @@ def lsh(
         return chosen_impl(
             impl, q, v, strictly_causal=strictly_causal, wrap=wrap, self_score=self_score
         )
-
-    def n_pad(length: int) -> int:
-        return 0 if length <= chunk_len else -length % (chunk_len * pad_chunks)
 
     def sizes_for(length):
         return factors or auto_buckets(length, chunk_len)
@@ -155,7 +150,9 @@ def lsh(
         n_rounds = n_hashes if train else n_hashes_eval
         vectors, which = lax.stop_gradient(q), implementation(q)
         buckets = hash_by(draw(vectors, sizes, n_rounds, rng), vectors, sizes, which)
-        order = sort_by_bucket(buckets, math.prod(sizes), segments, n_pad(q.shape[1]))
+        order = sort_by_bucket(
+            buckets, math.prod(sizes), segments, padding(q.shape[1], chunk_len, pad_chunks)
+        )
         if wrap:
             order = in_a_circle(order, chunk_len, n_chunks_before, n_chunks_after)
         if strictly_causal:
@@ -176,7 +173,7 @@ def lsh(
             count_once=count_once,
             dropout=dropout,
             wrap=wrap and q.shape[1] > chunk_len,
-            n_pad=n_pad(q.shape[1]),
+            n_pad=padding(q.shape[1], chunk_len, pad_chunks),
             self_score=self_score,
         )
         which = implementation(q, v)
