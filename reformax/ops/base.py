@@ -4,6 +4,10 @@ Letters in the shapes of `reformax.ops` (the order of `jax.nn.dot_product_attent
 
     B batch    T queries    S keys    N heads    H query and key size    V value size
     R hashing rounds    C chunks    L chunk length    M keys in a chunk's window
+
+Segments are integer ids, one a token: a token sees its own id only, and 0 is padding, which sees
+and gives nothing. For queries and keys of one sequence they are one array `[B, T]`; for those of
+two, a pair of arrays `[B, T]` and `[B, S]`.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+Segments = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+
 
 class Traits(NamedTuple):
     """What an algorithm is, as data: callers ask these and never the algorithm's name."""
@@ -26,6 +32,7 @@ class Traits(NamedTuple):
     causal: bool = True  # it can hide the future
     bidirectional: bool = True  # it can show the future
     cross: bool = False  # queries and keys may come from different sequences
+    bias: bool = False  # it can add a given number to each score
     exact: bool = False  # every visible key is attended to, whatever the plan
     random_plan: bool = False  # the plan is drawn at random: it needs an rng
 
@@ -51,7 +58,8 @@ class AttentionOp(NamedTuple):
       plan: `(params, q, k, *, segments, causal, rng, train, length=None) -> plan`, a pytree of
         integers through which no gradient flows. `train=False` selects the settings for evaluation;
         `length`, if not None, is what settings that depend on a length go by in place of q's.
-      apply: `(params, q, k, v, *, plan, segments, causal, dropout, rng) -> out`.
+      apply: `(params, q, k, v, *, plan, segments, causal, dropout, rng) -> out`; with the trait
+        `bias` it takes that too, None by default.
       traits: what the algorithm can do.
       init_cache: decoding, `(params, q, k, v, *, plan, lengths, capacity, rng) -> cache`: what is
         kept of each row's first `lengths` positions, given the arguments and the plan of a causal
@@ -75,7 +83,8 @@ class AttentionOp(NamedTuple):
         v: Float[Array, "B S N V"],
         *,
         causal: bool = False,
-        segments: Int[Array, "B T"] | None = None,
+        segments: Segments | None = None,
+        bias: Float[Array, "#B #N #T #S"] | None = None,
         dropout: float = 0.0,
         rng: PRNGKeyArray | None = None,
         train: bool = True,
@@ -87,7 +96,8 @@ class AttentionOp(NamedTuple):
           k: keys; None for a shared-QK algorithm.
           v: values.
           causal: whether a position sees only itself and what came before it.
-          segments: ids. A token sees its own id only; 0 is padding, which sees and gives nothing.
+          segments: ids of the tokens, or a pair of them for queries and for keys.
+          bias: added to the scores after they are scaled; an axis of size 1 is shared.
           dropout: the rate at which attention weights are dropped.
           rng: the source of hashes and of dropout.
           train: False selects the algorithm's settings for evaluation.
@@ -100,11 +110,24 @@ class AttentionOp(NamedTuple):
           NotImplementedError: the algorithm cannot do what is asked.
         """
         check_arguments(
-            self.traits, q, k, v, causal=causal, segments=segments, dropout=dropout, rng=rng
+            self.traits,
+            *(q, k, v),
+            causal=causal,
+            segments=segments,
+            bias=bias,
+            dropout=dropout,
+            rng=rng,
         )
         plan = self.plan((), q, k, segments=segments, causal=causal, rng=rng, train=train)
         return self.apply(
-            (), q, k, v, plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng
+            (),
+            *(q, k, v),
+            plan=plan,
+            segments=segments,
+            causal=causal,
+            dropout=dropout,
+            rng=rng,
+            **({} if bias is None else {"bias": bias}),
         )
 
 
@@ -120,7 +143,7 @@ def no_plan(params, q, k, *, segments, causal, rng, train, length=None) -> tuple
     return ()
 
 
-def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng) -> None:
+def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng, bias=None) -> None:
     """Raises one line that names the argument, its value and the fix, before any tracing."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x is not None and x.ndim != 4:
@@ -149,14 +172,33 @@ def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng) 
         raise NotImplementedError("causal=True: this op cannot hide the future")
     if not causal and not traits.bidirectional:
         raise NotImplementedError("causal=False: this op is causal only")
-    if segments is not None:
-        if segments.shape != q.shape[:2] or q.shape[1] != keys.shape[1]:
+    if isinstance(segments, tuple) and not traits.cross:
+        raise NotImplementedError(
+            "segments is a pair, but this op attends within one sequence: pass one array"
+        )
+    for ids, x, name in zip(segment_pair(segments), (q, keys), ("q", of), strict=True):
+        if ids is None:
+            continue
+        if ids.shape != x.shape[:2]:
+            pair = "" if isinstance(segments, tuple) else ", or a pair of them if keys are others"
             raise ValueError(
-                f"segments has shape {segments.shape}: expected [batch, length] of q and k, "
-                f"{q.shape[:2]} and {keys.shape[:2]}"
+                f"segments has shape {ids.shape}: expected [batch, length] of {name}, "
+                f"{x.shape[:2]}{pair}"
             )
-        if not jnp.issubdtype(segments.dtype, jnp.integer):
-            raise ValueError(f"segments has dtype {segments.dtype}: expected integers")
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"segments has dtype {ids.dtype}: expected integers")
+    if bias is not None:
+        if not traits.bias:
+            raise NotImplementedError(
+                "bias is given: this op adds none, use one whose traits say bias=True"
+            )
+        full = (q.shape[0], q.shape[2], q.shape[1], keys.shape[1])
+        fits = bias.ndim == 4 and all(n in (1, m) for n, m in zip(bias.shape, full, strict=True))
+        if not fits:
+            raise ValueError(
+                f"bias has shape {bias.shape}: expected [batch, heads, queries, keys], {full}, "
+                "each or 1"
+            )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is {dropout}: expected a rate in [0, 1)")
     if rng is None and (dropout > 0.0 or traits.random_plan):
@@ -207,20 +249,28 @@ def mean_product(x: Float[Array, "*d H"], y: Float[Array, "*d H"]) -> Float[Arra
     return product[..., None] / x.shape[-1]
 
 
+def segment_pair(
+    segments: Segments | None,
+) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | tuple[None, None]:
+    """The segments of the queries and those of the keys."""
+    return segments if isinstance(segments, tuple) else (segments, segments)
+
+
 def visibility(
     n_queries: int,
     n_keys: int,
     *,
     causal: bool,
-    segments: Int[Array, "B T"] | None = None,
+    segments: Segments | None = None,
 ) -> Bool[Array, "#B 1 T S"]:
     """Which key each query may see at all, by causality and by segment."""
     mask = jnp.ones((1, 1, n_queries, n_keys), bool)
     if causal:
         mask = jnp.tril(mask)
     if segments is not None:
-        same = segments[:, None, :, None] == segments[:, None, None, :]
-        mask = mask & same & (segments != 0)[:, None, None, :]
+        of_query, of_key = segment_pair(segments)
+        same = of_query[:, None, :, None] == of_key[:, None, None, :]
+        mask = mask & same & (of_key != 0)[:, None, None, :]
     return mask
 
 
@@ -290,16 +340,19 @@ def reference_attention(
     v: Float[Array, "B S N V"],
     mask: Bool[Array, "#B #N T S"],
     *,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     dropout: float = 0.0,
     rng: PRNGKeyArray | None = None,
 ) -> Float[Array, "B T N V"]:
-    """The oracle: softmax(q k^T / sqrt(H)) v over an explicit mask, O(T * S) time and memory.
+    """The oracle: softmax(q k^T / sqrt(H) + bias) v over an explicit mask, in O(T * S).
 
     Scores and weights are float32 whatever the inputs are. A row that sees nothing is zeros.
     """
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) / math.sqrt(
         q.shape[-1]
     )
+    if bias is not None:
+        scores = scores + bias
     # Subtracting the maximum only of what is visible keeps a fully masked row finite.
     top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-1e30)
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)

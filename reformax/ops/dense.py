@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from reformax.ops.base import (
     AttentionOp,
+    Segments,
     Traits,
     check_impl,
     no_params,
@@ -26,7 +27,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
     Args:
       impl: `"xla"` runs everywhere; its gradient recomputes the scores, so that no T x S array is
         kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
-        without segments and dropout. `"auto"` takes cuDNN where it computes this same function.
+        without segments, bias and dropout. `"auto"` takes it where it computes this same function.
 
     Raises:
       ValueError: an unknown `impl`.
@@ -37,22 +38,23 @@ def dense(*, impl: str = "auto") -> AttentionOp:
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, impl=impl),
-        traits=Traits(cross=True, exact=True),
+        traits=Traits(cross=True, bias=True, exact=True),
         **ring_decoding(shared_qk=False, n_slots=lambda capacity: capacity, first=lambda now: 0),
     )
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl):
+def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=None):
     del params, plan
-    if use_cudnn(impl, cudnn_obstacle(q, k, v, segments, dropout)):
+    obstacle = cudnn_obstacle(q, k, v, segments, dropout) if bias is None else "a bias"
+    if use_cudnn(impl, obstacle):
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
 
     @jax.checkpoint
-    def attend(q, k, v) -> Float[Array, "B T N V"]:
+    def attend(q, k, v, bias) -> Float[Array, "B T N V"]:
         mask = visibility(q.shape[1], k.shape[1], causal=causal, segments=segments)
-        return reference_attention(q, k, v, mask, dropout=dropout, rng=rng)
+        return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, rng=rng)
 
-    return attend(q, k, v)
+    return attend(q, k, v, bias)
 
 
 def use_cudnn(impl: str, obstacle: str | None) -> bool:
@@ -63,7 +65,7 @@ def use_cudnn(impl: str, obstacle: str | None) -> bool:
 
 
 def cudnn_obstacle(
-    q: Array, k: Array, v: Array, segments: Array | None, dropout: float
+    q: Array, k: Array, v: Array, segments: Segments | None, dropout: float
 ) -> str | None:
     """What keeps cuDNN from computing this call, in words; None if nothing does."""
     if jax.default_backend() != "gpu":

@@ -17,21 +17,22 @@ def _length_normalize_vjp(x, d_out):
     return d_out / rms - x * np.mean(d_out * x, axis=-1, keepdims=True) / rms**3
 
 
-def attention(q, k, v, counts, keep, d_out):
-    """`sum_j c_ij exp(s_ij) keep_ij v_j / sum_j c_ij exp(s_ij)`, with `s = q k^T / sqrt(H)`.
+def attention(q, k, v, counts, keep, d_out, bias=0.0):
+    """`sum_j c_ij exp(s_ij) keep_ij v_j / sum_j c_ij exp(s_ij)`, with `s = q k^T / sqrt(H) + b`.
 
     Args:
       q, k, v: float64 arrays; k None makes the keys of the queries.
       counts: integers, how many times a query counts a key; 0 hides it.
       keep: what dropout multiplies each weight with.
       d_out: the cotangent of the output.
+      bias: b, whose axes of size 1 are shared.
 
     Returns:
-      `(out, (dq, dk, dv))`, with `dk` None where the keys are made of the queries.
+      `(out, (dq, dk, dv, db))`, with `dk` None where the keys are made of the queries.
     """
     keys = length_normalize(q) if k is None else k
     scale = 1 / np.sqrt(q.shape[-1])
-    scores = np.einsum("btnh,bsnh->bnts", q, keys) * scale
+    scores = np.einsum("btnh,bsnh->bnts", q, keys) * scale + bias
     top = np.where(counts > 0, scores, -np.inf).max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0)
     weights = np.where(counts > 0, counts * np.exp(np.where(counts > 0, scores - top, 0)), 0)
@@ -41,9 +42,12 @@ def attention(q, k, v, counts, keep, d_out):
 
     dv = np.einsum("bnts,btnv->bsnv", weights * keep, d_out)
     d_weights = np.einsum("btnv,bsnv->bnts", d_out, v) * keep
-    d_scores = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True)) * scale
+    d_scores = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
+    shared = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
+    db = d_scores.sum(axis=shared, keepdims=True) if np.ndim(bias) else d_scores.sum()
+    d_scores = d_scores * scale
     dq = np.einsum("bnts,bsnh->btnh", d_scores, keys)
     dk = np.einsum("bnts,btnh->bsnh", d_scores, q)
     if k is None:
-        return out, (dq + _length_normalize_vjp(q, dk), None, dv)
-    return out, (dq, dk, dv)
+        return out, (dq + _length_normalize_vjp(q, dk), None, dv, db)
+    return out, (dq, dk, dv, db)

@@ -57,8 +57,9 @@ def visible(shape: Shape, causal: bool, segments) -> np.ndarray:
     if causal:
         mask = np.tril(mask)
     if segments is not None:
-        ids = np.asarray(segments)
-        mask = mask * ((ids[:, :, None] == ids[:, None, :]) & (ids != 0)[:, None, :])[:, None]
+        pair = segments if isinstance(segments, tuple) else (segments, segments)
+        query, key = (np.asarray(ids)[:, None] for ids in pair)
+        mask = mask * ((query[..., None] == key[..., None, :]) & (key != 0)[..., None, :])
     return mask
 
 

@@ -40,18 +40,21 @@ DROPOUT = 0.3
 
 
 def attend_and_differentiate(op, causal, dropout):
-    """The compiled `(inputs, segments, rng, d_out) -> (plan, out, gradients)`."""
+    """The compiled `(inputs, segments, rng, d_out) -> (plan, out, gradients)`.
+
+    Inputs are q, k, v and the bias; None where there is none.
+    """
 
     @fast_jit
     def run(inputs, segments, rng, d_out):
-        q, k, _ = inputs
+        q, k, *_ = inputs
         plan = op.plan((), q, k, segments=segments, causal=causal, rng=rng, train=True)
-        out, vjp = jax.vjp(
-            lambda q, k, v: op.apply(
-                (), q, k, v, plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng
-            ),
-            *inputs,
-        )
+        masks = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
+
+        def attend(q, k, v, bias):
+            return op.apply((), q, k, v, **masks, **({} if bias is None else {"bias": bias}))
+
+        out, vjp = jax.vjp(attend, *inputs)
         return plan, out, vjp(d_out.astype(out.dtype))
 
     return run
@@ -71,18 +74,18 @@ def calls(draw, row):
     """A call of the row's op: its options, sizes, masks and a seed for its numbers."""
     traits = row.op().traits
     options = {name: draw(st.sampled_from(values)) for name, values in row.options.items()}
-    packed = draw(st.booleans())
     lengths = st.sampled_from(LENGTHS)
     length = draw(lengths)
     return dict(
         options=options,
         causal=row.causal(draw(st.booleans())),
-        packed=packed,
+        packed=draw(st.booleans()),
+        bias_axes=draw(st.none() | st.tuples(*[st.booleans()] * 4)) if traits.bias else None,
         dropout=draw(st.sampled_from((0.0, DROPOUT))),
         shape=Shape(
             batch=draw(st.integers(1, 2)),
             n_queries=length,
-            n_keys=draw(lengths) if traits.cross and not packed else length,
+            n_keys=draw(lengths) if traits.cross else length,
             n_heads=draw(st.integers(1, 4)),
         ),
         d_qk=draw(st.sampled_from((4, 1, 6))),
@@ -97,7 +100,9 @@ def largest_dropout(key):
     return base.full_dropout_multiplier(key, DROPOUT, (2, 4, max(LENGTHS), max(LENGTHS)))
 
 
-def check(row, tolerance, dtype, *, options, causal, packed, dropout, shape, d_qk, d_v, seed):
+def check(
+    row, tolerance, dtype, *, options, causal, packed, bias_axes, dropout, shape, d_qk, d_v, seed
+):
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
     batch, n_queries, n_keys, n_heads = shape
     op = row.op(**options)
@@ -114,6 +119,13 @@ def check(row, tolerance, dtype, *, options, causal, packed, dropout, shape, d_q
     k = None if op.traits.shared_qk else numbers(n_keys, d_qk)
     v = numbers(n_keys, d_v)
     segments = random_segments(rng, batch, n_queries) if packed else None
+    if packed and n_keys != n_queries:
+        segments = segments, random_segments(rng, batch, n_keys)
+    bias = None
+    if bias_axes is not None:
+        full = (batch, n_heads, n_queries, n_keys)
+        sizes = [n if whole else 1 for n, whole in zip(full, bias_axes, strict=True)]
+        bias = rng.normal(size=sizes).astype(np.float32)
     keep = np.ones((batch, n_heads, n_queries, n_keys))
     if dropout:
         keep = largest_dropout(key)[:batch, :n_heads, :n_queries, :n_keys]
@@ -121,15 +133,22 @@ def check(row, tolerance, dtype, *, options, causal, packed, dropout, shape, d_q
 
     def run_at(scale):
         inputs = [None if x is None else (x * scale).astype(dtype) for x in (q, k, v)]
-        return run(inputs, segments, key, d_out.astype(dtype))
+        return run([*inputs, bias], segments, key, d_out.astype(dtype))
 
     for scale in (1, 0):
         plan, out, gradients = run_at(scale)
         counts = row.counts(options, plan, shape, causal, segments)
         scaled = [None if x is None else x * scale for x in (q, k, v)]
-        want, want_gradients = oracle.attention(*scaled, counts, keep, d_out)
+        added = 0.0 if bias is None else bias.astype(np.float64)
+        want, want_gradients = oracle.attention(*scaled, counts, keep, d_out, added)
+        *want_gradients, want_d_bias = want_gradients
+        *gradients, d_bias = gradients
         # The gradient of a score is a difference from dO . O, whose O was rounded to `dtype`.
         rounded = np.abs(d_out * want).sum(axis=-1).max() * float(jnp.finfo(dtype).eps) / 2
+        if bias is not None:
+            # A bias that is shared adds up as many of these differences as share it.
+            shared = np.prod(full) / bias.size
+            assert_close(d_bias, want_d_bias, tolerance, "db", rounded * shared)
         vectors = [scaled[0], np.ones(1) if k is None else scaled[1]]
         rounded *= max(np.abs(x).max() for x in vectors) / np.sqrt(d_qk)
         assert out.dtype == dtype
@@ -289,12 +308,14 @@ def test_the_oracles_gradient_is_its_slope(shared_qk):
     q, k, v, d_out = (rng.normal(size=(1, 5, 2, d)) for d in (3, 3, 2, 2))
     counts = visible(shape, True, None) * rng.integers(0, 3, (1, 2, 5, 5))
     keep = rng.integers(0, 2, counts.shape) / 0.5
-    inputs = [q, None if shared_qk else k, v]
+    inputs = [q, None if shared_qk else k, v, rng.normal(size=(1, 1, 5, 5))]
 
     def value(inputs):
-        return np.sum(oracle.attention(*inputs, counts, keep, d_out)[0] * d_out)
+        *vectors, bias = inputs
+        return np.sum(oracle.attention(*vectors, counts, keep, d_out, bias)[0] * d_out)
 
-    gradients = oracle.attention(*inputs, counts, keep, d_out)[1]
+    *vectors, bias = inputs
+    gradients = oracle.attention(*vectors, counts, keep, d_out, bias)[1]
     for i, gradient in enumerate(gradients):
         if gradient is None:
             continue
@@ -332,7 +353,7 @@ def test_reference_attention_is_the_oracle(dropout):
     )
     assert_close(out, want, 1e-6, "out")
     assert not np.any(out[0, 2, 1])
-    for got, gradient in zip(gradients, want_gradients, strict=True):
+    for got, gradient in zip(gradients, want_gradients[:3], strict=True):
         assert_close(got, gradient, 1e-6, "gradient")
 
 
@@ -389,7 +410,7 @@ def test_a_few_heads_at_a_time(row, monkeypatch):
     op = row.op(chunk_len=4)
     rng = np.random.default_rng(0)
     q, k, v, d_out = rng.normal(size=(4, 2, 13, 6, 8)).astype(np.float32)
-    inputs = (q, None if op.traits.shared_qk else k, v)
+    inputs = (q, None if op.traits.shared_qk else k, v, None)
     segments = random_segments(rng, 2, 13)
 
     def run(n_scores):

@@ -88,6 +88,14 @@ CALLS = [
     ("dense", (x(), x(), x()), dict(segments=INTEGERS[:1]), "segments has shape (1, 8): expected"),
     ("lsh", (x(), None, x()), dict(segments=INTEGERS[:, 1:]), "segments has shape (2, 7)"),
     ("dense", (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)), dict(segments=INTEGERS), "segments has shape"),
+    (
+        "dense",
+        (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)),
+        dict(segments=(INTEGERS, INTEGERS)),
+        "segments has shape (2, 8): expected [batch, length] of k, (2, 9)",
+    ),
+    ("dense", (x(), x(), x()), dict(bias=x(2, 8, 8)), "bias has shape (2, 8, 8): expected [batch"),
+    ("dense", (x(), x(), x()), dict(bias=x(2, 2, 8, 4)), "bias has shape (2, 2, 8, 4): expected"),
     ("local", (x(), x(), x()), dict(segments=INTEGERS * 1.0), "segments has dtype float32"),
 ]
 
@@ -105,6 +113,10 @@ def test_what_an_op_cannot_do():
     longer = x(2, 9, 2, 4)
     with pytest.raises(NotImplementedError, match="lengths 8 and 9.*cross=True"):
         OPS["local"](x(), longer, longer)
+    with pytest.raises(NotImplementedError, match="segments is a pair.*pass one array"):
+        OPS["local"](x(), x(), x(), segments=(INTEGERS, INTEGERS))
+    with pytest.raises(NotImplementedError, match="bias is given.*bias=True"):
+        OPS["local"](x(), x(), x(), bias=x(1, 1, 8, 8))
     with pytest.raises(ValueError, match="window is 5.*n_chunks_after is 0: raise it to 1"):
         local.local(chunk_len=4, window=5)(x(), x(), x(), causal=False)
     traits = OPS["dense"].traits
