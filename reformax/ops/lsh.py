@@ -9,19 +9,21 @@ O(n_hashes * T * chunk_len).
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
+from jaxtyping import ArrayLike, Float
 
-from reformax.ops.base import AttentionOp, Traits, check_impl, length_normalize, no_params
-from reformax.ops.cache import KeyValues, attend_to, keep, put
+from reformax.ops.angular_hash import (
+    auto_buckets,
+    bucket_factors,
+    check_rotations,
+    draw_rotations,
+    hash_by,
+)
+from reformax.ops.base import AttentionOp, Traits, check_impl, no_params
+from reformax.ops.bucket_sort import sort_by_bucket, within_buckets
 from reformax.ops.chunked import (
     KERNELS,
     Chunks,
@@ -33,17 +35,7 @@ from reformax.ops.chunked import (
     inverse,
     padding,
 )
-
-MAX_BUCKETS_UNFACTORED = 128
-
-
-class Hashed(NamedTuple):
-    """What decoding keeps: C is the capacity, and entries of no token yet are arbitrary."""
-
-    memory: KeyValues  # by position
-    buckets: Int[Array, "B N R C"]  # by position
-    order: Int[Array, "B N R C"]  # positions, sorted by bucket and position
-    rotations: Float[Array, "N H R F"]
+from reformax.ops.lsh_decoding import lsh_decoding
 
 
 def lsh(
@@ -117,8 +109,7 @@ def lsh(
     for name, n in (("n_hashes", n_hashes), ("n_hashes_eval", n_hashes_eval)):
         if n < 1:
             raise ValueError(f"{name} is {n}: expected at least 1")
-    factors = None if n_buckets == "auto" else _factors(n_buckets)
-    reach = chunk_len * n_chunks_before
+    factors = None if n_buckets == "auto" else bucket_factors(n_buckets)
     if strictly_causal and (n_chunks_before < 1 or n_chunks_after > 0):
         raise ValueError(
             f"strictly_causal=True with n_chunks_before={n_chunks_before} and "
@@ -156,7 +147,7 @@ def lsh(
         if wrap:
             order = in_a_circle(order, chunk_len, n_chunks_before, n_chunks_after)
         if strictly_causal:
-            return within_buckets(order, buckets, reach)
+            return within_buckets(order, buckets, chunk_len * n_chunks_before)
         # A kernel writes its rows where they belong; it asks only which rounds showed a key before.
         unasked = which != "xla" and (n_rounds == 1 or not count_once)
         return order._replace(slot=None) if unasked else order
@@ -181,72 +172,6 @@ def lsh(
             plan = plan._replace(slot=inverse(plan.order))
         return chunked_attention(q, k, v, chunks, plan, segments, rng, which)
 
-    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
-        del params, k, plan  # a plan has no buckets, and may do without an order
-        sizes, length = sizes_for(capacity), q.shape[1]
-        drawn = draw(q, sizes, n_hashes_eval, rng)
-        buckets = hash_by(drawn, q, sizes)
-        is_token = jnp.arange(length) < lengths[:, None, None, None]
-        last = math.prod(sizes)
-        order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).order
-        n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
-        return Hashed(
-            keep(length_normalize(q), v, lengths, capacity),
-            jnp.pad(buckets, n_free),
-            jnp.pad(order, n_free),
-            drawn,
-        )
-
-    def step(params, q, k, v, cache, *, position):
-        del params, k
-        memory, buckets, order, drawn = cache
-        capacity = order.shape[-1]
-        memory = put(memory, length_normalize(q), v, position)
-        bucket = hash_by(drawn, q, sizes_for(capacity))
-
-        # The new token stands after all that are not of a later bucket.
-        now = position[:, None, None, None]
-        place = jnp.arange(capacity, dtype=jnp.int32)
-        n_upto, n_before = (
-            jnp.sum((place < now) & here, axis=-1, keepdims=True, dtype=jnp.int32)
-            for here in (buckets <= bucket, buckets < bucket)
-        )
-        moved = jnp.concatenate([order[..., :1], order[..., :-1]], axis=-1)
-        order = jnp.where(place < n_upto, order, jnp.where(place == n_upto, now, moved))
-        row = jnp.arange(q.shape[0])
-        buckets = buckets.at[row, :, :, position].set(bucket[..., 0])
-
-        if strictly_causal:
-            window = n_upto - reach + jnp.arange(reach)
-            exists = window >= n_before
-        else:
-            size = (n_chunks_before + 1 + n_chunks_after) * chunk_len
-            window = (n_upto // chunk_len - n_chunks_before) * chunk_len + jnp.arange(size)
-            exists = (window >= 0) & (window <= now) & (window != n_upto)
-        take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
-        if wrap:
-            whole = chunk_len * pad_chunks
-            length = (now // whole + 1) * whole
-            n_rounds = order.shape[2]
-            place = jnp.arange(n_rounds)[:, None] * length + window
-            index, window = jnp.divmod(place % (n_rounds * length), length)
-            index = index * capacity + jnp.minimum(window, capacity - 1)
-            shape = (*order.shape[:2], -1)
-            seen = take(order.reshape(shape), index.reshape(shape), axis=-1).reshape(index.shape)
-            exists = (window <= now) & (seen != now)
-        else:
-            seen = take(order, jnp.clip(window, 0, capacity - 1), axis=-1)
-        seen = jnp.where(exists, seen, -1)
-        index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
-        if count_once and seen.shape[2] > 1:
-            rounds = jnp.arange(seen.shape[2])[:, None]
-            again = seen[..., None, None] == seen[:, :, None, None]  # [B, N, R, M, R, M]
-            again = again & (rounds[:, :, None, None] > rounds)
-            exists = exists & ~jnp.any(again, axis=(-2, -1))
-        keys, values = (take(x, index[..., None], axis=2) for x in memory)
-        out = attend_to(q, keys, values, exists.reshape(index.shape), alone=v)
-        return out, Hashed(memory, buckets, order, drawn)
-
     return AttentionOp(
         init=no_params,
         plan=plan,
@@ -256,158 +181,14 @@ def lsh(
             random_plan=rotations is None,
             bidirectional=not strictly_causal,
         ),
-        init_cache=init_cache,
-        step=step,
+        **lsh_decoding(
+            chunk_len=chunk_len,
+            n_chunks_before=n_chunks_before,
+            n_chunks_after=n_chunks_after,
+            count_once=count_once,
+            strictly_causal=strictly_causal,
+            circle=chunk_len * pad_chunks if wrap else None,
+            draw=lambda q, capacity, rng: draw(q, sizes_for(capacity), n_hashes_eval, rng),
+            sizes_for=sizes_for,
+        ),
     )
-
-
-def _factors(n_buckets: int | Sequence[int]) -> tuple[int, ...]:
-    try:
-        sizes = n_buckets if isinstance(n_buckets, Sequence) else (n_buckets,)
-        factors = tuple(operator.index(size) for size in sizes)
-    except TypeError:
-        factors = ()
-    if not factors or any(f < 2 or f % 2 for f in factors) or math.prod(factors) >= 2**31:
-        raise ValueError(
-            f"n_buckets is {n_buckets!r}: expected 'auto', or even numbers of 2 or more with a "
-            "product below 2**31"
-        )
-    return factors
-
-
-def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
-    """Bucket counts for a length: about two buckets a chunk, factored if they are many."""
-    n_buckets = 2 * max(1, -(-length // chunk_len))
-    if n_buckets <= MAX_BUCKETS_UNFACTORED:
-        return (n_buckets,)
-    first = 2 ** math.ceil(math.log2(n_buckets) / 2)
-    return (first, 2 * max(1, n_buckets // (2 * first)))
-
-
-def hash_vectors(
-    vectors: Float[Array, "B T N H"],
-    factors: Sequence[int],
-    n_rounds: int,
-    rng: PRNGKeyArray,
-    impl: str = "xla",
-) -> Int[Array, "B N R T"]:
-    """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
-
-    Rotations are shared by the batch and drawn for each head and round.
-
-    Args:
-      vectors: what to hash; only directions matter.
-      factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
-      n_rounds: R.
-      rng: the source of the rotations.
-      impl: "xla", or the kernel, which multiplies in the dtype of `vectors`.
-    """
-    return hash_by(draw_rotations(vectors, factors, n_rounds, rng), vectors, factors, impl)
-
-
-def draw_rotations(
-    vectors: Float[Array, "B T N H"], factors: Sequence[int], n_rounds: int, rng: PRNGKeyArray
-) -> Float[Array, "N H R F"]:
-    """Random directions for each head, round and half of the buckets of each factor."""
-    n_heads, size = vectors.shape[2:]
-    return jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2))
-
-
-def check_rotations(
-    rotations: Float[ArrayLike, "N H R F"],
-    vectors: Float[Array, "B T N H"],
-    factors: Sequence[int],
-    n_rounds: int,
-) -> Float[Array, "N H R F"]:
-    """The first rounds of given rotations; `ValueError` if they do not fit the vectors."""
-    n_heads, size = vectors.shape[2:]
-    shape = (n_heads, size, n_rounds, sum(factors) // 2)
-    given = jnp.asarray(rotations, jnp.float32)[:, :, :n_rounds]
-    if given.shape != shape:
-        raise ValueError(
-            f"rotations have shape {given.shape}: expected {shape}, [heads, head size, rounds, "
-            "half the sum of the factors of n_buckets]"
-        )
-    return given
-
-
-def hash_by(
-    rotations: Float[Array, "N H R F"],
-    vectors: Float[Array, "B T N H"],
-    factors: Sequence[int],
-    impl: str = "xla",
-) -> Int[Array, "B N R T"]:
-    """`hash_vectors` by rotations that were drawn before."""
-    if impl != "xla":
-        from reformax.ops.kernels import angular_hash
-
-        interpret = impl == "pallas_interpret"
-        return angular_hash.hash_vectors(vectors, rotations, factors, interpret)
-
-    def one_round(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:
-        rotated = jnp.einsum("nhf,btnh->bnft", rotation, vectors.astype(jnp.float32))
-        bucket, start, scale = 0, 0, 1
-        for factor in factors:
-            # The argmax of [half; -half] by comparisons: XLA's own is ten times slower on a CPU.
-            half = rotated[..., start : start + factor // 2, :]
-            top = jnp.maximum(half.max(axis=-2, keepdims=True), -half.min(axis=-2, keepdims=True))
-            index = jnp.arange(factor // 2, dtype=jnp.int32)[:, None]
-            opposite = jnp.where(half == -top, index + factor // 2, factor - 1)
-            bucket = bucket + scale * jnp.where(half == top, index, opposite).min(axis=-2)
-            start, scale = start + factor // 2, scale * factor
-        return bucket
-
-    # Round by round: the products with all rotations are the largest array of the plan.
-    map_rounds = (
-        jax.vmap(one_round) if vectors.shape[1] == 1 else functools.partial(lax.map, one_round)
-    )
-    return jnp.moveaxis(map_rounds(jnp.moveaxis(rotations, 2, 0)), 0, 2)
-
-
-def sort_by_bucket(
-    buckets: Int[Array, "B N R T"],
-    n_buckets: int,
-    segments: Int[Array, "B T"] | None,
-    n_pad: int,
-) -> Order:
-    """The order by (segment, bucket, position), padding last, of a sequence padded by `n_pad`."""
-    length = buckets.shape[-1] + n_pad
-    n_rows = math.prod(buckets.shape[:-1])
-    buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)
-    n_buckets += n_pad > 0
-    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), buckets.shape)
-    if segments is not None:
-        segments = jnp.pad(jnp.asarray(segments, jnp.int32), ((0, 0), (0, n_pad)))
-        segments = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
-        segments = jnp.broadcast_to(segments[:, None, None], buckets.shape)
-        # A stable sort leaves equal keys in the order of their positions.
-        order = lax.sort((segments, buckets, position), num_keys=2, is_stable=True)[-1]
-    elif jax.default_backend() == "gpu" and n_rows * n_buckets < 2**31:
-        # As one row: there XLA has a radix sort, and it is for one row.
-        row = jnp.arange(n_rows, dtype=jnp.int32).reshape(*buckets.shape[:-1], 1)
-        keys = (row * n_buckets + buckets).reshape(-1)
-        if n_rows * n_buckets * length < 2**32:
-            words = keys.astype(jnp.uint32) * length + position.reshape(-1).astype(jnp.uint32)
-            order = (lax.sort(words) % length).astype(jnp.int32)
-        else:
-            order = lax.sort((keys, position.reshape(-1)), num_keys=1, is_stable=True)[-1]
-        order = order.reshape(buckets.shape)
-    elif n_buckets * length < 2**31:
-        # One packed word sorts several times faster than a key with its payload.
-        order = lax.sort(buckets * length + position) % length
-    else:
-        order = lax.sort((buckets, position), num_keys=1, is_stable=True)[-1]
-    return Order(order, inverse(order))
-
-
-def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:
-    """The order in which a position sees its own bucket, up to `reach` places before its own."""
-    n_pad = order.order.shape[-1] - buckets.shape[-1]
-    buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=-1)
-    buckets = jnp.take_along_axis(buckets, order.order, axis=-1, mode="promise_in_bounds")
-    begins = jnp.pad(buckets[..., 1:] != buckets[..., :-1], ((0, 0),) * 3 + ((1, 0),))
-    place = jnp.arange(buckets.shape[-1], dtype=jnp.int32)
-    start = lax.cummax(jnp.where(begins, place, 0), axis=buckets.ndim - 1)
-    first = jnp.maximum(start, place - reach)
-    first = jnp.take_along_axis(first, order.slot, axis=-1, mode="promise_in_bounds")
-    return order._replace(first=first)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from reformax.ops import lsh
+from reformax.ops import angular_hash
 from tests.ops.fast import fast_jit
 
 
@@ -20,6 +20,8 @@ def test_the_same_buckets(length, size, factors, n_rounds):
     @fast_jit
     def buckets(vectors):
         args = (vectors, factors, n_rounds, jax.random.key(0))
-        return lsh.hash_vectors(*args), lsh.hash_vectors(*args, impl="pallas_interpret")
+        return angular_hash.hash_vectors(*args), angular_hash.hash_vectors(
+            *args, impl="pallas_interpret"
+        )
 
     np.testing.assert_array_equal(*buckets(vectors))

@@ -76,7 +76,7 @@ def hash_vectors(
     factors: Sequence[int],
     interpret: bool = False,
 ) -> Int[Array, "B N R T"]:
-    """The buckets that `ops.lsh.hash_vectors` gives, products in the dtype of `vectors`.
+    """The buckets that `ops.angular_hash.hash_vectors` gives, products in the dtype of `vectors`.
 
     Args:
       vectors: what to hash.
