@@ -41,6 +41,8 @@ from reformax.ops.blocks import Layout, Softmax
 from reformax.ops.cache import attend_to, keep, put
 from reformax.ops.chunked import HIDDEN, KERNELS, chosen_impl
 
+BUTTERFLY = butterfly()
+
 # Scores computed at a time: what a CPU's cache holds, and what keeps a GPU busy.
 SCORES_AT_ONCE = {"cpu": 2**19, "gpu": 2**26}
 
@@ -50,7 +52,7 @@ MIN_TILE = 16
 
 def block_sparse(
     *,
-    pattern: Pattern | Mask = butterfly(),
+    pattern: Pattern | Mask = BUTTERFLY,
     block_size: int | tuple[int, int] = 128,
     impl: str = "auto",
 ) -> AttentionOp:
@@ -62,9 +64,9 @@ def block_sparse(
         that returns one, such as those of `block_patterns`. An array fits one length, give or take
         a block, and cannot decode.
       block_size: positions in a block; a pair of them is for queries and keys.
-      impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later, heads
-        of 128 or less and blocks of a multiple of 16; `"pallas_interpret"` runs it anywhere, slowly,
-        for tests. `"auto"` takes the kernel where it computes this same function.
+      impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later,
+        heads of 128 or less and blocks of a multiple of 16; `"pallas_interpret"` runs it anywhere,
+        slowly, for tests. `"auto"` takes the kernel where it computes this same function.
 
     Raises:
       ValueError: a block size below 1, a pattern that is no block mask, an unknown `impl`; at the

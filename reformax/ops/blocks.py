@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Stretches of the entries of `Rows`, of bounded length; each row has at least one, in order."""
+    """Stretches of the entries of `Rows`, of bounded length: one or more a row, in order."""
 
     row: Ints
     first: Ints  # index of its first entry
