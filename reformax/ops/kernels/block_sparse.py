@@ -426,8 +426,7 @@ def forward(
       q, k, v: queries, keys, values.
       segments: the ids of queries and of keys, or twice None.
       rng: the source of dropout, needed where there is some.
-      tiles: how the kernel is cut, sizes that divide the blocks; None is what was fastest on an
-        H200.
+      tiles: how the kernel is cut, in sizes that divide the blocks; None chooses.
       interpret: whether to run it anywhere, slowly.
     """
     x = _inputs(layout, q, k, v, segments, rng)
@@ -488,21 +487,22 @@ def backward(
     return dq, dk, dv
 
 
-# What was fastest on an H200, for numbers of two bytes and heads of 64.
+# For numbers of two bytes and heads of 64.
 FORWARD = Tiles(128, 64, 8, 3)
-QUERIES = Tiles(64, 64, 4, 2)
-KEYS = Tiles(64, 64, 4, 2)
+QUERIES = Tiles(128, 64, 8, 3)
+KEYS = Tiles(64, 128, 8, 3)
 
 
-def _tiles(layout: Layout, x: _Inputs, fastest: Tiles) -> Tiles:
-    """`fastest`, or what of it divides the blocks and leaves large heads room on the chip."""
+def _tiles(layout: Layout, x: _Inputs, tiles: Tiles) -> Tiles:
+    """`tiles`, or what of them divides the blocks and leaves longer rows room on the chip."""
+    n_bytes = max(x.q.shape[3], x.v.shape[3]) * x.q.dtype.itemsize
+    if n_bytes > 128:
+        tiles = Tiles(64, 64, 4, 2 if n_bytes <= 256 else 1)
 
     def side(block: int, length: int, most: int) -> int:
-        whole = block & -block  # the largest power of two that divides it
-        return min(whole, most, power_of_two(length))
+        # The largest power of two that divides a block, or holds a shorter length.
+        return min(block & -block, most, power_of_two(length))
 
-    large = x.q.shape[3] * x.q.dtype.itemsize > 128
-    most = (64, 64) if large else fastest[:2]
-    tile_q = side(layout.block_q, layout.n_queries, most[0])
-    tile_k = side(layout.block_k, layout.n_keys, most[1])
-    return Tiles(tile_q, tile_k, 4 if tile_q < 128 else fastest.num_warps, fastest.num_stages)
+    query = side(layout.block_q, layout.n_queries, tiles.query)
+    key = side(layout.block_k, layout.n_keys, tiles.key)
+    return tiles._replace(query=query, key=key, num_warps=4 if max(query, key) < 128 else 8)
