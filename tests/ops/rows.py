@@ -201,19 +201,19 @@ _PATTERNS = (
     block_patterns.local_global(),
     _odd_blocks,
 )
-_BLOCKS = {"pattern": _PATTERNS, "block_size": (4, (4, 3), (5, 8), 1)}
-_KERNEL_BLOCKS = {"pattern": _PATTERNS, "block_size": (16, (16, 32))}
+_SPARSE = {"pattern": _PATTERNS, "block_size": (4, (4, 3), (5, 8), 1)}
+_SPARSE_KERNEL = {"pattern": _PATTERNS, "block_size": (16, (16, 32))}
 
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
 ROWS = [
     Row("dense", dense.dense, {"impl": ("xla", "auto")}, _everything),
     Row("shared_qk", shared_qk.shared_qk, {}, _others),
-    Row("block_sparse", block_sparse.block_sparse, _BLOCKS, _in_blocks),
+    Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks),
     Row(
         "block_sparse_pallas",
         block_sparse.block_sparse,
-        _KERNEL_BLOCKS | _KERNEL,
+        _SPARSE_KERNEL | _KERNEL,
         _in_blocks,
     ),
     Row("local", local.local, _NEIGHBOURHOODS, _neighbours),
