@@ -7,7 +7,17 @@
 Importing this package needs JAX alone.
 """
 
-from reformax.ops import dense, local, lsh, shared_qk
+from reformax.ops import dense, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.base import AttentionOp, Dims, Traits
 
-__all__ = ["AttentionOp", "Dims", "Traits", "dense", "local", "lsh", "shared_qk"]
+__all__ = [
+    "AttentionOp",
+    "Dims",
+    "Traits",
+    "dense",
+    "flash",
+    "local",
+    "lsh",
+    "memory_efficient",
+    "shared_qk",
+]

@@ -3,8 +3,8 @@
 A tile is one block of queries against one block of keys. FlashAttention (Dao et al. 2022) walks
 through the tiles of a row with a running maximum and sum (algorithm 2), and its gradient computes
 the scores again from those two and the output (algorithm 4). Which tiles there are is data,
-`Visits`, and a tile that no block visits costs nothing in either pass: causal attention visits those
-up to the diagonal, block-sparse attention the nonzero blocks of its mask.
+`Visits`, and a tile that no block visits costs nothing in either pass: causal attention visits
+those up to the diagonal.
 
 Nothing is padded and nothing is copied: a block is a slice of the arrays as they are. Where the
 length is no multiple of the block, the last block begins earlier and its rows that belong to the
@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.ops.base import keep_multiplier
+from reformax.ops.base import Segments, dropout_words, keep_multiplier, segment_pair
 
 # The maximum of a row that has seen nothing: a hidden score, minus infinity, less it is no NaN.
 LOWEST = -1e30
@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     bias: Float[Array, "#B #N #T #S"] | None
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
-    words: Int[Array, "2"] | None  # `dropout_words` of the rng
+    words: Int[Array, 2] | None  # `dropout_words` of the rng
 
 
 class Visits(NamedTuple):
@@ -304,9 +304,37 @@ class Softmax(NamedTuple):
     top: Float[Array, "b n Q"]
     total: Float[Array, "b n Q"]
 
-    def output(self) -> Float[Array, "b n Q V"]:
-        """The attended values; zeros for a row that has seen nothing."""
-        return self.acc / jnp.where(self.total > 0, self.total, 1.0)[..., None]
+
+def empty(shape: tuple[int, ...], d_v: int) -> Softmax:
+    """The state of rows that have seen nothing."""
+    return Softmax(
+        jnp.zeros((*shape, d_v), jnp.float32),
+        jnp.full(shape, LOWEST, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
+
+
+class Results(NamedTuple):
+    """What a forward pass returns: all that the backward pass needs beside the inputs."""
+
+    out: Float[Array, "B T N V"]
+    top: Float[Array, "B N T"]  # the largest score of each row
+    total: Float[Array, "B N T"]  # the sum of `exp(score - top)`
+
+    def with_rows(self, state: Softmax, group: Group, some: Block) -> Results:
+        """With the rows of a block, whose softmax is complete; zeros for one that saw nothing."""
+        out = state.acc / jnp.where(state.total > 0, state.total, 1.0)[..., None]
+        return Results(
+            put_rows(self.out, out, group, some),
+            put_numbers(self.top, state.top, group, some),
+            put_numbers(self.total, state.total, group, some),
+        )
+
+
+def no_results(x: Inputs) -> Results:
+    """Results with no rows written."""
+    number = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), jnp.float32)
+    return Results(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype), number, number)
 
 
 def summary(
@@ -332,17 +360,15 @@ def summary(
 # Both passes.
 
 
-def forward(
-    tiling: Tiling, x: Inputs, visits: Visits
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
-    """The attended values; of each row the largest score and the sum of `exp(s - largest)`.
+def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
+    """Attention over the tiles that `visits`, of the blocks of queries, names.
 
     Dao et al., algorithm 2, with the loops the other way round, so that a row is written once.
     """
     n_batch, length, n_heads, _ = x.q.shape
     n_keys = x.k.shape[1]
 
-    def query_block(group, i, written):
+    def query_block(group, i, results):
         queries = block(i * tiling.query_size, tiling.query_size, length)
         q = rows(x.q, group, queries)
 
@@ -354,33 +380,20 @@ def forward(
                 state.acc * old[..., None] + here.acc, here.top, state.total * old + here.total
             )
 
-        shape = group.n_batch, group.n_heads, tiling.query_size
-        state = Softmax(
-            jnp.zeros((*shape, x.v.shape[3]), jnp.float32),
-            jnp.full(shape, LOWEST, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-        )
+        state = empty((group.n_batch, group.n_heads, tiling.query_size), x.v.shape[3])
         state = visits.loop(group.head, i, key_block, state)
-        return (
-            put_rows(written[0], state.output(), group, queries),
-            put_numbers(written[1], state.top, group, queries),
-            put_numbers(written[2], state.total, group, queries),
-        )
+        return results.with_rows(state, group, queries)
 
-    number = jnp.zeros((n_batch, n_heads, length), jnp.float32)
-    written = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype), number, number
     sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
     n_blocks = visits.start.shape[1]
-    return over_groups(sizes, n_batch, n_heads, n_blocks, query_block, written)
+    return over_groups(sizes, n_batch, n_heads, n_blocks, query_block, no_results(x))
 
 
 def backward(
     tiling: Tiling,
     x: Inputs,
     visits: Visits,
-    out: Float[Array, "B T N V"],
-    top: Float[Array, "B N T"],
-    total: Float[Array, "B N T"],
+    results: Results,
     d_out: Float[Array, "B T N V"],
 ) -> tuple[Array, Array, Array, Array | None]:
     """The gradients of q, k, v and the bias (Dao et al., algorithm 4).
@@ -388,14 +401,14 @@ def backward(
     Args:
       tiling, x: as in `forward`.
       visits: of the blocks of keys.
-      out, top, total: what the forward pass returned.
+      results: what the forward pass returned.
       d_out: the gradient of `out`.
     """
     n_batch, length, n_heads, _ = x.q.shape
     n_keys = x.k.shape[1]
     # D_i = sum_j P_ij dP_ij = dO_i . O_i.
-    dot = jnp.einsum("btnv,btnv->bnt", d_out, out, preferred_element_type=jnp.float32)
-    share = 1.0 / jnp.where(total > 0, total, 1.0)
+    dot = jnp.einsum("btnv,btnv->bnt", d_out, results.out, preferred_element_type=jnp.float32)
+    share = 1.0 / jnp.where(results.total > 0, results.total, 1.0)
 
     def key_block(group, j, written):
         *sums, dk_all, dv_all = written
@@ -406,7 +419,7 @@ def backward(
             dq_all, d_bias, dk, dv = sums
             queries = block(i * tiling.query_size, tiling.query_size, length)
             q, d = rows(x.q, group, queries), rows(d_out, group, queries)
-            of_row = (numbers(n, group, queries)[..., None] for n in (top, share, dot))
+            of_row = (numbers(n, group, queries)[..., None] for n in (results.top, share, dot))
             row_top, row_share, row_dot = of_row
             s = scores(tiling, x, group, queries, keys, q, k)
             p = jnp.exp(s - row_top) * row_share
@@ -441,26 +454,45 @@ def backward(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(tiling: Tiling, x: Inputs, plan: Plan) -> Float[Array, "B T N V"]:
-    """Softmax attention over the tiles of a plan, FlashAttention's two passes."""
-    return forward(tiling, x, plan.by_query)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(
+    forward_pass: Callable[..., Results], tiling: Tiling, x: Inputs, plan: Plan
+) -> Float[Array, "B T N V"]:
+    """Softmax attention over the tiles of a plan.
+
+    Args:
+      forward_pass: `forward`, or another function of its arguments with the same results.
+      tiling, x: as there.
+      plan: the tiles, for both passes.
+    """
+    return forward_pass(tiling, x, plan.by_query).out
 
 
-def _attend_forward(tiling, x, plan):
-    out, top, total = forward(tiling, x, plan.by_query)
-    return out, (x, plan, out, top, total)
+def _attend_forward(forward_pass, tiling, x, plan):
+    results = forward_pass(tiling, x, plan.by_query)
+    return results.out, (x, plan, results)
 
 
-def _attend_backward(tiling, kept, d_out):
-    x, plan, out, top, total = kept
-    return input_gradients(x, backward(tiling, x, plan.by_key, out, top, total, d_out)), None
-
-
-def input_gradients(x: Inputs, gradients: tuple[Array, Array, Array, Array | None]) -> Inputs:
-    """What a `custom_vjp` returns for its inputs: those that are integers have no gradient."""
-    none = (None if y is None else np.zeros(y.shape, jax.dtypes.float0) for y in x[4:])
-    return Inputs(*gradients, *none)
+def _attend_backward(forward_pass, tiling, kept, d_out):
+    del forward_pass
+    x, plan, results = kept
+    gradients = backward(tiling, x, plan.by_key, results, d_out)
+    # What is made of integers has no gradient.
+    return Inputs(*gradients, query_segments=None, key_segments=None, words=None), None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
+
+
+def inputs(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    bias: Float[Array, "#B #N #T #S"] | None,
+    segments: Segments | None,
+    dropout: float,
+    rng: PRNGKeyArray | None,
+) -> Inputs:
+    """The arrays of an op's call."""
+    words = dropout_words(rng) if dropout > 0.0 else None
+    return Inputs(q, k, v, bias, *segment_pair(segments), words)
