@@ -55,7 +55,11 @@ SIZES = [
     ),
     (memory_efficient.memory_efficient, dict(key_chunk_size=-4), "key_chunk_size is -4: expected"),
     (memory_efficient.memory_efficient, dict(key_chunk_size="all"), "key_chunk_size is 'all': exp"),
-    (memory_efficient.memory_efficient, dict(key_chunk_size=2.5), "key_chunk_size is 2.5: expected"),
+    (
+        memory_efficient.memory_efficient,
+        dict(key_chunk_size=2.5),
+        "key_chunk_size is 2.5: expected",
+    ),
     (flash.flash, dict(query_block_size=0), "query_block_size is 0: expected at least 1"),
     (flash.flash, dict(key_block_size="sqrt"), "key_block_size is 'sqrt': expected at least 1"),
     (flash.flash, dict(scale=0.0), "scale is 0.0: expected a number above 0, or None"),
