@@ -7,7 +7,18 @@
 Importing this package needs JAX alone.
 """
 
-from reformax.ops import block_sparse, dense, local, lsh, shared_qk
+from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.base import AttentionOp, Dims, Traits
 
-__all__ = ["AttentionOp", "Dims", "Traits", "block_sparse", "dense", "local", "lsh", "shared_qk"]
+__all__ = [
+    "AttentionOp",
+    "Dims",
+    "Traits",
+    "block_sparse",
+    "dense",
+    "flash",
+    "local",
+    "lsh",
+    "memory_efficient",
+    "shared_qk",
+]

@@ -214,6 +214,16 @@ def check_impl(impl: str, *others: str) -> None:
         raise ValueError(f"impl is {impl!r}: expected {names} or {known[-1]!r}")
 
 
+def check_sizes(*others: str, **sizes: int | str | None) -> None:
+    """Raises `ValueError` for a size that is neither 1 or more, nor None, nor one of `others`."""
+    also = "".join(f", or {other!r}" for other in others)
+    for name, size in sizes.items():
+        if size is None or size in others:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}: expected at least 1{also}")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
     """`x` scaled to unit root mean square over its last axis: a shared-QK key."""

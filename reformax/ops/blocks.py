@@ -1,12 +1,11 @@
 """Lists of the tiles of a block mask that are not zero, and sums over rows of any length.
 
 Block-sparse attention runs through the nonzero tiles of each row of the mask (and, for the gradient
-of keys, of each column). Rows may be very uneven: a global block is one row that is full among
-thousands that hold ten tiles. So a row is cut into *parts* of a bounded number of tiles, which are
-worked on side by side, and the parts' results are merged in a tree. The cost is proportional to the
-nonzero tiles, whatever their shape, and as every sum has one order, results repeat bit for bit.
+of keys, of each column). The lists are NumPy: the mask is static, and known when a call is traced.
 
-Everything but `merge` is NumPy: the mask is static, and the lists are known when a call is traced.
+Rows may be very uneven: a global block is one row that is full among thousands that hold ten tiles.
+What works on rows side by side cuts them into *parts* of a bounded number of tiles and merges the
+parts' results in a tree. Every sum then still has one order, and results repeat bit for bit.
 
 Letters beside those of `reformax.ops.base`: G masks, one a head or 1 for all; U rows of all masks.
 """
@@ -130,19 +129,6 @@ def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np
     nth = np.arange(width)
     index = np.where(nth < parts.count[:, None], parts.first[:, None] + nth, len(rows.entries))
     return np.append(rows.entries, np.int32(nothing))[index]
-
-
-def width_of_least_cost(rows: Rows, most: int) -> int:
-    """The length of parts that costs least: in padding, and in merging what was cut."""
-    width, found = 1, (np.inf, 1)
-    while width <= most:
-        n_parts = np.maximum(-(-rows.count // width), 1).sum()
-        # A part reads and writes a row beside its tiles, which is worth about one of them.
-        found = min(found, (n_parts * (width + 1), width))
-        if width >= rows.count.max(initial=1):
-            break
-        width *= 2
-    return found[1]
 
 
 class Softmax(NamedTuple):

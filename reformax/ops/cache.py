@@ -61,10 +61,14 @@ def attend_to(
     values: Float[Array, "B N K V"],
     mask: Bool[Array, "#B #N K"],
     alone: Float[Array, "B 1 N V"] | None = None,
+    scale: float | None = None,
 ) -> Float[Array, "B 1 N V"]:
-    """Softmax attention of one query a row; `alone`, or zeros, where the mask shows it nothing."""
+    """Softmax attention of one query a row; `alone`, or zeros, where the mask shows it nothing.
+
+    `scale` is what scores are multiplied by, `1 / sqrt(H)` by default.
+    """
     scores = jnp.einsum("btnh,bnkh->bnk", q, keys, preferred_element_type=jnp.float32)
-    scores = scores / math.sqrt(q.shape[-1])
+    scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-1e30)
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
     total = weights.sum(axis=-1)[:, None, :, None]
@@ -81,6 +85,7 @@ def ring_decoding(
     shared_qk: bool,
     n_slots: Callable[[int], int],
     first: Callable[[Int[Array, "B 1"]], Int[Array, "B 1"] | int],
+    scale: float | None = None,
 ) -> dict[str, Callable]:
     """`init_cache` and `step` of attention to the positions from `first(position)` on.
 
@@ -88,6 +93,7 @@ def ring_decoding(
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
       n_slots: how many of the last positions a ring has to hold, given the capacity.
       first: the first position that a query sees, by its own.
+      scale: what scores are multiplied by, `1 / sqrt(H)` by default.
     """
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
@@ -102,6 +108,7 @@ def ring_decoding(
         mask = held >= jnp.maximum(first(now), 0)
         if shared_qk:
             mask = mask & (held != now)
-        return attend_to(q, *cache, mask[:, None], alone=v if shared_qk else None), cache
+        alone = v if shared_qk else None
+        return attend_to(q, *cache, mask[:, None], alone, scale), cache
 
     return dict(init_cache=init_cache, step=step)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.base import (
     AttentionOp,
-    Segments,
     Traits,
     check_impl,
     no_params,
@@ -19,6 +17,7 @@ from reformax.ops.base import (
     visibility,
 )
 from reformax.ops.cache import ring_decoding
+from reformax.ops.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
 
 
 def dense(*, impl: str = "auto") -> AttentionOp:
@@ -45,9 +44,8 @@ def dense(*, impl: str = "auto") -> AttentionOp:
 
 def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=None):
     del params, plan
-    obstacle = cudnn_obstacle(q, k, v, segments, dropout) if bias is None else "a bias"
-    if use_cudnn(impl, obstacle):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+    if use_cudnn(impl, cudnn_obstacle(q, k, v, segments, dropout, bias)):
+        return cudnn_attention(q, k, v, causal=causal)
 
     @jax.checkpoint
     def attend(q, k, v, bias) -> Float[Array, "B T N V"]:
@@ -55,29 +53,3 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=
         return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, rng=rng)
 
     return attend(q, k, v, bias)
-
-
-def use_cudnn(impl: str, obstacle: str | None) -> bool:
-    """Whether cuDNN computes a call; `NotImplementedError` if it was asked to and cannot."""
-    if impl == "cudnn" and obstacle:
-        raise NotImplementedError(f"impl='cudnn' with {obstacle}: use impl='auto' or 'xla'")
-    return impl != "xla" and not obstacle
-
-
-def cudnn_obstacle(
-    q: Array, k: Array, v: Array, segments: Segments | None, dropout: float
-) -> str | None:
-    """What keeps cuDNN from computing this call, in words; None if nothing does."""
-    if jax.default_backend() != "gpu":
-        return f"the backend {jax.default_backend()!r}"
-    if segments is not None:
-        return "segments"
-    if dropout > 0.0:
-        return f"dropout {dropout}"
-    if not all(x.dtype in (jnp.float16, jnp.bfloat16) for x in (q, k, v)):
-        return f"dtype {q.dtype}"
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > 128:
-        return f"head sizes {q.shape[-1]} and {v.shape[-1]}"
-    if q.shape[1] != k.shape[1] or q.shape[1] % 64:
-        return f"lengths {q.shape[1]} and {k.shape[1]}"
-    return None

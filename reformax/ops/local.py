@@ -6,7 +6,6 @@ the chunks are only how it is computed.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from reformax.ops.base import AttentionOp, Traits, check_impl, no_params, no_plan
@@ -21,7 +20,7 @@ from reformax.ops.chunked import (
     in_a_circle,
     padding,
 )
-from reformax.ops.dense import cudnn_obstacle, use_cudnn
+from reformax.ops.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
 
 
 def local(
@@ -89,17 +88,8 @@ def local(
                 f"window is {window} and causal=False, but n_chunks_after is {n_chunks_after}: "
                 f"raise it to {reach}"
             )
-        if impl in ("auto", "cudnn") and use_cudnn(
-            impl, obstacle(q, k, v, segments, causal, dropout)
-        ):
-            return jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                is_causal=True,
-                local_window_size=(window - 1, 0),
-                implementation="cudnn",
-            )
+        if use_cudnn(impl, obstacle(q, k, v, segments, causal, dropout)):
+            return cudnn_attention(q, k, v, causal=True, window=window)
         batch, length, n_heads = q.shape[:3]
         chunks = Chunks(
             length=length,

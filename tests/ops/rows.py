@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reformax.ops import block_patterns, block_sparse, dense, local, lsh, shared_qk
+from reformax.ops import (
+    block_patterns,
+    block_sparse,
+    dense,
+    flash,
+    local,
+    lsh,
+    memory_efficient,
+    shared_qk,
+)
 from reformax.ops.base import AttentionOp
 
 
@@ -172,6 +181,8 @@ def _own_bucket(options, plan, shape, causal, segments):
     return except_self(visible(shape, causal, segments) * counts)
 
 
+_CHUNKS = {"query_chunk_size": (4, 5, "sqrt", 1024), "key_chunk_size": (8, 7, 3, "sqrt", 4096)}
+_BLOCKS = {"query_block_size": (8, 5, None), "key_block_size": (4, 8, 7, None)}
 _NEIGHBOURHOODS = {
     "chunk_len": (8, 1, 5),
     "n_chunks_before": (1, 0, 2),
@@ -208,6 +219,8 @@ _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
 ROWS = [
     Row("dense", dense.dense, {"impl": ("xla", "auto")}, _everything),
+    Row("memory_efficient", memory_efficient.memory_efficient, _CHUNKS, _everything),
+    Row("flash", flash.flash, _BLOCKS, _everything),
     Row("shared_qk", shared_qk.shared_qk, {}, _others),
     Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks),
     Row(

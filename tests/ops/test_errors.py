@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import block_patterns, block_sparse, dense, local, lsh, shared_qk
+from reformax.ops import (
+    block_patterns,
+    block_sparse,
+    dense,
+    flash,
+    local,
+    lsh,
+    memory_efficient,
+    shared_qk,
+)
 
 KEY = jax.random.key(0)
 
@@ -65,6 +74,22 @@ SIZES = [
     (block_patterns.fixed, dict(stride=0), "stride is 0: expected at least 1"),
     (block_patterns.fixed, dict(stride=2, n_summary=3), "n_summary is 3: expected at most the"),
     (block_patterns.local_global, dict(n_before=-1), "n_before is -1: expected at least 0"),
+    (
+        memory_efficient.memory_efficient,
+        dict(query_chunk_size=0),
+        "query_chunk_size is 0: expected at least 1, or 'sqrt'",
+    ),
+    (memory_efficient.memory_efficient, dict(key_chunk_size=-4), "key_chunk_size is -4: expected"),
+    (memory_efficient.memory_efficient, dict(key_chunk_size="all"), "key_chunk_size is 'all': exp"),
+    (
+        memory_efficient.memory_efficient,
+        dict(key_chunk_size=2.5),
+        "key_chunk_size is 2.5: expected",
+    ),
+    (flash.flash, dict(query_block_size=0), "query_block_size is 0: expected at least 1"),
+    (flash.flash, dict(key_block_size="sqrt"), "key_block_size is 'sqrt': expected at least 1"),
+    (flash.flash, dict(scale=0.0), "scale is 0.0: expected a number above 0, or None"),
+    (flash.flash, dict(impl="triton"), "impl is 'triton': expected 'auto', 'xla', 'cudnn', 'pall"),
     (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'cudnn'"),
 ]
 
@@ -82,6 +107,8 @@ OPS = {
     "dense": dense.dense(),
     "block_sparse": block_sparse.block_sparse(pattern=np.ones((2, 2), bool), block_size=4),
     "block_sparse_3": block_sparse.block_sparse(pattern=np.ones((3, 2, 2), bool), block_size=4),
+    "flash": flash.flash(),
+    "memory_efficient": memory_efficient.memory_efficient(),
     "shared_qk": shared_qk.shared_qk(),
     "local": local.local(chunk_len=4),
     "lsh": lsh.lsh(chunk_len=4),
@@ -95,6 +122,10 @@ CALLS = [
     ("dense", (x(), x(1, 8, 2, 4), x(1, 8, 2, 4)), {}, "k has shape (1, 8, 2, 4): expected batch"),
     ("dense", (x(), x(), x(2, 9, 2, 4)), {}, "v has shape (2, 9, 2, 4): expected"),
     ("dense", (x(), x(), x(2, 8, 1, 4)), {}, "v has shape (2, 8, 1, 4): expected"),
+    ("flash", (x(), x(2, 8, 2, 3), x()), {}, "k has shape (2, 8, 2, 3): expected batch, heads"),
+    ("memory_efficient", (x(), x(2, 8, 4, 4), x(2, 8, 4, 4)), {}, "k has shape (2, 8, 4, 4): exp"),
+    ("flash", (x(), x(), x()), dict(bias=x(3, 2, 8, 8)), "bias has shape (3, 2, 8, 8): expected"),
+    ("memory_efficient", (x(), x(), x()), dict(bias=x(8, 8)), "bias has shape (8, 8): expected"),
     ("lsh", (x(), None, x(2, 7, 2, 4)), {}, "v has shape (2, 7, 2, 4): expected"),
     ("dense", (x(), None, x()), {}, "k is None"),
     ("local", (x(), None, x()), {}, "k is None"),
@@ -157,5 +188,11 @@ def test_what_an_op_cannot_do():
     with pytest.raises(ValueError, match="pattern is traced: expected an array of NumPy"):
         jax.jit(lambda mask: block_sparse.block_sparse(pattern=mask))(np.ones((2, 2), bool))
     # float32 is beyond cuDNN's attention, wherever this runs.
-    with pytest.raises(NotImplementedError, match="impl='cudnn' with .*use impl='auto' or 'xla'"):
-        dense.dense(impl="cudnn")(x(), x(), x())
+    for op in (dense.dense(impl="cudnn"), flash.flash(impl="cudnn")):
+        with pytest.raises(NotImplementedError, match="impl='cudnn' with .*use impl='auto' or"):
+            op(x(), x(), x())
+    kernel = flash.flash(impl="pallas_interpret")
+    with pytest.raises(NotImplementedError, match="with lengths=.8, 9.: use impl='auto' or 'xla'"):
+        kernel(x(), longer, longer)
+    with pytest.raises(NotImplementedError, match="with bias=.1, 1, 8, 8.: use impl='auto'"):
+        kernel(x(), x(), x(), bias=x(1, 1, 8, 8))

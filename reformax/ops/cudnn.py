@@ -1,0 +1,80 @@
+"""cuDNN's fused attention, NVIDIA's own kernel, and what it can compute."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax.ops.base import Segments
+
+# cuDNN is asked for whole blocks of so many positions.
+BLOCK = 64
+
+
+def use_cudnn(impl: str, obstacle: str | None) -> bool:
+    """Whether cuDNN computes a call; `NotImplementedError` if it was asked to and cannot."""
+    if impl == "cudnn" and obstacle:
+        raise NotImplementedError(f"impl='cudnn' with {obstacle}: use impl='auto' or 'xla'")
+    return impl in ("auto", "cudnn") and not obstacle
+
+
+def cudnn_obstacle(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Segments | None,
+    dropout: float,
+    bias: Array | None = None,
+) -> str | None:
+    """What keeps cuDNN from computing this call, in words; None if nothing does."""
+    if jax.default_backend() != "gpu":
+        return f"the backend {jax.default_backend()!r}"
+    if segments is not None:
+        return "segments"
+    if bias is not None:
+        return "a bias"
+    if dropout > 0.0:
+        return f"dropout {dropout}"
+    if not all(x.dtype == q.dtype and x.dtype in (jnp.float16, jnp.bfloat16) for x in (q, k, v)):
+        return f"dtypes {q.dtype}, {k.dtype} and {v.dtype}"
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > 128:
+        return f"head sizes {q.shape[-1]} and {v.shape[-1]}"
+    return None
+
+
+def cudnn_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N H"],
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention by cuDNN, of a call that `cudnn_obstacle` has nothing against.
+
+    Lengths that are no multiple of 64 are padded. Padded keys are in the future of every query, or
+    hidden by their number where the future is seen; padded queries are cut off.
+
+    Args:
+      q, k, v: the call's.
+      causal: whether a position sees only itself and what came before it.
+      scale: what scores are multiplied by; None is `1 / sqrt(H)`.
+      window: if set, a causal position sees only the last `window` positions.
+    """
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    options = {} if window is None else dict(local_window_size=(window - 1, 0))
+    pads = -n_queries % BLOCK, -n_keys % BLOCK
+    if any(pads):
+        q, k, v = (
+            jnp.pad(x, ((0, 0), (0, n), (0, 0), (0, 0)))
+            for x, n in zip((q, k, v), (pads[0], pads[1], pads[1]), strict=True)
+        )
+        if not (causal and n_queries <= n_keys):
+            options["query_seq_lengths"] = jnp.full(q.shape[0], n_queries, jnp.int32)
+            options["key_value_seq_lengths"] = jnp.full(q.shape[0], n_keys, jnp.int32)
+    out = jax.nn.dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, implementation="cudnn", **options
+    )
+    return out[:, :n_queries]

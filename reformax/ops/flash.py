@@ -1,0 +1,94 @@
+"""FlashAttention: exact attention in tiles, without the T x S matrix (Dao et al. 2022).
+
+The forward pass walks through tiles of scores with a running maximum and sum, and keeps of each row
+its output and these two, the log-sum-exp; the backward pass computes the scores again from them
+(algorithms 1, 2 and 4). The log-sum-exp is kept in two parts, because as one number it rounds away
+what tells weights apart where scores are large. Dropout's mask is a function of each weight's
+address, and so the same in both passes and in any tiling.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from reformax.ops import chunked, tiles
+from reformax.ops.base import AttentionOp, Traits, check_impl, check_sizes, no_params, no_plan
+from reformax.ops.cache import ring_decoding
+from reformax.ops.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
+
+
+def flash(
+    *,
+    query_block_size: int | None = None,
+    key_block_size: int | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> AttentionOp:
+    """Attention of each query to every visible key, in memory linear in the length.
+
+    Args:
+      query_block_size: queries of a tile of `impl="xla"`; None is what the backend is fast with.
+      key_block_size: keys of a tile, likewise.
+      scale: what products of queries and keys are multiplied by; None is `1 / sqrt(H)`.
+      impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
+        and bfloat16 without segments, bias and dropout. `"pallas"` is ours, for NVIDIA GPUs of
+        Ampere or later, heads of 128 or less and queries and keys of one length, without bias and
+        `scale`; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"` takes the first
+        of cuDNN, Pallas and XLA that computes the call.
+
+    Raises:
+      ValueError: a size below 1, a scale that is not above 0, an unknown `impl`.
+      NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
+    """
+    check_sizes(query_block_size=query_block_size, key_block_size=key_block_size)
+    check_impl(impl, "cudnn", *chunked.KERNELS)
+    if scale is not None and not 0.0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}: expected a number above 0, or None for 1 / sqrt(H)")
+
+    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None):
+        del params, plan
+        if use_cudnn(impl, cudnn_obstacle(q, k, v, segments, dropout, bias)):
+            return cudnn_attention(q, k, v, causal=causal, scale=scale)
+        which = chunked.chosen_impl(
+            impl,
+            q,
+            v,
+            lengths=None if q.shape[1] == k.shape[1] else (q.shape[1], k.shape[1]),
+            segments="a pair" if isinstance(segments, tuple) else None,
+            bias=None if bias is None else bias.shape,
+            scale=scale,
+        )
+        if which == "xla":
+            return in_tiles(q, k, v, bias, segments, causal, dropout, rng)
+        # To the kernel of local attention, a sequence is a chunk that holds it whole.
+        chunk = chunked.Chunks(q.shape[1], q.shape[1], 0, 0, causal, False, dropout=dropout)
+        return chunked.chunked_attention(q, k, v, chunk, None, segments, rng, which)
+
+    def in_tiles(q, k, v, bias, segments, causal, dropout, rng):
+        tiling = tiles.Tiling(
+            query_size=min(query_block_size or default_block_size(), q.shape[1]),
+            key_size=min(key_block_size or default_block_size(), k.shape[1]),
+            causal=causal,
+            scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+            dropout=dropout,
+        )
+        every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
+        x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
+        return tiles.attend(tiles.forward, tiling, x, every)
+
+    return AttentionOp(
+        init=no_params,
+        plan=no_plan,
+        apply=apply,
+        traits=Traits(cross=True, bias=True, exact=True),
+        **ring_decoding(
+            shared_qk=False, n_slots=lambda capacity: capacity, first=lambda now: 0, scale=scale
+        ),
+    )
+
+
+def default_block_size() -> int:
+    """Queries, and keys, of a tile: a CPU's fits its cache, a GPU's is worth a kernel's start."""
+    return 128 if jax.default_backend() == "cpu" else 1024

@@ -1,0 +1,498 @@
+"""Exact attention tile by tile, in array operations: the core of every op that has no N x N array.
+
+A tile is one block of queries against one block of keys. FlashAttention (Dao et al. 2022) walks
+through the tiles of a row with a running maximum and sum (algorithm 2), and its gradient computes
+the scores again from those two and the output (algorithm 4). Which tiles there are is data,
+`Visits`, and a tile that no block visits costs nothing in either pass: causal attention visits
+those up to the diagonal.
+
+Nothing is padded and nothing is copied: a block is a slice of the arrays as they are. Where the
+length is no multiple of the block, the last block begins earlier and its rows that belong to the
+block before are masked.
+
+Letters beside those of `reformax.ops.base`: b examples and n heads of a group, Q queries and K keys
+of a tile, I and J the blocks of queries and of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from reformax.ops.base import Segments, dropout_words, keep_multiplier, segment_pair
+
+# The maximum of a row that has seen nothing: a hidden score, minus infinity, less it is no NaN.
+LOWEST = -1e30
+
+# Scores of a tile, over the heads that are computed together. A CPU keeps them in its cache; a GPU
+# has one kernel after another write and read them, which takes many to be worth their start.
+SCORES_IN_CACHE = 2**19
+SCORES_AT_A_TIME = 2**25
+
+
+class Tiling(NamedTuple):
+    """The static part of a call: how it is cut and what a tile computes.
+
+    Attributes:
+      query_size: queries of a block.
+      key_size: keys of a block.
+      causal: whether a key is hidden from the queries before it.
+      scale: what products of queries and keys are multiplied by.
+      dropout: the rate at which attention weights are dropped.
+    """
+
+    query_size: int
+    key_size: int
+    causal: bool
+    scale: float
+    dropout: float = 0.0
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call; None where it has no such thing."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S N H"]
+    v: Float[Array, "B S N V"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    query_segments: Int[Array, "B T"] | None
+    key_segments: Int[Array, "B S"] | None
+    words: Int[Array, 2] | None  # `dropout_words` of the rng
+
+
+class Visits(NamedTuple):
+    """Which blocks of the other side each block meets: `index[start[i]:stop[i]]`.
+
+    The first axis is that of heads, of size 1 where all meet the same. `index` None stands for the
+    numbers from `start[i]` to `stop[i]` themselves.
+    """
+
+    start: Int[Array, "#N I"]
+    stop: Int[Array, "#N I"]
+    index: Int[Array, "#N P"] | None = None
+
+    def loop(self, head: Any, i: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """`carry = body(j, carry)` over what block `i` meets."""
+        head = head if self.start.shape[0] > 1 else 0
+        each = body
+        if self.index is not None:
+
+            def each(place, carry):
+                return body(self.index[head, place], carry)
+
+        return lax.fori_loop(self.start[head, i], self.stop[head, i], each, carry)
+
+
+class Plan(NamedTuple):
+    """The tiles of a call, once by their queries and once by their keys."""
+
+    by_query: Visits
+    by_key: Visits
+
+
+def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> Plan:
+    """All tiles; if causal, those that hold a key which is not after a query."""
+    n_rows, n_columns = -(-n_queries // tiling.query_size), -(-n_keys // tiling.key_size)
+    row, column = np.arange(n_rows), np.arange(n_columns)
+    stop, start = np.full(n_rows, n_columns), np.zeros(n_columns, int)
+    if tiling.causal:
+        last = np.minimum((row + 1) * tiling.query_size, n_queries) - 1
+        stop = np.minimum(last // tiling.key_size + 1, n_columns)
+        start = np.minimum(column * tiling.key_size // tiling.query_size, n_rows)
+    ranges = (np.zeros(n_rows), stop), (start, np.full(n_columns, n_rows))
+    return Plan(*(Visits(*(jnp.asarray(x, jnp.int32)[None] for x in pair)) for pair in ranges))
+
+
+class Group(NamedTuple):
+    """Some examples and heads, which are computed together."""
+
+    batch: Any  # the first of them
+    head: Any
+    n_batch: int
+    n_heads: int
+
+
+class Block(NamedTuple):
+    """Some neighbouring rows of queries or of keys."""
+
+    start: Any  # where they are read
+    position: Int[Array, " L"]
+    own: Bool[Array, " L"] | None  # not those that the block before has; None: all of them
+
+
+def block(start: Any, size: int, length: int, aligned: bool | None = None) -> Block:
+    """The block from `start` on, or as many rows before it as there are too few behind.
+
+    `aligned` says that there never are; by default starts are the multiples of `size`.
+    """
+    aligned = length % size == 0 if aligned is None else aligned
+    first = start if aligned else jnp.minimum(start, length - size)
+    position = first + jnp.arange(size, dtype=jnp.int32)
+    return Block(first, position, None if aligned else position >= start)
+
+
+def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -> tuple[int, int]:
+    """How many examples and heads are computed together, divisors of what there is.
+
+    Heads are parted first: the examples may lie on several devices, and then are never parted.
+    """
+    fit = SCORES_IN_CACHE if jax.default_backend() == "cpu" else SCORES_AT_A_TIME
+    fit //= tiling.query_size * tiling.key_size
+    heads = 1 if per_head else _largest_divisor(n_heads, fit // n_batch)
+    whole = jax.device_count() > 1 or heads > 1
+    return n_batch if whole else _largest_divisor(n_batch, fit), heads
+
+
+def _largest_divisor(n: int, at_most: int) -> int:
+    return next(d for d in range(max(1, min(n, at_most)), 0, -1) if n % d == 0)
+
+
+def over_groups(
+    sizes: tuple[int, int],
+    n_batch: int,
+    n_heads: int,
+    n_blocks: int,
+    body: Callable[[Group, Any, Any], Any],
+    carry: Any,
+) -> Any:
+    """`carry = body(group, i, carry)` for each group and each of its `n_blocks` blocks."""
+    some_batch, some_heads = sizes
+    n_parts = n_heads // some_heads
+
+    def each(n, carry):
+        part, i = n // n_blocks, n % n_blocks
+        group = Group(
+            part // n_parts * some_batch, part % n_parts * some_heads, some_batch, some_heads
+        )
+        return body(group, i, carry)
+
+    return lax.fori_loop(0, n_batch // some_batch * n_parts * n_blocks, each, carry)
+
+
+# Reading and writing.
+
+
+def rows(x: Float[Array, "B T N H"], group: Group, some: Block) -> Float[Array, "b n L H"]:
+    """A block's rows of the group's heads."""
+    sizes = group.n_batch, some.position.size, group.n_heads, x.shape[3]
+    part = lax.dynamic_slice(x, (group.batch, some.start, group.head, 0), sizes)
+    return jnp.swapaxes(part, 1, 2)
+
+
+def put_rows(
+    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, some: Block
+) -> Float[Array, "B T N H"]:
+    """`x` with a block's rows of the group's heads replaced."""
+    value = value.astype(x.dtype)
+    if some.own is not None:
+        value = jnp.where(some.own[:, None], value, rows(x, group, some))
+    at = group.batch, some.start, group.head, 0
+    return lax.dynamic_update_slice(x, jnp.swapaxes(value, 1, 2), at)
+
+
+def add_rows(
+    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, some: Block
+) -> Float[Array, "B T N H"]:
+    """`x` with `value`, which is 0 in rows that are not the block's own, added."""
+    total = rows(x, group, some) + value.astype(x.dtype)
+    at = group.batch, some.start, group.head, 0
+    return lax.dynamic_update_slice(x, jnp.swapaxes(total, 1, 2), at)
+
+
+def numbers(x: Float[Array, "B N T"], group: Group, some: Block) -> Float[Array, "b n L"]:
+    """A block's entries of the group's heads."""
+    sizes = group.n_batch, group.n_heads, some.position.size
+    return lax.dynamic_slice(x, (group.batch, group.head, some.start), sizes)
+
+
+def put_numbers(
+    x: Float[Array, "B N T"], value: Float[Array, "b n L"], group: Group, some: Block
+) -> Float[Array, "B N T"]:
+    """`x` with a block's entries of the group's heads replaced."""
+    if some.own is not None:
+        value = jnp.where(some.own, value, numbers(x, group, some))
+    return lax.dynamic_update_slice(x, value, (group.batch, group.head, some.start))
+
+
+def _bias_tile(shape: tuple[int, ...], group: Group, queries: Block, keys: Block):
+    """Where a tile's part of a bias is, and how large: axes of size 1 are not cut."""
+    at = group.batch, group.head, queries.start, keys.start
+    sizes = group.n_batch, group.n_heads, queries.position.size, keys.position.size
+    start = [a if n > 1 else 0 for a, n in zip(at, shape, strict=True)]
+    return start, [s if n > 1 else 1 for s, n in zip(sizes, shape, strict=True)]
+
+
+def add_bias_tile(
+    x: Float[Array, "#B #N #T #S"],
+    value: Float[Array, "b n Q K"],
+    group: Group,
+    queries: Block,
+    keys: Block,
+) -> Float[Array, "#B #N #T #S"]:
+    """`x` with a tile's gradient added, summed over the axes that are shared."""
+    start, sizes = _bias_tile(x.shape, group, queries, keys)
+    shared = [axis for axis, n in enumerate(x.shape) if n == 1]
+    value = jnp.sum(value, axis=shared, keepdims=True)
+    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, start, sizes) + value, start)
+
+
+# The arithmetic of a tile.
+
+
+def _segment(ids: Int[Array, "B T"], group: Group, some: Block) -> Int[Array, "b L"]:
+    return lax.dynamic_slice(ids, (group.batch, some.start), (group.n_batch, some.position.size))
+
+
+def visible(
+    tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
+) -> Bool[Array, "#b 1 #Q #K"] | None:
+    """Which key of a tile each query sees; None: all."""
+    masks = []
+    if tiling.causal:
+        masks.append(queries.position[:, None] >= keys.position)
+    if queries.own is not None:
+        masks.append(queries.own[:, None])
+    if keys.own is not None:
+        masks.append(keys.own)
+    if x.query_segments is not None:
+        of_query = _segment(x.query_segments, group, queries)[:, None, :, None]
+        of_key = _segment(x.key_segments, group, keys)[:, None, None, :]
+        masks.append((of_query == of_key) & (of_key != 0))
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def scores(
+    tiling: Tiling,
+    x: Inputs,
+    group: Group,
+    queries: Block,
+    keys: Block,
+    q: Float[Array, "b n Q H"],
+    k: Float[Array, "b n K H"],
+) -> Float[Array, "b n Q K"]:
+    """The scores of a tile, float32, minus infinity where a query does not see a key."""
+    s = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=jnp.float32) * tiling.scale
+    if x.bias is not None:
+        s = s + lax.dynamic_slice(x.bias, *_bias_tile(x.bias.shape, group, queries, keys))
+    mask = visible(tiling, x, group, queries, keys)
+    return s if mask is None else jnp.where(mask, s, -jnp.inf)
+
+
+def keep(
+    tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
+) -> Float[Array, "b n Q K"] | float:
+    """What dropout multiplies the weights of a tile by, which their addresses alone decide."""
+    if tiling.dropout == 0.0:
+        return 1.0
+    example = group.batch + jnp.arange(group.n_batch)[:, None, None, None]
+    head = group.head + jnp.arange(group.n_heads)[:, None, None]
+    address = example, head, queries.position[:, None], keys.position
+    return keep_multiplier(x.words, tiling.dropout, *address)
+
+
+class Softmax(NamedTuple):
+    """The state of a row's softmax: `sum_j exp(s_j - top) v_j`, and the same without v."""
+
+    acc: Float[Array, "b n Q V"]
+    top: Float[Array, "b n Q"]
+    total: Float[Array, "b n Q"]
+
+
+def empty(shape: tuple[int, ...], d_v: int) -> Softmax:
+    """The state of rows that have seen nothing."""
+    return Softmax(
+        jnp.zeros((*shape, d_v), jnp.float32),
+        jnp.full(shape, LOWEST, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
+
+
+class Results(NamedTuple):
+    """What a forward pass returns: all that the backward pass needs beside the inputs."""
+
+    out: Float[Array, "B T N V"]
+    top: Float[Array, "B N T"]  # the largest score of each row
+    total: Float[Array, "B N T"]  # the sum of `exp(score - top)`
+
+    def with_rows(self, state: Softmax, group: Group, some: Block) -> Results:
+        """With the rows of a block, whose softmax is complete; zeros for one that saw nothing."""
+        out = state.acc / jnp.where(state.total > 0, state.total, 1.0)[..., None]
+        return Results(
+            put_rows(self.out, out, group, some),
+            put_numbers(self.top, state.top, group, some),
+            put_numbers(self.total, state.total, group, some),
+        )
+
+
+def no_results(x: Inputs) -> Results:
+    """Results with no rows written."""
+    number = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), jnp.float32)
+    return Results(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype), number, number)
+
+
+def summary(
+    tiling: Tiling,
+    x: Inputs,
+    group: Group,
+    queries: Block,
+    keys: Block,
+    q: Float[Array, "b n Q H"],
+    top: Float[Array, "b n Q"] | float = LOWEST,
+) -> Softmax:
+    """The softmax of one tile by itself, relative to the larger of its maximum and `top`."""
+    k, v = rows(x.k, group, keys), rows(x.v, group, keys)
+    s = scores(tiling, x, group, queries, keys, q, k)
+    top = jnp.maximum(jnp.max(s, axis=-1), top)
+    p = jnp.exp(s - top[..., None])
+    total = jnp.sum(p, axis=-1)
+    p = p * keep(tiling, x, group, queries, keys)
+    acc = jnp.einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return Softmax(acc, top, total)
+
+
+# Both passes.
+
+
+def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
+    """Attention over the tiles that `visits`, of the blocks of queries, names.
+
+    Dao et al., algorithm 2, with the loops the other way round, so that a row is written once.
+    """
+    n_batch, length, n_heads, _ = x.q.shape
+    n_keys = x.k.shape[1]
+
+    def query_block(group, i, results):
+        queries = block(i * tiling.query_size, tiling.query_size, length)
+        q = rows(x.q, group, queries)
+
+        def key_block(j, state):
+            keys = block(j * tiling.key_size, tiling.key_size, n_keys)
+            here = summary(tiling, x, group, queries, keys, q, state.top)
+            old = jnp.exp(state.top - here.top)
+            return Softmax(
+                state.acc * old[..., None] + here.acc, here.top, state.total * old + here.total
+            )
+
+        state = empty((group.n_batch, group.n_heads, tiling.query_size), x.v.shape[3])
+        state = visits.loop(group.head, i, key_block, state)
+        return results.with_rows(state, group, queries)
+
+    sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
+    n_blocks = visits.start.shape[1]
+    return over_groups(sizes, n_batch, n_heads, n_blocks, query_block, no_results(x))
+
+
+def backward(
+    tiling: Tiling,
+    x: Inputs,
+    visits: Visits,
+    results: Results,
+    d_out: Float[Array, "B T N V"],
+) -> tuple[Array, Array, Array, Array | None]:
+    """The gradients of q, k, v and the bias (Dao et al., algorithm 4).
+
+    Args:
+      tiling, x: as in `forward`.
+      visits: of the blocks of keys.
+      results: what the forward pass returned.
+      d_out: the gradient of `out`.
+    """
+    n_batch, length, n_heads, _ = x.q.shape
+    n_keys = x.k.shape[1]
+    # D_i = sum_j P_ij dP_ij = dO_i . O_i.
+    dot = jnp.einsum("btnv,btnv->bnt", d_out, results.out, preferred_element_type=jnp.float32)
+    share = 1.0 / jnp.where(results.total > 0, results.total, 1.0)
+
+    def key_block(group, j, written):
+        *sums, dk_all, dv_all = written
+        keys = block(j * tiling.key_size, tiling.key_size, n_keys)
+        k, v = rows(x.k, group, keys), rows(x.v, group, keys)
+
+        def query_block(i, sums):
+            dq_all, d_bias, dk, dv = sums
+            queries = block(i * tiling.query_size, tiling.query_size, length)
+            q, d = rows(x.q, group, queries), rows(d_out, group, queries)
+            of_row = (numbers(n, group, queries)[..., None] for n in (results.top, share, dot))
+            row_top, row_share, row_dot = of_row
+            s = scores(tiling, x, group, queries, keys, q, k)
+            p = jnp.exp(s - row_top) * row_share
+            kept = keep(tiling, x, group, queries, keys)
+            dp = jnp.einsum("bnqv,bnkv->bnqk", d, v, preferred_element_type=jnp.float32)
+            ds = p * (dp * kept - row_dot)
+            p = (p * kept).astype(d.dtype)
+            dv = dv + jnp.einsum("bnqk,bnqv->bnkv", p, d, preferred_element_type=jnp.float32)
+            if d_bias is not None:
+                d_bias = add_bias_tile(d_bias, ds, group, queries, keys)
+            ds = ds.astype(q.dtype)
+            dk = dk + jnp.einsum("bnqk,bnqh->bnkh", ds, q, preferred_element_type=jnp.float32)
+            dq = jnp.einsum("bnqk,bnkh->bnqh", ds, k, preferred_element_type=jnp.float32)
+            return add_rows(dq_all, dq * tiling.scale, group, queries), d_bias, dk, dv
+
+        zeros = (jnp.zeros(y.shape, jnp.float32) for y in (k, v))
+        *sums, dk, dv = visits.loop(group.head, j, query_block, (*sums, *zeros))
+        dk_all = put_rows(dk_all, dk * tiling.scale, group, keys)
+        return *sums, dk_all, put_rows(dv_all, dv, group, keys)
+
+    d_bias = None if x.bias is None else jnp.zeros(x.bias.shape, jnp.float32)
+    dq = jnp.zeros(x.q.shape, jnp.float32)
+    written = dq, d_bias, jnp.zeros_like(x.k), jnp.zeros_like(x.v)
+    sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
+    n_blocks = visits.start.shape[1]
+    dq, d_bias, dk, dv = over_groups(sizes, n_batch, n_heads, n_blocks, key_block, written)
+    return (
+        dq.astype(x.q.dtype),
+        dk,
+        dv,
+        None if d_bias is None else d_bias.astype(x.bias.dtype),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(
+    forward_pass: Callable[..., Results], tiling: Tiling, x: Inputs, plan: Plan
+) -> Float[Array, "B T N V"]:
+    """Softmax attention over the tiles of a plan.
+
+    Args:
+      forward_pass: `forward`, or another function of its arguments with the same results.
+      tiling, x: as there.
+      plan: the tiles, for both passes.
+    """
+    return forward_pass(tiling, x, plan.by_query).out
+
+
+def _attend_forward(forward_pass, tiling, x, plan):
+    results = forward_pass(tiling, x, plan.by_query)
+    return results.out, (x, plan, results)
+
+
+def _attend_backward(forward_pass, tiling, kept, d_out):
+    del forward_pass
+    x, plan, results = kept
+    gradients = backward(tiling, x, plan.by_key, results, d_out)
+    # What is made of integers has no gradient.
+    return Inputs(*gradients, query_segments=None, key_segments=None, words=None), None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def inputs(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    bias: Float[Array, "#B #N #T #S"] | None,
+    segments: Segments | None,
+    dropout: float,
+    rng: PRNGKeyArray | None,
+) -> Inputs:
+    """The arrays of an op's call."""
+    words = dropout_words(rng) if dropout > 0.0 else None
+    return Inputs(q, k, v, bias, *segment_pair(segments), words)

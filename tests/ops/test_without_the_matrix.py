@@ -1,0 +1,287 @@
+"""Memory-efficient attention and FlashAttention: exact, linear in memory, and what they skip."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.ops import base, dense, flash, memory_efficient, tiles
+from tests.ops import oracle
+from tests.ops.fast import fast_jit
+
+KEY = jax.random.key(5)
+OPS = {"memory_efficient": memory_efficient.memory_efficient, "flash": flash.flash}
+# Sizes that divide neither each other nor the lengths of these tests.
+SIZES = {
+    "memory_efficient": dict(query_chunk_size=8, key_chunk_size=20),
+    "flash": dict(query_block_size=12, key_block_size=8),
+}
+both = pytest.mark.parametrize("name", OPS)
+
+
+def numbers(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def with_gradient(attend):
+    """`(d_out, *inputs) -> (out, gradients)`."""
+
+    def run(d_out, *inputs):
+        out, vjp = jax.vjp(attend, *inputs)
+        return out, vjp(d_out.astype(out.dtype))
+
+    return run
+
+
+def assert_trees_close(got, want, tolerance=1e-5):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.isfinite(x).all()
+        assert np.abs(x - y).max() <= tolerance * max(1.0, np.abs(y).max())
+
+
+@both
+@pytest.mark.parametrize(
+    "draw, bound", [(jax.random.normal, 1.5e-7), (jax.random.uniform, 6.5e-7)], ids=["n", "u"]
+)
+def test_the_papers_check_of_16384_tokens(name, draw, bound):
+    """Rabe and Staats, sec. 3: the difference to plain attention, here of some of the rows."""
+    length, size = 2**14, 64
+    q, k, v = (draw(key, (1, length, 1, size)) for key in jax.random.split(KEY, 3))
+    some = np.random.default_rng(0).choice(length, 64, replace=False)
+    with jax.default_matmul_precision("highest"):
+        out, plain = (
+            np.asarray(jax.jit(lambda *x, op=op: op(*x))(queries, k, v))
+            for op, queries in ((OPS[name](), q), (dense.dense(impl="xla"), q[:, some]))
+        )
+        out = out[:, some]
+    want, _ = oracle.attention(
+        *(np.asarray(x, np.float64) for x in (q[:, some], k, v)), 1, 1, np.zeros(out.shape)
+    )
+    assert np.abs(out - plain).max() <= bound
+    assert np.abs(out - want).max() <= bound
+
+
+def temp_bytes(op, length, n_heads, gradient, bias_shape=None, causal=True):
+    """Of the compiled program, beside its inputs and outputs."""
+    x = jax.ShapeDtypeStruct((1, length, n_heads, 64), jnp.float32)
+    inputs = [x, x, x]
+    if bias_shape is not None:
+        inputs.append(jax.ShapeDtypeStruct(bias_shape, jnp.float32))
+
+    def attend(q, k, v, bias=None):
+        return op(q, k, v, causal=causal, bias=bias)
+
+    args = (x, *inputs) if gradient else inputs
+    program = fast_jit(with_gradient(attend) if gradient else attend)
+    return program.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@both
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+def test_memory_is_linear_in_the_length(name, gradient):
+    """And no more than twice the inputs; what remains is a tile, whatever the length."""
+    op = OPS[name]()
+    lengths = (2**15, 2**17, 2**20)
+    used = [temp_bytes(op, n, 1, gradient) for n in lengths]
+    slopes = np.diff(used) / np.diff(lengths)
+    np.testing.assert_allclose(slopes[0], slopes[1], rtol=0.05, atol=1)
+    inputs = 3 * 64 * 4
+    assert slopes[1] <= 2 * inputs
+    assert used[0] - slopes[0] * lengths[0] < 160 * 2**20
+
+
+def test_the_gradient_at_65536_tokens_of_8_heads_takes_less_than_a_gigabyte():
+    """The paper's code takes 33.9 GB."""
+    assert temp_bytes(memory_efficient.memory_efficient(), 2**16, 8, gradient=True) < 2**30
+
+
+@both
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2**15), (1, 4, 2**15, 1)])
+def test_what_a_bias_shares_is_never_expanded(name, shape):
+    op, length, n_heads = OPS[name](), 2**15, 4
+    size = 4 * np.prod(shape)
+    without = temp_bytes(op, length, n_heads, gradient=True)
+    # What comes on top: the bias's gradient in the loop, and a tile of scores at most.
+    assert temp_bytes(op, length, n_heads, True, shape) < without + 2 * size + 64 * 2**20
+
+
+@both
+def test_a_bias_hides(name):
+    """As masks are often given; a row that sees nothing at all is no NaN."""
+    mask = np.random.default_rng(0).random((2, 1, 23, 31)) < 0.5
+    mask[..., 0] = True
+    q, k, v, d_out = (numbers(2, n, 3, 4, seed=i) for i, n in enumerate((23, 31, 31, 23)))
+    op = OPS[name](**SIZES[name])
+    run = fast_jit(with_gradient(lambda q, k, v, bias: op(q, k, v, bias=bias)))
+    reference = fast_jit(with_gradient(lambda q, k, v: base.reference_attention(q, k, v, mask)))
+    want, want_gradients = reference(d_out, q, k, v)
+    for hidden in (-np.inf, np.finfo(np.float32).min, -1e9):
+        bias = np.where(mask, 0, hidden).astype(np.float32)
+        out, gradients = run(d_out, q, k, v, bias)
+        assert_trees_close((out, gradients[:3]), (want, want_gradients))
+        assert not np.any(np.where(mask, 0, gradients[3].sum(axis=1, keepdims=True)))
+        bias[0, :, 3] = hidden
+        for x in jax.tree.leaves(run(d_out, q, k, v, bias)):
+            assert np.isfinite(x).all()
+
+
+@both
+def test_the_gradient_of_a_bias_keeps_its_dtype(name):
+    op = OPS[name](**SIZES[name])
+    q, k, v = (numbers(2, 23, 3, 4, seed=i) for i in range(3))
+    bias = jnp.asarray(numbers(1, 3, 1, 23), jnp.bfloat16)
+
+    def loss(bias, op):
+        return jnp.sum(jnp.sin(op(q, k, v, bias=bias, causal=True, dropout=0.2, rng=KEY)))
+
+    got, want = (
+        fast_jit(jax.grad(functools.partial(loss, op=x)))(bias) for x in (op, dense.dense())
+    )
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.02)
+
+
+@both
+@pytest.mark.parametrize("n_queries, n_keys", [(47, 47), (47, 30)])
+def test_chunks_above_the_diagonal_cost_nothing(name, n_queries, n_keys, monkeypatch):
+    """The tiles that run are counted, in both passes, and under vmap, where a branch takes both."""
+    ran, scores = [], tiles.scores
+
+    def counted(tiling, x, group, queries, keys, q, k):
+        jax.debug.callback(lambda *at: ran.append(at), queries.position, keys.position)
+        return scores(tiling, x, group, queries, keys, q, k)
+
+    monkeypatch.setattr(tiles, "scores", counted)
+    op = OPS[name](**SIZES[name])
+    q, k, v, d_out = (
+        numbers(2, 1, n, 1, 4, seed=i) for i, n in enumerate((n_queries, n_keys, n_keys, n_queries))
+    )
+    run = fast_jit(jax.vmap(with_gradient(functools.partial(op, causal=True))))
+    jax.block_until_ready(run(d_out, q, k, v))
+    jax.effects_barrier()
+    assert all(np.min(keys) <= np.max(queries) for queries, keys in ran)
+    visible = np.tril(np.ones((n_queries, n_keys), int)) * 2  # once in each pass
+    for queries, keys in ran:
+        visible[np.ix_(queries, keys)] -= 1
+    assert (visible <= 0).all()
+    if name == "flash":
+        # In every one of 4 blocks of 12 queries, the blocks of 8 keys up to the last query's.
+        n_tiles = sum(min(-(-min(12 * i, n_queries) // 8), -(-n_keys // 8)) for i in range(1, 5))
+        assert len(ran) == 2 * n_tiles
+
+
+@both
+def test_a_few_heads_at_a_time(name, monkeypatch):
+    """As a CPU computes more scores than its cache holds: the same numbers."""
+    op = OPS[name](**SIZES[name])
+    q, k, v, d_out = (numbers(4, 29, 6, 8, seed=i) for i in range(4))
+    bias = numbers(4, 6, 29, 29)
+    segments = np.sort(np.random.default_rng(0).integers(0, 3, (4, 29)))
+
+    def run(n_scores):
+        monkeypatch.setattr(tiles, "SCORES_IN_CACHE", n_scores)
+
+        def attend(*inputs):
+            *inputs, bias = inputs
+            return op(*inputs, segments=segments, bias=bias, dropout=0.3, rng=KEY)
+
+        return fast_jit(with_gradient(attend))(d_out, q, k, v, bias)
+
+    whole = run(2**30)
+    for n_heads in (12, 3):  # three heads of four examples, one head of two
+        assert_trees_close(run(8 * 20 * n_heads), whole, 1e-6)
+
+
+def test_tiles_of_any_block_mask():
+    """A plan may name any tiles, of each head its own; the others have no part in either pass."""
+    rng = np.random.default_rng(0)
+    sizes, shape = (8, 12), (4, 3)
+    mask = rng.random((3, *shape)) < 0.5
+    mask[0, 1] = mask[1, :, 2] = False
+    q, k, v, d_out = (numbers(2, n, 3, 4, seed=i) for i, n in enumerate((29, 31, 31, 29)))
+    tiling = tiles.Tiling(*sizes, causal=False, scale=0.5)
+
+    def visits(mask):
+        count = mask.sum(axis=-1)
+        width = mask.sum(axis=(1, 2)).max()
+        stop = np.cumsum(count, axis=-1)
+        index = np.zeros((len(mask), width), np.int32)
+        for head, some in enumerate(mask):
+            index[head, : some.sum()] = np.nonzero(some)[1]
+        return tiles.Visits(*(jnp.asarray(x) for x in (stop - count, stop, index)))
+
+    plan = tiles.Plan(visits(mask), visits(np.swapaxes(mask, 1, 2)))
+
+    def attend(q, k, v):
+        x = tiles.inputs(q, k, v, None, None, 0.0, None)
+        return tiles.attend(tiles.forward, tiling, x, plan)
+
+    out, gradients = fast_jit(with_gradient(attend))(d_out, q, k, v)
+    counts = mask.repeat(sizes[0], axis=1).repeat(sizes[1], axis=2)[:, :29, :31]
+    want, want_gradients = oracle.attention(
+        *(x.astype(np.float64) for x in (q, k, v)), np.tile(counts, (2, 1, 1, 1)) * 1, 1, d_out
+    )
+    assert_trees_close((out, gradients), (want, want_gradients[:3]))
+
+
+def test_scale():
+    q, k, v, d_out = (numbers(2, 23, 3, 4, seed=i) for i in range(4))
+    scale = 0.8
+    op = flash.flash(scale=scale, query_block_size=8, key_block_size=8)
+    out, (dq, dk, dv) = fast_jit(with_gradient(functools.partial(op, causal=True)))(d_out, q, k, v)
+    counts = np.broadcast_to(np.tril(np.ones((23, 23), int)), (2, 3, 23, 23))
+    scaled = q.astype(np.float64) * scale * 2  # for the oracle divides by the square root of 4
+    want, (wq, wk, wv, *_) = oracle.attention(
+        scaled, k.astype(np.float64), v.astype(np.float64), counts, 1, d_out
+    )
+    assert_trees_close((out, dq, dk, dv), (want, wq * scale * 2, wk, wv))
+
+    @fast_jit
+    def last(q, k, v):
+        lengths = jnp.full(2, 22)
+        held = op.init_cache((), q, k, v, plan=(), lengths=lengths, capacity=23, rng=None)
+        return op.step((), q[:, 22:], k[:, 22:], v[:, 22:], held, position=lengths)[0]
+
+    assert_trees_close(last(q, k, v), out[:, 22:])
+
+
+@pytest.mark.parametrize(
+    "dtype, size, options",
+    [
+        (np.float32, 4, dict(causal=True, dropout=0.3, rng=KEY)),
+        (np.float32, 16, dict(segments=np.repeat([[1, 2, 0]], [40, 17, 12], axis=1))),
+        (jnp.bfloat16, 8, dict(causal=True)),
+    ],
+    ids=["dropout", "segments", "bfloat16"],
+)
+def test_the_kernel_is_the_same_function(dtype, size, options):
+    q, k, v, d_out = (numbers(1, 69, 2, size, seed=i).astype(dtype) for i in range(4))
+    got, want = (
+        fast_jit(with_gradient(functools.partial(flash.flash(impl=impl), **options)))(
+            d_out, q, k, v
+        )
+        for impl in ("pallas_interpret", "xla")
+    )
+    assert_trees_close(got, want, 1e-5 if dtype == np.float32 else 2e-2)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN is for NVIDIA GPUs")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "n_queries, n_keys", [(256, 256), (200, 200), (128, 320), (320, 128), (100, 130), (130, 100)]
+)
+def test_cudnn_is_the_same_function(n_queries, n_keys, causal):
+    lengths = (n_queries, n_keys, n_keys, n_queries)
+    q, k, v, d_out = (
+        numbers(2, n, 4, 64, seed=i).astype(jnp.bfloat16) for i, n in enumerate(lengths)
+    )
+    got, want = (
+        jax.jit(with_gradient(functools.partial(flash.flash(impl=impl, scale=0.1), causal=causal)))(
+            d_out, q, k, v
+        )
+        for impl in ("cudnn", "xla")
+    )
+    assert_trees_close(got, want, 2e-2)
