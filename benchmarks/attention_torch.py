@@ -9,12 +9,13 @@ row, as soon as it is known, and an empty object behind the last. It needs none 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from benchmarks.measuring import reason, time_calls
 
@@ -148,10 +149,16 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
-    # Answers alone go to stdout, whatever the libraries print.
+@contextlib.contextmanager
+def answers_alone() -> Iterator[TextIO]:
+    """What stdout was, for answers alone; whatever the libraries print goes to stderr."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        yield answers
+
+
+def main() -> None:
+    with answers_alone() as answers:
         for line in sys.stdin:
             request = json.loads(line)
             for row in (*answer(request["shape"], request["repeats"]), {}):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import attention, attention_torch, generation, measuring, step
+from benchmarks import attention, attention_torch, block_sparse, generation, measuring, step
 from reformax.ops import lsh
 
 TINY = step.Shape(
@@ -335,3 +335,46 @@ def test_lengths_that_do_not_divide_the_tokens_are_refused(tiny_attention, capsy
     with pytest.raises(SystemExit):
         attention.main(["--lengths", "48"])
     assert "--lengths has [48]" in capsys.readouterr().err
+
+
+TINY_BLOCKS = block_sparse.SHAPES["cpu"]._replace(
+    length=64, n_heads=1, d_head=4, block_size=16, check_length=40
+)
+
+
+class WrongBlocks(block_sparse.Row):
+    def op(self, shape):
+        return wrong_output(super().op(shape))
+
+
+def test_block_sparse_attention_is_timed_and_drawn_where_it_is_right(monkeypatch, capsys, tmp_path):
+    found = block_sparse.rows(TINY_BLOCKS)
+    found = {name: found[name] for name in ("butterfly, causal", "all")}
+    found["wrong"] = WrongBlocks(*found["all"])
+    monkeypatch.setattr(block_sparse, "rows", lambda shape: found)
+    monkeypatch.setattr(measuring, "N_QUEUED", 2)
+    monkeypatch.setitem(block_sparse.SHAPES, "cpu", TINY_BLOCKS)
+    path = tmp_path / "blocks.png"
+    with pytest.raises(SystemExit, match="failed: wrong$"):
+        block_sparse.main(["--repeats=1", f"--plot={path}"])
+    errors, times = capsys.readouterr().out.split("Dense, causal")
+    assert path.stat().st_size > 0
+    assert all(float(x) < 1e-5 for x in cells(errors, "butterfly, causal")[1:])
+    assert cells(times, "butterfly, causal")[1:3] == ["8", "50.00%"]
+    assert all(float(x) > 0 for x in cells(times, "all")[3:5])
+    assert cells(times, "wrong")[3].startswith("ArithmeticError: output and gradient in float32")
+
+
+def test_a_line_through_times_and_the_kernels_of_a_trace():
+    assert block_sparse.off_the_line([1, 5, 9], [3.0, 11.0, 19.0]) == pytest.approx((1, 2, 0))
+    assert block_sparse.off_the_line([1, 5, 9], [3.0, 11.0, 39.0])[2] > 0.1
+
+    def event(thread, ms, **more):
+        return dict(ph="X", pid=1, tid=thread, dur=ms * 1e3) | more
+
+    def thread(number, name):
+        return event(number, 0, ph="M", name="thread_name", args=dict(name=name))
+
+    threads = [thread(1, "Stream #13(Compute)"), thread(2, "python")]
+    trace = dict(traceEvents=[*threads, event(1, 2.5), event(2, 9.0), event(1, 0.5)])
+    assert block_sparse.kernel_ms(trace) == pytest.approx(3.0)
