@@ -7,13 +7,14 @@
 Importing this package needs JAX alone.
 """
 
-from reformax.ops import dense, flash, local, lsh, memory_efficient, shared_qk
+from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.base import AttentionOp, Dims, Traits
 
 __all__ = [
     "AttentionOp",
     "Dims",
     "Traits",
+    "block_sparse",
     "dense",
     "flash",
     "local",

@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reformax.ops import dense, flash, local, lsh, memory_efficient, shared_qk
+from reformax.ops import (
+    block_patterns,
+    block_sparse,
+    dense,
+    flash,
+    local,
+    lsh,
+    memory_efficient,
+    shared_qk,
+)
 from reformax.ops.base import AttentionOp
 
 
@@ -149,6 +158,21 @@ def _circle(options, plan, shape, causal, segments):
     return except_self(visible(shape, causal, segments) * np.array(counts))
 
 
+def _in_blocks(options, plan, shape, causal, segments):
+    """Each pair asks the pattern for the blocks that it lies in."""
+    sizes = np.array(options["block_size"]) * [1, 1]
+    query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
+    query, key = query // sizes[0], key // sizes[1]
+    mask = options["pattern"](query.max() + 1, key.max() + 1)
+    return visible(shape, causal, segments) * mask[..., query, key]
+
+
+def _odd_blocks(n_blocks_q, n_blocks_k):
+    """No block of queries sees all; the second of every five sees nothing."""
+    query, key = np.ogrid[:n_blocks_q, :n_blocks_k]
+    return ((query + 2 * key) % 3 != 1) & (query % 5 != 1)
+
+
 def _own_bucket(options, plan, shape, causal, segments):
     place, first = (np.asarray(x)[..., : shape.n_queries] for x in (plan.slot, plan.first))
     key = place[..., None, :]
@@ -181,6 +205,16 @@ _STRICT = {
 }
 _WINDOWS = {"window": (6, 1, 9), "chunk_len": (4,), "n_chunks_before": (2,), "n_chunks_after": (2,)}
 
+_PATTERNS = (
+    block_patterns.butterfly(),
+    block_patterns.strided(stride=3),
+    block_patterns.fixed(stride=3),
+    block_patterns.local_global(),
+    _odd_blocks,
+)
+_SPARSE = {"pattern": _PATTERNS, "block_size": (4, (4, 3), (5, 8), 1)}
+_SPARSE_KERNEL = {"pattern": _PATTERNS, "block_size": (16, (16, 32))}
+
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
 ROWS = [
@@ -188,6 +222,13 @@ ROWS = [
     Row("memory_efficient", memory_efficient.memory_efficient, _CHUNKS, _everything),
     Row("flash", flash.flash, _BLOCKS, _everything),
     Row("shared_qk", shared_qk.shared_qk, {}, _others),
+    Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks),
+    Row(
+        "block_sparse_pallas",
+        block_sparse.block_sparse,
+        _SPARSE_KERNEL | _KERNEL,
+        _in_blocks,
+    ),
     Row("local", local.local, _NEIGHBOURHOODS, _neighbours),
     Row("local_shared", local.local, _NEIGHBOURHOODS | {"shared_qk": (True,)}, _neighbours),
     Row("local_window", local.local, _WINDOWS, _window),

@@ -9,7 +9,7 @@ import pytest
 
 from reformax.ops import bucket_sort, chunked
 from reformax.ops.kernels import chunked as kernel
-from tests.ops.fast import fast_jit
+from tests.ops.fast import fast_jit, lower_for_gpu
 
 KEY = jax.random.key(0)
 ONE_BEFORE = dict(chunk_len=16, n_chunks_before=1, n_chunks_after=0, causal=True, shared_qk=True)
@@ -105,18 +105,3 @@ def test_it_lowers_for_a_gpu(dtype, size):
 
     lowered = lower_for_gpu(run, x, x, chunked.Order(place, place), segments, KEY, x)
     assert lowered.count("triton") >= 2 * n_rounds
-
-
-def lower_for_gpu(function, *args) -> str:
-    """The program that would be compiled on an NVIDIA GPU."""
-    lower = functools.partial(
-        lambda: jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    )
-    try:
-        return lower()
-    except RuntimeError:  # jax 0.12 asks which GPU
-        from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
-        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None)
-        with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-            return lower()

@@ -4,9 +4,19 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from reformax.ops import dense, flash, local, lsh, memory_efficient, shared_qk
+from reformax.ops import (
+    block_patterns,
+    block_sparse,
+    dense,
+    flash,
+    local,
+    lsh,
+    memory_efficient,
+    shared_qk,
+)
 
 KEY = jax.random.key(0)
 
@@ -48,6 +58,22 @@ SIZES = [
     (lsh.lsh, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
     (lsh.lsh, dict(wrap=True), "wrap is True and count_once is True: set count_once=False"),
     (lsh.lsh, dict(rotations=x(2, 4, 1, 2)), "rotations are given and n_buckets is 'auto'"),
+    (block_sparse.block_sparse, dict(block_size=0), "block_size is 0: expected a number of at"),
+    (block_sparse.block_sparse, dict(block_size=(4, 4, 4)), "block_size is (4, 4, 4): expected"),
+    (block_sparse.block_sparse, dict(block_size=8.5), "block_size is 8.5: expected a number"),
+    (
+        block_sparse.block_sparse,
+        dict(pattern=np.ones((2, 2))),
+        "pattern has shape (2, 2) and dtype float64: expected booleans, [n_blocks_q, n_blocks_k]",
+    ),
+    (block_sparse.block_sparse, dict(pattern=[True]), "pattern has shape (1,) and dtype bool"),
+    (block_sparse.block_sparse, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla', "),
+    (block_patterns.butterfly, dict(n_factors=0), "n_factors is 0: expected at least 1"),
+    (block_patterns.butterfly, dict(n_global=-1), "n_global is -1: expected at least 0"),
+    (block_patterns.strided, dict(stride=0), "stride is 0: expected at least 1"),
+    (block_patterns.fixed, dict(stride=0), "stride is 0: expected at least 1"),
+    (block_patterns.fixed, dict(stride=2, n_summary=3), "n_summary is 3: expected at most the"),
+    (block_patterns.local_global, dict(n_before=-1), "n_before is -1: expected at least 0"),
     (
         memory_efficient.memory_efficient,
         dict(query_chunk_size=0),
@@ -79,6 +105,8 @@ def test_options(factory, options, message):
 
 OPS = {
     "dense": dense.dense(),
+    "block_sparse": block_sparse.block_sparse(pattern=np.ones((2, 2), bool), block_size=4),
+    "block_sparse_3": block_sparse.block_sparse(pattern=np.ones((3, 2, 2), bool), block_size=4),
     "flash": flash.flash(),
     "memory_efficient": memory_efficient.memory_efficient(),
     "shared_qk": shared_qk.shared_qk(),
@@ -118,6 +146,14 @@ CALLS = [
     ),
     ("dense", (x(), x(), x()), dict(bias=x(2, 8, 8)), "bias has shape (2, 8, 8): expected [batch"),
     ("dense", (x(), x(), x()), dict(bias=x(2, 2, 8, 4)), "bias has shape (2, 2, 8, 4): expected"),
+    (
+        "block_sparse",
+        (x(2, 9, 2, 4), x(), x()),
+        {},
+        "pattern has shape (2, 2): expected (3, 2), the blocks of 4 in 9 queries and of 4 in 8",
+    ),
+    ("block_sparse", (x(), x(2, 4, 2, 4), x(2, 4, 2, 4)), {}, "pattern has shape (2, 2): expected"),
+    ("block_sparse_3", (x(), x(), x()), {}, "pattern has shape (3, 2, 2): expected (2, 2), the"),
     ("local", (x(), x(), x()), dict(segments=INTEGERS * 1.0), "segments has dtype float32"),
 ]
 
@@ -146,6 +182,11 @@ def test_what_an_op_cannot_do():
         op = OPS["dense"]._replace(traits=traits._replace(**refusing))
         with pytest.raises(NotImplementedError, match=f"causal={causal}"):
             op(x(), x(), x(), causal=causal)
+    op = block_sparse.block_sparse(block_size=(16, 24), impl="pallas_interpret")
+    with pytest.raises(NotImplementedError, match=r"block_size=\(16, 24\): use impl='auto'"):
+        op(x(), x(), x())
+    with pytest.raises(ValueError, match="pattern is traced: expected an array of NumPy"):
+        jax.jit(lambda mask: block_sparse.block_sparse(pattern=mask))(np.ones((2, 2), bool))
     # float32 is beyond cuDNN's attention, wherever this runs.
     for op in (dense.dense(impl="cudnn"), flash.flash(impl="cudnn")):
         with pytest.raises(NotImplementedError, match="impl='cudnn' with .*use impl='auto' or"):

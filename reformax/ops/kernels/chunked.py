@@ -33,10 +33,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.base import dropout_words, keep_multiplier, length_normalize
-
-# A hidden score, and the maximum of a row that saw none: exp2 of their difference is 0.
-HIDDEN, LOWEST = -1e30, -1e29
-LOG2_E = math.log2(math.e)
+from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, power_of_two, product
 
 
 class Tiles(NamedTuple):
@@ -194,7 +191,7 @@ class _Program(NamedTuple):
 
     def rows(self, ref, block: _Block, some=None) -> Array:
         """A block's rows of `[B, T, N, H]`, or some; zeros where there is none, H padded."""
-        width = _power_of_two(ref.shape[3])
+        width = power_of_two(ref.shape[3])
         at, mask = self._rows_at(ref, block, width)
         if some is not None:
             return pltriton.load(at, mask=mask & some[:, None], other=0.0)
@@ -296,16 +293,6 @@ class _Program(NamedTuple):
         return jnp.where(alone, self.keep(x, block.position, block.position), 0.0)
 
 
-def _power_of_two(n: int) -> int:
-    """The width of a tile that holds rows of `n`."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-def _dot(a: Array, b: Array, transpose_b: bool = False) -> Array:
-    dims = (((1,), (1 if transpose_b else 0,)), ((), ()))
-    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-
-
 def _forward_kernel(x: _Inputs, before: _Softmax | None, after: _Softmax, *, program: _Program):
     here = program.here()
     own = here.block(x, here.start, here.tiles.own)
@@ -318,17 +305,17 @@ def _forward_kernel(x: _Inputs, before: _Softmax | None, after: _Softmax, *, pro
         acc, top, total = state
         keys = block.line()
         k, v = here.rows(x.k, block), here.rows(x.v, block)
-        s = jnp.where(here.visible(queries, keys), _dot(q, k, transpose_b=True), HIDDEN)
+        s = jnp.where(here.visible(queries, keys), product(q, k, transpose_b=True), HIDDEN)
         both = jnp.maximum(top, jnp.max(s, axis=1))
         p = jnp.exp2(s * scale - (both * scale)[:, None])
         old = jnp.exp2((top - both) * scale)
         total = total * old + jnp.sum(p, axis=1)
         p = p * here.keep(x, queries.position, keys.position)
-        acc = acc * old[:, None] + _dot(p.astype(v.dtype), v)
+        acc = acc * old[:, None] + product(p.astype(v.dtype), v)
         return acc, both, total
 
     if before is None:
-        acc = jnp.zeros((here.tiles.own, _power_of_two(x.v.shape[3])), jnp.float32)
+        acc = jnp.zeros((here.tiles.own, power_of_two(x.v.shape[3])), jnp.float32)
         top = jnp.full((here.tiles.own,), LOWEST, jnp.float32)
         state = acc, top, jnp.zeros_like(top)
     else:
@@ -367,11 +354,11 @@ def _backward_kernel(
         q = here.rows(x.q, block)
         d_out, dot, top = queries(block)
         mask = here.visible(block.line(), own.column())
-        p = weights(_dot(k, q, transpose_b=True), mask, top[None, :])
+        p = weights(product(k, q, transpose_b=True), mask, top[None, :])
         keep = here.keep(x, block.position[None, :], own.position[:, None])
-        dv = dv + _dot((p * keep).astype(d_out.dtype), d_out)
-        ds = p * (_dot(v, d_out, transpose_b=True) * keep - dot[None, :])
-        return dk + _dot(ds.astype(q.dtype), q), dv
+        dv = dv + product((p * keep).astype(d_out.dtype), d_out)
+        ds = p * (product(v, d_out, transpose_b=True) * keep - dot[None, :])
+        return dk + product(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = here.over(x, here.queries(), as_keys, sums)
@@ -393,10 +380,10 @@ def _backward_kernel(
     def as_queries(block, dq):
         k, v = here.rows(x.k, block), here.rows(x.v, block)
         mask = here.visible(own.column(), block.line())
-        p = weights(_dot(q, k, transpose_b=True), mask, top[:, None])
+        p = weights(product(q, k, transpose_b=True), mask, top[:, None])
         keep = here.keep(x, own.position[:, None], block.position[None, :])
-        ds = p * (_dot(d_out, v, transpose_b=True) * keep - dot[:, None])
-        return dq + _dot(ds.astype(k.dtype), k)
+        ds = p * (product(d_out, v, transpose_b=True) * keep - dot[:, None])
+        return dq + product(ds.astype(k.dtype), k)
 
     dq = here.over(x, here.keys(), as_queries, dq) * scale
     if before is not None:

@@ -1,0 +1,137 @@
+"""Patterns of block-sparse attention: which block of keys each block of queries sees.
+
+A pattern is a function of the two lengths in blocks, so that one gin line serves every length:
+
+    block_sparse.block_sparse.pattern = @block_patterns.butterfly()
+
+What it says of a query's block and a key's does not depend on how many blocks there are: a longer
+sequence only adds rows and columns, padding changes nothing, and decoding step by step computes
+what one call does. Causality is the call's own affair: a causal one leaves out what lies above the
+diagonal of any pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Bool
+
+Mask = Bool[np.ndarray, "n_blocks_q n_blocks_k"] | Bool[np.ndarray, "N n_blocks_q n_blocks_k"]
+Pattern = Callable[[int, int], Mask]
+
+
+def butterfly(*, n_factors: int | None = None, n_global: int = 0) -> Pattern:
+    """The fixed butterfly of block-sparse FlashAttention (Dao et al. 2022, sec. 3.3).
+
+    That is the flat block butterfly of Dao et al. 2021 ("Pixelated Butterfly", def. 3.4): a
+    butterfly matrix is a product of log2(n) factors, the m-th of which mixes positions whose
+    numbers differ in bit m alone, and a flat one is their sum. Block i so sees itself and the
+    blocks `i XOR 2^m`, 1 + log2(n) of them. `n_global` adds the paper's low-rank term in its form
+    for masks: blocks that see and are seen by all.
+
+    Args:
+      n_factors: how many factors, those of the nearest blocks first; None is all that the length
+        has.
+      n_global: how many of the first blocks see all and are seen by all.
+
+    Raises:
+      ValueError: a number below 0, or no factor.
+    """
+    if n_factors is not None:
+        _check(n_factors=(n_factors, 1))
+    _check(n_global=(n_global, 0))
+
+    def pattern(query, key):
+        differs = query ^ key
+        is_power_or_0 = (differs & (differs - 1)) == 0
+        near = True if n_factors is None else differs < 2**n_factors
+        return (is_power_or_0 & near) | _global(query, key, n_global)
+
+    return _blockwise(pattern)
+
+
+def strided(*, stride: int = 8) -> Pattern:
+    """The strided pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3), in blocks.
+
+    A block sees those up to `stride` away, and every block at a multiple of `stride` from it: the
+    union of the paper's two sets, which one head here attends to at once (its "merged" head).
+
+    Args:
+      stride: the paper's l, in blocks; near the square root of the length it makes cost least.
+
+    Raises:
+      ValueError: stride below 1.
+    """
+    _check(stride=(stride, 1))
+
+    def pattern(query, key):
+        distance = np.abs(query - key)
+        return (distance <= stride) | (distance % stride == 0)
+
+    return _blockwise(pattern)
+
+
+def fixed(*, stride: int = 8, n_summary: int = 1) -> Pattern:
+    """The fixed pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3), in blocks.
+
+    The sequence is cut into stretches of `stride` blocks. A block sees its own stretch, and the
+    last `n_summary` blocks of every stretch, which summarise it.
+
+    Args:
+      stride: the paper's l, in blocks.
+      n_summary: the paper's c, in blocks.
+
+    Raises:
+      ValueError: stride or n_summary below 1, or a summary longer than its stretch.
+    """
+    _check(stride=(stride, 1), n_summary=(n_summary, 1))
+    if n_summary > stride:
+        raise ValueError(f"n_summary is {n_summary}: expected at most the stride, {stride}")
+
+    def pattern(query, key):
+        return (query // stride == key // stride) | (key % stride >= stride - n_summary)
+
+    return _blockwise(pattern)
+
+
+def local_global(*, n_before: int = 1, n_after: int = 1, n_global: int = 1) -> Pattern:
+    """A sliding window and some global blocks (Longformer, Beltagy et al. 2020, sec. 3.1).
+
+    Also BigBird (Zaheer et al. 2020, sec. 2) in its form without random blocks: the first blocks
+    are global, they see all and are seen by all.
+
+    Args:
+      n_before: how many blocks before its own a block sees.
+      n_after: how many blocks after its own a block sees; useful if not causal.
+      n_global: how many of the first blocks are global.
+
+    Raises:
+      ValueError: a number below 0.
+    """
+    _check(n_before=(n_before, 0), n_after=(n_after, 0), n_global=(n_global, 0))
+
+    def pattern(query, key):
+        near = (key >= query - n_before) & (key <= query + n_after)
+        return near | _global(query, key, n_global)
+
+    return _blockwise(pattern)
+
+
+def _global(query, key, n_global: int):
+    return (query < n_global) | (key < n_global)
+
+
+def _blockwise(pattern: Callable) -> Pattern:
+    """The mask of a rule for the numbers of two blocks, which broadcast."""
+
+    def mask(n_blocks_q: int, n_blocks_k: int) -> Bool[np.ndarray, "n_blocks_q n_blocks_k"]:
+        return pattern(*np.ogrid[:n_blocks_q, :n_blocks_k])
+
+    return mask
+
+
+def _check(**numbers: tuple[int, int]) -> None:
+    for name, (n, least) in numbers.items():
+        if n < least:
+            raise ValueError(f"{name} is {n}: expected at least {least}")

@@ -1,0 +1,192 @@
+"""Block-sparse attention: only the nonzero blocks of a mask (FlashAttention, algorithm 5).
+
+Dao et al. 2022 ("FlashAttention", sec. 3.3 and appendix D.1) leave those blocks of the score matrix
+out that a block mask has as zero; the softmax is over what remains. Time is proportional to the
+nonzero blocks in both passes, memory to the length. Patterns are in `block_patterns`.
+
+The arithmetic is FlashAttention's: in array operations that of `tiles`, one after the other, and on
+NVIDIA GPUs that of `kernels.block_sparse`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from reformax.ops import blocks, tiles
+from reformax.ops.base import (
+    AttentionOp,
+    Traits,
+    check_impl,
+    no_params,
+    no_plan,
+    segment_pair,
+)
+from reformax.ops.block_patterns import Mask, Pattern, butterfly
+from reformax.ops.blocks import Layout, Rows
+from reformax.ops.cache import attend_to, keep, put
+from reformax.ops.chunked import KERNELS, chosen_impl
+
+BUTTERFLY = butterfly()
+
+# The least side of a kernel's tile.
+MIN_TILE = 16
+
+
+def block_sparse(
+    *,
+    pattern: Pattern | Mask = BUTTERFLY,
+    block_size: int | tuple[int, int] = 128,
+    impl: str = "auto",
+) -> AttentionOp:
+    """Attention to the keys in the nonzero blocks of a mask.
+
+    Args:
+      pattern: which block of queries sees which block of keys: a boolean array, `[n_blocks_q,
+        n_blocks_k]` or with an axis for heads in front, or a function of the two numbers of blocks
+        that returns one, such as those of `block_patterns`. An array fits one length, give or take
+        a block, and cannot decode.
+      block_size: positions in a block; a pair of them is for queries and keys.
+      impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later,
+        heads of 128 or less and blocks of a multiple of 16; `"pallas_interpret"` runs it anywhere,
+        slowly, for tests. `"auto"` takes the kernel where it computes this same function.
+
+    Raises:
+      ValueError: a block size below 1, a pattern that is no block mask, an unknown `impl`; at the
+        call, a mask of another shape than the blocks of queries and keys.
+      NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
+    """
+    check_impl(impl, *KERNELS)
+    block_q, block_k = _check_block_size(block_size)
+    given = None if callable(pattern) else _check_mask(pattern)
+
+    def layout(n_queries: int, n_keys: int, n_heads: int, causal: bool, dropout: float) -> Layout:
+        shape = -(-n_queries // block_q), -(-n_keys // block_k)
+        mask = _check_mask(pattern(*shape)) if given is None else given
+        if mask.shape not in (shape, (n_heads, *shape)):
+            raise ValueError(
+                f"pattern has shape {mask.shape}: expected {shape}, the blocks of {block_q} in "
+                f"{n_queries} queries and of {block_k} in {n_keys} keys, or {(n_heads, *shape)}"
+            )
+        mask = mask[None] if mask.ndim == 2 else mask
+        return Layout(mask, block_q, block_k, n_queries, n_keys, causal, dropout)
+
+    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
+        del params, plan
+        here = layout(q.shape[1], k.shape[1], q.shape[2], causal, dropout)
+        odd = None if block_q % MIN_TILE == block_k % MIN_TILE == 0 else (block_q, block_k)
+        which = chosen_impl(impl, q, v, block_size=odd)
+        if which == "xla":
+            return _in_tiles(here, q, k, v, segments, rng)
+        pair = segment_pair(segments)
+        return _in_kernel((here, which == "pallas_interpret"), q, k, v, pair, rng)
+
+    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng):
+        del params, plan, rng
+        return keep(k, v, lengths, capacity)
+
+    def step(params, q, k, v, cache, *, position):
+        del params
+        cache = put(cache, k, v, position)
+        n_heads, capacity = cache.keys.shape[1:3]
+        rows = layout(capacity, capacity, n_heads, True, 0.0).rows(block_q, block_k)
+        # The keys of the blocks that the query's own sees, [B, G, M].
+        width = max(1, rows.count.max())
+        seen = blocks.padded_entries(rows, blocks.cut(rows, width), width, capacity)
+        seen = jnp.asarray(seen.reshape(-1, -(-capacity // block_q), width))
+        seen = jnp.swapaxes(seen[:, position // block_q], 0, 1)[..., None]
+        held = (seen * block_k + jnp.arange(block_k)).reshape(*seen.shape[:2], -1)
+        index = jnp.minimum(held, capacity - 1)[..., None]
+        some = (jnp.take_along_axis(x, index, axis=2) for x in cache)
+        return attend_to(q, *some, held <= position[:, None, None]), cache
+
+    return AttentionOp(
+        init=no_params,
+        plan=no_plan,
+        apply=apply,
+        traits=Traits(cross=True),
+        **(dict(init_cache=init_cache, step=step) if given is None else {}),
+    )
+
+
+def _check_block_size(block_size: Any) -> tuple[int, int]:
+    sizes = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    if len(sizes) != 2 or not all(isinstance(n, int | np.integer) and n >= 1 for n in sizes):
+        raise ValueError(f"block_size is {block_size}: expected a number of at least 1, or two")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _check_mask(mask: Any) -> Mask:
+    if isinstance(mask, jax.core.Tracer):
+        raise ValueError("pattern is traced: expected an array of NumPy, known before the call")
+    mask = np.asarray(mask)
+    if mask.dtype != bool or mask.ndim not in (2, 3):
+        raise ValueError(
+            f"pattern has shape {mask.shape} and dtype {mask.dtype}: expected booleans, "
+            "[n_blocks_q, n_blocks_k] or [heads, n_blocks_q, n_blocks_k], or a function of the "
+            "numbers of blocks that returns them"
+        )
+    return mask
+
+
+def _in_tiles(layout: Layout, q, k, v, segments, rng) -> Float[Array, "B T N V"]:
+    """The op in array operations: the tiles are the blocks."""
+    tiling = tiles.Tiling(
+        query_size=min(layout.block_q, layout.n_queries),
+        key_size=min(layout.block_k, layout.n_keys),
+        causal=layout.causal,
+        scale=1 / math.sqrt(q.shape[-1]),
+        dropout=layout.dropout,
+    )
+    sizes = layout.block_q, layout.block_k
+    n_masks = len(layout.mask)
+    plan = tiles.Plan(
+        _visits(layout.rows(*sizes), n_masks), _visits(layout.columns(*sizes), n_masks)
+    )
+    x = tiles.inputs(q, k, v, None, segments, layout.dropout, rng)
+    return tiles.attend(tiles.forward, tiling, x, plan)
+
+
+def _visits(rows: Rows, n_masks: int) -> tiles.Visits:
+    stop = np.cumsum(rows.count.reshape(n_masks, -1), axis=1)
+    start = stop - rows.count.reshape(stop.shape)
+    # The list of each mask, filled up to the length of the longest.
+    place = np.arange(max(1, stop[:, -1].max()))
+    place = place + (np.cumsum(stop[:, -1]) - stop[:, -1])[:, None]
+    index = np.append(rows.entries, 0)[np.minimum(place, len(rows.entries))]
+    return tiles.Visits(*(jnp.asarray(x, jnp.int32) for x in (start, stop, index)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_kernel(how: tuple[Layout, bool], q, k, v, segments, rng) -> Float[Array, "B T N V"]:
+    return _kernel_forward(how, q, k, v, segments, rng)[0]
+
+
+def _kernel_forward(how, q, k, v, segments, rng):
+    from reformax.ops.kernels import block_sparse as kernel
+
+    layout, interpret = how
+    inputs = (q, k, v, segments, rng)
+    results = kernel.forward(layout, *inputs, interpret=interpret)
+    return results[0], (inputs, results)
+
+
+def _kernel_backward(how, residuals, d_out):
+    from reformax.ops.kernels import block_sparse as kernel
+
+    layout, interpret = how
+    inputs, results = residuals
+    return (
+        *kernel.backward(layout, *inputs, *results, d_out, interpret=interpret),
+        None,
+        None,
+    )
+
+
+_in_kernel.defvjp(_kernel_forward, _kernel_backward)

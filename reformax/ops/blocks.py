@@ -1,0 +1,185 @@
+"""Lists of the tiles of a block mask that are not zero, and sums over rows of any length.
+
+Block-sparse attention runs through the nonzero tiles of each row of the mask (and, for the gradient
+of keys, of each column). The lists are NumPy: the mask is static, and known when a call is traced.
+
+Rows may be very uneven: a global block is one row that is full among thousands that hold ten tiles.
+What works on rows side by side cuts them into *parts* of a bounded number of tiles and merges the
+parts' results in a tree. Every sum then still has one order, and results repeat bit for bit.
+
+Letters beside those of `reformax.ops.base`: G masks, one a head or 1 for all; U rows of all masks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+# How many parts are merged at once.
+FAN_IN = 8
+
+Ints = Int[np.ndarray, "..."]
+
+
+class Rows(NamedTuple):
+    """The nonzero tiles of each row, row by row.
+
+    A tile is whole if every query in it sees every key by its position; whole ones come first.
+    """
+
+    count: Int[np.ndarray, " U"]
+    n_whole: Int[np.ndarray, " U"]
+    entries: Int[np.ndarray, " nnz"]  # the tile's column, or of columns its row
+
+
+class Parts(NamedTuple):
+    """Stretches of the entries of `Rows`, of bounded length: one or more a row, in order."""
+
+    row: Ints
+    first: Ints  # index of its first entry
+    count: Ints
+    n_whole: Ints
+    per_row: Int[np.ndarray, " U"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """The static part of a block-sparse attention: who sees whom, by position.
+
+    Attributes:
+      mask: whether each block of queries sees each block of keys.
+      block_q: queries in a block.
+      block_k: keys in a block.
+      n_queries: the number of queries, T.
+      n_keys: the number of keys, S.
+      causal: whether keys after the query are hidden.
+      dropout: the rate at which attention weights are dropped.
+    """
+
+    mask: Bool[np.ndarray, "G n_blocks_q n_blocks_k"]
+    block_q: int
+    block_k: int
+    n_queries: int
+    n_keys: int
+    causal: bool
+    dropout: float
+
+    @property
+    def per_head(self) -> bool:
+        """Whether heads have masks of their own."""
+        return len(self.mask) > 1
+
+    def rows(self, tile_q: int, tile_k: int) -> Rows:
+        """The nonzero tiles of each row of `tile_q` queries."""
+        head, query, key, whole = self._tiles(tile_q, tile_k)
+        return _rows(head, query, key, whole, len(self.mask), -(-self.n_queries // tile_q))
+
+    def columns(self, tile_q: int, tile_k: int) -> Rows:
+        """The nonzero tiles of each column of `tile_k` keys."""
+        head, query, key, whole = self._tiles(tile_q, tile_k)
+        return _rows(head, key, query, whole, len(self.mask), -(-self.n_keys // tile_k))
+
+    def _tiles(self, tile_q: int, tile_k: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Mask, row and column of each nonzero tile, and whether it is whole; sizes must divide."""
+        head, query, key = (x[:, None, None] for x in np.nonzero(self.mask))
+        each_q, each_k = np.ogrid[: self.block_q // tile_q, : self.block_k // tile_k]
+        query, key = query * len(each_q) + each_q, key * each_k.shape[1] + each_k
+        head, query, key = (x.ravel() for x in np.broadcast_arrays(head, query, key))
+        first_q, first_k = query * tile_q, key * tile_k
+        end_q, end_k = first_q + tile_q, first_k + tile_k
+        seen = (first_q < self.n_queries) & (first_k < self.n_keys)
+        whole = (end_q <= self.n_queries) & (end_k <= self.n_keys)
+        if self.causal:
+            seen &= first_k < np.minimum(end_q, self.n_queries)
+            whole &= end_k <= first_q + 1
+        return head[seen], query[seen], key[seen], whole[seen]
+
+
+def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows: int) -> Rows:
+    row = mask * n_rows + row
+    order = np.lexsort((entry, ~whole, row))
+    count, n_whole = (np.bincount(x, minlength=n_masks * n_rows) for x in (row, row[whole]))
+    return Rows(count, n_whole, entry[order].astype(np.int32))
+
+
+def cut(rows: Rows, most: int) -> Parts:
+    """The rows in parts of at most so many tiles."""
+    per_row = np.maximum(-(-rows.count // most), 1)
+    row, nth = _ranges(per_row)
+    start = (np.cumsum(rows.count) - rows.count)[row] + nth * most
+    count = np.clip(rows.count[row] - nth * most, 0, most)
+    n_whole = np.clip(rows.n_whole[row] - nth * most, 0, count)
+    return Parts(row, start, count, n_whole, per_row)
+
+
+def _ranges(sizes: Ints) -> tuple[Ints, Ints]:
+    """`(0, 0), (0, 1), ...`: the number of each range, and the numbers in it."""
+    which = np.repeat(np.arange(len(sizes)), sizes)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np.ndarray, "P W"]:
+    """The entries of each part side by side, filled up with `nothing`."""
+    nth = np.arange(width)
+    index = np.where(nth < parts.count[:, None], parts.first[:, None] + nth, len(rows.entries))
+    return np.append(rows.entries, np.int32(nothing))[index]
+
+
+class Softmax(NamedTuple):
+    """The softmax of some rows over a part of what they see: sums of `exp(s - top)`."""
+
+    acc: Float[Array, "P ... V"]  # times the values
+    top: Float[Array, "P ..."]
+    total: Float[Array, "P ..."]
+
+
+def merge_softmax(parts: Softmax, per_row: Ints, scale: float = 1.0) -> Softmax:
+    """One `Softmax` a row of those of its parts; `scale` turns `top` into scores."""
+
+    def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:
+        exists = exists.reshape(*exists.shape, *[1] * (x.top.ndim - 2))
+        top = jnp.max(x.top, axis=1, keepdims=True, where=exists, initial=-1e30)
+        factor = jnp.where(exists, jnp.exp((x.top - top) * scale), 0.0)
+        acc = jnp.sum(x.acc * factor[..., None], axis=1)
+        return Softmax(acc, top[:, 0], jnp.sum(x.total * factor, axis=1))
+
+    return merge(parts, per_row, merged)
+
+
+def merge_sums(parts: Any, per_row: Ints) -> Any:
+    """The sum of each row's parts, of every array of a tree."""
+
+    def merged(x, exists):
+        return jax.tree.map(lambda x: jnp.einsum("pf...,pf->p...", x, exists.astype(x.dtype)), x)
+
+    return merge(parts, per_row, merged)
+
+
+def merge(parts: Any, per_row: Ints, merged: Callable[[Any, Array], Any]) -> Any:
+    """Results of parts, arrays `[P, ...]`, as those of rows, `[U, ...]`.
+
+    Args:
+      parts: a tree of arrays.
+      per_row: how many parts each row has.
+      merged: `(some, exists) -> one` of `[P, F, ...]`; those that do not exist count for nothing.
+    """
+    first, left, stride = np.cumsum(per_row) - per_row, np.asarray(per_row), 1
+    while left.max(initial=1) > 1:
+        groups = np.where(left > 1, -(-left // FAN_IN), 0)
+        row, nth = _ranges(groups)
+        member = nth[:, None] * FAN_IN + np.arange(FAN_IN)
+        exists = member < left[row][:, None]
+        slot = first[row][:, None] + stride * np.where(exists, member, 0)
+        one = merged(jax.tree.map(lambda x, slot=slot: x[slot], parts), jnp.asarray(exists))
+        leader = first[row] + stride * FAN_IN * nth
+        parts = jax.tree.map(
+            lambda x, new, at=leader: x.at[at].set(new, unique_indices=True), parts, one
+        )
+        left, stride = -(-left // FAN_IN), stride * FAN_IN
+    return parts if stride == 1 else jax.tree.map(lambda x: x[first], parts)

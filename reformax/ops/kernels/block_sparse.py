@@ -1,0 +1,508 @@
+"""Block-sparse attention as Pallas kernels for NVIDIA GPUs (Triton).
+
+What `reformax.ops.block_sparse` computes in array operations: a program owns a tile of queries,
+reads from a list which tiles of keys they see, and runs through these (FlashAttention, algorithm
+5). Three kernels: the output; the gradient of queries, by the rows of the mask; those of keys and
+values, by its columns. Each row has one writer, so that sums have one order and need no atomics.
+
+  * A list has the tiles that every query sees whole first, and they are computed without a mask.
+    Only those that the diagonal cuts, or the end of the sequence, have one; with segments all.
+  * A row that is much longer than its share of the work, such as that of a global block, is cut
+    into parts. A part leaves its sums in a buffer of its own, and array operations merge them.
+  * Long parts start first.
+
+Letters as in `reformax.ops.base`, and P parts of rows that were cut, L positions of a tile.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from reformax.ops import blocks
+from reformax.ops.base import dropout_words, keep_multiplier
+from reformax.ops.blocks import Layout, Rows, Softmax
+from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, power_of_two, product
+
+# Tiles that a part has at least, and parts that all of a GPU's processors could share.
+LEAST_PART, N_SHARES = 16, 2048
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: queries and keys of a tile, warps, pipeline stages."""
+
+    query: int
+    key: int
+    num_warps: int
+    num_stages: int
+
+
+class _Inputs(NamedTuple):
+    """What all kernels read; None where a call has no such thing."""
+
+    q: Array  # [B, T, N, H]
+    k: Array  # [B, S, N, H]
+    v: Array  # [B, S, N, V]
+    query_segments: Array | None  # [B, T]
+    key_segments: Array | None  # [B, S]
+    words: Array | None  # [2], the source of dropout
+
+
+class _Row(NamedTuple):
+    """What the gradient knows of each query."""
+
+    d_out: Array  # [B, T, N, V], divided by the sum of the row's softmax
+    dot: Array  # [B, N, T], the product of the output and `d_out`
+    top: Array  # [B, N, T]
+
+
+class _Work(NamedTuple):
+    """What each program does, a column of `parts` for each, and the list of tiles."""
+
+    parts: Array  # [6, programs]: head, own tile, first entry, end of the whole ones, end, slot
+    entries: Array  # [nnz], numbers of the other side's tiles
+
+
+class _Own(NamedTuple):
+    """What a program owns: a tile of one side, and a stretch of the list."""
+
+    head: Any
+    tile: Any
+    first: Any
+    end_whole: Any
+    end: Any
+    slot: Any  # in the buffer of parts; -1 if the row is whole and goes to its place
+
+
+class _Block(NamedTuple):
+    """Some positions of one side."""
+
+    position: Array
+    segment: Array | None
+    whole: bool  # whether all of them exist
+
+    def column(self) -> _Block:
+        return self._replace(**{n: x[:, None] for n, x in self._arrays().items()})
+
+    def line(self) -> _Block:
+        return self._replace(**{n: x[None, :] for n, x in self._arrays().items()})
+
+    def _arrays(self) -> dict[str, Array]:
+        arrays = {"position": self.position, "segment": self.segment}
+        return {name: x for name, x in arrays.items() if x is not None}
+
+
+class _Program(NamedTuple):
+    """The static part of a kernel, and how it reads, masks and writes."""
+
+    tiles: Tiles
+    n_queries: int
+    n_keys: int
+    causal: bool
+    dropout: float
+    per_head: bool
+    any_whole: bool  # whether the list has whole tiles
+    any_cut: bool  # and others
+    batch: Any = None
+
+    def here(self) -> _Program:
+        # Asked once, outside of loops, where the interpreter does not know it.
+        return self._replace(batch=pl.program_id(2))
+
+    def own(self, work: _Work) -> _Own:
+        numbers = (work.parts[jnp.int32(i), pl.program_id(0)] for i in range(6))
+        own = _Own(*numbers)
+        return own if self.per_head else own._replace(head=pl.program_id(1))
+
+    def queries(self, x: _Inputs, tile, whole: bool = False) -> _Block:
+        """A tile of queries; `whole` says that all of them are known to exist."""
+        whole = whole or self.n_queries % self.tiles.query == 0
+        return self._block(x.query_segments, tile, self.tiles.query, self.n_queries, whole)
+
+    def keys(self, x: _Inputs, tile, whole: bool = False) -> _Block:
+        whole = whole or self.n_keys % self.tiles.key == 0
+        return self._block(x.key_segments, tile, self.tiles.key, self.n_keys, whole)
+
+    def _block(self, segments, tile, size: int, length: int, whole: bool) -> _Block:
+        position = tile * size + jnp.arange(size, dtype=jnp.int32)
+        segment = None
+        if segments is not None:
+            mask = None if whole else position < length
+            segment = _load(segments.at[self.batch, position], mask, 0)
+        return _Block(position, segment, whole)
+
+    def _rows_at(self, ref, block: _Block, head, width: int):
+        """Where a block's rows of `[B, T, N, H]` are, and which numbers of them there are."""
+        column = jnp.arange(width, dtype=jnp.int32)[None, :]
+        at = ref.at[self.batch, block.position[:, None], head, column]
+        mask = None if block.whole else (block.position < ref.shape[1])[:, None]
+        if width != ref.shape[3]:
+            mask = column < ref.shape[3] if mask is None else mask & (column < ref.shape[3])
+        return at, None if mask is None else _full(mask, (len(block.position), width))
+
+    def rows(self, ref, block: _Block, head) -> Array:
+        """A block's rows of `[B, T, N, H]`; zeros where there is none, H padded."""
+        at, mask = self._rows_at(ref, block, head, power_of_two(ref.shape[3]))
+        return _load(at, mask, 0.0)
+
+    def put_rows(self, ref, buffer, block: _Block, own: _Own, value: Array) -> None:
+        """Writes rows of `[B, T, N, H]`, or a part's to the buffer `[P, B, N, L, H]`."""
+        at, mask = self._rows_at(ref, block, own.head, value.shape[1])
+        if buffer is not None:
+            is_row = _full(own.slot < 0, value.shape)
+            mask = is_row if mask is None else mask & is_row
+            place = jnp.arange(value.shape[0], dtype=jnp.int32)[:, None]
+            column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+            part = buffer.at[*self._in_buffer(own), place, column]
+            exists = ~is_row & (column < buffer.shape[4])
+            pltriton.store(part, value.astype(buffer.dtype), mask=exists)
+        pltriton.store(at, value.astype(ref.dtype), mask=mask)
+
+    def numbers(self, ref, block: _Block, head, other: float) -> Array:
+        """A block's entries of `[B, N, T]`."""
+        mask = None if block.whole else block.position < ref.shape[2]
+        return _load(ref.at[self.batch, head, block.position], mask, other)
+
+    def put_numbers(self, ref, buffer, block: _Block, own: _Own, value: Array) -> None:
+        """Writes entries of `[B, N, T]`, or a part's to the buffer `[P, B, N, L]`."""
+        mask = None if block.whole else block.position < ref.shape[2]
+        if buffer is not None:
+            is_row = _full(own.slot < 0, value.shape)
+            mask = is_row if mask is None else mask & is_row
+            place = jnp.arange(value.shape[0], dtype=jnp.int32)
+            pltriton.store(buffer.at[*self._in_buffer(own), place], value, mask=~is_row)
+        pltriton.store(ref.at[self.batch, own.head, block.position], value, mask=mask)
+
+    def _in_buffer(self, own: _Own):
+        return jnp.maximum(own.slot, 0), self.batch, 0 if self.per_head else own.head
+
+    def over(self, work: _Work, own: _Own, body: Callable, carry: Any) -> Any:
+        """`carry = body(tile, whole, carry)` over the list of what the program's tile meets."""
+
+        def stretch(first, end, whole, carry):
+            def step(i, carry):
+                return body(work.entries[i], whole, carry)
+
+            return lax.fori_loop(first, end, step, carry)
+
+        if self.any_whole:
+            carry = stretch(own.first, own.end_whole, True, carry)
+        if self.any_cut:
+            carry = stretch(own.end_whole, own.end, False, carry)
+        return carry
+
+    def visible(self, q: _Block, k: _Block, whole: bool) -> Array | None:
+        """Which key, `[1, K]`, each query, `[Q, 1]`, sees, or both transposed; None: all."""
+        masks = []
+        if self.causal and not whole:
+            masks.append(k.position <= q.position)
+        if not k.whole:
+            masks.append(k.position < self.n_keys)
+        if q.segment is not None:
+            masks += [q.segment == k.segment, k.segment != 0]
+        return functools.reduce(jnp.logical_and, masks) if masks else None
+
+    def keep(self, x: _Inputs, head, q: _Block, k: _Block) -> Array | float:
+        """What dropout multiplies weights by."""
+        if x.words is None:
+            return 1.0
+        words = x.words[0], x.words[1]
+        return keep_multiplier(words, self.dropout, self.batch, head, q.position, k.position)
+
+
+def _full(mask: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(mask, shape)
+
+
+def _load(at, mask: Array | None, other: float) -> Array:
+    return pltriton.load(at) if mask is None else pltriton.load(at, mask=mask, other=other)
+
+
+def _hide(s: Array, mask: Array | None) -> Array:
+    return s if mask is None else jnp.where(mask, s, HIDDEN)
+
+
+def _forward_kernel(x: _Inputs, work: _Work, out: Softmax, part: Softmax | None, *, program):
+    here = program.here()
+    own = here.own(work)
+    queries = here.queries(x, own.tile)
+    q = here.rows(x.q, queries, own.head)
+    # Maxima are of the plain products: scale and base go into the exponent, one multiply-add.
+    scale = LOG2_E / math.sqrt(x.q.shape[3])
+
+    def attend(tile, whole, state):
+        acc, top, total = state
+        keys = here.keys(x, tile, whole)
+        k = here.rows(x.k, keys, own.head)
+        v = here.rows(x.v, keys, own.head)
+        query, key = queries.column(), keys.line()
+        s = _hide(product(q, k, transpose_b=True), here.visible(query, key, whole))
+        both = jnp.maximum(top, jnp.max(s, axis=1))
+        p = jnp.exp2(s * scale - (both * scale)[:, None])
+        old = jnp.exp2((top - both) * scale)
+        total = total * old + jnp.sum(p, axis=1)
+        p = p * here.keep(x, own.head, query, key)
+        acc = acc * old[:, None] + product(p.astype(v.dtype), v)
+        return acc, both, total
+
+    acc = jnp.zeros((here.tiles.query, power_of_two(x.v.shape[3])), jnp.float32)
+    top = jnp.full((here.tiles.query,), LOWEST, jnp.float32)
+    acc, top, total = here.over(work, own, attend, (acc, top, jnp.zeros_like(top)))
+    divisor = jnp.where(total == 0.0, 1.0, total)
+    if part is None:
+        part = Softmax(None, None, None)
+    else:
+        divisor = jnp.where(own.slot < 0, divisor, 1.0)
+    here.put_rows(out.acc, part.acc, queries, own, acc * (1.0 / divisor)[:, None])
+    here.put_numbers(out.top, part.top, queries, own, top)
+    here.put_numbers(out.total, part.total, queries, own, total)
+
+
+def _weights(s: Array, mask: Array | None, top: Array, size: int) -> Array:
+    """The weights of the scores `s * size^-1/2`, not yet divided by their sum."""
+    scale = LOG2_E / math.sqrt(size)
+    return jnp.exp2(_hide(s, mask) * scale - top * scale)
+
+
+def _queries_kernel(x: _Inputs, row: _Row, work: _Work, dq, part, *, program):
+    here = program.here()
+    own = here.own(work)
+    queries = here.queries(x, own.tile)
+    q, d_out = (here.rows(ref, queries, own.head) for ref in (x.q, row.d_out))
+    top, dot = (here.numbers(ref, queries, own.head, 0.0) for ref in (row.top, row.dot))
+    query, size = queries.column(), x.q.shape[3]
+
+    def differentiate(tile, whole, sums):
+        keys = here.keys(x, tile, whole)
+        k = here.rows(x.k, keys, own.head)
+        v = here.rows(x.v, keys, own.head)
+        key = keys.line()
+        mask = here.visible(query, key, whole)
+        p = _weights(product(q, k, transpose_b=True), mask, top[:, None], size)
+        dp = product(d_out, v, transpose_b=True) * here.keep(x, own.head, query, key)
+        ds = p * (dp - dot[:, None])
+        return sums + product(ds.astype(k.dtype), k)
+
+    sums = here.over(work, own, differentiate, jnp.zeros(q.shape, jnp.float32))
+    here.put_rows(dq, part, queries, own, sums * (1.0 / math.sqrt(size)))
+
+
+def _keys_kernel(x: _Inputs, row: _Row, work: _Work, gradients, part, *, program):
+    here = program.here()
+    own = here.own(work)
+    keys = here.keys(x, own.tile)
+    k, v = (here.rows(ref, keys, own.head) for ref in (x.k, x.v))
+    key, size = keys.column(), x.q.shape[3]
+
+    def differentiate(tile, whole, sums):
+        dk, dv = sums
+        queries = here.queries(x, tile, whole)
+        q = here.rows(x.q, queries, own.head)
+        d_out = here.rows(row.d_out, queries, own.head)
+        top, dot = (here.numbers(ref, queries, own.head, 0.0) for ref in (row.top, row.dot))
+        query = queries.line()
+        mask = here.visible(query, key, whole)
+        p = _weights(product(k, q, transpose_b=True), mask, top[None, :], size)
+        keep = here.keep(x, own.head, query, key)
+        dv = dv + product((p * keep).astype(d_out.dtype), d_out)
+        ds = p * (product(v, d_out, transpose_b=True) * keep - dot[None, :])
+        return dk + product(ds.astype(q.dtype), q), dv
+
+    sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    dk, dv = here.over(work, own, differentiate, sums)
+    to_dk, to_dv = (None, None) if part is None else part
+    here.put_rows(gradients[0], to_dk, keys, own, dk * (1.0 / math.sqrt(size)))
+    here.put_rows(gradients[1], to_dv, keys, own, dv)
+
+
+class _Cut(NamedTuple):
+    """The work of a kernel, and of the rows that were cut what merging needs."""
+
+    work: _Work
+    program: _Program
+    tile: Int[np.ndarray, " R"]  # of each row that was cut
+    head: Int[np.ndarray, " R"]
+    per_row: Int[np.ndarray, " R"]  # how many parts it has
+
+
+def _cut(layout: Layout, rows: Rows, x: _Inputs, tiles: Tiles, any_cut: bool) -> _Cut:
+    """Divides the tiles of all rows among programs, long parts first."""
+    n_heads = 1 if layout.per_head else x.q.shape[2]
+    share = len(rows.entries) * x.q.shape[0] * n_heads // N_SHARES
+    parts = blocks.cut(rows, max(LEAST_PART, share))
+    n_tiles = len(rows.count) // len(layout.mask)
+    head, tile = np.divmod(parts.row, n_tiles)
+    is_cut = parts.per_row > 1
+    slot = np.where(is_cut[parts.row], np.cumsum(is_cut[parts.row]) - 1, -1)
+    end_whole = parts.first + (0 if any_cut else parts.n_whole)
+    columns = np.stack([head, tile, parts.first, end_whole, parts.first + parts.count, slot])
+    columns = columns[:, np.argsort(-parts.count, kind="stable")].astype(np.int32)
+    program = _Program(
+        tiles=tiles,
+        n_queries=layout.n_queries,
+        n_keys=layout.n_keys,
+        causal=layout.causal,
+        dropout=layout.dropout,
+        per_head=layout.per_head,
+        any_whole=bool(np.any(columns[3] > columns[2])),
+        any_cut=bool(np.any(columns[4] > columns[3])),
+    )
+    # An empty list has an entry that nobody reads, for an array of none is no argument.
+    entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
+    work = _Work(jnp.asarray(columns), jnp.asarray(entries))
+    row_head, row_tile = np.divmod(np.flatnonzero(is_cut), n_tiles)
+    return _Cut(work, program, row_tile, row_head, parts.per_row[is_cut])
+
+
+def _launch(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, interpret: bool) -> Any:
+    """The kernel's results in place, and those of parts, None where no row is cut.
+
+    Args:
+      kernel: called with the inputs, the work, references to results and to parts.
+      inputs: trees of arrays, the first `_Inputs`.
+      shapes: of the results, `[B, T, N, H]` or `[B, N, T]`.
+    """
+    program = cut.program
+    n_batch, _, n_heads, _ = inputs[0].q.shape
+    size = program.tiles.key if kernel is _keys_kernel else program.tiles.query
+    n_axis = 1 if program.per_head else n_heads
+    n_parts = int(cut.per_row.sum())
+
+    def part(shape):
+        end = shape.shape[3:]
+        return jax.ShapeDtypeStruct((n_parts, n_batch, n_axis, size, *end), jnp.float32)
+
+    results = (shapes, jax.tree.map(part, shapes) if n_parts else None)
+    return pl.pallas_call(
+        functools.partial(kernel, program=program),
+        grid=(cut.work.parts.shape[1], n_axis, n_batch),
+        out_shape=results,
+        compiler_params=pltriton.CompilerParams(
+            num_warps=program.tiles.num_warps, num_stages=program.tiles.num_stages
+        ),
+        interpret=interpret,
+        name=kernel.__name__.strip("_"),
+    )(*inputs, cut.work)
+
+
+def _put(x: Array, rows: Array, cut: _Cut) -> Array:
+    """`x`, `[B, T, N, ...]`, with the rows that were cut, `[R, B, N, L, ...]`, in place."""
+    size = rows.shape[3]
+    position = cut.tile[:, None] * size + np.arange(size)
+    rows = jnp.moveaxis(rows, (0, 2), (1, 3)).astype(x.dtype)  # [B, R, L, N, ...]
+    if cut.program.per_head:
+        return x.at[:, position, cut.head[:, None]].set(rows[:, :, :, 0], mode="drop")
+    return x.at[:, position].set(rows, mode="drop")
+
+
+def _inputs(layout: Layout, q, k, v, segments, rng) -> _Inputs:
+    return _Inputs(q, k, v, *segments, dropout_words(rng) if layout.dropout > 0.0 else None)
+
+
+def forward(
+    layout: Layout,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    segments: tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None],
+    rng: Array | None,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
+    """The attended values; of each row the largest product, and the sum of `exp(s - largest)`.
+
+    Args:
+      layout: who sees whom, with blocks of a multiple of 16 positions.
+      q, k, v: queries, keys, values.
+      segments: the ids of queries and of keys, or twice None.
+      rng: the source of dropout, needed where there is some.
+      tiles: how the kernel is cut, in sizes that divide the blocks; None chooses.
+      interpret: whether to run it anywhere, slowly.
+    """
+    x = _inputs(layout, q, k, v, segments, rng)
+    tiles = tiles or _tiles(layout, x, FORWARD)
+    cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, segments[0] is not None)
+    number = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    shapes = Softmax(jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), number, number)
+    (out, top, total), parts = _launch(_forward_kernel, cut, (x,), shapes, interpret)
+    if parts is not None:
+        rows = blocks.merge_softmax(parts, cut.per_row, 1.0 / math.sqrt(q.shape[3]))
+        divisor = jnp.where(rows.total == 0.0, 1.0, rows.total)[..., None]
+        out = _put(out, rows.acc / divisor, cut)
+        top, total = (
+            jnp.swapaxes(_put(jnp.swapaxes(x, 1, 2), new, cut), 1, 2)
+            for x, new in ((top, rows.top), (total, rows.total))
+        )
+    return out, top, total
+
+
+def backward(
+    layout: Layout,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    segments: tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None],
+    rng: Array | None,
+    out: Float[Array, "B T N V"],
+    top: Float[Array, "B N T"],
+    total: Float[Array, "B N T"],
+    d_out: Float[Array, "B T N V"],
+    tiles: tuple[Tiles, Tiles] | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S N H"], Float[Array, "B S N V"]]:
+    """The gradients of q, k and v, of what `forward` took and returned.
+
+    Args:
+      tiles: how the kernels for queries and for keys are cut.
+    """
+    x = _inputs(layout, q, k, v, segments, rng)
+    # D_i = sum_j P_ij dP_ij = dO_i . O_i. P's divisor goes into what P multiplies.
+    weight = jnp.swapaxes(1.0 / jnp.where(total == 0.0, 1.0, total), 1, 2)
+    d_out = d_out.astype(jnp.float32) * weight[..., None]
+    dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
+    row = _Row(d_out.astype(v.dtype), dot, top)
+    by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
+
+    def differentiate(kernel, rows, tiles, like):
+        cut = _cut(layout, rows, x, tiles, segments[0] is not None)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+        results, parts = _launch(kernel, cut, (x, row), shapes, interpret)
+        if parts is None:
+            return results
+        merged = blocks.merge_sums(parts, cut.per_row)
+        return jax.tree.map(lambda x, new: _put(x, new, cut), results, merged)
+
+    dq = differentiate(_queries_kernel, layout.rows(*by_query[:2]), by_query, q)
+    dk, dv = differentiate(_keys_kernel, layout.columns(*by_key[:2]), by_key, (k, v))
+    return dq, dk, dv
+
+
+# For numbers of two bytes and heads of 64.
+FORWARD = Tiles(128, 64, 8, 3)
+QUERIES = Tiles(128, 64, 8, 3)
+KEYS = Tiles(64, 128, 8, 3)
+
+
+def _tiles(layout: Layout, x: _Inputs, tiles: Tiles) -> Tiles:
+    """`tiles`, or what of them divides the blocks and leaves longer rows room on the chip."""
+    n_bytes = max(x.q.shape[3], x.v.shape[3]) * x.q.dtype.itemsize
+    if n_bytes > 128:
+        tiles = Tiles(64, 64, 4, 2 if n_bytes <= 256 else 1)
+
+    def side(block: int, length: int, most: int) -> int:
+        # The largest power of two that divides a block, or holds a shorter length.
+        return min(block & -block, most, power_of_two(length))
+
+    query = side(layout.block_q, layout.n_queries, tiles.query)
+    key = side(layout.block_k, layout.n_keys, tiles.key)
+    return tiles._replace(query=query, key=key, num_warps=4 if max(query, key) < 128 else 8)

@@ -1,0 +1,253 @@
+"""Block-sparse attention beside the shared tests: patterns, lists, cost, heads, and its kernels."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.ops import base, block_patterns, block_sparse, blocks, tiles
+from reformax.ops.kernels import block_sparse as kernel
+from tests.ops.fast import fast_jit, lower_for_gpu
+
+KEY = jax.random.key(0)
+
+
+# Patterns, as their papers' sets say them.
+
+
+def _butterfly(i, j):
+    return i == j or any(i ^ j == 2**m for m in range(20))
+
+
+def _two_factors_and_global(i, j):
+    return i == j or i ^ j in (1, 2) or min(i, j) < 1
+
+
+def _strided(i, j):
+    return j in range(i - 3, i + 4) or (i - j) % 3 == 0
+
+
+def _fixed(i, j):
+    return i // 4 == j // 4 or j % 4 in (2, 3)
+
+
+def _longformer(i, j):
+    return i - 2 <= j <= i + 1 or i < 1 or j < 1
+
+
+@pytest.mark.parametrize(
+    "pattern, sees",
+    [
+        (block_patterns.butterfly(), _butterfly),
+        (block_patterns.butterfly(n_factors=2, n_global=1), _two_factors_and_global),
+        (block_patterns.strided(stride=3), _strided),
+        (block_patterns.fixed(stride=4, n_summary=2), _fixed),
+        (block_patterns.local_global(n_before=2), _longformer),
+    ],
+    ids=["butterfly", "butterfly_global", "strided", "fixed", "local_global"],
+)
+def test_a_pattern_is_its_definition_at_every_length(pattern, sees):
+    for shape in ((1, 1), (13, 13), (32, 32), (5, 17), (17, 3)):
+        want = [[sees(i, j) for j in range(shape[1])] for i in range(shape[0])]
+        got = pattern(*shape)
+        assert got.dtype == bool
+        np.testing.assert_array_equal(got, np.array(want))
+
+
+def test_a_butterfly_has_a_logarithm_of_blocks_a_row():
+    mask = block_patterns.butterfly()(512, 512)
+    assert set(mask.sum(axis=0)) == set(mask.sum(axis=1)) == {1 + 9}
+    assert np.tril(mask).sum() == 512 * (1 + 9 / 2)
+    # The sum of the factors of a butterfly matrix, each a block diagonal of [[1, 1], [1, 1]].
+    factors = [
+        np.kron(np.eye(256 // 2**m), np.kron(np.ones((2, 2)), np.eye(2**m))) for m in range(9)
+    ]
+    np.testing.assert_array_equal(mask, sum(factors) > 0)
+
+
+# Lists of tiles.
+
+
+def layout(mask, block, length, causal=True, dropout=0.0):
+    mask = np.asarray(mask)
+    mask = mask if mask.ndim == 3 else mask[None]
+    return blocks.Layout(mask, block, block, length, length, causal, dropout)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("tile_q, tile_k", [(8, 8), (4, 2), (2, 8)])
+def test_lists_hold_each_tile_once(causal, tile_q, tile_k):
+    length, rng = 37, np.random.default_rng(0)
+    mask = rng.random((2, 5, 5)) < 0.5
+    here = layout(mask, 8, length, causal)
+    full = np.kron(mask, np.ones((8, 8)))
+    exists = np.arange(40) < length
+    visible = full * exists[:, None] * exists * (np.tri(40) if causal else 1)
+    tiles = visible.reshape(2, 40 // tile_q, tile_q, 40 // tile_k, tile_k).sum(axis=(2, 4))
+    tiles = tiles[:, : -(-length // tile_q), : -(-length // tile_k)]
+    for rows, want in (
+        (here.rows(tile_q, tile_k), tiles),
+        (here.columns(tile_q, tile_k), np.swapaxes(tiles, 1, 2)),
+    ):
+        want = want.reshape(-1, want.shape[-1])
+        ends = np.cumsum(rows.count)
+        for row, end, count, n_whole in zip(want, ends, rows.count, rows.n_whole, strict=True):
+            entries = rows.entries[end - count : end]
+            assert sorted(entries) == list(np.flatnonzero(row))
+            assert set(entries[:n_whole]) == set(np.flatnonzero(row == tile_q * tile_k))
+
+
+def test_merging_parts_is_summing_them():
+    rng = np.random.default_rng(0)
+    per_row = np.array([1, 70, 2, 1, 9, 8])
+    parts = rng.normal(size=(per_row.sum(), 3)).astype(np.float32)
+    want = [part.sum(axis=0) for part in np.split(parts, np.cumsum(per_row)[:-1])]
+    np.testing.assert_allclose(blocks.merge_sums(jnp.asarray(parts), per_row), want, atol=1e-5)
+
+
+# Cost.
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [block_patterns.butterfly(), block_patterns.local_global(), block_patterns.fixed(stride=4)],
+    ids=["butterfly", "local_global", "fixed"],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never(
+    pattern, causal, monkeypatch
+):
+    """Also where rows are as uneven as can be: a full row and a full column among short ones."""
+    ran, scores = [], tiles.scores
+
+    def counted(tiling, x, group, queries, keys, q, k):
+        jax.debug.callback(lambda *at: ran.append(at), queries.position[0], keys.position[0])
+        return scores(tiling, x, group, queries, keys, q, k)
+
+    monkeypatch.setattr(tiles, "scores", counted)
+    op = block_sparse.block_sparse(pattern=pattern, block_size=2, impl="xla")
+    arrays = np.random.default_rng(0).normal(size=(4, 1, 32, 1, 2)).astype(np.float32)
+    jax.block_until_ready(output_and_gradients(functools.partial(op, causal=causal), *arrays))
+    jax.effects_barrier()
+    mask = pattern(16, 16) & (np.tri(16, dtype=bool) if causal else True)
+    want = [(2 * i, 2 * j) for i, j in np.argwhere(mask)]
+    assert sorted((int(i), int(j)) for i, j in ran) == sorted(2 * want)
+
+
+# Heads with masks of their own.
+
+
+def random_case(per_head=True, n_heads=3, length=83, block=16):
+    rng = np.random.default_rng(0)
+    n = -(-length // block)
+    mask = rng.random((n_heads, n, n)) < 0.4
+    mask[:, 0] = mask[:, :, 0] = True  # global blocks
+    mask[0, 2] = mask[0, :, 3] = False  # that see or give nothing
+    mask = mask if per_head else mask[0]
+    arrays = (rng.normal(size=(2, length, n_heads, d)).astype(np.float32) for d in (8, 8, 5, 5))
+    segments = rng.integers(0, 3, (2, length)).astype(np.int32)
+    return mask, tuple(arrays), segments
+
+
+def output_and_gradients(attend, q, k, v, d_out):
+    @fast_jit
+    def run(q, k, v, d_out):
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, vjp(d_out)
+
+    return run(q, k, v, d_out)
+
+
+def reference(mask, block, causal, segments, dropout):
+    def attend(q, k, v):
+        full = np.kron(mask, np.ones((block, block))).astype(bool)
+        full = full.reshape(-1, *full.shape[-2:])[:, : q.shape[1], : k.shape[1]]
+        visible = full & base.visibility(q.shape[1], k.shape[1], causal=causal, segments=segments)
+        return base.reference_attention(q, k, v, visible, dropout=dropout, rng=KEY)
+
+    return attend
+
+
+def assert_trees_close(got, want, atol=1e-5):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=atol), got, want)
+
+
+@pytest.mark.parametrize("causal, packed", [(True, False), (False, True)])
+def test_heads_have_masks_of_their_own(causal, packed):
+    mask, arrays, segments = random_case()
+    masks = dict(causal=causal, segments=segments if packed else None, dropout=0.2)
+    op = block_sparse.block_sparse(pattern=mask, block_size=16, impl="xla")
+    got = output_and_gradients(functools.partial(op, **masks, rng=KEY), *arrays)
+    assert_trees_close(got, output_and_gradients(reference(mask, 16, **masks), *arrays))
+
+
+def test_a_step_sees_the_blocks_of_its_head():
+    def pattern(n_blocks_q, n_blocks_k):
+        return np.stack([p(n_blocks_q, n_blocks_k) for p in patterns])
+
+    patterns = block_patterns.butterfly(), block_patterns.fixed(stride=3)
+    op = block_sparse.block_sparse(pattern=pattern, block_size=4)
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 33, 2, 4)).astype(np.float32)
+    want = fast_jit(functools.partial(op, causal=True))(q, k, v)[0, -1]
+
+    @fast_jit
+    def step(q, k, v):
+        lengths = jnp.array([32])
+        cache = op.init_cache((), q, k, v, plan=(), lengths=lengths, capacity=40, rng=None)
+        last = (x[:, 32:] for x in (q, k, v))
+        return op.step((), *last, cache, position=lengths)[0]
+
+    out = step(q, k, v)
+    np.testing.assert_allclose(out[0, 0], want, atol=1e-6)
+
+
+# Kernels, interpreted.
+
+
+@pytest.mark.parametrize(
+    "per_head, causal, packed, dropout, least_part, sizes",
+    [
+        (False, True, False, 0.0, 2, (16, 16)),
+        (True, False, True, 0.2, 1, (16, 32)),
+        (True, True, False, 0.2, 16, (32, 16)),
+    ],
+)
+def test_rows_in_parts_are_one_attention(
+    per_head, causal, packed, dropout, least_part, sizes, monkeypatch
+):
+    monkeypatch.setattr(kernel, "LEAST_PART", least_part)
+    mask, (q, k, v, d_out), segments = random_case(per_head, length=115, block=32)
+    here = layout(mask, 32, q.shape[1], causal, dropout)
+    cut = kernel.Tiles(*sizes, 4, 2)
+    ids = (segments, segments) if packed else (None, None)
+
+    @fast_jit
+    def run(q, k, v, d_out):
+        inputs = (here, q, k, v, ids, KEY)
+        results = kernel.forward(*inputs, tiles=cut, interpret=True)
+        gradients = kernel.backward(*inputs, *results, d_out, tiles=(cut, cut), interpret=True)
+        return results[0], gradients
+
+    attend = reference(mask, 32, causal, segments if packed else None, dropout)
+    want = output_and_gradients(attend, q, k, v, d_out)
+    assert_trees_close(run(q, k, v, d_out), want)
+
+
+@pytest.mark.parametrize("dtype, size, dropout", [("bfloat16", 64, 0.0), ("float32", 80, 0.1)])
+def test_it_lowers_for_a_gpu(dtype, size, dropout):
+    """What the interpreter takes and Triton does not would show here, without a GPU."""
+    length = 5000
+    pattern = block_patterns.local_global()(*[math.ceil(length / 64)] * 2)
+    here = layout(pattern, 64, length, dropout=dropout)
+    x = jax.ShapeDtypeStruct((1, length, 2, size), dtype)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if dropout else None
+
+    def run(q, k, v, ids, rng, d_out):
+        inputs = (here, q, k, v, (ids, ids), rng)
+        return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
+
+    lowered = lower_for_gpu(run, x, x, x, ids, KEY, x)
+    assert lowered.count("triton") >= 3
