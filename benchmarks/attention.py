@@ -1,7 +1,8 @@
-"""LSH and local attention by themselves beside dense causal attention, by length.
+"""Attention by itself beside dense causal attention, by length: LSH and local, or exact ones.
 
     python -m benchmarks.attention
     python -m benchmarks.attention --peers --plot docs/attention.png
+    python -m benchmarks.attention --exact
 
 prints, in Markdown, one table of errors and then one of times for each length N, whose calls have
 the same number of tokens, batch = tokens / N:
@@ -26,6 +27,10 @@ program then exits with an error; a peer that fails has its reason too, but is n
 LSH attention of reformer_pytorch and of transformers, in the interpreter that it names, by default
 this one. Their memory is what the gradient allocates at its peak, less the gradient itself.
 
+`--exact` has FlashAttention and memory-efficient attention instead, and as peers attention with the
+whole matrix of scores, where it fits, and the code that Rabe and Staats printed; last comes how
+many times as fast as the latter each row is.
+
 On a CPU the shapes are small and float32.
 """
 
@@ -33,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -52,8 +58,18 @@ import jax.numpy as jnp
 import matplotlib
 from jaxtyping import Array, Bool
 
+from benchmarks import rabe_staats
 from benchmarks.measuring import N_QUEUED, Times, reason, time_calls
-from reformax.ops import AttentionOp, angular_hash, base, chunked, local, lsh
+from reformax.ops import (
+    AttentionOp,
+    angular_hash,
+    base,
+    chunked,
+    flash,
+    local,
+    lsh,
+    memory_efficient,
+)
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -64,6 +80,8 @@ DENSE = "dense"
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-5}
 # Hashes of rounded products may differ where a vector lies between two buckets.
 SORTED_SHARE = 0.9
+PLAIN, PRINTED = "plain", "Rabe and Staats, as printed"
+PLAIN_SCORES = 2**32  # that plain attention may have in its matrix: it holds several of them
 PEER_SECONDS = 150  # that a process of peers has for all rows of one length
 
 
@@ -93,10 +111,11 @@ class Row(NamedTuple):
 
     make: Callable[..., AttentionOp]
     options: dict[str, Any]
-    impl: str = "auto"
+    impl: str | None = "auto"  # None: the op has one implementation
 
     def op(self, impl: str | None = None) -> AttentionOp:
-        return self.make(**self.options, impl=impl or self.impl)
+        which = {} if self.impl is None else {"impl": impl or self.impl}
+        return self.make(**self.options, **which)
 
 
 class Result(NamedTuple):
@@ -116,6 +135,7 @@ class Errors(NamedTuple):
     sorted_share: float | None  # of neighbours in the plan; None where nothing is sorted
 
 
+Peer = Callable[[Array, Array, Array], Array]  # another's causal attention, of q, k, v
 Known = Result | Exception  # of a row: what it took, or what went wrong
 Attend = Callable[..., Array]  # (q, k, v, rng) -> out, with k None for shared-QK attention
 
@@ -133,6 +153,23 @@ def rows(chunk_len: int, xla: bool = False) -> dict[str, Row]:
     if xla:
         found |= {f"{name}, impl='xla'": row._replace(impl="xla") for name, row in found.items()}
     return found
+
+
+def exact_rows() -> dict[str, Row]:
+    """The rows of `--exact`, by name."""
+    found = {"flash": Row(flash.flash, {}), "flash, impl='xla'": Row(flash.flash, {}, "xla")}
+    if jax.default_backend() == "gpu":
+        found["flash, impl='pallas'"] = Row(flash.flash, {}, "pallas")
+    found["memory_efficient"] = Row(memory_efficient.memory_efficient, {}, None)
+    return found
+
+
+def exact_peers(shape: Shape, length: int) -> dict[str, Peer | Exception]:
+    """The peers of `--exact` at a length, by name."""
+    plain = rabe_staats.plain
+    if shape.tokens * length * shape.n_heads > PLAIN_SCORES:
+        plain = MemoryError("more scores than memory")
+    return {PLAIN: plain, PRINTED: rabe_staats.printed}
 
 
 def inputs(shape: Shape, batch: int, length: int, dtype: str) -> tuple[Array, ...]:
@@ -167,6 +204,9 @@ def output_and_gradient(attend: Callable[..., Array]) -> Callable[..., tuple[Arr
 def oracle(row: Row, plan: chunked.Order | None, q: Array, k: Array | None, v: Array) -> Array:
     """The row's function of a plan in O(T^2), by the oracle over the mask of what is seen."""
     length = q.shape[1]
+    if row.op().traits.exact:
+        mask = base.visibility(length, length, causal=True)
+        return base.reference_attention(q, k, v, mask)
     options = dict(row.options)
     options.pop("n_hashes", None)
     options["chunk_len"] = min(options["chunk_len"], length)
@@ -212,7 +252,8 @@ def check(row: Row, shape: Shape, dtype: str) -> Errors:
         arguments = dict(plan=plan, dropout=0.0, **options)
 
         def reference(q, k, v):
-            if chunked.chosen_impl(row.impl, q, v) != "xla":
+            hashed = not op.traits.exact  # those have no exact implementation to be compared with
+            if hashed and chunked.chosen_impl(row.impl, q, v) != "xla":
                 return exact.apply((), q, k, v, **arguments)
             q, k, v = jax.tree.map(lambda x: x.astype(jnp.float32), (q, k, v))
             return oracle(row, plan if share is not None else None, q, k, v)
@@ -281,11 +322,11 @@ class Compiled(NamedTuple):
         )
 
 
-def compile_call(row: Row | None, arrays: tuple[Array, ...]) -> Compiled:
-    """Compiles a row, or dense attention where there is none, for these q, k, v, cotangent."""
+def compile_call(row: Row | Peer, arrays: tuple[Array, ...]) -> Compiled:
+    """Compiles a row, or a peer, for these q, k, v, cotangent."""
     q, k, v, d_out = arrays
-    if row is None:
-        attend, args, extra = dense_call, (q, k, v), ()
+    if not isinstance(row, Row):
+        attend, args, extra = row, (q, k, v), ()
     else:
         call = whole_call(row)
         args = (q, None if row.op().traits.shared_qk else k, v)
@@ -321,7 +362,7 @@ def outcome(future: Future) -> Any:
 
 
 def measure(
-    candidates: dict[str, Row | Exception | None],
+    candidates: dict[str, Row | Peer | Exception],
     shape: Shape,
     length: int,
     repeats: int,
@@ -424,23 +465,25 @@ def time_line(name: str, known: Known, dense: Known | None) -> str:
     if isinstance(known, Exception):
         return line([name, told(known), *["-"] * (len(HEAD) - 2)])
 
-    def ratio(what: str) -> str:
-        if not isinstance(dense, Result):
-            return "-"
-        blocked, queued = (
-            d / t for d, t in zip(getattr(dense, what), getattr(known, what), strict=True)
-        )
-        return f"{blocked:.2f} ({queued:.2f})"
-
     return line(
         [
             name,
             *(f"{t.blocked:.3f} ({t.queued:.3f})" for t in (known.forward, known.gradient)),
             "-" if known.temp_mib is None else f"{known.temp_mib:,.0f}",
-            ratio("forward"),
-            ratio("gradient"),
+            speed_up(known, dense, "forward"),
+            speed_up(known, dense, "gradient"),
         ]
     )
+
+
+def speed_up(known: Known | None, other: Known | None, what: str) -> str:
+    """How many times longer another row takes, by both of its times."""
+    if not (isinstance(known, Result) and isinstance(other, Result)):
+        return "-"
+    blocked, queued = (
+        d / t for d, t in zip(getattr(other, what), getattr(known, what), strict=True)
+    )
+    return f"{blocked:.2f} ({queued:.2f})"
 
 
 def crossover(results: dict[int, dict[str, Known]], name: str, what: str) -> int | None:
@@ -516,6 +559,7 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lengths", type=int, nargs="+", help="instead of the usual ones")
     parser.add_argument("--repeats", type=int, default=10, help="calls timed of each row")
+    parser.add_argument("--exact", action="store_true", help="time exact attention instead")
     parser.add_argument("--xla", action="store_true", help="add the rows of impl='xla'")
     parser.add_argument(
         "--peers",
@@ -529,6 +573,8 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
     args = parser.parse_args(argv)
     shape = SHAPES["cpu" if jax.default_backend() == "cpu" else "gpu"]
     shape = shape._replace(lengths=tuple(sorted(args.lengths or shape.lengths)))
+    if args.exact and (args.xla or args.peers):
+        parser.error("--exact has its own rows: leave --xla and --peers")
     wrong = [n for n in shape.lengths if n < 1 or shape.tokens % n]
     if wrong:
         parser.error(f"--lengths has {wrong}: expected divisors of {shape.tokens}")
@@ -552,11 +598,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: dict[int, dict[str, Known]] = {}
     peers = Peers(args.peers) if args.peers else None
     with ThreadPoolExecutor(args.threads) as pool:
-        found = checked(rows(shape.chunk_len, args.xla), shape, pool)
+        ours = exact_rows() if args.exact else rows(shape.chunk_len, args.xla)
+        found = checked(ours, shape, pool)
         for length in shape.lengths:
             known = results[length] = {}
             print(f"\n{shape.tokens // length} x {length:,} tokens\n\n{head(HEAD)}", flush=True)
-            measured = [measure({DENSE: None} | found, shape, length, args.repeats, pool)]
+            rows_and_peers = {DENSE: dense_call} | found
+            if args.exact:
+                rows_and_peers |= exact_peers(shape, length)
+            measured = [measure(rows_and_peers, shape, length, args.repeats, pool)]
             if peers:
                 measured.append(peers.measure(shape, length, args.repeats))
             for some in measured:
@@ -573,6 +623,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in found:
         lengths = [crossover(results, name, what) for what in columns]
         print(line([name, *("-" if n is None else f"{n:,}" for n in lengths)]))
+    if args.exact:
+        print(f"\nTimes as fast as {PRINTED}\n\n{head(['attention, N', *columns])}")
+        for name, length in itertools.product(found, results):
+            known, printed = (results[length][row] for row in (name, PRINTED))
+            print(line([f"{name}, {length:,}", *(speed_up(known, printed, x) for x in columns)]))
     failed = [
         name
         for name in found

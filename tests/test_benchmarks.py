@@ -288,7 +288,7 @@ def test_a_row_that_does_not_compile_is_its_reason():
     def fail(**options):
         raise MemoryError("out of memory")
 
-    rows = {"dense": None, "wrong": attention.Row(fail, {})}
+    rows = {"dense": attention.dense_call, "wrong": attention.Row(fail, {})}
     with ThreadPoolExecutor(1) as pool:
         results = dict(attention.measure(rows, TINY_ATTENTION, 64, 1, pool))
     assert isinstance(results["dense"], attention.Result)
