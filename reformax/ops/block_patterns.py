@@ -126,7 +126,7 @@ def _blockwise(pattern: Callable) -> Pattern:
     """The mask of a rule for the numbers of two blocks, which broadcast."""
 
     def mask(n_blocks_q: int, n_blocks_k: int) -> Bool[np.ndarray, "n_blocks_q n_blocks_k"]:
-        return pattern(*np.ogrid[:n_blocks_q, :n_blocks_k])
+        return pattern(*np.indices((n_blocks_q, n_blocks_k), np.int32, sparse=True))
 
     return mask
 

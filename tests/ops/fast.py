@@ -1,6 +1,7 @@
 """Compilation for tests that run a program once or twice, or not at all."""
 
 import functools
+import inspect
 
 import jax
 
@@ -20,6 +21,11 @@ def lower_for_gpu(function, *args) -> str:
     except RuntimeError:  # jax 0.12 asks which GPU
         from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None)
+        known = inspect.signature(AbstractDevice).parameters
+        device = AbstractDevice(
+            device_kind="NVIDIA H200",
+            num_cores=None,
+            **({"platform": "cuda"} if "platform" in known else {}),
+        )
         with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
             return lower()
