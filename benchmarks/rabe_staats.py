@@ -61,6 +61,6 @@ def _query_chunk_attention(query, start, key, value):
     return jnp.sum(values * scale[..., None], axis=0) / jnp.sum(weights * scale, axis=0)[..., None]
 
 
-def plain(q: Array, k: Array, v: Array) -> Array:
-    """Causal attention with the whole matrix of scores, and what autodiff makes of it."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+def plain(q: Array, k: Array, v: Array, causal: bool = True) -> Array:
+    """Attention with the whole matrix of scores, and what automatic differentiation makes of it."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")

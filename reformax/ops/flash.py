@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 import jax
+from jaxtyping import Array, Float
 
 from reformax.ops import chunked, tiles
 from reformax.ops.base import AttentionOp, Traits, check_impl, check_sizes, no_params, no_plan
@@ -68,8 +69,8 @@ def flash(
 
     def in_tiles(q, k, v, bias, segments, causal, dropout, rng):
         tiling = tiles.Tiling(
-            query_size=min(query_block_size or default_block_size(), q.shape[1]),
-            key_size=min(key_block_size or default_block_size(), k.shape[1]),
+            query_size=min(query_block_size or default_block_size(q), q.shape[1]),
+            key_size=min(key_block_size or default_block_size(q), k.shape[1]),
             causal=causal,
             scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
             dropout=dropout,
@@ -89,6 +90,14 @@ def flash(
     )
 
 
-def default_block_size() -> int:
-    """Queries, and keys, of a tile: a CPU's fits its cache, a GPU's is worth a kernel's start."""
-    return 128 if jax.default_backend() == "cpu" else 1024
+def default_block_size(q: Float[Array, "B T N H"]) -> int:
+    """Queries, and keys, of a tile.
+
+    A CPU's tile fits its cache. A GPU's is worth the start of its kernels, all heads together, and
+    yet a small part of the sequence, so that tiles take no more memory than the inputs.
+    """
+    if jax.default_backend() == "cpu":
+        return 128
+    n_batch, length, n_heads, _ = q.shape
+    size = min(math.isqrt(tiles.SCORES_AT_A_TIME // (n_batch * n_heads)), length // 32)
+    return 2 ** min(max(size, 256), 2048).bit_length() // 2
