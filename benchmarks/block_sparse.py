@@ -212,7 +212,8 @@ def device_ms(call: Callable[[], Any]) -> float | None:
                 result = call()
             jax.block_until_ready(result)
         (path,) = Path(folder).rglob("*.trace.json.gz")
-        return kernel_ms(json.loads(gzip.decompress(path.read_bytes()))) / N_PROFILED
+        total = kernel_ms(json.loads(gzip.decompress(path.read_bytes())))
+    return total / N_PROFILED if total else None
 
 
 def kernel_ms(trace: dict[str, Any]) -> float:
