@@ -68,8 +68,9 @@ def attentions() -> dict[str, AttentionOp]:
     """The ops that `--memory` and `--longest` compare, by name."""
     found = {
         "memory_efficient": memory_efficient.memory_efficient(),
-        "memory_efficient, sqrt": memory_efficient.memory_efficient(
-            query_chunk_size="sqrt", key_chunk_size="sqrt"
+        # The least memory, by the paper: constant chunks of queries, the square root of keys.
+        "memory_efficient, 64 x sqrt": memory_efficient.memory_efficient(
+            query_chunk_size=64, key_chunk_size="sqrt"
         ),
         "flash": flash.flash(),
     }
@@ -134,10 +135,12 @@ def everything(n_query_blocks: int, n_key_blocks: int) -> np.ndarray:
     return np.ones((n_query_blocks, n_key_blocks), bool)
 
 
-def loss_curve(op: AttentionOp, steps: int, length: int, d_model: int = 64) -> np.ndarray:
-    """The losses of a small TransformerLM in training; the same numbers but for the attention."""
+def loss_curve(
+    op: AttentionOp, steps: int, length: int, d_model: int = 64, model_fn: Callable = TransformerLM
+) -> np.ndarray:
+    """The losses of a small model in training; everything but the attention is the same."""
     task = stdlib.stdlib(max_bytes=2_000_000)
-    model = TransformerLM(
+    model = model_fn(
         vocab_size=task.vocab_size,
         d_model=d_model,
         d_ff=4 * d_model,
@@ -169,10 +172,9 @@ def loss_curve(op: AttentionOp, steps: int, length: int, d_model: int = 64) -> n
     return np.asarray(losses)
 
 
-def curves(steps: int, length: int) -> None:
-    """Prints how far each attention's losses are from dense attention's."""
-    ops = {
-        "dense": dense.dense(impl="xla"),
+def in_parts(length: int) -> dict[str, AttentionOp]:
+    """Exact attentions that cut a sequence of this length into several parts, by name."""
+    return {
         "memory_efficient": memory_efficient.memory_efficient(
             query_chunk_size=length // 4, key_chunk_size=length // 2
         ),
@@ -181,6 +183,11 @@ def curves(steps: int, length: int) -> None:
             pattern=everything, block_size=length // 4
         ),
     }
+
+
+def curves(steps: int, length: int) -> None:
+    """Prints how far each attention's losses are from dense attention's."""
+    ops = {"dense": dense.dense(impl="xla")} | in_parts(length)
     print(f"\n{steps} steps of 4 x {length} bytes\n")
     print(head(["attention", "first loss", "last loss", "largest difference to dense"]))
     want = None

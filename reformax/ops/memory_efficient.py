@@ -34,8 +34,8 @@ def memory_efficient(
 
     Args:
       query_chunk_size: queries of a chunk; `"sqrt"` is the square root of their number.
-      key_chunk_size: keys of a chunk; `"sqrt"` is the square root of their number, with which the
-        summaries of a chunk of queries too are no more than the square root.
+      key_chunk_size: keys of a chunk, likewise. A chunk of queries has as many summaries as there
+        are chunks of keys; `"sqrt"` makes them as many as the keys of one, the least memory.
 
     Raises:
       ValueError: a size that is neither 1 or more nor `"sqrt"`.
