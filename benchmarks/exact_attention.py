@@ -136,7 +136,13 @@ def everything(n_query_blocks: int, n_key_blocks: int) -> np.ndarray:
 
 
 def loss_curve(
-    op: AttentionOp, steps: int, length: int, d_model: int = 64, model_fn: Callable = TransformerLM
+    op: AttentionOp,
+    steps: int,
+    length: int,
+    d_model: int = 64,
+    n_layers: int = 2,
+    model_fn: Callable = TransformerLM,
+    jit: Callable = jax.jit,
 ) -> np.ndarray:
     """The losses of a small model in training; everything but the attention is the same."""
     task = stdlib.stdlib(max_bytes=2_000_000)
@@ -146,7 +152,7 @@ def loss_curve(
         d_ff=4 * d_model,
         d_attention_key=d_model // 2,
         d_attention_value=d_model // 2,
-        n_layers=2,
+        n_layers=n_layers,
         n_heads=2,
         dropout=0.0,
         attention_type=op,
@@ -157,14 +163,18 @@ def loss_curve(
         logits = model.apply(params, tokens, KEY)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
-    @jax.jit
+    @jit
     def step(params, state, tokens):
         value, gradient = jax.value_and_grad(loss)(params, tokens)
         updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state, value
 
-    params = model.init_params(KEY, (4, length))
-    state, losses = optimizer.init(params), []
+    @jit
+    def start():
+        params = model.init_params(KEY, (4, length))
+        return params, optimizer.init(params)
+
+    (params, state), losses = start(), []
     for n in range(steps):
         batch = task.train_batch(0, n, 4, length)
         params, state, value = step(params, state, np.asarray(batch.inputs))
