@@ -157,9 +157,10 @@ def rows(chunk_len: int, xla: bool = False) -> dict[str, Row]:
 
 def exact_rows() -> dict[str, Row]:
     """The rows of `--exact`, by name."""
-    found = {"flash": Row(flash.flash, {}), "flash, impl='xla'": Row(flash.flash, {}, "xla")}
-    if jax.default_backend() == "gpu":
-        found["flash, impl='pallas'"] = Row(flash.flash, {}, "pallas")
+    found = {"flash": Row(flash.flash, {})}
+    if jax.default_backend() == "gpu":  # elsewhere "auto" is "xla"
+        for impl in ("xla", "pallas"):
+            found[f"flash, impl={impl!r}"] = Row(flash.flash, {}, impl)
     found["memory_efficient"] = Row(memory_efficient.memory_efficient, {}, None)
     return found
 
