@@ -29,8 +29,8 @@ def memory_efficient(
 ) -> AttentionOp:
     """Attention of each query to every visible key, one chunk of scores at a time.
 
-    Chunks that a causal mask hides are not computed, and the last one of a row is cut to the
-    queries' size.
+    Chunks that a causal mask hides are not computed, and those around the diagonal have the size of
+    the queries' chunk where that is smaller.
 
     Args:
       query_chunk_size: queries of a chunk; `"sqrt"` is the square root of their number.
