@@ -68,8 +68,9 @@ def attentions() -> dict[str, AttentionOp]:
     """The ops that `--memory` and `--longest` compare, by name."""
     found = {
         "memory_efficient": memory_efficient.memory_efficient(),
-        "memory_efficient, sqrt": memory_efficient.memory_efficient(
-            query_chunk_size="sqrt", key_chunk_size="sqrt"
+        # The least memory, by the paper: constant chunks of queries, the square root of keys.
+        "memory_efficient, 64 x sqrt": memory_efficient.memory_efficient(
+            query_chunk_size=64, key_chunk_size="sqrt"
         ),
         "flash": flash.flash(),
     }
@@ -134,16 +135,24 @@ def everything(n_query_blocks: int, n_key_blocks: int) -> np.ndarray:
     return np.ones((n_query_blocks, n_key_blocks), bool)
 
 
-def loss_curve(op: AttentionOp, steps: int, length: int, d_model: int = 64) -> np.ndarray:
-    """The losses of a small TransformerLM in training; the same numbers but for the attention."""
+def loss_curve(
+    op: AttentionOp,
+    steps: int,
+    length: int,
+    d_model: int = 64,
+    n_layers: int = 2,
+    model_fn: Callable = TransformerLM,
+    jit: Callable = jax.jit,
+) -> np.ndarray:
+    """The losses of a small model in training; everything but the attention is the same."""
     task = stdlib.stdlib(max_bytes=2_000_000)
-    model = TransformerLM(
+    model = model_fn(
         vocab_size=task.vocab_size,
         d_model=d_model,
         d_ff=4 * d_model,
         d_attention_key=d_model // 2,
         d_attention_value=d_model // 2,
-        n_layers=2,
+        n_layers=n_layers,
         n_heads=2,
         dropout=0.0,
         attention_type=op,
@@ -154,14 +163,18 @@ def loss_curve(op: AttentionOp, steps: int, length: int, d_model: int = 64) -> n
         logits = model.apply(params, tokens, KEY)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
-    @jax.jit
+    @jit
     def step(params, state, tokens):
         value, gradient = jax.value_and_grad(loss)(params, tokens)
         updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state, value
 
-    params = model.init_params(KEY, (4, length))
-    state, losses = optimizer.init(params), []
+    @jit
+    def start():
+        params = model.init_params(KEY, (4, length))
+        return params, optimizer.init(params)
+
+    (params, state), losses = start(), []
     for n in range(steps):
         batch = task.train_batch(0, n, 4, length)
         params, state, value = step(params, state, np.asarray(batch.inputs))
@@ -169,10 +182,9 @@ def loss_curve(op: AttentionOp, steps: int, length: int, d_model: int = 64) -> n
     return np.asarray(losses)
 
 
-def curves(steps: int, length: int) -> None:
-    """Prints how far each attention's losses are from dense attention's."""
-    ops = {
-        "dense": dense.dense(impl="xla"),
+def in_parts(length: int) -> dict[str, AttentionOp]:
+    """Exact attentions that cut a sequence of this length into several parts, by name."""
+    return {
         "memory_efficient": memory_efficient.memory_efficient(
             query_chunk_size=length // 4, key_chunk_size=length // 2
         ),
@@ -181,6 +193,11 @@ def curves(steps: int, length: int) -> None:
             pattern=everything, block_size=length // 4
         ),
     }
+
+
+def curves(steps: int, length: int) -> None:
+    """Prints how far each attention's losses are from dense attention's."""
+    ops = {"dense": dense.dense(impl="xla")} | in_parts(length)
     print(f"\n{steps} steps of 4 x {length} bytes\n")
     print(head(["attention", "first loss", "last loss", "largest difference to dense"]))
     want = None

@@ -1,5 +1,6 @@
 """The benchmarks of a step, of attention and of generation, on shapes that take no time."""
 
+import functools
 import json
 import math
 import sys
@@ -7,10 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks import attention, attention_torch, block_sparse, generation, measuring, step
-from reformax.ops import lsh
+from benchmarks import (
+    attention,
+    attention_torch,
+    block_sparse,
+    exact_attention,
+    generation,
+    measuring,
+    rabe_staats,
+    step,
+)
+from reformax.models import ReformerLM, TransformerLM
+from reformax.ops import dense, lsh
+from tests.ops.fast import fast_jit
 
 TINY = step.Shape(
     batch=2,
@@ -378,3 +391,56 @@ def test_a_line_through_times_and_the_kernels_of_a_trace():
     threads = [thread(1, "Stream #13(Compute)"), thread(2, "python")]
     trace = dict(traceEvents=[*threads, event(1, 2.5), event(2, 9.0), event(1, 0.5)])
     assert block_sparse.kernel_ms(trace) == pytest.approx(3.0)
+
+
+def test_exact_attention_is_checked_and_timed_beside_the_papers_code(tiny_attention, capsys):
+    attention.main(["--exact", "--repeats=1", "--lengths", "64"])
+    printed = capsys.readouterr().out
+    assert float(cells(printed, attention.PRINTED)[1].split()[0]) > 0
+    assert len(cells(printed, "flash, 64")) == 3
+    assert all(x != "-" for x in cells(printed, "memory_efficient, 64"))
+    with pytest.raises(SystemExit):
+        attention.main(["--exact", "--xla"])
+
+
+@pytest.mark.parametrize("name", ["plain", "printed"])
+def test_the_peers_of_exact_attention_compute_attention(name, monkeypatch):
+    monkeypatch.setattr(rabe_staats, "QUERY_CHUNK_SIZE", 8)
+    monkeypatch.setattr(rabe_staats, "KEY_CHUNK_SIZE", 16)
+    q, k, v, d = attention.inputs(TINY_ATTENTION, 2, 64, "float32")
+    want, got = (
+        fast_jit(attention.output_and_gradient(attend))(d, q, k, v)
+        for attend in (lambda *x: dense.dense()(*x, causal=True), getattr(rabe_staats, name))
+    )
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert attention.relative_error(x, y) < 1e-5
+
+
+def test_memory_by_length_is_a_table(capsys):
+    exact_attention.main(["--memory", "--lengths", "64", "256", "--threads=1"])
+    forward, gradient = capsys.readouterr().out.split("gradient\n")
+    assert len(cells(forward, "64")) == len(cells(forward, "N"))
+    assert cells(forward, "256")[-1] == "270 KB" and cells(gradient, "256")[-1] == "44 MB"
+    assert float(cells(gradient, "256")[2]) > float(cells(gradient, "256")[-3]) > 0
+
+
+def test_the_longest_gradient_is_checked(capsys):
+    exact_attention.main(["--longest", "--length=100"])
+    printed = capsys.readouterr().out
+    for name in exact_attention.attentions():
+        assert max(float(x) for x in cells(printed, name)[-2:]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "model_fn, steps, names",
+    [(TransformerLM, 20, list(exact_attention.in_parts(32))), (ReformerLM, 4, ["flash"])],
+)
+def test_models_with_exact_attention_have_the_losses_of_dense_attention(model_fn, steps, names):
+    sizes = dict(steps=steps, length=32, d_model=16, n_layers=1)
+    train = functools.partial(exact_attention.loss_curve, **sizes, model_fn=model_fn, jit=fast_jit)
+    want = train(dense.dense())
+    assert want[-1] < want[0] - 0.05
+    for name in names:
+        op = exact_attention.in_parts(32)[name]
+        difference = train(op) - want
+        assert np.abs(difference).max() < 1e-3, name

@@ -29,13 +29,13 @@ def memory_efficient(
 ) -> AttentionOp:
     """Attention of each query to every visible key, one chunk of scores at a time.
 
-    Chunks that a causal mask hides are not computed, and the last one of a row is cut to the
-    queries' size.
+    Chunks that a causal mask hides are not computed, and those around the diagonal have the size of
+    the queries' chunk where that is smaller.
 
     Args:
       query_chunk_size: queries of a chunk; `"sqrt"` is the square root of their number.
-      key_chunk_size: keys of a chunk; `"sqrt"` is the square root of their number, with which the
-        summaries of a chunk of queries too are no more than the square root.
+      key_chunk_size: keys of a chunk, likewise. A chunk of queries has as many summaries as there
+        are chunks of keys; `"sqrt"` makes them as many as the keys of one, the least memory.
 
     Raises:
       ValueError: a size that is neither 1 or more nor `"sqrt"`.

@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from jax.flatten_util import ravel_pytree
 from reformax.layers import ReversibleStack, _trax, tl
 from reformax.models import ReformerLM, TransformerLM, lm
 from reformax.ops import dense, local, lsh, shared_qk
+from reformax.training import config
 from tests.layers import plain
 from tests.layers.plain import fast_jit
 
@@ -102,6 +104,25 @@ def test_the_future_changes_nothing(model_fn, op, tolerance):
     before, after = apply(params, tokens, RNG), apply(params, other, RNG)
     np.testing.assert_allclose(after[:, : now + 1], before[:, : now + 1], atol=tolerance, rtol=0)
     assert np.all(np.abs(after - before)[:, now + 1 :].max(axis=-1) > 0)
+
+
+@pytest.mark.parametrize("op", ["flash", "memory_efficient", "block_sparse"])
+def test_another_attention_is_one_gin_line(op, tmp_path):
+    """And its sizes another."""
+    argument = {"flash": "key_block_size", "memory_efficient": "key_chunk_size"}.get(
+        op, "block_size"
+    )
+    path = tmp_path / "run.gin"
+    path.write_text(
+        "from __gin__ import dynamic_registration\n"
+        f"from reformax.models import lm\nfrom reformax.ops import {op}\n"
+        f"lm.TransformerLM.attention_type = @{op}.{op}()\n{op}.{op}.{argument} = 16\n"
+    )
+    config.parse([str(path)])
+    got = logits_of(config.configured(TransformerLM)(**SMALL))
+    gin.clear_config()
+    want = logits_of(TransformerLM(**SMALL, attention_type=OPS["dense"]))
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @both_models
