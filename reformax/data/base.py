@@ -1,7 +1,8 @@
 """What a task is, and the language model over the bytes of a text.
 
-Letters in the shapes: B batch, T length, S length of a source sentence. Text is modelled as its bytes, 256 symbols, so that a loss
-of l nats a target is l / ln 2 bits per dim ("bits per character" of enwik8 in the literature).
+Letters in the shapes: B batch, T length, S length of the source in translation. Text is modelled as
+its bytes, 256 symbols, so that a loss of l nats a target is l / ln 2 bits per dim ("bits per
+character" of enwik8 in the literature).
 """
 
 from __future__ import annotations
