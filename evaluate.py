@@ -1,7 +1,8 @@
 """Scores a trained model on every target of a split: `python evaluate.py --output_dir=DIR`.
 
-Prints bits per dim and writes the same to DIR/evaluation_SPLIT.json. The model and the task are
-those of DIR/config.gin; settings such as the number of hashes can be overridden with --config.
+Prints bits per dim (of a translation: per token) and writes the same to DIR/evaluation_SPLIT.json.
+The model and the task are those of DIR/config.gin; settings such as the number of hashes can be
+overridden with --config.
 """
 
 import argparse
@@ -47,9 +48,12 @@ def main() -> int:
 
     from reformax.training import loop
     from reformax.training.evaluation import evaluate
+    from reformax.training.loss import metric_name
 
     run = config.bindings(loop.train, READ)
-    model, params, step = script.restore_model(args, run)
+    model, params, steps = script.restore_model(args, run)
+    if run["task"].translation is not None:
+        script.keep_vocabulary(args, run["task"].translation.vocabulary, steps[-1])
     length = args.length or run.get("eval_length") or run["length"]
     # The run's stride belongs to the run's length.
     stride = args.stride or (None if args.length else run.get("eval_stride")) or length
@@ -66,15 +70,16 @@ def main() -> int:
         progress=True,
     )
     script.note_unused(args, READ)
-    result |= {"checkpoint_step": step, "seed": args.seed, "overrides": args.config}
+    result |= {"checkpoint_steps": steps, "seed": args.seed, "overrides": args.config}
     path = Path(args.output_dir) / f"evaluation_{args.split}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(
         f"{result['split']}: {result['n_targets']:,} targets, each predicted once from at most "
-        f"{length} tokens (stride {stride}), checkpoint of step {step}, in {path}"
+        f"{length} tokens (stride {stride}), {script.named(steps)}, in {path}"
     )
     print(f"accuracy: {result['accuracy']:.4f}")
-    print(f"bits_per_dim: {result['bits_per_dim']:.4f}")
+    metric = metric_name(run["task"])
+    print(f"{metric}: {result[metric]:.4f}")
     return 0
 
 
