@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,6 +21,21 @@ class KeyValues(NamedTuple):
 
     keys: Float[Array, "B N S H"]
     values: Float[Array, "B N S V"]
+
+
+class Shared(NamedTuple):
+    """What in a cache is the same for every row."""
+
+    value: Any
+
+
+def take_rows(cache: Any, rows: Int[Array, " R"]) -> Any:
+    """The cache of other rows, each of those given as often as it is named."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Shared) else x[rows],
+        cache,
+        is_leaf=lambda x: isinstance(x, Shared),
+    )
 
 
 def keep(

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.ops.base import AttentionOp, Traits, check_impl, length_normalize, no_params
-from reformax.ops.cache import KeyValues, attend_to, keep, put
+from reformax.ops.cache import KeyValues, Shared, attend_to, keep, put
 from reformax.ops.chunked import (
     KERNELS,
     Chunks,
@@ -43,7 +43,7 @@ class Hashed(NamedTuple):
     memory: KeyValues  # by position
     buckets: Int[Array, "B N R C"]  # by position
     order: Int[Array, "B N R C"]  # positions, sorted by bucket and position
-    rotations: Float[Array, "N H R F"]
+    rotations: Shared  # [N, H, R, F]
 
 
 def lsh(
@@ -194,12 +194,12 @@ def lsh(
             keep(length_normalize(q), v, lengths, capacity),
             jnp.pad(buckets, n_free),
             jnp.pad(order, n_free),
-            drawn,
+            Shared(drawn),
         )
 
     def step(params, q, k, v, cache, *, position):
         del params, k
-        memory, buckets, order, drawn = cache
+        memory, buckets, order, (drawn,) = cache
         capacity = order.shape[-1]
         memory = put(memory, length_normalize(q), v, position)
         bucket = hash_by(drawn, q, sizes_for(capacity))
@@ -245,7 +245,7 @@ def lsh(
             exists = exists & ~jnp.any(again, axis=(-2, -1))
         keys, values = (take(x, index[..., None], axis=2) for x in memory)
         out = attend_to(q, keys, values, exists.reshape(index.shape), alone=v)
-        return out, Hashed(memory, buckets, order, drawn)
+        return out, Hashed(memory, buckets, order, Shared(drawn))
 
     return AttentionOp(
         init=no_params,
