@@ -15,6 +15,7 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_mode, check_rate, dropout
 from reformax.layers.positions import rotary
 from reformax.ops.base import AttentionOp, Dims, check_arguments
+from reformax.ops.cache import take_rows
 
 
 class Projections(NamedTuple):
@@ -228,21 +229,36 @@ class Attention(Layer):
         return self.attend(params, projections, plan, rng=rng), cache
 
     def step(
-        self, params, x: Float[Array, "B 1 D"], cache: Any, position: Int[Array, " B"]
+        self,
+        params,
+        x: Float[Array, "B 1 D"],
+        cache: Any,
+        position: Int[Array, " B"],
+        origins: Int[Array, "G K C"] | None = None,
     ) -> tuple[Float[Array, "B 1 D"], Any]:
         """The layer at the next position of each row, and the cache with it.
 
-        `params` are those of `for_decoding`.
+        Args:
+          params: those of `for_decoding`.
+          x: the input.
+          cache: what `prefill` or the step before gave.
+          position: of each row.
+          origins: in beam search, whose past a beam has (`ops.cache.ring_decoding`); for algorithms
+            without the trait `beams` the cache has to be moved, and this tells them nothing.
         """
         n, shared = self._n_heads, self._op.traits.shared_qk
         ends = n * self._d_qk * np.arange(1, 2 if shared else 3)
         parts = jnp.split(_affine(params, "in", x), ends, axis=-1)
         q, *k, v = (part.reshape(*x.shape[:2], n, -1) for part in parts)
         projections = Projections(q, k[0] if k else None, v)
-        out, cache = self._op.step(
-            params["op"], *self._turned(projections, position[:, None]), cache, position=position
-        )
+        beams = dict(origins=origins) if origins is not None and self._op.traits.beams else {}
+        projections = self._turned(projections, position[:, None])
+        out, cache = self._op.step(params["op"], *projections, cache, position=position, **beams)
         return _affine(params, "o", out.reshape(*x.shape[:2], -1)), cache
+
+    def moved(self, cache: Any, rows: Int[Array, " R"]) -> Any:
+        """The cache of beams that go on from others; as it is where `step` will find its way."""
+        return cache if self._op.traits.beams else take_rows(cache, rows)
 
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`: one product for all heads and projections, in `dtype`.

@@ -212,21 +212,25 @@ class BlockStack(Layer):
         streams: Sequence[Array],
         caches: Any,
         position: Int[Array, " B"],
+        origins: Int[Array, "G K C"] | None = None,
         remembered: Any = None,
-        memory_segments: Int[Array, "B S"] | None = None,
+        memory_segments: Int[Array, "E S"] | None = None,
     ) -> tuple[tuple[Array, ...], Any]:
         """The streams `[B, 1, D]` of each row's next position, and the caches with it.
 
-        `params` are those of `for_decoding`, `remembered` what `remember` made. A scan would copy
-        each layer's weights and cache, all of it, for the little that a step reads and writes: the
-        layers are written out instead.
+        `params` are those of `for_decoding`, `remembered` what `remember` made; for `origins` see
+        `Attention.step`. A scan would copy each layer's weights and cache, all of it, for the
+        little that a step reads and writes: the layers are written out instead.
         """
         streams, after = tuple(map(self._residual, streams)), []
         for repeat, (params_here, caches_here) in enumerate(zip(params, caches, strict=True)):
             after.append([])
             for i, block in enumerate(self._blocks):
                 attend = functools.partial(
-                    block.attention.step, cache=caches_here[i], position=position
+                    block.attention.step,
+                    cache=caches_here[i],
+                    position=position,
+                    origins=origins,
                 )
                 cross = None
                 if self._cross:
@@ -239,6 +243,16 @@ class BlockStack(Layer):
                 streams, cache = self._layer(block, p, streams, attend, cross)
                 after[-1].append(cache)
         return streams, tuple(map(tuple, after))
+
+    def moved(self, caches: Any, rows: Int[Array, " R"]) -> Any:
+        """The caches of beams that go on from others; see `Attention.moved`."""
+        return tuple(
+            tuple(
+                block.attention.moved(cache, rows)
+                for block, cache in zip(self._blocks, repeat, strict=True)
+            )
+            for repeat in caches
+        )
 
     def _unstacked(self, tree: Any) -> tuple[Any, ...]:
         """What is stacked along a leading axis, for each repeat of the cycle."""

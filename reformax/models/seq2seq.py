@@ -23,13 +23,15 @@ from reformax.layers.dropout import dropout
 from reformax.models.parts import Activation, AttentionType, added_positions, cycle_of_blocks
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
+from reformax.ops.cache import take_rows
 
 
 class Decoding(NamedTuple):
-    """What decoding keeps between steps: of each of the R rows."""
+    """What decoding keeps between steps: of each of the R rows, C positions at most."""
 
     position: Int[Array, " R"]  # of the next token
     caches: Any  # of every layer's self-attention
+    origins: Int[Array, "B K C"] | None  # in beam search: see `EncoderDecoder.beams`
 
 
 class Remembered(NamedTuple):
@@ -276,7 +278,7 @@ class EncoderDecoder(Layer):
             segments,
         )
         logits = self.logits(params, self._merged(decoder, streams))[:, 0]
-        return logits, Decoding(position + 1, caches), Remembered(keys_values, segments)
+        return logits, Decoding(position + 1, caches, None), Remembered(keys_values, segments)
 
     def step(
         self, params, tokens: Int[Array, " R"], decoding: Decoding, remembered: Remembered
@@ -286,17 +288,43 @@ class EncoderDecoder(Layer):
         Args:
           params: the weights as `for_decoding` has them.
           tokens: the last token of each row; R / B rows for each source, one after the other.
-          decoding: what `prefill` or the step before gave, each row taken as often as need be.
+          decoding: what `prefill`, `beams`, `select` or the step before gave.
           remembered: what `prefill` gave.
         """
-        position, caches = decoding
+        position, caches, origins = decoding
+        if origins is not None:  # the next position of a beam will be in its own row
+            beam = jnp.arange(origins.shape[1])[:, None]
+            now = position.reshape(*origins.shape[:2], 1)
+            origins = jnp.where(jnp.arange(origins.shape[2]) == now, beam, origins)
         decoder, stack = params["decoder"], self._stacks["decoder"]
         x = self._embed(decoder, params["embedding"], tokens[:, None], position[:, None])
         streams, caches = stack.step(
-            decoder["stack"], [x] * stack.n_out, caches, position, *remembered
+            decoder["stack"], [x] * stack.n_out, caches, position, origins, *remembered
         )
         logits = self.logits(params, self._merged(decoder, streams))[:, 0]
-        return logits, Decoding(position + 1, caches)
+        return logits, Decoding(position + 1, caches, origins)
+
+    def beams(self, decoding: Decoding, n_beams: int, capacity: int) -> Decoding:
+        """Each row as `n_beams` rows, from which `select` may choose, one after the other.
+
+        Beams share their past: which beam's cache has a position of each is kept, and caches are
+        copied for those attention algorithms alone that cannot go by it.
+        """
+        n_rows = decoding.position.shape[0]
+        rows = jnp.repeat(jnp.arange(n_rows), n_beams)
+        caches = take_rows(decoding.caches, rows)
+        origins = jnp.zeros((n_rows, n_beams, capacity), jnp.int32)
+        return Decoding(decoding.position[rows], caches, origins)
+
+    def select(self, decoding: Decoding, parents: Int[Array, "B K"]) -> Decoding:
+        """Beams that go on from those of their own search that `parents` names."""
+        n_rows, n_beams = parents.shape
+        rows = (parents + n_beams * jnp.arange(n_rows)[:, None]).reshape(-1)
+        return Decoding(
+            decoding.position[rows],
+            self._stacks["decoder"].moved(decoding.caches, rows),
+            jnp.take_along_axis(decoding.origins, parents[..., None], axis=1),
+        )
 
 
 def _segments(tokens, segments) -> Int[Array, "B T"]:

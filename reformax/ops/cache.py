@@ -93,6 +93,44 @@ def attend_to(
     )
 
 
+def attend_among(
+    q: Float[Array, "R 1 N H"],
+    keys: Float[Array, "R N S H"],
+    values: Float[Array, "R N S V"],
+    mask: Bool[Array, "R S"],
+    origins: Int[Array, "B G S"],
+    alone: Float[Array, "R 1 N V"] | None = None,
+) -> Float[Array, "R 1 N V"]:
+    """`attend_to`, each slot of a row read from the row of its group of G that has it.
+
+    All rows of a group are looked at, and all but one hidden, for each slot: a product of matrices
+    in place of a copy of the cache.
+    """
+    n_groups, size, n_slots = origins.shape
+    q, keys, values = (x.reshape(n_groups, size, *x.shape[1:]) for x in (q[:, 0], keys, values))
+    # b group, i row that looks, j row that is looked at
+    mask = mask.reshape(n_groups, 1, 1, size, n_slots)
+    mask = mask & (origins[:, None, None] == jnp.arange(size)[:, None, None, None])
+    scores = jnp.einsum("binh,bjnsh->bjnis", q, keys, preferred_element_type=jnp.float32)
+    scores = scores / math.sqrt(q.shape[-1])
+    top = jnp.max(scores, axis=(1, -1), keepdims=True, where=mask, initial=-1e30)
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
+    total = weights.sum(axis=(1, -1))[..., None]  # [b, n, i, 1]
+    out = jnp.einsum(
+        "bjnis,bjnsv->bniv",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    nothing = 0.0
+    if alone is not None:
+        nothing = jnp.swapaxes(alone.reshape(n_groups, size, *alone.shape[2:]), 1, 2)
+        nothing = nothing.astype(jnp.float32)
+    out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1.0), nothing)
+    out = jnp.swapaxes(out, 1, 2).reshape(n_groups * size, 1, *values.shape[2:3], values.shape[-1])
+    return out.astype(values.dtype)
+
+
 def ring_decoding(
     shared_qk: bool,
     n_slots: Callable[[int], int],
@@ -104,13 +142,17 @@ def ring_decoding(
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
       n_slots: how many of the last positions a ring has to hold, given the capacity.
       first: the first position that a query sees, by its own.
+
+    The trait `beams` may be set with them. `step` then takes `origins [B, K, C]`, where rows are K
+    beams of each of B searches: which of the K has the key and the value of each position of a
+    beam. A search that leaves some beams and goes on from others twice has no cache to copy.
     """
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
         del params, plan, rng
         return keep(length_normalize(q) if shared_qk else k, v, lengths, n_slots(capacity))
 
-    def step(params, q, k, v, cache, *, position):
+    def step(params, q, k, v, cache, *, position, origins=None):
         del params
         cache = put(cache, length_normalize(q) if shared_qk else k, v, position)
         now = position[:, None]
@@ -118,6 +160,11 @@ def ring_decoding(
         mask = held >= jnp.maximum(first(now), 0)
         if shared_qk:
             mask = mask & (held != now)
-        return attend_to(q, *cache, mask[:, None], alone=v if shared_qk else None), cache
+        alone = v if shared_qk else None
+        if origins is None:
+            return attend_to(q, *cache, mask[:, None], alone), cache
+        rows = jnp.maximum(held, 0).reshape(*origins.shape[:2], -1)
+        origins = jnp.take_along_axis(origins, rows, axis=2)
+        return attend_among(q, *cache, mask, origins, alone), cache
 
     return dict(init_cache=init_cache, step=step)
