@@ -54,7 +54,8 @@ class Numbers:
 class SentencePieces:
     """A sentencepiece model of `size` pieces, trained when it is first needed.
 
-    Two vocabularies that were trained on the same sentences with the same settings are the same.
+    Of characters or words there are fewer pieces where the text has no more. Two vocabularies that
+    were trained on the same sentences with the same settings are the same.
     """
 
     def __init__(
@@ -129,7 +130,8 @@ class SentencePieces:
         path = Path(folder) / FILE
         if begun or path.exists():
             kept = load(folder)
-            if kept.size != self.size:
+            exact = self._settings["model_type"] in ("unigram", "bpe")
+            if kept.size > self.size or (exact and kept.size < self.size):
                 raise ValueError(
                     f"{path} has {kept.size} pieces and the config vocab_size={self.size}: "
                     f"set vocab_size={kept.size}, or give another output_dir"
