@@ -73,9 +73,12 @@ def main() -> int:
     result |= {"checkpoint_steps": steps, "seed": args.seed, "overrides": args.config}
     path = Path(args.output_dir) / f"evaluation_{args.split}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
+    context = f"at most {length} tokens (stride {stride})"
+    if run["task"].translation is not None:
+        context = "its source and the tokens before it"
     print(
-        f"{result['split']}: {result['n_targets']:,} targets, each predicted once from at most "
-        f"{length} tokens (stride {stride}), {script.named(steps)}, in {path}"
+        f"{result['split']}: {result['n_targets']:,} targets, each predicted once from {context}, "
+        f"{script.named(steps)}, in {path}"
     )
     print(f"accuracy: {result['accuracy']:.4f}")
     metric = metric_name(run["task"])

@@ -80,7 +80,7 @@ def test_the_metric_is_the_mean_over_the_sentences_one_by_one(run):
     words = task.translation.vocabulary
     model = TinyTranslator(vocab_size=20, max_length=10**6, mode="eval")
     like = jax.eval_shape(model.init_params, jax.random.PRNGKey(0), (1, 1))
-    params, _ = checkpoint.Checkpoints(folder).restore_params(12, like)
+    params = jax.device_put(checkpoint.Checkpoints(folder).restore_params(12, like)[0])
 
     @jax.jit
     def log_p(*inputs):
