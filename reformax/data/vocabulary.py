@@ -125,10 +125,11 @@ class SentencePieces:
           The fingerprint.
 
         Raises:
-          ValueError: the file is missing though the run has begun, damaged or of another size.
+          ValueError: the file is missing though the run has begun, damaged or of another size, or
+            it is there and not what training makes though the run has not begun.
         """
         path = Path(folder) / FILE
-        if begun or path.exists():
+        if begun:
             kept = load(folder)
             exact = self._settings["model_type"] in ("unigram", "bpe")
             if kept.size > self.size or (exact and kept.size < self.size):
@@ -137,6 +138,12 @@ class SentencePieces:
                     f"set vocab_size={kept.size}, or give another output_dir"
                 )
             self._bytes, self._pieces = kept._bytes, kept._pieces
+        elif path.exists():
+            if path.read_bytes() != self.serialised:
+                raise ValueError(
+                    f"{path} is not the vocabulary of this training text and these settings, and "
+                    "the run has no checkpoint yet: delete it, or give another output_dir"
+                )
         else:
             temporary = path.with_suffix(".tmp")
             temporary.write_bytes(self.serialised)

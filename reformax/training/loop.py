@@ -121,6 +121,8 @@ def train(
         raise ValueError(f"max_minutes={max_minutes} must be above 0, or None for no limit")
     if not 0 <= ema_decay < 1:
         raise ValueError(f"ema_decay={ema_decay} must be in [0, 1): 0.999 averages 1,000 steps")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing} must be in [0, 1), such as 0.1")
     eval_batch_size = eval_batch_size or batch_size
     eval_length = eval_length or length
     if eval_stride is not None and eval_stride > eval_length:
@@ -136,6 +138,7 @@ def train(
     done = checkpoints.steps()
     vocabulary = None  # what the checkpoints know it by
     if task.translation is not None:
+        task.translation.sentences(eval_split)  # before minutes are spent on the vocabulary
         vocabulary = task.translation.vocabulary.keep_in(folder, begun=bool(done))
         if done:
             checkpoints.check_vocabulary(done[-1], vocabulary)

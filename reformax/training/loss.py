@@ -59,8 +59,6 @@ def cross_entropy(
     """
     if chunk_len < 1:
         raise ValueError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or the length")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing={label_smoothing} must be in [0, 1), such as 0.1")
     batch, length = targets.shape
     vocab_size = jax.eval_shape(logits_fn, features[:, :chunk_len]).shape[-1]
     chunk_len = min(chunk_len, max(1, MAX_LOGITS // (batch * vocab_size)))

@@ -171,6 +171,11 @@ def one_line(error: Exception) -> str | None:
         return f"the config uses %{macro[1]}, which no file and no --config sets: set {macro[1]}"
     if isinstance(error, TypeError) and "No values supplied by Gin" in text:
         return "the config leaves out an argument: " + first.splitlines()[0]
+    if (
+        isinstance(error, TypeError)
+        and "missing 1 required positional argument: 'data_dir'" in text
+    ):
+        return "the task reads files and is not told which: give --data_dir"
     if isinstance(error, TypeError) and "required keyword-only argument" in text:
         return "the config leaves out an argument: " + first
     mendable = (ValueError, OSError, NotImplementedError, FloatingPointError, ImportError)
@@ -194,7 +199,8 @@ def report(result: dict[str, Any]) -> int:
         f"{result['eval_split']} {metric.replace('_', ' ')}: {result[metric]:.4f} at step "
         f"{result['step']}; best {result['best_' + metric]:.4f} at step {result['best_step']}"
     )
-    print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/")
+    kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
+    print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
     script = Path(sys.argv[0]).with_name("evaluate.py")
     print(f"next: {shlex.join(['python', str(script), f'--output_dir={folder}', '--split=test'])}")
     return 0

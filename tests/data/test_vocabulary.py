@@ -55,10 +55,10 @@ def test_the_run_keeps_it(tmp_path):
     def never():
         raise AssertionError("trained again")
 
-    for begun in (False, True):
-        kept = SentencePieces(40, never)
-        assert kept.keep_in(tmp_path, begun) == trained.fingerprint
-        assert kept.encode(TEXT[0]) == trained.encode(TEXT[0])
+    assert make().keep_in(tmp_path, begun=False) == trained.fingerprint
+    kept = SentencePieces(40, never)
+    assert kept.keep_in(tmp_path, begun=True) == trained.fingerprint
+    assert kept.encode(TEXT[0]) == trained.encode(TEXT[0])
     loaded = vocabulary.load(tmp_path)
     assert (loaded.size, loaded.fingerprint) == (40, trained.fingerprint)
     assert loaded.decode(trained.encode(TEXT[0])) == TEXT[0]
@@ -71,7 +71,9 @@ def test_what_does_not_fit_is_told(tmp_path, fails_in_one_line):
     with fails_in_one_line(
         ValueError, "has 40 pieces and the config vocab_size=50: set vocab_size"
     ):
-        make(50).keep_in(tmp_path, begun=False)
+        make(50).keep_in(tmp_path, begun=True)
+    with fails_in_one_line(ValueError, "is not the vocabulary of this training text and these"):
+        make(38).keep_in(tmp_path, begun=False)
     path = tmp_path / "vocabulary.model"
     path.write_bytes(b"damaged")
     with fails_in_one_line(ValueError, "vocabulary.model is no sentencepiece model"):
