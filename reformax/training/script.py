@@ -169,13 +169,10 @@ def one_line(error: Exception) -> str | None:
         )
     if macro := re.search(r"call to configurable 'macro' .* in scope '([^']+)'", text):
         return f"the config uses %{macro[1]}, which no file and no --config sets: set {macro[1]}"
+    if isinstance(error, TypeError) and "required positional argument: 'data_dir'" in text:
+        return "the task reads files and is not told which: give --data_dir"
     if isinstance(error, TypeError) and "No values supplied by Gin" in text:
         return "the config leaves out an argument: " + first.splitlines()[0]
-    if (
-        isinstance(error, TypeError)
-        and "missing 1 required positional argument: 'data_dir'" in text
-    ):
-        return "the task reads files and is not told which: give --data_dir"
     if isinstance(error, TypeError) and "required keyword-only argument" in text:
         return "the config leaves out an argument: " + first
     mendable = (ValueError, OSError, NotImplementedError, FloatingPointError, ImportError)
