@@ -59,6 +59,48 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# The flags of `add_search_flags` and their values where they are not given.
+SEARCH = {"beam_size": 4, "length_penalty": 0.6, "max_extra": 50, "batch_tokens": 4096}
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of searching translations, None where not given."""
+    flags = parser.add_argument_group("translation")
+    flags.add_argument(
+        "--beam_size", type=int, help=f"1 decodes greedily (default: {SEARCH['beam_size']})"
+    )
+    flags.add_argument(
+        "--length_penalty",
+        type=float,
+        help="alpha: scores are log p / ((5 + tokens) / 6)^alpha "
+        f"(default: {SEARCH['length_penalty']})",
+    )
+    flags.add_argument(
+        "--max_extra",
+        type=int,
+        help="tokens that a translation may have more than its source "
+        f"(default: {SEARCH['max_extra']})",
+    )
+    flags.add_argument(
+        "--batch_tokens",
+        type=int,
+        help=f"source tokens translated together (default: {SEARCH['batch_tokens']})",
+    )
+
+
+def search_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `reformax.generation.translate` that the flags give."""
+    given = {name: getattr(args, name) for name in SEARCH}
+    return {name: SEARCH[name] if value is None else value for name, value in given.items()}
+
+
+def refuse(args: argparse.Namespace, flags: Collection[str], why: str) -> None:
+    """Raises `ValueError` for a flag that is given, of those that are None where they are not."""
+    for name in flags:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name}={getattr(args, name)}: {why}, leave the flag out")
+
+
 def parse_run(args: argparse.Namespace, data_dir: str | None = None) -> None:
     """Parses the config of the run that the flags name, and their settings."""
     from reformax.training import config
