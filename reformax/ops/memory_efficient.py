@@ -15,17 +15,23 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from reformax.ops import tiles
-from reformax.ops.base import AttentionOp, Traits, check_sizes, no_params, no_plan
+from reformax.ops.base import AttentionOp, Traits, check_impl, check_sizes, no_params, no_plan
 from reformax.ops.cache import ring_decoding
+from reformax.ops.cudnn import BLOCK, cudnn_obstacle, use_cudnn
 
 
 def memory_efficient(
-    *, query_chunk_size: int | str = 1024, key_chunk_size: int | str = 4096
+    *,
+    query_chunk_size: int | str = 1024,
+    key_chunk_size: int | str = 4096,
+    impl: str = "auto",
 ) -> AttentionOp:
     """Attention of each query to every visible key, one chunk of scores at a time.
 
@@ -36,10 +42,16 @@ def memory_efficient(
       query_chunk_size: queries of a chunk; `"sqrt"` is the square root of their number.
       key_chunk_size: keys of a chunk, likewise. A chunk of queries has as many summaries as there
         are chunks of keys; `"sqrt"` makes them as many as the keys of one, the least memory.
+      impl: how a chunk is summarised in the forward pass: `"xla"` everywhere; `"cudnn"` by NVIDIA's
+        kernel, under the conditions of `flash.flash` and for chunks of a multiple of 64 that divide
+        the lengths and, if causal, each other. `"auto"` takes cuDNN where it can. The gradient is
+        XLA's.
 
     Raises:
-      ValueError: a size that is neither 1 or more nor `"sqrt"`.
+      ValueError: a size that is neither 1 or more nor `"sqrt"`, an unknown `impl`.
+      NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
     """
+    check_impl(impl, "cudnn")
     check_sizes("sqrt", query_chunk_size=query_chunk_size, key_chunk_size=key_chunk_size)
 
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None):
@@ -53,9 +65,13 @@ def memory_efficient(
             scale=1 / math.sqrt(q.shape[-1]),
             dropout=dropout,
         )
+        obstacle = cudnn_obstacle(q, k, v, segments, dropout, bias) or _uneven(
+            tiling, key_size, q.shape[1], k.shape[1]
+        )
+        summary = cudnn_summary if use_cudnn(impl, obstacle) else tiles.summary
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
         x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
-        return tiles.attend(functools.partial(forward, key_size), tiling, x, every)
+        return tiles.attend(functools.partial(forward, key_size, summary), tiling, x, every)
 
     return AttentionOp(
         init=no_params,
@@ -71,21 +87,57 @@ def chunk_size(size: int | str, length: int) -> int:
     return math.isqrt(length - 1) + 1 if size == "sqrt" else min(size, length)
 
 
+def _uneven(tiling: tiles.Tiling, key_chunk_size: int, n_queries: int, n_keys: int) -> str | None:
+    """What keeps cuDNN from summarising chunks so cut, in words; None if nothing does."""
+    query_size = tiling.query_size
+    small = query_size if tiling.causal else BLOCK
+    if query_size % BLOCK or key_chunk_size % BLOCK or key_chunk_size % small:
+        return f"chunks of {query_size} queries and {key_chunk_size} keys"
+    if n_queries % query_size or n_keys % key_chunk_size or n_queries > n_keys and tiling.causal:
+        return f"lengths {n_queries} and {n_keys} in chunks of {query_size} and {key_chunk_size}"
+    return None
+
+
+def cudnn_summary(tiling: tiles.Tiling, x: tiles.Inputs, group, queries, keys, q) -> tiles.Softmax:
+    """`tiles.summary` by cuDNN: an average of values and the logarithm of the sum of weights.
+
+    If causal, the tile is square and on the diagonal.
+    """
+    q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, *(tiles.rows(y, group, keys) for y in x[1:3])))
+    average, log_sum = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=tiling.scale,
+        is_causal=tiling.causal,
+        implementation="cudnn",
+        return_residual=True,
+    )
+    log_sum = jnp.swapaxes(log_sum, 1, 2)
+    acc = jnp.swapaxes(average, 1, 2).astype(jnp.float32)
+    return tiles.Softmax(acc, log_sum, jnp.ones_like(log_sum))
+
+
 def forward(
-    key_chunk_size: int, tiling: tiles.Tiling, x: tiles.Inputs, visits: tiles.Visits
+    key_chunk_size: int,
+    summary: Callable[..., tiles.Softmax],
+    tiling: tiles.Tiling,
+    x: tiles.Inputs,
+    visits: tiles.Visits,
 ) -> tiles.Results:
     """What `tiles.forward` returns, by summaries of chunks of keys.
 
     Args:
       key_chunk_size: keys of a chunk that no query of a chunk is hidden from. Those around the
         diagonal have `tiling.key_size`.
+      summary: `tiles.summary`, or another function of its arguments with the same results.
       tiling, x, visits: as in `tiles.forward`.
     """
     n_batch, length, n_heads, _ = x.q.shape
     n_keys = x.k.shape[1]
     query_size, small = tiling.query_size, tiling.key_size
     n_large = -(-n_keys // key_chunk_size)
-    n_slots = n_large + (-(-(query_size + key_chunk_size) // small) if tiling.causal else 0)
+    n_slots = n_large + (-(-(query_size + key_chunk_size) // small) + 1 if tiling.causal else 0)
 
     def query_chunk(group, i, results):
         queries = tiles.block(i * query_size, query_size, length)
@@ -96,7 +148,7 @@ def forward(
                 # Where sizes do not divide each other, any chunk may be the last.
                 aligned = n_keys % size == 0 and key_chunk_size % size == 0
                 keys = tiles.block(first_key + n * size, size, n_keys, aligned)
-                here = tiles.summary(tiling, x, group, queries, keys, q)
+                here = summary(tiling, x, group, queries, keys, q)
                 return tiles.Softmax(
                     *(
                         lax.dynamic_update_index_in_dim(all_, part, first_slot + n, 0)
@@ -110,13 +162,17 @@ def forward(
         found = tiles.empty(shape, x.v.shape[3])
         if tiling.causal:
             # Up to the chunk's first query all keys are seen, by causality, by all of its queries.
-            n_whole = jnp.minimum(
-                (queries.position[0] + 1) // key_chunk_size, n_keys // key_chunk_size
-            )
-            rest = n_whole * key_chunk_size
+            whole = tiling._replace(causal=False)
+            n_seen = jnp.minimum(queries.position[0] + 1, n_keys)
             end = jnp.minimum(queries.position[-1] + 1, n_keys)
-            found = summaries(found, tiling._replace(causal=False), 0, n_whole, 0, key_chunk_size)
-            found = summaries(found, tiling, n_whole, -(-(end - rest) // small), rest, small)
+            n_large_seen = n_seen // key_chunk_size
+            first = n_large_seen * key_chunk_size
+            n_small_seen = (n_seen - first) // small
+            rest = first + n_small_seen * small
+            found = summaries(found, whole, 0, n_large_seen, 0, key_chunk_size)
+            found = summaries(found, whole, n_large_seen, n_small_seen, first, small)
+            n_done = n_large_seen + n_small_seen
+            found = summaries(found, tiling, n_done, -(-(end - rest) // small), rest, small)
         else:
             found = summaries(found, tiling, 0, n_large, 0, key_chunk_size)
         top = found.top.max(axis=0)
@@ -127,5 +183,7 @@ def forward(
         return results.with_rows(whole, group, queries)
 
     sizes = tiles.groups(tiling._replace(key_size=key_chunk_size), n_batch, n_heads)
+    if summary is cudnn_summary:  # which has no array of scores
+        sizes = n_batch, n_heads
     n_chunks = visits.start.shape[1]
     return tiles.over_groups(sizes, n_batch, n_heads, n_chunks, query_chunk, tiles.no_results(x))
