@@ -17,14 +17,15 @@ import functools
 import math
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from reformax.ops import tiles
 from reformax.ops.base import AttentionOp, Traits, check_impl, check_sizes, no_params, no_plan
+from reformax.ops.blocks import MIN_TILE, Layout
 from reformax.ops.cache import ring_decoding
-from reformax.ops.cudnn import BLOCK, cudnn_obstacle, use_cudnn
+from reformax.ops.chunked import KERNELS, chosen_impl
 
 
 def memory_efficient(
@@ -42,16 +43,17 @@ def memory_efficient(
       query_chunk_size: queries of a chunk; `"sqrt"` is the square root of their number.
       key_chunk_size: keys of a chunk, likewise. A chunk of queries has as many summaries as there
         are chunks of keys; `"sqrt"` makes them as many as the keys of one, the least memory.
-      impl: how a chunk is summarised in the forward pass: `"xla"` everywhere; `"cudnn"` by NVIDIA's
-        kernel, under the conditions of `flash.flash` and for chunks of a multiple of 64 that divide
-        the lengths and, if causal, each other. `"auto"` takes cuDNN where it can. The gradient is
-        XLA's.
+      impl: how the forward pass summarises a chunk. `"xla"` runs everywhere. `"pallas"` is the kernel
+        of `block_sparse`, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
+        without segments, bias and dropout, for chunks of a multiple of 16 that divide the lengths
+        and, if causal, each other; `"pallas_interpret"` runs it anywhere, slowly, for tests.
+        `"auto"` takes the kernel where it can. The gradient is in array operations.
 
     Raises:
       ValueError: a size that is neither 1 or more nor `"sqrt"`, an unknown `impl`.
-      NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
+      NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    check_impl(impl, "cudnn")
+    check_impl(impl, *KERNELS)
     check_sizes("sqrt", query_chunk_size=query_chunk_size, key_chunk_size=key_chunk_size)
 
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None):
@@ -65,10 +67,18 @@ def memory_efficient(
             scale=1 / math.sqrt(q.shape[-1]),
             dropout=dropout,
         )
-        obstacle = cudnn_obstacle(q, k, v, segments, dropout, bias) or _uneven(
-            tiling, key_size, q.shape[1], k.shape[1]
+        which = chosen_impl(
+            impl,
+            q,
+            v,
+            segments="given" if segments is not None else None,
+            bias=None if bias is None else bias.shape,
+            dropout=dropout,
+            chunks=_uneven(tiling, key_size, q.shape[1], k.shape[1]),
         )
-        summary = cudnn_summary if use_cudnn(impl, obstacle) else tiles.summary
+        summary = tiles.summary
+        if which != "xla":
+            summary = functools.partial(kernel_summary, which == "pallas_interpret")
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
         x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
         return tiles.attend(functools.partial(forward, key_size, summary), tiling, x, every)
@@ -87,35 +97,33 @@ def chunk_size(size: int | str, length: int) -> int:
     return math.isqrt(length - 1) + 1 if size == "sqrt" else min(size, length)
 
 
-def _uneven(tiling: tiles.Tiling, key_chunk_size: int, n_queries: int, n_keys: int) -> str | None:
-    """What keeps cuDNN from summarising chunks so cut, in words; None if nothing does."""
-    query_size = tiling.query_size
-    small = query_size if tiling.causal else BLOCK
-    if query_size % BLOCK or key_chunk_size % BLOCK or key_chunk_size % small:
-        return f"chunks of {query_size} queries and {key_chunk_size} keys"
-    if n_queries % query_size or n_keys % key_chunk_size or n_queries > n_keys and tiling.causal:
-        return f"lengths {n_queries} and {n_keys} in chunks of {query_size} and {key_chunk_size}"
-    return None
+def _uneven(
+    tiling: tiles.Tiling, key_chunk_size: int, n_queries: int, n_keys: int
+) -> tuple[int, int] | None:
+    """The sizes of chunks that a kernel cannot summarise; None if it can."""
+    sizes = tiling.query_size, key_chunk_size
+    small = tiling.query_size if tiling.causal else MIN_TILE
+    even = not any(size % MIN_TILE for size in sizes) and key_chunk_size % small == 0
+    even = even and n_queries % tiling.query_size == 0 and n_keys % key_chunk_size == 0
+    return None if even and not (tiling.causal and n_queries > n_keys) else sizes
 
 
-def cudnn_summary(tiling: tiles.Tiling, x: tiles.Inputs, group, queries, keys, q) -> tiles.Softmax:
-    """`tiles.summary` by cuDNN: an average of values and the logarithm of the sum of weights.
+def kernel_summary(
+    interpret: bool, tiling: tiles.Tiling, x: tiles.Inputs, group, queries, keys, q
+) -> tiles.Softmax:
+    """`tiles.summary` by the kernel of block-sparse attention, to which the tile is one block.
 
     If causal, the tile is square and on the diagonal.
     """
+    from reformax.ops.kernels import block_sparse as kernel
+
     q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, *(tiles.rows(y, group, keys) for y in x[1:3])))
-    average, log_sum = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=tiling.scale,
-        is_causal=tiling.causal,
-        implementation="cudnn",
-        return_residual=True,
-    )
-    log_sum = jnp.swapaxes(log_sum, 1, 2)
-    acc = jnp.swapaxes(average, 1, 2).astype(jnp.float32)
-    return tiles.Softmax(acc, log_sum, jnp.ones_like(log_sum))
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    block = np.ones((1, 1, 1), bool)
+    layout = Layout(block, n_queries, n_keys, n_queries, n_keys, tiling.causal, 0.0)
+    out, top, total = kernel.forward(layout, q, k, v, (None, None), None, interpret=interpret)
+    acc = jnp.swapaxes(out, 1, 2).astype(jnp.float32) * total[..., None]
+    return tiles.Softmax(acc, top * tiling.scale, total)
 
 
 def forward(
@@ -183,7 +191,7 @@ def forward(
         return results.with_rows(whole, group, queries)
 
     sizes = tiles.groups(tiling._replace(key_size=key_chunk_size), n_batch, n_heads)
-    if summary is cudnn_summary:  # which has no array of scores
+    if summary is not tiles.summary:  # a kernel has no array of scores
         sizes = n_batch, n_heads
     n_chunks = visits.start.shape[1]
     return tiles.over_groups(sizes, n_batch, n_heads, n_chunks, query_chunk, tiles.no_results(x))

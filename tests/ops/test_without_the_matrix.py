@@ -288,27 +288,18 @@ def test_cudnn_is_the_same_function(n_queries, n_keys, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_summaries_in_cudnns_way(causal, monkeypatch):
-    """The kernel's summaries, an average and a log-sum-exp, merge to the same; XLA stands in."""
-    attention = jax.nn.dot_product_attention
-
-    def stand_in(*arrays, implementation, **options):
-        assert implementation == "cudnn"
-        return attention(*arrays, implementation="xla", **options)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    monkeypatch.setattr(memory_efficient, "cudnn_obstacle", lambda *args: None)
-    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 512, 2, 8)).astype(np.float32)
-    sizes = dict(query_chunk_size=64, key_chunk_size=128)
+def test_a_kernels_summaries_are_merged(causal):
+    q, k, v = numbers(3, 1, 192, 2, 8)
+    sizes = dict(query_chunk_size=32, key_chunk_size=64)
 
     def run(op):
-        return fast_jit(lambda *x: jax.vjp(lambda *y: op(*y, causal=causal), *x)[1](v))(q, k, v)
+        attend = with_gradient(lambda *x: op(*x, causal=causal))
+        return fast_jit(attend)(v, q, k, v)
 
-    want = run(dense.dense())
-    got = run(memory_efficient.memory_efficient(impl="cudnn", **sizes))
-    assert_trees_close(got, want)
-    odd = memory_efficient.memory_efficient(impl="cudnn", query_chunk_size=48)
-    with pytest.raises(NotImplementedError, match="chunks of 48 queries and 512 keys"):
-        odd(q, k, v)
-    with pytest.raises(NotImplementedError, match="lengths 500 and 500 in chunks of 64 and 128"):
-        memory_efficient.memory_efficient(impl="cudnn", **sizes)(*(x[:, :500] for x in (q, k, v)))
+    want = run(dense.dense(impl="xla"))
+    kernel = memory_efficient.memory_efficient(impl="pallas_interpret", **sizes)
+    assert_trees_close(run(kernel), want)
+    odd = memory_efficient.memory_efficient(impl="pallas_interpret", query_chunk_size=24)
+    for op, inputs in ((odd, (q, k, v)), (kernel, (x[:, :190] for x in (q, k, v)))):
+        with pytest.raises(NotImplementedError, match="impl='pallas_interpret' with chunks="):
+            op(*inputs)

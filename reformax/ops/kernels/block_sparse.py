@@ -488,7 +488,7 @@ def backward(
 
 
 # For numbers of two bytes and heads of 64.
-FORWARD = Tiles(128, 64, 8, 3)
+FORWARD = Tiles(64, 64, 4, 2)
 QUERIES = Tiles(128, 64, 4, 3)
 KEYS = Tiles(128, 64, 4, 2)
 
