@@ -43,8 +43,8 @@ def memory_efficient(
       query_chunk_size: queries of a chunk; `"sqrt"` is the square root of their number.
       key_chunk_size: keys of a chunk, likewise. A chunk of queries has as many summaries as there
         are chunks of keys; `"sqrt"` makes them as many as the keys of one, the least memory.
-      impl: how the forward pass summarises a chunk. `"xla"` runs everywhere. `"pallas"` is the kernel
-        of `block_sparse`, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
+      impl: how the forward pass summarises a chunk. `"xla"` runs everywhere. `"pallas"` is the
+        kernel of `block_sparse`, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
         without segments, bias and dropout, for chunks of a multiple of 16 that divide the lengths
         and, if causal, each other; `"pallas_interpret"` runs it anywhere, slowly, for tests.
         `"auto"` takes the kernel where it can. The gradient is in array operations.
