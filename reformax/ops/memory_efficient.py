@@ -29,8 +29,8 @@ def memory_efficient(
 ) -> AttentionOp:
     """Attention of each query to every visible key, one chunk of scores at a time.
 
-    Chunks that a causal mask hides are not computed, and those around the diagonal have the size of
-    the queries' chunk where that is smaller.
+    Chunks that a causal mask hides are not computed, and those around the diagonal are no larger
+    than the queries' chunk, or an eighth of the others.
 
     Args:
       query_chunk_size: queries of a chunk; `"sqrt"` is the square root of their number.
@@ -48,7 +48,7 @@ def memory_efficient(
         key_size = chunk_size(key_chunk_size, k.shape[1])
         tiling = tiles.Tiling(
             query_size=query_size,
-            key_size=min(query_size, key_size) if causal else key_size,
+            key_size=min(max(query_size, key_size // 8), key_size) if causal else key_size,
             causal=causal,
             scale=1 / math.sqrt(q.shape[-1]),
             dropout=dropout,
