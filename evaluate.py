@@ -1,13 +1,20 @@
 """Scores a trained model on every target of a split: `python evaluate.py --output_dir=DIR`.
 
-Prints bits per dim and writes the same to DIR/evaluation_SPLIT.json. The model and the task are
-those of DIR/config.gin; settings such as the number of hashes can be overridden with --config.
+Prints bits per dim (of a translation: per token) and writes the same to DIR/evaluation_SPLIT.json.
+The model and the task are those of DIR/config.gin; settings such as the number of hashes can be
+overridden with --config.
+
+A model of translation also translates the split, by beam search: sacreBLEU is printed with its
+signature, DIR/translations_SPLIT.txt has the translations line for line, and
+DIR/translations_SPLIT.tsv what each was made of and its score. --beam_size=0 leaves that out.
 """
 
 import argparse
+import csv
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from reformax.training import config, script
 
@@ -41,15 +48,22 @@ def main() -> int:
     parser.add_argument("--batch_size", type=int, help="windows at a time (default: the run's)")
     parser.add_argument("--seed", type=int, default=0, help="of the hashes")
     parser.add_argument("--data_dir", help="where the task finds its data")
+    script.add_search_flags(parser)
     script.add_traceback_flag(parser)
     args = parser.parse_args()
     script.parse_run(args, args.data_dir)
 
     from reformax.training import loop
     from reformax.training.evaluation import evaluate
+    from reformax.training.loss import metric_name
 
     run = config.bindings(loop.train, READ)
-    model, params, step = script.restore_model(args, run)
+    model, params, steps = script.restore_model(args, run)
+    translation = run["task"].translation
+    if translation is None:
+        script.refuse(args, script.SEARCH, f"the task {run['task'].name} is no translation")
+    else:
+        script.keep_vocabulary(args, translation.vocabulary, steps[-1])
     length = args.length or run.get("eval_length") or run["length"]
     # The run's stride belongs to the run's length.
     stride = args.stride or (None if args.length else run.get("eval_stride")) or length
@@ -66,16 +80,54 @@ def main() -> int:
         progress=True,
     )
     script.note_unused(args, READ)
-    result |= {"checkpoint_step": step, "seed": args.seed, "overrides": args.config}
+    result |= {"checkpoint_steps": steps, "seed": args.seed, "overrides": args.config}
+    if translation is not None and args.beam_size != 0:
+        result |= _translate(args, model, params, translation)
     path = Path(args.output_dir) / f"evaluation_{args.split}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
+    context = f"at most {length} tokens (stride {stride})"
+    if translation is not None:
+        context = "its source and the tokens before it"
     print(
-        f"{result['split']}: {result['n_targets']:,} targets, each predicted once from at most "
-        f"{length} tokens (stride {stride}), checkpoint of step {step}, in {path}"
+        f"{result['split']}: {result['n_targets']:,} targets, each predicted once from {context}, "
+        f"{script.named(steps)}, in {path}"
     )
     print(f"accuracy: {result['accuracy']:.4f}")
-    print(f"bits_per_dim: {result['bits_per_dim']:.4f}")
+    metric = metric_name(run["task"])
+    print(f"{metric}: {result[metric]:.4f}")
+    if "bleu" in result:
+        for name in ("bleu", "bleu_uncased"):
+            print(f"{name}: {result[name]:.2f} ({result[f'{name}_signature']})")
+        print(f"exact: {result['exact']:.4f} of {result['n_sentences']:,} sentences")
     return 0
+
+
+def _translate(args, model, params, translation) -> dict[str, Any]:
+    """Translates the split, writes what came out and scores it."""
+    from reformax.generation import translate_lines
+    from reformax.generation.scores import score
+
+    sources, references = translation.sentences(args.split)
+    options = script.search_options(args)
+    lines = translate_lines(
+        model,
+        params,
+        translation.vocabulary,
+        sources,
+        **options,
+        hash_seed=args.seed,
+        progress=True,
+    )
+    path = Path(args.output_dir) / f"translations_{args.split}"
+    texts = [line.text for line in lines]
+    path.with_suffix(".txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    with path.with_suffix(".tsv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, "excel-tab", lineterminator="\n")
+        table.writerow(["score", "log_p", "tokens", "translation", "source", "reference"])
+        for line, *texts_of in zip(lines, sources, references, strict=True):
+            numbers = [f"{line.score:.4f}", f"{line.log_p:.4f}", line.n_tokens]
+            table.writerow([*numbers, line.text, *texts_of])
+    return score(texts, references) | options | {"n_sentences": len(lines)}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ Writes the prompt and what follows it, as it comes; tokens a second go to stderr
 read and write UTF-8, others numbers apart by spaces. Several prompts, or samples of one, are
 computed together and written one after the other when they are done. Without a prompt it reads
 standard input, whose last newline is part of the prompt as of a file's.
+
+A model of translation translates instead: every line of the file or of standard input, or every
+--prompt, in order, a line for a line; a blank line stays blank.
 """
 
 import argparse
@@ -16,6 +19,16 @@ from pathlib import Path
 
 from reformax.training import config, script
 
+# The flags of going on with a prompt and their values where they are not given.
+CONTINUE = {
+    "max_new_tokens": 500,
+    "num_samples": 1,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "seed": 0,
+    "max_length": None,
+}
 N_BYTES = 256  # the vocabulary of a model of bytes, but for reserved ids in front of them
 
 
@@ -30,14 +43,12 @@ def main() -> int:
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", action="append", help="repeatable; may be empty")
     given.add_argument("--prompt_file", help="a file that is one prompt; - is standard input")
-    parser.add_argument("--max_new_tokens", type=int, default=500)
-    parser.add_argument("--num_samples", type=int, default=1, help="continuations of each prompt")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0 takes the most probable token"
-    )
-    parser.add_argument("--top_k", type=int, default=0, help="0 for all tokens")
-    parser.add_argument("--top_p", type=float, default=1.0, help="1 for all tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--max_new_tokens", type=int, help="default: 500")
+    parser.add_argument("--num_samples", type=int, help="continuations of each prompt")
+    parser.add_argument("--temperature", type=float, help="0 takes the most probable token")
+    parser.add_argument("--top_k", type=int, help="0 for all tokens")
+    parser.add_argument("--top_p", type=float, help="1 for all tokens")
+    parser.add_argument("--seed", type=int, help="of the draws")
     parser.add_argument("--hash_seed", type=int, default=0, help="of the hashes, as in evaluate.py")
     parser.add_argument(
         "--max_length",
@@ -45,18 +56,27 @@ def main() -> int:
         help="tokens of prompt and continuation that memory is held for, by which automatic "
         "numbers of hash buckets go (default: the run's length, or what is needed if that is more)",
     )
+    script.add_search_flags(parser)
     script.add_traceback_flag(parser)
     args = parser.parse_args()
-    if args.num_samples < 1:
+    if args.num_samples is not None and args.num_samples < 1:
         raise ValueError(f"num_samples is {args.num_samples}: expected at least 1")
     script.parse_run(args)
     texts = _texts(args)
 
     from reformax.generation import loop as generation
+    from reformax.models import EncoderDecoder
     from reformax.training import loop as training
 
     run = config.bindings(training.train, script.MODEL)  # no task: no data is needed
-    model, params, _ = script.restore_model(args, run)
+    model, params, steps = script.restore_model(args, run)
+    if isinstance(model, EncoderDecoder):
+        script.refuse(args, CONTINUE, "this run's model translates and takes no such setting")
+        script.note_unused(args, script.MODEL, file=sys.stderr)
+        return _translate(args, model, params, steps, texts)
+    script.refuse(args, script.SEARCH, "this run's model does not translate")
+    for name, value in CONTINUE.items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     offset = _offset(training.train, model.vocab_size)
     read = script.MODEL if offset is None else (*script.MODEL, "task", "text.text.offset")
     script.note_unused(args, read, file=sys.stderr)
@@ -87,6 +107,45 @@ def _texts(args) -> list[bytes]:
     if args.prompt_file not in (None, "-"):
         return [Path(args.prompt_file).read_bytes()]
     return [b"" if sys.stdin.isatty() else sys.stdin.buffer.read()]
+
+
+def _translate(args, model, params, steps, texts: list[bytes]) -> int:
+    """Translates lines, which are written together and in order."""
+    from reformax.data import vocabulary
+    from reformax.generation import translate_lines
+
+    folder = Path(args.output_dir)
+    if (folder / vocabulary.FILE).exists():
+        words = vocabulary.load(folder)
+        script.keep_vocabulary(args, words, steps[-1])
+    else:
+        words = vocabulary.Numbers(model.source_vocab_size)
+    if args.prompt is None:  # a file's last newline ends its last line
+        texts = texts[0].removesuffix(b"\n").split(b"\n") if texts[0] else []
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            lines.append(text.decode("utf-8").removesuffix("\r"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"line {number} is not UTF-8: byte {text[error.start]:#04x}: convert it, as with "
+                "iconv"
+            ) from None
+    start = time.perf_counter()
+    options = script.search_options(args)
+    found = translate_lines(
+        model, params, words, lines, **options, hash_seed=args.hash_seed, progress=True
+    )
+    sys.stdout.reconfigure(encoding="utf-8")
+    sys.stdout.write("".join(f"{line.text}\n" for line in found))
+    sys.stdout.flush()
+    taken = time.perf_counter() - start
+    n_tokens = sum(line.n_tokens for line in found)
+    print(
+        f"{len(found):,} lines, {n_tokens:,} tokens in {taken:.1f} s, compilation included",
+        file=sys.stderr,
+    )
+    return 0
 
 
 def _offset(train, vocab_size: int) -> int | None:

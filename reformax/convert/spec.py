@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reformax.models import lm
+from reformax.models import lm, parts
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.training import config, loop
 
@@ -116,8 +116,10 @@ class Spec(NamedTuple):
         lines.append(f"{prefix}.attention_type = ({', '.join(cycle)},)")
         for name, value in self.arguments.items():
             if callable(value):
-                if value is not lm.ACTIVATIONS["gelu_tanh"]:
-                    raise ValueError(f"{name} is {value!r}: give one of {_names(lm.ACTIVATIONS)}")
+                if value is not parts.ACTIVATIONS["gelu_tanh"]:
+                    raise ValueError(
+                        f"{name} is {value!r}: give one of {_names(parts.ACTIVATIONS)}"
+                    )
                 continue  # the default
             settings[f"{prefix}.{name}"] = value
         lines += [f"{name} = {value!r}" for name, value in settings.items()]

@@ -1,13 +1,15 @@
 """What a task is, and the language model over the bytes of a text.
 
-Letters in the shapes: B batch, T length. Text is modelled as its bytes, 256 symbols, so that a loss
-of l nats a target is l / ln 2 bits per dim ("bits per character" of enwik8 in the literature).
+Letters in the shapes: B batch, T length, S length of the source in translation. Text is modelled as
+its bytes, 256 symbols, so that a loss of l nats a target is l / ln 2 bits per dim ("bits per
+character" of enwik8 in the literature).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
@@ -15,15 +17,67 @@ from jaxtyping import Float32, Int32, UInt8
 SPLITS = ("train", "valid", "test")
 
 
-class Batch(NamedTuple):
-    """A batch of a language model: position t predicts targets[t] from inputs[<t].
+# The ids that every vocabulary of sentences begins with. 0 also stands before the first token.
+PAD, EOS, UNKNOWN = 0, 1, 2
 
-    The shift is the model's, so `inputs` and `targets` are the same array: do not write to it.
+
+class SentencePairs(NamedTuple):
+    """Packed rows: segment k of a row of `target` translates segment k of its row of `source`.
+
+    Segments are contiguous and numbered 1, 2, 3, ... along a row; 0 is padding, at the end. Every
+    sentence ends in `EOS`.
     """
 
-    inputs: Int32[np.ndarray, "B T"]
+    source: Int32[np.ndarray, "B S"]
+    target: Int32[np.ndarray, "B T"]
+    source_segments: Int32[np.ndarray, "B S"]
+    target_segments: Int32[np.ndarray, "B T"]
+
+
+class Batch(NamedTuple):
+    """A batch: position t predicts targets[t] from inputs[<t], in translation of its own segment.
+
+    The shift is the model's, so `inputs`, or `inputs.target`, and `targets` are the same array: do
+    not write to it.
+    """
+
+    inputs: Int32[np.ndarray, "B T"] | SentencePairs
     targets: Int32[np.ndarray, "B T"]
     weights: Float32[np.ndarray, "B T"]  # 1 where the loss counts, else 0
+
+
+class Vocabulary(Protocol):
+    """Sentences as ids, and back; see `reformax.data.vocabulary`."""
+
+    size: int
+
+    def encode(self, sentence: str) -> list[int]:
+        """The ids of a sentence, ended by `EOS`."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The sentence of ids, which ends before the first `EOS` if there is one."""
+
+    def keep_in(self, folder: str | os.PathLike, begun: bool) -> str | None:
+        """Reads what was learnt from data in a run's folder, or learns it and writes it there.
+
+        Args:
+          folder: of the run.
+          begun: whether the run has trained on it: then it must be there.
+
+        Returns:
+          A fingerprint of what was learnt; None of a vocabulary that learns nothing.
+
+        Raises:
+          ValueError: it is not there and should be, is damaged or is another's.
+        """
+
+
+class Translation(NamedTuple):
+    """What a task of sentence pairs has besides its batches."""
+
+    vocabulary: Vocabulary
+    # split -> (sources, references), every sentence of it as it was read, in order
+    sentences: Callable[[str], tuple[list[str], list[str]]]
 
 
 class Task(NamedTuple):
@@ -41,6 +95,8 @@ class Task(NamedTuple):
     eval_batches: Callable[[str, int, int, int], Iterator[Batch]]
     # split -> how many targets it has
     n_targets: Callable[[str], int]
+    # of a task of sentence pairs, whose inputs are `SentencePairs`
+    translation: Translation | None = None
 
 
 def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[np.ndarray, " n"]]:

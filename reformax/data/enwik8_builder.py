@@ -6,9 +6,6 @@ which needs no TensorFlow.
 
 from __future__ import annotations
 
-import contextlib
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,12 +13,11 @@ import tensorflow_datasets as tfds
 from jaxtyping import UInt8
 from tensorflow_datasets.core.download.checksums import UrlInfo
 
-from reformax.data import files
+from reformax.data import files, prepared
 from reformax.data.base import SPLITS, split_bytes
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
 _BLOCK = 1 << 16  # bytes an example
-_TIMEOUT = 20  # seconds
 
 
 class Enwik8(tfds.core.GeneratorBasedBuilder):
@@ -68,22 +64,13 @@ def load(data_dir: str | None = None) -> dict[str, UInt8[np.ndarray, " n"]]:
     Raises:
       OSError: enwik8 could not be downloaded, checked, written or read.
     """
-    try:
-        builder = Enwik8(data_dir=data_dir, file_format="array_record")
-        if not builder.is_prepared():
-            # tensorflow-datasets retries for minutes where there is no network: ask first.
-            with contextlib.suppress(urllib.error.HTTPError):
-                urllib.request.urlopen(URL, timeout=_TIMEOUT).close()
-            builder.download_and_prepare(
-                download_config=tfds.download.DownloadConfig(force_checksums_validation=True)
-            )
-        return {split: _read(builder, split) for split in SPLITS}
-    except Exception as error:  # tensorflow-datasets and its downloader have no common one
-        reason = str(error).strip().partition("\n")[0].rstrip(":") or type(error).__name__
-        raise OSError(
-            f"enwik8 could not be prepared from {URL} ({reason}): download enwik8.zip yourself and "
-            "pass --data_dir=its folder"
-        ) from error
+    return prepared.load(
+        "enwik8",
+        lambda: Enwik8(data_dir=data_dir, file_format="array_record"),
+        lambda builder: {split: _read(builder, split) for split in SPLITS},
+        URL,
+        "download enwik8.zip yourself and pass --data_dir=its folder",
+    )
 
 
 def _read(builder: Enwik8, split: str) -> np.ndarray:

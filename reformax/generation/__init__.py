@@ -1,6 +1,7 @@
-"""Text from a trained language model: prompts in at once, then a token at a time."""
+"""Text from trained models: language models go on with a prompt, encoder-decoders translate."""
 
 from reformax.generation.loop import generate, stream
 from reformax.generation.sampling import Sampler
+from reformax.generation.translation import translate, translate_lines
 
-__all__ = ["Sampler", "generate", "stream"]
+__all__ = ["Sampler", "generate", "stream", "translate", "translate_lines"]

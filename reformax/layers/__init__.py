@@ -5,7 +5,7 @@ Each layer is a Trax layer over two pure functions, `init_params(rng, *shapes)` 
 """
 
 from reformax.layers._trax import Layer, tl
-from reformax.layers.attention import Attention
+from reformax.layers.attention import Attention, CrossAttention
 from reformax.layers.blocks import Block, ResidualStack
 from reformax.layers.dropout import Dropout
 from reformax.layers.feed_forward import FeedForward
@@ -18,6 +18,7 @@ __all__ = [
     "Attention",
     "AxialPositionalEncoding",
     "Block",
+    "CrossAttention",
     "Dropout",
     "FeedForward",
     "LSHSelfAttention",

@@ -1,8 +1,9 @@
-"""Multi-head self-attention around any attention algorithm: projections, heads, rng, dropout."""
+"""Multi-head attention around any attention algorithm: projections, heads, rng, dropout."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,14 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_mode, check_rate, dropout
 from reformax.layers.positions import rotary
 from reformax.ops.base import AttentionOp, Dims, check_arguments
+from reformax.ops.cache import take_rows
 
 
 class Projections(NamedTuple):
-    """What the algorithm reads: `[B, T, N, H]` each, `k` None where queries and keys are one."""
+    """What the algorithm reads: `[B, T, N, H]` each, `k` None where queries and keys are one.
+
+    In cross-attention `k` and `v` are as long as the memory.
+    """
 
     q: Array
     k: Array | None
@@ -34,6 +39,8 @@ class Attention(Layer):
     [N, D, V]`, `w_o [N, V, D]`, with `bias` also `b_q, b_k [N, H]`, `b_v [N, V]`, with
     `output_bias` also `b_o [D]`, and the algorithm's own as `op`.
     """
+
+    _N_SEQUENCES = 1  # that come in; each has its mask, if masked
 
     def __init__(
         self,
@@ -66,7 +73,7 @@ class Attention(Layer):
         mode: "train" or "eval"; at evaluation dropout is off and the algorithm plans with its
           settings for evaluation.
         """
-        super().__init__(n_in=2 if masked else 1)
+        super().__init__(n_in=self._N_SEQUENCES * (2 if masked else 1))
         for name, size in (("n_heads", n_heads), ("d_qk", d_qk), ("d_v", d_v)):
             if size < 1:
                 raise ValueError(f"{name} is {size}: expected at least 1")
@@ -85,7 +92,7 @@ class Attention(Layer):
         self._use_rotary = use_rotary
         self._mode = check_mode(mode)
 
-    def init_params(self, rng, shape, mask_shape=None):
+    def init_params(self, rng, shape, *shapes):
         *_, length, d_model = shape
         rng_q, rng_k, rng_v, rng_o, rng_op = jax.random.split(rng, 5)
         n, h, v = self._n_heads, self._d_qk, self._d_v
@@ -113,13 +120,14 @@ class Attention(Layer):
         A plan is made of the turned ones: what hashing looks for are the largest scores.
         """
 
-        def head(letter):
-            if f"w_{letter}" not in params:
-                return None
-            y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{letter}"].astype(x.dtype))
-            return y + params[f"b_{letter}"].astype(x.dtype) if self._bias else y
+        return self._turned(Projections(*(self._heads(params, letter, x) for letter in "qkv")))
 
-        return self._turned(Projections(head("q"), head("k"), head("v")))
+    def _heads(self, params, letter: str, x: Float[Array, "B T D"]) -> Array | None:
+        """One of the projections of `x`; None if the algorithm has none of this letter."""
+        if f"w_{letter}" not in params:
+            return None
+        y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{letter}"].astype(x.dtype))
+        return y + params[f"b_{letter}"].astype(x.dtype) if self._bias else y
 
     def _turned(self, projections: Projections, position=None) -> Projections:
         q, k, v = projections
@@ -158,25 +166,25 @@ class Attention(Layer):
         self, params, projections: Projections, plan, segments=None, rng=None
     ) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
-        q, k, v = projections
         weight_rng, output_rng = (
             (None, None) if rng is None else (jax.random.fold_in(rng, i) for i in (1, 2))
         )
-        out = self._op.apply(
-            params["op"],
-            q,
-            k,
-            v,
-            plan=plan,
-            segments=segments,
-            causal=self._causal,
-            dropout=self._rate(self._attention_dropout),
-            rng=weight_rng,
-        )
+        out = self._attended(params, projections, plan, segments, weight_rng)
         out = jnp.einsum("btnv,nvd->btd", out, params["w_o"].astype(out.dtype))
         if self._output_bias:
             out = out + params["b_o"].astype(out.dtype)
         return dropout(out, self._rate(self._output_dropout), output_rng)
+
+    def _attended(self, params, projections: Projections, plan, segments, rng):
+        return self._op.apply(
+            params["op"],
+            *projections,
+            plan=plan,
+            segments=segments,
+            causal=self._causal,
+            dropout=self._rate(self._attention_dropout),
+            rng=rng,
+        )
 
     def prefill(
         self, params, x: Float[Array, "B T D"], lengths: Int[Array, " B"], capacity: int, rng=None
@@ -221,21 +229,36 @@ class Attention(Layer):
         return self.attend(params, projections, plan, rng=rng), cache
 
     def step(
-        self, params, x: Float[Array, "B 1 D"], cache: Any, position: Int[Array, " B"]
+        self,
+        params,
+        x: Float[Array, "B 1 D"],
+        cache: Any,
+        position: Int[Array, " B"],
+        origins: Int[Array, "G K C"] | None = None,
     ) -> tuple[Float[Array, "B 1 D"], Any]:
         """The layer at the next position of each row, and the cache with it.
 
-        `params` are those of `for_decoding`.
+        Args:
+          params: those of `for_decoding`.
+          x: the input.
+          cache: what `prefill` or the step before gave.
+          position: of each row.
+          origins: in beam search, whose past a beam has (`ops.cache.ring_decoding`); for algorithms
+            without the trait `beams` the cache has to be moved, and this tells them nothing.
         """
-        y = x @ params["w_in"] + params.get("b_in", 0)
         n, shared = self._n_heads, self._op.traits.shared_qk
         ends = n * self._d_qk * np.arange(1, 2 if shared else 3)
-        q, *k, v = (part.reshape(*x.shape[:2], n, -1) for part in jnp.split(y, ends, axis=-1))
+        parts = jnp.split(_affine(params, "in", x), ends, axis=-1)
+        q, *k, v = (part.reshape(*x.shape[:2], n, -1) for part in parts)
         projections = Projections(q, k[0] if k else None, v)
-        out, cache = self._op.step(
-            params["op"], *self._turned(projections, position[:, None]), cache, position=position
-        )
-        return out.reshape(*x.shape[:2], -1) @ params["w_o"] + params.get("b_o", 0), cache
+        beams = dict(origins=origins) if origins is not None and self._op.traits.beams else {}
+        projections = self._turned(projections, position[:, None])
+        out, cache = self._op.step(params["op"], *projections, cache, position=position, **beams)
+        return _affine(params, "o", out.reshape(*x.shape[:2], -1)), cache
+
+    def moved(self, cache: Any, rows: Int[Array, " R"]) -> Any:
+        """The cache of beams that go on from others; as it is where `step` will find its way."""
+        return cache if self._op.traits.beams else take_rows(cache, rows)
 
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`: one product for all heads and projections, in `dtype`.
@@ -243,7 +266,9 @@ class Attention(Layer):
         `w_in [D, N * (H + H + V)]`, or `N * (H + V)` with shared queries and keys, `b_in` likewise,
         `w_o [N * V, D]`, `b_o [D]`, and `op` as it is.
         """
-        letters = [x for x in "qkv" if f"w_{x}" in params]
+        return self._merged(params, [x for x in "qkv" if f"w_{x}" in params], dtype)
+
+    def _merged(self, params, letters: Sequence[str], dtype: str) -> dict[str, Any]:
         columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
         d_model = columns[0].shape[0]
         merged = {
@@ -266,6 +291,121 @@ class Attention(Layer):
 
     def _rate(self, rate: float) -> float:
         return rate if self._mode == "train" else 0.0
+
+
+class CrossAttention(Attention):
+    """`[B, T, D], [B, S, D] -> [B, T, D]`: each position of the first reads the second, the memory.
+
+    An encoder-decoder's attention to what the encoder made (Vaswani et al. 2017, sec. 3.2.3). The
+    algorithm has to have the trait `cross`. Shared-QK algorithms cannot: their key is the query of
+    its own position, and a position of the one sequence is none of the other; nor can those that
+    sort or cut one sequence into chunks, whose neighbours mean nothing across two. Weights are
+    those of `Attention`; positions turn nothing.
+    """
+
+    _N_SEQUENCES = 2
+
+    def __init__(
+        self,
+        op: AttentionOp,
+        n_heads: int = 2,
+        d_qk: int = 64,
+        d_v: int = 64,
+        masked: bool = False,
+        bias: bool = False,
+        output_bias: bool = False,
+        attention_dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        mode: str = "train",
+    ):
+        """Args are those of `Attention`, but for:
+
+        op: an algorithm whose traits say `cross`.
+        masked: whether the two inputs' segments come behind them, `[B, T]` and `[B, S]`: tokens see
+          those of their own id.
+
+        Raises:
+          NotImplementedError: an algorithm that attends within one sequence.
+        """
+        super().__init__(
+            op,
+            n_heads,
+            d_qk,
+            d_v,
+            masked=masked,
+            bias=bias,
+            output_bias=output_bias,
+            attention_dropout=attention_dropout,
+            output_dropout=output_dropout,
+            mode=mode,
+        )
+        if not op.traits.cross:
+            why = "its keys are its own queries" if op.traits.shared_qk else "it reads one sequence"
+            raise NotImplementedError(
+                f"op has {op.traits}: it cannot attend from one sequence to another, as {why}; use "
+                "one whose traits say cross=True, such as dense.dense()"
+            )
+
+    def project(
+        self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]
+    ) -> Projections:
+        """Queries of `x`, keys and values of the memory."""
+        return Projections(self._heads(params, "q", x), *self.remember(params, memory, x.dtype))
+
+    def remember(
+        self, params, memory: Float[Array, "B S D"], dtype: str
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]]:
+        """Keys and values of the memory, for any number of queries."""
+        memory = memory.astype(dtype)
+        return self._heads(params, "k", memory), self._heads(params, "v", memory)
+
+    def step(
+        self,
+        params,
+        x: Float[Array, "R 1 D"],
+        remembered: tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]],
+        memory_segments: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "R 1 D"]:
+        """The layer at one position of each row, of what `remember` made.
+
+        Args:
+          params: those of `for_decoding`.
+          x: R / B rows for each memory, one after the other.
+          remembered: keys and values of each memory.
+          memory_segments: 0 is padding; every row reads the rest.
+        """
+        batch = remembered[0].shape[0]
+        q = _affine(params, "in", x).reshape(batch, -1, self._n_heads, self._d_qk)
+        segments = None
+        if memory_segments is not None:
+            segments = jnp.ones(q.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
+        projections = Projections(q, *remembered)
+        plan = self.plan(params, projections, segments)
+        out = self._attended(params, projections, plan, segments, None)
+        return _affine(params, "o", out.reshape(*x.shape[:2], -1))
+
+    def for_decoding(self, params, dtype: str) -> dict[str, Any]:
+        """The weights for `step`: `w_in [D, N * H]`, and the rest as `Attention` has it."""
+        return self._merged(params, "q", dtype)
+
+    def apply(
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B S D"],
+        mask: Int[Array, "B T"] | None = None,
+        memory_mask: Int[Array, "B S"] | None = None,
+        rng=None,
+    ) -> Float[Array, "B T D"]:
+        segments = None if mask is None else tuple(m.astype(jnp.int32) for m in (mask, memory_mask))
+        projections = self.project(params, x, memory)
+        plan = self.plan(params, projections, segments, rng)
+        return self.attend(params, projections, plan, segments, rng)
+
+
+def _affine(params, name: str, x: Float[Array, "*d D"]) -> Float[Array, "*d E"]:
+    """`x` by the matrix and the bias, if any, that `for_decoding` gave a name."""
+    return x @ params[f"w_{name}"] + params.get(f"b_{name}", 0)
 
 
 def _plan_rng(rng):

@@ -1,4 +1,4 @@
-"""The two residual functions of a Transformer layer, and stacks of them scanned over the depth.
+"""The residual sublayers of a Transformer layer, and stacks of layers scanned over the depth.
 
 A stack of `n_layers` repeats a cycle of blocks, such as (local, local, LSH, local). Weights of the
 same place in the cycle are stacked along a leading axis, and the layers run under `lax.scan` over
@@ -17,18 +17,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
-from reformax.layers.attention import Attention
+from reformax.layers.attention import Attention, CrossAttention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import LayerNorm
 
 DTYPES = ("float32", "bfloat16", "float16")
+# The sublayers of a block, and the number that makes the rng of each.
+SUBLAYERS = {"attention": 0, "feed_forward": 1, "cross_attention": 2}
 
 
 class Block(NamedTuple):
-    """One layer of the cycle; each half reads a normalised stream."""
+    """One layer of the cycle: two sublayers, or with cross-attention three."""
 
     attention: Attention
     feed_forward: FeedForward
+    cross_attention: CrossAttention | None = None  # between the two, to a memory
+
+    @property
+    def attentions(self) -> dict[str, Attention]:
+        """The sublayers but the last, in their order, by the names that their weights have."""
+        both = {"attention": self.attention, "cross_attention": self.cross_attention}
+        return {name: layer for name, layer in both.items() if layer is not None}
 
 
 class Repeat(NamedTuple):
@@ -39,7 +48,11 @@ class Repeat(NamedTuple):
 
 
 class BlockStack(Layer):
-    """Layers that repeat a cycle of blocks: weights, rngs and the scan. See its subclasses."""
+    """Layers that repeat a cycle of blocks: weights, rngs and the scan. See its subclasses.
+
+    Every sublayer reads the stream that was written last and adds to the other; where there is one
+    stream, it reads that and adds to it.
+    """
 
     def __init__(
         self,
@@ -49,8 +62,8 @@ class BlockStack(Layer):
         masked: bool,
         norm_epsilon: float,
         n_streams: int,
+        post_norm: bool = False,
     ):
-        super().__init__(n_in=n_streams + masked, n_out=n_streams)
         self._blocks = tuple(Block(*block) for block in blocks)
         if not self._blocks or n_layers < 1 or n_layers % len(self._blocks):
             raise ValueError(
@@ -59,25 +72,34 @@ class BlockStack(Layer):
             )
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
+        crossing = {block.cross_attention is not None for block in self._blocks}
+        if len(crossing) > 1:
+            raise ValueError("some blocks have cross_attention and some none: give all or none one")
+        self._cross = crossing.pop()
+        super().__init__(n_in=n_streams + (3 if self._cross else masked), n_out=n_streams)
         self._n_layers = n_layers
         self._dtype = dtype
         self._masked = masked
-        # Streams are float32; a sublayer computes in `dtype` from its normalised input on.
-        self._norm = LayerNorm(norm_epsilon, dtype=dtype)
+        self._post_norm = post_norm
+        # Streams are float32; a sublayer computes in `dtype` from its input on.
+        self._norm = LayerNorm(norm_epsilon, dtype="float32" if post_norm else dtype)
 
     def init_params(self, rng, shape, *shapes):
+        n_sublayers = self._n_layers * (3 if self._cross else 2)
+
         def init_block(rng, block):
-            rngs = jax.random.split(rng, 4)
-            params = {
-                "attention_norm": self._norm.init_params(rngs[0], shape),
-                "attention": block.attention.init_params(rngs[1], shape),
-                "feed_forward_norm": self._norm.init_params(rngs[2], shape),
-                "feed_forward": block.feed_forward.init_params(rngs[3], shape),
-            }
-            # The stream is a sum over the depth: without this the last layers would find the
-            # tokens drowned in what the first ones added (Radford et al. 2019, sec. 2.3).
-            params["attention"]["w_o"] /= math.sqrt(2 * self._n_layers)
-            params["feed_forward"]["w2"] /= math.sqrt(2 * self._n_layers)
+            rngs = jax.random.split(rng, 6)
+            sublayers = {**block.attentions, "feed_forward": block.feed_forward}
+            params = {}
+            for name, layer in sublayers.items():
+                norm_rng, own_rng = (rngs[2 * SUBLAYERS[name] + i] for i in range(2))
+                params[f"{name}_norm"] = self._norm.init_params(norm_rng, shape)
+                params[name] = layer.init_params(own_rng, shape)
+                if not self._post_norm:
+                    # The stream is a sum over the depth: without this the last layers would find
+                    # the tokens drowned in what the first ones added (Radford et al. 2019, 2.3).
+                    last = "w2" if name == "feed_forward" else "w_o"
+                    params[name][last] /= math.sqrt(n_sublayers)
             return params
 
         n_repeats = self._n_layers // len(self._blocks)
@@ -94,82 +116,159 @@ class BlockStack(Layer):
         xs = (Repeat(jnp.arange(n_repeats), params), *extra)
         return jax.lax.scan(lambda c, x: body(c, *x), carry, xs, reverse=reverse)
 
-    def _rngs(self, rng, repeat: Repeat, i: int):
-        """The rngs of the two halves of block `i` in this repeat; None without an rng."""
+    def _rngs(self, rng, repeat: Repeat, i: int) -> dict[str, Any]:
+        """The rng of each sublayer of block `i` in this repeat; None without an rng."""
         if rng is None:
-            return None, None
+            return dict.fromkeys(SUBLAYERS)
         rng = jax.random.fold_in(jax.random.fold_in(rng, repeat.index), i)
-        return jax.random.fold_in(rng, 0), jax.random.fold_in(rng, 1)
+        return {name: jax.random.fold_in(rng, number) for name, number in SUBLAYERS.items()}
+
+    # A sublayer, from what it reads to the streams after it.
+
+    def _read(self, params, name: str, stream: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        if self._post_norm:
+            return stream.astype(self._dtype)
+        return self._norm.apply(params[f"{name}_norm"], stream)
+
+    def _add(self, params, name: str, streams, out: Float[Array, "B T D"]) -> tuple[Array, ...]:
+        x = streams[0] + self._residual(out)
+        return (*streams[1:], self._norm.apply(params[f"{name}_norm"], x) if self._post_norm else x)
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What a sublayer adds to a stream, as it is added."""
         return x.astype(jnp.float32)
 
-    # Decoding. A layer reads its last stream and adds to its first, then the other way around:
-    # with one stream that is a Transformer layer, with two a reversible one.
+    def _layer(self, block: Block, params, streams, attend: Callable, cross: Callable, rng=None):
+        """A layer's streams, and what else `attend` made.
+
+        Args:
+          block: the layer.
+          params: its weights.
+          streams: what it reads and adds to.
+          attend: `(params, input) -> (output, anything)`.
+          cross: `(params, input) -> output`, for the cross-attention if there is one.
+          rng: of the feed-forward layer.
+        """
+        attended, other = attend(params["attention"], self._read(params, "attention", streams[-1]))
+        streams = self._add(params, "attention", streams, attended)
+        if self._cross:
+            h = self._read(params, "cross_attention", streams[-1])
+            crossed = cross(params["cross_attention"], h)
+            streams = self._add(params, "cross_attention", streams, crossed)
+        h = self._read(params, "feed_forward", streams[-1])
+        fed = block.feed_forward.apply(params["feed_forward"], h, rng=rng)
+        return self._add(params, "feed_forward", streams, fed), other
+
+    # Decoding.
 
     def prefill(
-        self, params, streams: Sequence[Array], lengths: Int[Array, " B"], capacity: int, rng=None
+        self,
+        params,
+        streams: Sequence[Array],
+        lengths: Int[Array, " B"],
+        capacity: int,
+        rng=None,
+        memory: Float[Array, "B S D"] | None = None,
+        memory_segments: Int[Array, "B S"] | None = None,
     ) -> tuple[tuple[Array, ...], Any]:
         """The streams after the stack, and every layer's cache; see `Attention.prefill`."""
+        masks = _cross_masks(streams[0], memory_segments)
 
         def repeat(streams, this):
             caches = []
             for i, block in enumerate(self._blocks):
+                rngs = self._rngs(rng, this, i)
                 attend = functools.partial(
                     block.attention.prefill,
                     lengths=lengths,
                     capacity=capacity,
-                    rng=self._rngs(rng, this, i)[0],
+                    rng=rngs["attention"],
                 )
-                streams, cache = self._layer(block, this.params[f"block_{i}"], streams, attend)
+                cross = _crossing(block, memory, masks, rngs)
+                p = this.params[f"block_{i}"]
+                streams, cache = self._layer(block, p, streams, attend, cross)
                 caches.append(cache)
             return streams, tuple(caches)
 
         streams, caches = self._scan(repeat, tuple(map(self._residual, streams)), params)
         return streams, self._unstacked(caches)
 
+    def remember(self, params, memory: Float[Array, "B S D"]) -> tuple[Any, ...]:
+        """What every layer's cross-attention makes of the memory, for `step`."""
+
+        def remembered(params):
+            return tuple(
+                block.cross_attention.remember(
+                    params[f"block_{i}"]["cross_attention"], memory, self._dtype
+                )
+                for i, block in enumerate(self._blocks)
+            )
+
+        return tuple(map(remembered, self._unstacked(params)))
+
     def step(
-        self, params, streams: Sequence[Array], caches: Any, position: Int[Array, " B"]
+        self,
+        params,
+        streams: Sequence[Array],
+        caches: Any,
+        position: Int[Array, " B"],
+        origins: Int[Array, "G K C"] | None = None,
+        remembered: Any = None,
+        memory_segments: Int[Array, "E S"] | None = None,
     ) -> tuple[tuple[Array, ...], Any]:
         """The streams `[B, 1, D]` of each row's next position, and the caches with it.
 
-        `params` are those of `for_decoding`. A scan would copy each layer's weights and cache, all
-        of it, for the little that a step reads and writes: the layers are written out instead.
+        `params` are those of `for_decoding`, `remembered` what `remember` made; for `origins` see
+        `Attention.step`. A scan would copy each layer's weights and cache, all of it, for the
+        little that a step reads and writes: the layers are written out instead.
         """
         streams, after = tuple(map(self._residual, streams)), []
-        for params_here, caches_here in zip(params, caches, strict=True):
+        for repeat, (params_here, caches_here) in enumerate(zip(params, caches, strict=True)):
             after.append([])
             for i, block in enumerate(self._blocks):
                 attend = functools.partial(
-                    block.attention.step, cache=caches_here[i], position=position
+                    block.attention.step,
+                    cache=caches_here[i],
+                    position=position,
+                    origins=origins,
                 )
-                streams, cache = self._layer(block, params_here[f"block_{i}"], streams, attend)
+                cross = None
+                if self._cross:
+                    cross = functools.partial(
+                        block.cross_attention.step,
+                        remembered=remembered[repeat][i],
+                        memory_segments=memory_segments,
+                    )
+                p = params_here[f"block_{i}"]
+                streams, cache = self._layer(block, p, streams, attend, cross)
                 after[-1].append(cache)
         return streams, tuple(map(tuple, after))
+
+    def moved(self, caches: Any, rows: Int[Array, " R"]) -> Any:
+        """The caches of beams that go on from others; see `Attention.moved`."""
+        return tuple(
+            tuple(
+                block.attention.moved(cache, rows)
+                for block, cache in zip(self._blocks, repeat, strict=True)
+            )
+            for repeat in caches
+        )
 
     def _unstacked(self, tree: Any) -> tuple[Any, ...]:
         """What is stacked along a leading axis, for each repeat of the cycle."""
         n_repeats = self._n_layers // len(self._blocks)
         return tuple(jax.tree.map(lambda x: x[i], tree) for i in range(n_repeats))  # noqa: B023
 
-    def _layer(self, block: Block, params, streams, attend: Callable):
-        """A layer's streams and cache, for its attention `(params, input) -> (output, cache)`."""
-        streams = list(streams)
-        h = self._norm.apply(params["attention_norm"], streams[-1])
-        attended, cache = attend(params["attention"], h)
-        streams[0] += self._residual(attended)
-        h = self._norm.apply(params["feed_forward_norm"], streams[0])
-        streams[-1] += self._residual(block.feed_forward.apply(params["feed_forward"], h))
-        return tuple(streams), cache
-
     def for_decoding(self, params) -> tuple[Any, ...]:
         """The weights for `step`: apart for each repeat, in the dtype that sublayers compute in."""
 
         def for_step(i, params):
-            attention = self._blocks[i].attention.for_decoding(params["attention"], self._dtype)
+            merged = {
+                name: layer.for_decoding(params[name], self._dtype)
+                for name, layer in self._blocks[i].attentions.items()
+            }
             feed_forward = jax.tree.map(lambda w: w.astype(self._dtype), params["feed_forward"])
-            return params | {"attention": attention, "feed_forward": feed_forward}
+            return params | merged | {"feed_forward": feed_forward}
 
         return tuple(
             {f"block_{i}": for_step(i, layer[f"block_{i}"]) for i in range(len(self._blocks))}
@@ -177,10 +276,30 @@ class BlockStack(Layer):
         )
 
 
-class ResidualStack(BlockStack):
-    """Pre-norm Transformer layers: `x += attention(norm(x)); x += feed_forward(norm(x))`.
+def _cross_masks(x: Float[Array, "B T D"], memory_segments) -> tuple[Array, ...]:
+    """Segments of both sides where all positions of `x` read all of the memory but its padding."""
+    if memory_segments is None:
+        return ()
+    return jnp.ones(x.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
 
-    `[B, T, D] -> [B, T, D]`, float32, with `masked` also the segments `[B, T]`.
+
+def _crossing(block: Block, memory, masks, rngs) -> Callable | None:
+    """A block's cross-attention as a function of its weights and input alone."""
+    if block.cross_attention is None:
+        return None
+    return lambda params, x: block.cross_attention.apply(
+        params, x, memory, *masks, rng=rngs["cross_attention"]
+    )
+
+
+class ResidualStack(BlockStack):
+    """Transformer layers, pre-norm: `x += attention(norm(x)); x += feed_forward(norm(x))`.
+
+    Post-norm: `x = norm(x + attention(x)); x = norm(x + feed_forward(x))`.
+
+    `[B, T, D] -> [B, T, D]`, float32, with `masked` also the segments `[B, T]`. Blocks with
+    cross-attention take three more inputs: the segments, the memory `[B, S, D]` and its segments
+    `[B, S]`.
     """
 
     def __init__(
@@ -191,6 +310,7 @@ class ResidualStack(BlockStack):
         remat: bool = False,
         masked: bool = False,
         norm_epsilon: float = 1e-6,
+        post_norm: bool = False,
     ):
         """Args:
         blocks: the cycle.
@@ -200,26 +320,32 @@ class ResidualStack(BlockStack):
           again, instead of keeping its activations.
         masked: whether segments come along, as in `Attention`.
         norm_epsilon: what the layers' norms add to the variance.
+        post_norm: whether a norm follows each sum, as in Vaswani et al. 2017, instead of preceding
+          each sublayer.
         """
-        super().__init__(blocks, n_layers, dtype, masked, norm_epsilon, n_streams=1)
+        super().__init__(
+            blocks, n_layers, dtype, masked, norm_epsilon, n_streams=1, post_norm=post_norm
+        )
         self._remat = remat
 
-    def apply(self, params, x, segments=None, rng=None):
+    def apply(self, params, x, segments=None, memory=None, memory_segments=None, rng=None):
+        mask = () if segments is None else (segments,)
+        masks = () if segments is None else (segments, memory_segments)
+
         def repeat(x, this):
             for i, block in enumerate(self._blocks):
-                p = this.params[f"block_{i}"]
-                attention_rng, feed_forward_rng = self._rngs(rng, this, i)
+                rngs = self._rngs(rng, this, i)
 
-                def layer(p, x, block=block, rngs=(attention_rng, feed_forward_rng)):
-                    h = self._norm.apply(p["attention_norm"], x)
-                    mask = () if segments is None else (segments,)
-                    h = block.attention.apply(p["attention"], h, *mask, rng=rngs[0])
-                    x = x + h.astype(jnp.float32)
-                    h = self._norm.apply(p["feed_forward_norm"], x)
-                    h = block.feed_forward.apply(p["feed_forward"], h, rng=rngs[1])
-                    return x + h.astype(jnp.float32)
+                def layer(p, x, memory, block=block, rngs=rngs):
+                    def attend(p, h):
+                        return block.attention.apply(p, h, *mask, rng=rngs["attention"]), None
 
-                x = (jax.checkpoint(layer) if self._remat else layer)(p, x)
+                    cross = _crossing(block, memory, masks, rngs)
+                    ((x,), _) = self._layer(block, p, (x,), attend, cross, rng=rngs["feed_forward"])
+                    return x
+
+                layer = jax.checkpoint(layer) if self._remat else layer
+                x = layer(this.params[f"block_{i}"], x, memory)
             return x, None
 
         return self._scan(repeat, x.astype(jnp.float32), params)[0]

@@ -6,6 +6,9 @@ A layer maps two streams to two streams,
 
 so that its inputs can be computed back from its outputs (eq. 8) and nothing else need be kept for
 the gradient but each layer's attention plan: two integers a head, hashing round and token for LSH.
+Any number of sublayers can stand in such a row, each reading the stream that was written last and
+adding to the other: a decoder's has three, the second of which attends to the encoder's memory,
+and the gradient of that memory adds up on the way back.
 
 **Exactly, if wanted.** In floating point `(x + f) - f` is not `x`, and a sublayer that the compiler
 fuses with its gradient need not give the numbers it gave alone, so the inputs rebuilt are not the
@@ -30,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.layers.attention import Projections
+from reformax.layers.attention import Attention, Projections
 from reformax.layers.blocks import Block, BlockStack
 
 GRID = 2.0**-12
@@ -57,8 +60,9 @@ class ReversibleStack(BlockStack):
     """Reversible layers: `([B, T, D], [B, T, D]) -> ([B, T, D], [B, T, D])`, float32.
 
     In Trax: `tl.Serial(tl.Dup(), ReversibleStack(...), tl.Concatenate())`. With `masked` the third
-    input is the segments `[B, T]`. The memory of `jax.grad` is that of one cycle of layers,
-    whatever the depth, apart from the weights and the plans.
+    input is the segments `[B, T]`; blocks with cross-attention take three more inputs, the
+    segments, the memory `[B, S, D]` and its segments `[B, S]`. The memory of `jax.grad` is that of
+    one cycle of layers, whatever the depth, apart from the weights and the plans.
     """
 
     def __init__(
@@ -83,24 +87,35 @@ class ReversibleStack(BlockStack):
         super().__init__(blocks, n_layers, dtype, masked, norm_epsilon, n_streams=2)
         self._exact = exact
 
-    def apply(self, params, x1, x2, segments=None, rng=None):
-        return tuple(_run(self, params, *self._inputs(x1, x2, segments), rng))
+    def apply(self, params, x1, x2, segments=None, memory=None, memory_segments=None, rng=None):
+        streams, context = self._inputs(x1, x2, segments, memory, memory_segments)
+        return tuple(_run(self, params, streams, *context, rng))
 
-    def rebuild(self, params, x1, x2, segments=None, rng=None) -> tuple[Streams, Streams]:
+    def rebuild(
+        self, params, x1, x2, segments=None, memory=None, memory_segments=None, rng=None
+    ) -> tuple[Streams, Streams]:
         """The stack's inputs, on the grid if exact, and what the backward pass rebuilds of them.
 
         This is the backward pass itself, for measuring its drift.
         """
-        streams, segments = self._inputs(x1, x2, segments)
-        outputs, residuals = _run_forward(self, params, streams, segments, rng)
+        streams, context = self._inputs(x1, x2, segments, memory, memory_segments)
+        outputs, residuals = _run_forward(self, params, streams, *context, rng)
         return streams, self._backward(residuals, outputs)[0]
 
-    def _inputs(self, x1, x2, segments):
+    def _inputs(self, x1, x2, segments=None, memory=None, memory_segments=None):
+        """The streams, and what every layer reads besides: the memory and segments."""
         streams = Streams(*(self._residual(x) for x in (x1, x2)))
-        return streams, None if segments is None else segments.astype(jnp.int32)
+        seen = {"attention": None, "cross_attention": None}
+        if segments is not None:
+            own = segments.astype(jnp.int32)
+            seen["attention"] = own
+            if self._cross:
+                seen["cross_attention"] = (own, memory_segments.astype(jnp.int32))
+        return streams, (memory if self._cross else None, seen)
 
-    # Each sublayer is a function of (params, stream) alone, given its plan and rng. What goes into
-    # it and comes out of it is fenced, if exact, from whatever the compiler finds around it.
+    # Each sublayer is a function of (params, stream) and, if it crosses, of the memory, given its
+    # plan and rng. What goes into it and comes out of it is fenced, if exact, from whatever the
+    # compiler finds around it.
 
     def _fence(self, x):
         return jax.lax.optimization_barrier(x) if self._exact else x
@@ -109,122 +124,138 @@ class ReversibleStack(BlockStack):
         x = x.astype(jnp.float32)
         return to_grid(x) if self._exact else x
 
-    def _project(self, block: Block, params, x) -> Projections:
-        h = self._norm.apply(params["attention_norm"], x)
-        return block.attention.project(params["attention"], h)
+    def _project(self, layer: Attention, name: str, params, x, *memory) -> Projections:
+        return layer.project(params[name], self._read(params, name, x), *memory)
 
-    def _attend(self, block: Block, params, projections, plan, segments, rng):
-        attend = block.attention.attend
-        return self._residual(attend(params["attention"], projections, plan, segments, rng))
+    def _attend(self, layer: Attention, name: str, params, projections, plan, segments, rng):
+        return self._residual(layer.attend(params[name], projections, plan, segments, rng))
 
-    def _attention(self, block: Block, params, x, plan, segments, rng):
-        projections = self._project(block, params, x)
-        return self._attend(block, params, projections, plan, segments, rng)
+    def _attention(self, layer: Attention, name: str, params, x, *memory, plan, segments, rng):
+        projections = self._project(layer, name, params, x, *memory)
+        return self._attend(layer, name, params, projections, plan, segments, rng)
 
     def _fed(self, block: Block, params, x, start, rng):
-        h = self._norm.apply(params["feed_forward_norm"], x)
+        h = self._read(params, "feed_forward", x)
         return self._residual(block.feed_forward.at(params["feed_forward"], h, start, rng))
 
     def _alone(self, function, *args):
         """`function(*args)`, compiled apart from everything around it if exact."""
         return self._fence(function(*self._fence(args)))
 
-    def _forward(self, params, streams: Streams, segments, rng) -> tuple[Streams, Any]:
-        """The outputs, and every layer's plan."""
+    def _forward(self, params, streams: Streams, memory, seen, rng) -> tuple[Streams, Any]:
+        """The outputs, and every attention's plan."""
 
         def repeat(streams, this):
             plans = []
             for i, block in enumerate(self._blocks):
-                attention_params, feed_forward_params = _halves(this.params[f"block_{i}"])
-                attention_rng, feed_forward_rng = self._rngs(rng, this, i)
-                project = functools.partial(self._project, block)
-                projections = self._alone(project, attention_params, streams.two)
-                plans.append(
-                    block.attention.plan(
-                        attention_params["attention"], projections, segments, attention_rng
+                block_params = this.params[f"block_{i}"]
+                rngs = self._rngs(rng, this, i)
+                plans.append({})
+                for name, layer in block.attentions.items():
+                    own, segments = _of(block_params, name), seen[name]
+                    inputs = (streams.two, *_memory_of(name, memory))
+                    project = functools.partial(self._project, layer, name)
+                    projections = self._alone(project, own, *inputs)
+                    plan = layer.plan(own[name], projections, segments, rngs[name])
+                    attend = functools.partial(
+                        self._attend, layer, name, segments=segments, rng=rngs[name]
                     )
-                )
-                attend = functools.partial(
-                    self._attend, block, segments=segments, rng=attention_rng
-                )
-                attended = self._alone(attend, attention_params, projections, plans[-1])
-                streams = Streams(streams.one + attended, streams.two)
-                two = self._feed(block, feed_forward_params, streams, feed_forward_rng)
-                streams = Streams(streams.one, two)
+                    attended = self._alone(attend, own, projections, plan)
+                    streams = Streams(streams.two, streams.one + attended)
+                    plans[-1][name] = plan
+                own = _of(block_params, "feed_forward")
+                fed = self._feed(block, own, streams, rngs["feed_forward"])
+                streams = Streams(streams.two, fed)
             return streams, tuple(plans)
 
         return self._scan(repeat, streams, params)
 
     def _backward(self, residuals, gradient: Streams):
-        """The inputs rebuilt, and the gradients with respect to parameters and inputs."""
-        params, streams, plans, segments, rng = residuals
+        """The inputs rebuilt, and the gradients of parameters, inputs and memory."""
+        params, streams, plans, memory, seen, rng = residuals
+        d_memory = jax.tree.map(jnp.zeros_like, memory)
 
         def repeat(carry, this, plans):
-            streams, gradient = carry
+            streams, gradient, d_memory = carry
             d_params = {}
             for i, block in reversed(list(enumerate(self._blocks))):
-                attention_params, feed_forward_params = _halves(this.params[f"block_{i}"])
-                attention_rng, feed_forward_rng = self._rngs(rng, this, i)
-
-                two, d_one, d_feed_forward = self._feed_back(
-                    block, feed_forward_params, streams, gradient, feed_forward_rng
+                block_params = this.params[f"block_{i}"]
+                rngs = self._rngs(rng, this, i)
+                one, d_two, d_block = self._feed_back(
+                    block,
+                    _of(block_params, "feed_forward"),
+                    streams,
+                    gradient,
+                    rngs["feed_forward"],
                 )
-
-                attention = functools.partial(
-                    self._attention, block, plan=plans[i], segments=segments, rng=attention_rng
-                )
-                attended, attention_vjp = jax.vjp(attention, attention_params, two)
-                if self._exact:
-                    project = functools.partial(self._project, block)
-                    attend = functools.partial(
-                        self._attend, block, segments=segments, rng=attention_rng
+                streams, gradient = Streams(one, streams.one), Streams(gradient.two, d_two)
+                for name, layer in reversed(block.attentions.items()):
+                    own, segments = _of(block_params, name), seen[name]
+                    inputs = (streams.one, *_memory_of(name, memory))
+                    attention = functools.partial(
+                        self._attention,
+                        layer,
+                        name,
+                        plan=plans[i][name],
+                        segments=segments,
+                        rng=rngs[name],
                     )
-                    projections = self._alone(project, attention_params, two)
-                    attended = self._alone(attend, attention_params, projections, plans[i])
-                one = streams.one - attended
-                d_attention, d_two = attention_vjp(d_one)
+                    attended, vjp = jax.vjp(attention, own, *inputs)
+                    if self._exact:
+                        project = functools.partial(self._project, layer, name)
+                        attend = functools.partial(
+                            self._attend, layer, name, segments=segments, rng=rngs[name]
+                        )
+                        projections = self._alone(project, own, *inputs)
+                        attended = self._alone(attend, own, projections, plans[i][name])
+                    d_own, d_read, *d_memory_here = vjp(gradient.two)
+                    streams = Streams(streams.two - attended, streams.one)
+                    gradient = Streams(gradient.two, gradient.one + d_read)
+                    if d_memory_here:
+                        d_memory = d_memory + d_memory_here[0]
+                    d_block |= d_own
+                d_params[f"block_{i}"] = d_block
+            return (streams, gradient, d_memory), d_params
 
-                streams = Streams(one, two)
-                gradient = Streams(d_one, gradient.two + d_two)
-                d_params[f"block_{i}"] = d_attention | d_feed_forward
-            return (streams, gradient), d_params
-
-        (streams, gradient), d_params = self._scan(
-            repeat, (streams, gradient), params, plans, reverse=True
+        (streams, gradient, d_memory), d_params = self._scan(
+            repeat, (streams, gradient, d_memory), params, plans, reverse=True
         )
-        return streams, d_params, gradient
+        return streams, d_params, gradient, d_memory
 
     # The feed-forward half goes through the positions in the chunks of its layer, forward and
     # back. A chunk's gradient is taken as soon as its input is known, so that chunks cost no
     # arithmetic, as they would under `jax.checkpoint`.
 
     def _feed(self, block: Block, params, streams: Streams, rng) -> Float[Array, "B T D"]:
-        """The second stream plus what the feed-forward layer makes of the first."""
+        """The first stream plus what the feed-forward layer makes of the second."""
 
-        def chunk(two, start, size):
+        def chunk(one, start, size):
             fed = self._alone(
                 functools.partial(self._fed, block, start=start, rng=rng),
                 params,
-                _part(streams.one, start, size),
+                _part(streams.two, start, size),
             )
-            return _put(two, start, _part(two, start, size) + fed)
+            return _put(one, start, _part(one, start, size) + fed)
 
-        return _over_chunks(chunk, streams.two, block.feed_forward.chunk_size)
+        return _over_chunks(chunk, streams.one, block.feed_forward.chunk_size)
 
     def _feed_back(self, block: Block, params, streams: Streams, gradient: Streams, rng):
-        """The second stream before `_feed`, and the gradients of the first and of `params`."""
+        """What `_feed` added to, and the gradients of what it read and of `params`.
+
+        The streams are those after it: the first was read, the second written.
+        """
 
         def chunk(carry, start, size):
-            two, d_one, d_params = carry
+            written, d_read, d_params = carry
             feed = functools.partial(self._fed, block, start=start, rng=rng)
-            one = _part(streams.one, start, size)
-            fed, vjp = jax.vjp(feed, params, one)
+            read = _part(streams.one, start, size)
+            fed, vjp = jax.vjp(feed, params, read)
             if self._exact:
-                fed = self._alone(feed, params, one)
-            d_params_here, d_one_here = vjp(_part(gradient.two, start, size))
+                fed = self._alone(feed, params, read)
+            d_params_here, d_read_here = vjp(_part(gradient.two, start, size))
             return (
-                _put(two, start, _part(two, start, size) - fed),
-                _put(d_one, start, _part(d_one, start, size) + d_one_here),
+                _put(written, start, _part(written, start, size) - fed),
+                _put(d_read, start, _part(d_read, start, size) + d_read_here),
                 jax.tree.map(jnp.add, d_params, d_params_here),
             )
 
@@ -233,10 +264,14 @@ class ReversibleStack(BlockStack):
         return _over_chunks(chunk, carry, block.feed_forward.chunk_size)
 
 
-def _halves(block: dict) -> tuple[dict, dict]:
-    """A block's parameters: those of its attention and those of its feed-forward layer."""
-    attention, feed_forward = ("attention_norm", "attention"), ("feed_forward_norm", "feed_forward")
-    return {name: block[name] for name in attention}, {name: block[name] for name in feed_forward}
+def _of(block: dict, name: str) -> dict:
+    """A block's parameters, those of one sublayer and its norm."""
+    return {f"{name}_norm": block[f"{name}_norm"], name: block[name]}
+
+
+def _memory_of(name: str, memory) -> tuple[Array, ...]:
+    """What an attention reads besides its stream."""
+    return (memory,) if name == "cross_attention" else ()
 
 
 def _part(x: Float[Array, "B T D"], start, size: int) -> Float[Array, "B C D"]:
@@ -264,18 +299,18 @@ def _over_chunks(body: Callable, carry: Any, chunk_size: int) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: ReversibleStack, params, streams: Streams, segments, rng) -> Streams:
-    return stack._forward(params, streams, segments, rng)[0]
+def _run(stack: ReversibleStack, params, streams: Streams, memory, seen, rng) -> Streams:
+    return stack._forward(params, streams, memory, seen, rng)[0]
 
 
-def _run_forward(stack, params, streams, segments, rng):
-    outputs, plans = stack._forward(params, streams, segments, rng)
-    return outputs, (params, outputs, plans, segments, rng)
+def _run_forward(stack, params, streams, memory, seen, rng):
+    outputs, plans = stack._forward(params, streams, memory, seen, rng)
+    return outputs, (params, outputs, plans, memory, seen, rng)
 
 
 def _run_backward(stack, residuals, gradient):
-    _, d_params, d_streams = stack._backward(residuals, gradient)
-    return d_params, d_streams, None, None
+    _, d_params, d_streams, d_memory = stack._backward(residuals, gradient)
+    return d_params, d_streams, d_memory, None, None
 
 
 _run.defvjp(_run_forward, _run_backward)

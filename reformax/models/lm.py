@@ -6,40 +6,20 @@ token given those before it. Argument names are those of `trax.models`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.layers import (
-    Attention,
-    AxialPositionalEncoding,
-    Block,
-    FeedForward,
-    Layer,
-    LayerNorm,
-    ResidualStack,
-    ReversibleStack,
-    SinusoidalPositionalEncoding,
-)
-from reformax.layers.dropout import check_rate, dropout
+from reformax.layers import Layer, LayerNorm, ResidualStack, ReversibleStack
+from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
+from reformax.models.parts import Activation, AttentionType, added_positions, cycle_of_blocks
 from reformax.ops import dense, local, lsh
-from reformax.ops.base import AttentionOp
 
 glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
-
-AttentionType = AttentionOp | Sequence[AttentionOp]
-Activation = Callable[[Array], Array] | str
-ACTIVATIONS = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": jax.nn.gelu,
-    "silu": jax.nn.silu,
-}
 
 
 class Decoding(NamedTuple):
@@ -215,80 +195,6 @@ class LanguageModel(Layer):
         return self.logits(params, x)[:, 0]
 
 
-def _blocks(
-    attention_type: AttentionType,
-    n_heads: int,
-    d_attention_key: int,
-    d_attention_value: int,
-    d_ff: int,
-    dropout: float,
-    ff_dropout: float | None,
-    attention_dropout: float,
-    attention_bias: bool,
-    use_rotary: bool,
-    ff_activation: Activation,
-    ff_chunk_size: int,
-    mode: str,
-) -> list[Block]:
-    """A causal block for each algorithm of the cycle."""
-    cycle = [attention_type] if isinstance(attention_type, AttentionOp) else attention_type
-    if isinstance(cycle, str) or not all(isinstance(op, AttentionOp) for op in cycle):
-        raise ValueError(
-            f"attention_type is {attention_type!r}: expected an AttentionOp, such as lsh.lsh(), "
-            "or a cycle of them"
-        )
-    check_rate("dropout", dropout)
-    if isinstance(ff_activation, str) and ff_activation not in ACTIVATIONS:
-        raise ValueError(
-            f"ff_activation is {ff_activation!r}: expected one of {', '.join(ACTIVATIONS)}, or a "
-            "function"
-        )
-    return [
-        Block(
-            Attention(
-                op,
-                n_heads,
-                d_attention_key,
-                d_attention_value,
-                causal=True,
-                bias=attention_bias,
-                output_bias=attention_bias,
-                attention_dropout=attention_dropout,
-                output_dropout=dropout,
-                use_rotary=use_rotary,
-                mode=mode,
-            ),
-            FeedForward(
-                d_ff,
-                dropout,
-                dropout if ff_dropout is None else ff_dropout,
-                ACTIVATIONS.get(ff_activation, ff_activation),
-                ff_chunk_size,
-                mode,
-            ),
-        )
-        for op in cycle
-    ]
-
-
-def _positions(
-    pos_type: str, pos_axial_shape: Sequence[int], pos_d_axial_embs: Sequence[int]
-) -> Layer | None:
-    """What is added to the embeddings; None where positions turn queries and keys, or are none."""
-    if pos_type not in ("rotary", "axial", "sinusoidal", "none"):
-        raise ValueError(
-            f"pos_type is {pos_type!r}: expected 'rotary', 'axial', 'sinusoidal' or 'none'"
-        )
-    if (pos_type == "axial") != bool(pos_axial_shape or pos_d_axial_embs):
-        raise ValueError(
-            f"pos_type is {pos_type!r}, pos_axial_shape {tuple(pos_axial_shape)}: "
-            "pos_type='axial' and the axial arguments go together"
-        )
-    if pos_type == "axial":
-        return AxialPositionalEncoding(pos_axial_shape, pos_d_axial_embs)
-    return SinusoidalPositionalEncoding() if pos_type == "sinusoidal" else None
-
-
 def ReformerLM(
     vocab_size: int,
     d_model: int = 512,
@@ -338,22 +244,22 @@ def ReformerLM(
       dtype: what the sublayers compute in; weights and streams are float32.
       mode: "train" or "eval".
     """
-    blocks = _blocks(
+    blocks = cycle_of_blocks(
         attention_type,
-        n_heads,
-        d_attention_key,
-        d_attention_value,
-        d_ff,
-        dropout,
-        ff_dropout,
-        attention_dropout,
-        attention_bias,
-        pos_type == "rotary",
-        ff_activation,
-        ff_chunk_size,
-        mode,
+        n_heads=n_heads,
+        d_attention_key=d_attention_key,
+        d_attention_value=d_attention_value,
+        d_ff=d_ff,
+        dropout=dropout,
+        ff_dropout=ff_dropout,
+        attention_dropout=attention_dropout,
+        attention_bias=attention_bias,
+        use_rotary=pos_type == "rotary",
+        ff_activation=ff_activation,
+        ff_chunk_size=ff_chunk_size,
+        mode=mode,
     )
-    positions = _positions(pos_type, pos_axial_shape, pos_d_axial_embs)
+    positions = added_positions(pos_type, pos_axial_shape, pos_d_axial_embs)
     stack = ReversibleStack(blocks, n_layers, dtype=dtype, exact=exact, norm_epsilon=norm_epsilon)
     return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode)
 
@@ -386,21 +292,21 @@ def TransformerLM(
     Args are those of `ReformerLM`, but for:
       remat: whether the gradient computes each layer again instead of keeping its activations.
     """
-    blocks = _blocks(
+    blocks = cycle_of_blocks(
         attention_type,
-        n_heads,
-        d_attention_key,
-        d_attention_value,
-        d_ff,
-        dropout,
-        ff_dropout,
-        attention_dropout,
-        attention_bias,
-        pos_type == "rotary",
-        ff_activation,
-        ff_chunk_size,
-        mode,
+        n_heads=n_heads,
+        d_attention_key=d_attention_key,
+        d_attention_value=d_attention_value,
+        d_ff=d_ff,
+        dropout=dropout,
+        ff_dropout=ff_dropout,
+        attention_dropout=attention_dropout,
+        attention_bias=attention_bias,
+        use_rotary=pos_type == "rotary",
+        ff_activation=ff_activation,
+        ff_chunk_size=ff_chunk_size,
+        mode=mode,
     )
-    positions = _positions(pos_type, pos_axial_shape, pos_d_axial_embs)
+    positions = added_positions(pos_type, pos_axial_shape, pos_d_axial_embs)
     stack = ResidualStack(blocks, n_layers, dtype=dtype, remat=remat, norm_epsilon=norm_epsilon)
     return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode)

@@ -35,6 +35,7 @@ class Traits(NamedTuple):
     bias: bool = False  # it can add a given number to each score
     exact: bool = False  # every visible key is attended to, whatever the plan
     random_plan: bool = False  # the plan is drawn at random: it needs an rng
+    beams: bool = False  # in beam search `step` finds a beam's past in other beams' caches
 
 
 class Dims(NamedTuple):
@@ -66,7 +67,8 @@ class AttentionOp(NamedTuple):
         call, so that in the end `capacity` positions fit; None: it cannot. The plan was made with
         `length=capacity` and the same rng.
       step: `(params, q, k, v, cache, *, position) -> (out, cache)`: the attention of one more
-        position a row, `[B, 1, N, ...]`, whose number is `position [B]`; None: it cannot.
+        position a row, `[B, 1, N, ...]`, whose number is `position [B]`; None: it cannot. With the
+        trait `beams` it takes `origins` too.
     """
 
     init: Callable[..., Any]

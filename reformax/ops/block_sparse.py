@@ -29,14 +29,11 @@ from reformax.ops.base import (
     segment_pair,
 )
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
-from reformax.ops.blocks import Layout, Rows
+from reformax.ops.blocks import MIN_TILE, Layout, Rows
 from reformax.ops.cache import attend_to, keep, put
 from reformax.ops.chunked import KERNELS, chosen_impl
 
 BUTTERFLY = butterfly()
-
-# The least side of a kernel's tile.
-MIN_TILE = 16
 
 
 def block_sparse(

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+# The least side of a kernel's tile.
+MIN_TILE = 16
 # How many parts are merged at once.
 FAN_IN = 8
 

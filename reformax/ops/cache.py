@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,6 +21,21 @@ class KeyValues(NamedTuple):
 
     keys: Float[Array, "B N S H"]
     values: Float[Array, "B N S V"]
+
+
+class Shared(NamedTuple):
+    """What in a cache is the same for every row."""
+
+    value: Any
+
+
+def take_rows(cache: Any, rows: Int[Array, " R"]) -> Any:
+    """The cache of other rows, each of those given as often as it is named."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Shared) else x[rows],
+        cache,
+        is_leaf=lambda x: isinstance(x, Shared),
+    )
 
 
 def keep(
@@ -81,6 +97,45 @@ def attend_to(
     )
 
 
+def attend_among(
+    q: Float[Array, "R 1 N H"],
+    keys: Float[Array, "R N S H"],
+    values: Float[Array, "R N S V"],
+    mask: Bool[Array, "R S"],
+    origins: Int[Array, "B G S"],
+    alone: Float[Array, "R 1 N V"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "R 1 N V"]:
+    """`attend_to`, each slot of a row read from the row of its group of G that has it.
+
+    All rows of a group are looked at, and all but one hidden, for each slot: a product of matrices
+    in place of a copy of the cache.
+    """
+    n_groups, size, n_slots = origins.shape
+    q, keys, values = (x.reshape(n_groups, size, *x.shape[1:]) for x in (q[:, 0], keys, values))
+    # b group, i row that looks, j row that is looked at
+    mask = mask.reshape(n_groups, 1, 1, size, n_slots)
+    mask = mask & (origins[:, None, None] == jnp.arange(size)[:, None, None, None])
+    scores = jnp.einsum("binh,bjnsh->bjnis", q, keys, preferred_element_type=jnp.float32)
+    scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    top = jnp.max(scores, axis=(1, -1), keepdims=True, where=mask, initial=-1e30)
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
+    total = weights.sum(axis=(1, -1))[..., None]  # [b, n, i, 1]
+    out = jnp.einsum(
+        "bjnis,bjnsv->bniv",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    nothing = 0.0
+    if alone is not None:
+        nothing = jnp.swapaxes(alone.reshape(n_groups, size, *alone.shape[2:]), 1, 2)
+        nothing = nothing.astype(jnp.float32)
+    out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1.0), nothing)
+    out = jnp.swapaxes(out, 1, 2).reshape(n_groups * size, 1, *values.shape[2:3], values.shape[-1])
+    return out.astype(values.dtype)
+
+
 def ring_decoding(
     shared_qk: bool,
     n_slots: Callable[[int], int],
@@ -94,13 +149,17 @@ def ring_decoding(
       n_slots: how many of the last positions a ring has to hold, given the capacity.
       first: the first position that a query sees, by its own.
       scale: what scores are multiplied by, `1 / sqrt(H)` by default.
+
+    The trait `beams` may be set with them. `step` then takes `origins [B, K, C]`, where rows are K
+    beams of each of B searches: which of the K has the key and the value of each position of a
+    beam. A search that leaves some beams and goes on from others twice has no cache to copy.
     """
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
         del params, plan, rng
         return keep(length_normalize(q) if shared_qk else k, v, lengths, n_slots(capacity))
 
-    def step(params, q, k, v, cache, *, position):
+    def step(params, q, k, v, cache, *, position, origins=None):
         del params
         cache = put(cache, length_normalize(q) if shared_qk else k, v, position)
         now = position[:, None]
@@ -109,6 +168,10 @@ def ring_decoding(
         if shared_qk:
             mask = mask & (held != now)
         alone = v if shared_qk else None
-        return attend_to(q, *cache, mask[:, None], alone, scale), cache
+        if origins is None:
+            return attend_to(q, *cache, mask[:, None], alone, scale), cache
+        rows = jnp.maximum(held, 0).reshape(*origins.shape[:2], -1)
+        origins = jnp.take_along_axis(origins, rows, axis=2)
+        return attend_among(q, *cache, mask, origins, alone, scale), cache
 
     return dict(init_cache=init_cache, step=step)

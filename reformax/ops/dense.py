@@ -37,7 +37,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, impl=impl),
-        traits=Traits(cross=True, bias=True, exact=True),
+        traits=Traits(cross=True, bias=True, exact=True, beams=True),
         **ring_decoding(shared_qk=False, n_slots=lambda capacity: capacity, first=lambda now: 0),
     )
 

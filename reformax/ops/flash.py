@@ -83,7 +83,7 @@ def flash(
         init=no_params,
         plan=no_plan,
         apply=apply,
-        traits=Traits(cross=True, bias=True, exact=True),
+        traits=Traits(cross=True, bias=True, exact=True, beams=True),
         **ring_decoding(
             shared_qk=False, n_slots=lambda capacity: capacity, first=lambda now: 0, scale=scale
         ),

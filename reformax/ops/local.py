@@ -127,6 +127,6 @@ def local(
         init=no_params,
         plan=no_plan,
         apply=apply,
-        traits=Traits(shared_qk=shared_qk),
+        traits=Traits(shared_qk=shared_qk, beams=not wrap),
         **({} if wrap else decoding),
     )

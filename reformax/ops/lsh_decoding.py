@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax.ops.angular_hash import hash_by
 from reformax.ops.base import length_normalize
 from reformax.ops.bucket_sort import sort_by_bucket
-from reformax.ops.cache import KeyValues, attend_to, keep, put
+from reformax.ops.cache import KeyValues, Shared, attend_to, keep, put
 
 _take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
@@ -28,7 +28,7 @@ class Hashed(NamedTuple):
     memory: KeyValues  # by position
     buckets: Int[Array, "B N R C"]  # by position
     order: Int[Array, "B N R C"]  # positions, sorted by bucket and position
-    rotations: Float[Array, "N H R F"]
+    rotations: Shared  # [N, H, R, F]
 
 
 def lsh_decoding(
@@ -63,12 +63,12 @@ def lsh_decoding(
             keep(length_normalize(q), v, lengths, capacity),
             jnp.pad(buckets, n_free),
             jnp.pad(order, n_free),
-            rotations,
+            Shared(rotations),
         )
 
     def step(params, q, k, v, cache, *, position):
         del params, k
-        memory, buckets, order, rotations = cache
+        memory, buckets, order, (rotations,) = cache
         capacity = order.shape[-1]
         memory = put(memory, length_normalize(q), v, position)
         bucket = hash_by(rotations, q, sizes_for(capacity))
@@ -95,7 +95,7 @@ def lsh_decoding(
         index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
         keys, values = (_take(x, index[..., None], axis=2) for x in memory)
         out = attend_to(q, keys, values, exists.reshape(index.shape), alone=v)
-        return out, Hashed(memory, buckets, order, rotations)
+        return out, Hashed(memory, buckets, order, Shared(rotations))
 
     return dict(init_cache=init_cache, step=step)
 

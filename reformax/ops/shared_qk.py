@@ -32,7 +32,7 @@ def shared_qk() -> AttentionOp:
         init=no_params,
         plan=no_plan,
         apply=_apply,
-        traits=Traits(shared_qk=True, exact=True),
+        traits=Traits(shared_qk=True, exact=True, beams=True),
         **ring_decoding(shared_qk=True, n_slots=lambda capacity: capacity, first=lambda now: 0),
     )
 

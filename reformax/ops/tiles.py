@@ -34,7 +34,7 @@ LOWEST = -1e30
 # Scores of a tile, over the heads that are computed together. A CPU keeps them in its cache; a GPU
 # has one kernel after another write and read them, which takes many to be worth their start.
 SCORES_IN_CACHE = 2**19
-SCORES_AT_A_TIME = 2**25
+SCORES_AT_A_TIME = 2**26
 
 
 class Tiling(NamedTuple):

@@ -175,6 +175,40 @@ class Checkpoints:
         tensors = {name: array for name, array in tensors.items() if name.startswith(part)}
         return self._like(step, like, part, tensors), info
 
+    def restore_average(self, n: int, like: Any) -> tuple[Any, list[int]]:
+        """The mean of the parameters to score of the last `n` checkpoints, and their steps.
+
+        Averaging along the trajectory: Attention Is All You Need, section 6.1, takes 5 checkpoints
+        of its base models and 20 of its big ones.
+
+        Raises:
+          ValueError: there are fewer, or as `restore_params` does.
+        """
+        steps = self.steps()
+        if n < 1 or len(steps) < n:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ValueError(
+                f"average:{n} needs {max(n, 1)} checkpoints and {self.folder} has {len(steps)} "
+                f"({there}): average fewer, or train with loop.train.keep={max(n, 1)} and "
+                "loop.train.checkpoint_every"
+            )
+        total = None  # one checkpoint at a time is in memory, and sums are float64
+        for step in steps[-n:]:
+            params, _ = self.restore_params(step, like)
+            params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+            total = params if total is None else jax.tree.map(np.add, total, params)
+        mean = jax.tree.map(lambda x, old: (x / n).astype(old.dtype), total, like)
+        return mean, steps[-n:]
+
+    def check_vocabulary(self, step: int, fingerprint: str | None) -> None:
+        """Raises ValueError if a checkpoint was trained with another vocabulary than this one."""
+        trained_with = self._described(step)["extra"].get("vocabulary")
+        if None not in (trained_with, fingerprint) and trained_with != fingerprint:
+            raise ValueError(
+                f"the vocabulary of {self.folder.parent} is {fingerprint} and that of checkpoint "
+                f"{step} is {trained_with}: copy the run's own vocabulary.model back"
+            )
+
     def config(self, step: int) -> str | None:
         """The settings that a checkpoint was saved with; None if it was saved without any.
 

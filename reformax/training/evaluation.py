@@ -1,4 +1,4 @@
-"""Bits per dim of a split: every target predicted exactly once, with a stated context."""
+"""Bits per dim or token of a split: every target predicted exactly once, with a stated context."""
 
 from __future__ import annotations
 
@@ -65,13 +65,15 @@ def evaluate(
       should_stop: asked after each batch; True abandons the evaluation.
 
     Returns:
-      bits_per_dim, accuracy, n_targets scored, length, stride and split; None if abandoned.
+      bits_per_dim (bits_per_token of a translation), accuracy, n_targets scored, length, stride and
+      split; None if abandoned.
 
     Raises:
       ValueError: sizes or vocabularies that do not fit together.
       RuntimeError: the task's batches did not hold each target of the split once.
     """
     check_vocabulary(model, task)
+    metric = loss_lib.metric_name(task)
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
         raise ValueError(f"stride={stride} must be from 1 to length={length}")
@@ -98,7 +100,7 @@ def evaluate(
                 total += jax.device_get(in_flight.popleft())
                 if progress:
                     bits = loss_lib.bits_per_dim(total[0], total[1])
-                    bar.set_postfix_str(f"{bits:.4f} bits/dim", refresh=False)
+                    bar.set_postfix_str(f"{bits:.4f} {metric.replace('_per_', '/')}", refresh=False)
             if should_stop():
                 return None
     for sums in in_flight:
@@ -113,7 +115,7 @@ def evaluate(
         raise ValueError(f"task {task.name}: split {split} has no targets: choose another split")
     return {
         "split": split,
-        "bits_per_dim": loss_lib.bits_per_dim(nats, weight),
+        metric: loss_lib.bits_per_dim(nats, weight),
         "accuracy": float(correct / weight),
         "n_targets": round(weight),
         "length": length,
@@ -129,4 +131,4 @@ def _sums(model, loss_chunk_len, params, batch, key, index):
     features = model.features(params, inputs, rng=rng)
     logits_fn = partial(model.logits, params)
     sums = loss_lib.cross_entropy(logits_fn, features, targets, weights, loss_chunk_len)
-    return jax.numpy.stack(sums)
+    return jax.numpy.stack([sums.nats, sums.weight, sums.correct])

@@ -25,7 +25,7 @@ from reformax.training import step as step_lib
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.evaluation import check_vocabulary, evaluate
 from reformax.training.interrupt import Interrupt
-from reformax.training.loss import bits_per_dim
+from reformax.training.loss import bits_per_dim, metric_name
 from reformax.training.metrics import Progress, Record
 from reformax.training.prefetch import prefetch
 
@@ -47,6 +47,7 @@ def train(
     accumulate: int = 1,
     ema_decay: float = 0.0,
     loss_chunk_len: int = 1024,
+    label_smoothing: float = 0.0,
     eval_every: int | None = None,
     eval_split: str = "valid",
     eval_batch_size: int | None = None,
@@ -75,6 +76,8 @@ def train(
       accumulate: micro-batches that a batch is computed in to save memory.
       ema_decay: evaluate a moving average of the parameters with this decay; 0 for none.
       loss_chunk_len: positions whose logits are in memory together.
+      label_smoothing: how much of a target's probability the loss spreads over the vocabulary; what
+        is printed and recorded is without it.
       eval_every: steps between evaluations; each one ends in a checkpoint. None: only at the end.
       eval_split: what evaluations score.
       eval_batch_size: windows scored together; None: `batch_size`.
@@ -82,7 +85,7 @@ def train(
       eval_stride: how far its window moves; None: its length.
       eval_batches: batches an evaluation scores; None: the whole split.
       checkpoint_every: steps between checkpoints besides those of the evaluations; None: no others.
-      keep: latest checkpoints kept; the best by bits per dim is kept besides.
+      keep: latest checkpoints kept; the best by bits is kept besides. Averaging n needs n.
       log_every: steps between lines in the record; each has the mean of the steps since the last.
       max_minutes: after this much time, evaluate, save and return, as if `steps` were reached; the
         learning rate's schedule does not know of it. None: no limit.
@@ -90,9 +93,11 @@ def train(
       progress: whether to print and show a bar.
 
     Returns:
-      step, steps, eval_split, bits_per_dim (None if the run was stopped before an evaluation),
-      best_step, best_bits_per_dim, n_params, output_dir, and interrupted_by: a `signal.Signals`, or
-      None. After SIGTERM or SIGINT the step in progress is finished and saved before this returns.
+      step, steps, eval_split, metric: 'bits_per_dim', or 'bits_per_token' of a translation; under
+      the metric's name its value (None if the run was stopped before an evaluation), best_step and
+      under best_METRIC the best value, n_params, output_dir, and interrupted_by: a
+      `signal.Signals`, or None. After SIGTERM or SIGINT the step in progress is finished and saved
+      before this returns.
 
     Raises:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.
@@ -116,6 +121,8 @@ def train(
         raise ValueError(f"max_minutes={max_minutes} must be above 0, or None for no limit")
     if not 0 <= ema_decay < 1:
         raise ValueError(f"ema_decay={ema_decay} must be in [0, 1): 0.999 averages 1,000 steps")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing} must be in [0, 1), such as 0.1")
     eval_batch_size = eval_batch_size or batch_size
     eval_length = eval_length or length
     if eval_stride is not None and eval_stride > eval_length:
@@ -128,13 +135,20 @@ def train(
 
     train_model, eval_model = model(mode="train"), model(mode="eval")
     check_vocabulary(train_model, task)
+    done = checkpoints.steps()
+    vocabulary = None  # what the checkpoints know it by
+    if task.translation is not None:
+        task.translation.sentences(eval_split)  # before minutes are spent on the vocabulary
+        vocabulary = task.translation.vocabulary.keep_in(folder, begun=bool(done))
+        if done:
+            checkpoints.check_vocabulary(done[-1], vocabulary)
+    metric = metric_name(task)
     task.n_targets(eval_split)  # a split that does not exist fails now
     key = jax.random.PRNGKey(seed)
     init = step_lib.init_fn(train_model, optimizer, (batch_size, length), ema_decay > 0)
     like = jax.eval_shape(init, key)
-    _check_evaluates(eval_model, like.params, eval_batch_size, eval_length)
+    _check_evaluates(eval_model, like.params, task, eval_batch_size, eval_length)
 
-    done = checkpoints.steps()
     if done:
         state, info = checkpoints.restore(done[-1], like)
         state = jax.device_put(state, mesh_lib.replicated(mesh))
@@ -158,6 +172,7 @@ def train(
         mesh,
         accumulate=accumulate,
         loss_chunk_len=loss_chunk_len,
+        label_smoothing=label_smoothing,
         ema_decay=ema_decay,
     )
     rows = mesh_lib.over_batch(mesh)
@@ -165,9 +180,9 @@ def train(
         jax.device_put(tuple(task.train_batch(seed, s, batch_size, length)), rows)
         for s in range(step, steps)
     )
-    record = Record(folder, step)
-    bar = Progress(step, steps, progress)
-    log = _Log(record, bar, log_every, steps, batch_size * length, list(info["window"]))
+    record = Record(folder, step, metric)
+    bar = Progress(step, steps, progress, metric)
+    log = _Log(record, bar, metric, log_every, steps, batch_size * length, list(info["window"]))
     saved_step = step if done else None
 
     def evaluated() -> float | None:
@@ -190,21 +205,22 @@ def train(
         log.pause()
         if result is None:
             return None
-        bits = result["bits_per_dim"]
+        bits = result[metric]
         if not math.isfinite(bits):
             raise FloatingPointError(f"{eval_split} loss is {bits} after step {step}")
-        values = {"bits_per_dim": bits, "accuracy": result["accuracy"]}
+        values = {metric: bits, "accuracy": result["accuracy"]}
         record.write(step, eval_split, values, {"seconds": time.monotonic() - started})
         record.plot()
         if progress:
-            bar.say(f"step {step}: {eval_split} {bits:.4f} bits per dim")
+            bar.say(f"step {step}: {eval_split} {bits:.4f} {metric.replace('_', ' ')}")
         return bits
 
     def save() -> None:
         log.drain()
         if not step_lib.all_finite(state):
             raise FloatingPointError(f"parameters are not finite after step {step}")
-        checkpoints.save(step, state, score, settings, window=log.window)
+        extra = {} if vocabulary is None else {"vocabulary": vocabulary}
+        checkpoints.save(step, state, score, settings, window=log.window, **extra)
         log.pause()
 
     with Interrupt() as interrupt, prefetch(batches) as ready:
@@ -248,9 +264,10 @@ def train(
         "step": step,
         "steps": steps,
         "eval_split": eval_split,
-        "bits_per_dim": score,
+        "metric": metric,
+        metric: score,
         "best_step": best,
-        "best_bits_per_dim": None if best is None else checkpoints.score(best),
+        "best_" + metric: None if best is None else checkpoints.score(best),
         "n_params": n_params,
         "output_dir": str(folder),
         "interrupted_by": interrupt.signal,
@@ -275,8 +292,8 @@ def make_output_dir(path: str | os.PathLike) -> Path:
 class _Log:
     """Metrics of steps in flight, fetched once later steps are dispatched, and logged."""
 
-    def __init__(self, record, bar, log_every, steps, tokens_per_step, window):
-        self._record, self._bar = record, bar
+    def __init__(self, record, bar, metric, log_every, steps, tokens_per_step, window):
+        self._record, self._bar, self._metric = record, bar, metric
         self._log_every, self._steps, self._tokens = log_every, steps, tokens_per_step
         self.window: list[list[float]] = window  # [bits, accuracy] of steps not in a line yet
         self._in_flight: deque = deque()
@@ -316,18 +333,19 @@ class _Log:
         if step % self._log_every and step != self._steps:
             return
         means = [sum(column) / len(column) for column in zip(*self.window, strict=True)]
-        line = {"bits_per_dim": means[0], "accuracy": means[1], "grad_norm": values["grad_norm"]}
+        line = {self._metric: means[0], "accuracy": means[1], "grad_norm": values["grad_norm"]}
         timing = {} if speed is None else {"tokens_per_second": speed}
         self._record.write(step, "train", line, timing)
         self.window.clear()
         self._busy, self._timed = 0.0, 0
 
 
-def _check_evaluates(eval_model, params, batch_size: int, length: int) -> None:
+def _check_evaluates(eval_model, params, task, batch_size: int, length: int) -> None:
     """Traces an evaluation: a length that positions cannot hold fails now, not at step 1,000."""
     tokens = jax.ShapeDtypeStruct((batch_size, length), jax.numpy.int32)
+    inputs = tokens if task.translation is None else (tokens,) * 4  # SentencePairs
     rng = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
-    jax.eval_shape(lambda p, t, r: eval_model.features(p, t, rng=r), params, tokens, rng)
+    jax.eval_shape(lambda p, t, r: eval_model.features(p, t, rng=r), params, inputs, rng)
 
 
 def _write_config(path: Path, text: str, say) -> None:

@@ -1,8 +1,8 @@
 """The record of a run: metrics.jsonl, TensorBoard events, loss.png and the progress bar.
 
-Every line of metrics.jsonl is one JSON object with `step`, `split` and `bits_per_dim`. Numbers that
-depend on the machine's speed are apart, under `timing`: without them, the record of a run that was
-stopped and resumed equals that of a run that was not.
+Every line of metrics.jsonl is one JSON object with `step`, `split` and `bits_per_dim`, or whatever
+the run's metric is. Numbers that depend on the machine's speed are apart, under `timing`: without
+them, the record of a run that was stopped and resumed equals that of a run that was not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from tqdm import tqdm
 class Record:
     """Writes a run's metrics, from `step` on; lines of later steps are cut off first."""
 
-    def __init__(self, output_dir: str | os.PathLike, step: int):
+    def __init__(self, output_dir: str | os.PathLike, step: int, metric: str = "bits_per_dim"):
         folder = Path(output_dir)
+        self._metric = metric
         self._plot_path = folder / "loss.png"
         self.lines = _read_until(folder / "metrics.jsonl", step)
         _write_lines(folder / "metrics.jsonl", self.lines)
@@ -47,7 +48,7 @@ class Record:
         axes = figure.subplots()
         lowest, highest = float("inf"), 0.0
         for split, style in {"train": {"lw": 1, "alpha": 0.8}, "valid": {"marker": "o"}}.items():
-            points = [(x["step"], x["bits_per_dim"]) for x in self.lines if x["split"] == split]
+            points = [(x["step"], x[self._metric]) for x in self.lines if x["split"] == split]
             if points:
                 label = f"{split} (last {points[-1][1]:.3f})"
                 axes.plot(*zip(*points, strict=True), label=label, **style)
@@ -55,7 +56,7 @@ class Record:
                 lowest = min(lowest, ordered[0])
                 # The first steps' losses, up to 5% of them, would flatten the rest.
                 highest = max(highest, ordered[-1 - len(points) // 20])
-        axes.set(xlabel="step", ylabel="bits per dim", title="loss")
+        axes.set(xlabel="step", ylabel=self._metric.replace("_", " "), title="loss")
         if highest > lowest:
             margin = 0.1 * (highest - lowest)
             axes.set_ylim(lowest - margin, highest + margin)
@@ -73,9 +74,10 @@ class Record:
 
 
 class Progress:
-    """The bar on stderr: loss in bits per dim, tokens/s and time left."""
+    """The bar on stderr: loss in bits, tokens/s and time left."""
 
-    def __init__(self, step: int, steps: int, enabled: bool = True):
+    def __init__(self, step: int, steps: int, enabled: bool = True, metric: str = "bits_per_dim"):
+        self._unit = metric.replace("_per_", "/")
         # Not a terminal: a line now and then, or the log file fills up.
         interval = 0.2 if sys.stderr.isatty() else 15
         self._bar = tqdm(
@@ -83,10 +85,10 @@ class Progress:
             mininterval=interval, dynamic_ncols=True,
         )  # fmt: skip
 
-    def advance(self, bits_per_dim: float, tokens_per_second: float | None) -> None:
+    def advance(self, bits: float, tokens_per_second: float | None) -> None:
         """One step further."""
         speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
-        self._bar.set_postfix_str(f"{bits_per_dim:.3f} bits/dim{speed}", refresh=False)
+        self._bar.set_postfix_str(f"{bits:.3f} {self._unit}{speed}", refresh=False)
         self._bar.update()
 
     def say(self, text: str) -> None:

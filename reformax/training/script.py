@@ -45,7 +45,11 @@ def config_file(folder: Path) -> Path:
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose a trained model: a run's folder, a checkpoint and settings."""
     parser.add_argument("--output_dir", required=True, help="a folder that train.py wrote")
-    parser.add_argument("--checkpoint", default="best", help="best, latest or a step")
+    parser.add_argument(
+        "--checkpoint",
+        default="best",
+        help="best, latest, a step, or average:5 for the mean of the last five checkpoints",
+    )
     parser.add_argument(
         "--config",
         action="append",
@@ -53,6 +57,48 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="one setting; repeatable",
     )
+
+
+# The flags of `add_search_flags` and their values where they are not given.
+SEARCH = {"beam_size": 4, "length_penalty": 0.6, "max_extra": 50, "batch_tokens": 4096}
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of searching translations, None where not given."""
+    flags = parser.add_argument_group("translation")
+    flags.add_argument(
+        "--beam_size", type=int, help=f"1 decodes greedily (default: {SEARCH['beam_size']})"
+    )
+    flags.add_argument(
+        "--length_penalty",
+        type=float,
+        help="alpha: scores are log p / ((5 + tokens) / 6)^alpha "
+        f"(default: {SEARCH['length_penalty']})",
+    )
+    flags.add_argument(
+        "--max_extra",
+        type=int,
+        help="tokens that a translation may have more than its source "
+        f"(default: {SEARCH['max_extra']})",
+    )
+    flags.add_argument(
+        "--batch_tokens",
+        type=int,
+        help=f"source tokens translated together (default: {SEARCH['batch_tokens']})",
+    )
+
+
+def search_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `reformax.generation.translate` that the flags give."""
+    given = {name: getattr(args, name) for name in SEARCH}
+    return {name: SEARCH[name] if value is None else value for name, value in given.items()}
+
+
+def refuse(args: argparse.Namespace, flags: Collection[str], why: str) -> None:
+    """Raises `ValueError` for a flag that is given, of those that are None where they are not."""
+    for name in flags:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name}={getattr(args, name)}: {why}, leave the flag out")
 
 
 def parse_run(args: argparse.Namespace, data_dir: str | None = None) -> None:
@@ -63,8 +109,8 @@ def parse_run(args: argparse.Namespace, data_dir: str | None = None) -> None:
     config.parse([str(path)], args.config, data_dir=data_dir)
 
 
-def restore_model(args: argparse.Namespace, run: dict[str, Any]) -> tuple[Any, Any, int]:
-    """The model for evaluation, its parameters, and the step of the checkpoint they are from.
+def restore_model(args: argparse.Namespace, run: dict[str, Any]) -> tuple[Any, Any, list[int]]:
+    """The model for evaluation, its parameters, and the steps of the checkpoints they are from.
 
     Args:
       args: the flags of `add_run_flags`.
@@ -75,11 +121,38 @@ def restore_model(args: argparse.Namespace, run: dict[str, Any]) -> tuple[Any, A
     from reformax.training.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(args.output_dir)
-    step = _checkpoint_step(checkpoints, args.checkpoint)
     model = run["model"](mode="eval")
     shape = (run["batch_size"], run["length"])
     like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
-    return model, checkpoints.restore_params(step, like)[0], step
+    averaged = re.fullmatch(r"average:(\d+)", args.checkpoint)
+    if averaged:
+        return model, *checkpoints.restore_average(int(averaged[1]), like)
+    step = _checkpoint_step(checkpoints, args.checkpoint)
+    return model, checkpoints.restore_params(step, like)[0], [step]
+
+
+def named(steps: list[int]) -> str:
+    """The checkpoints that parameters are from, in words."""
+    if len(steps) == 1:
+        return f"checkpoint of step {steps[0]}"
+    return f"mean of the checkpoints of steps {', '.join(map(str, steps))}"
+
+
+def keep_vocabulary(args: argparse.Namespace, vocabulary, step: int) -> None:
+    """Makes a vocabulary of sentences the one that the run keeps.
+
+    Args:
+      args: the flags of `add_run_flags`.
+      vocabulary: a `reformax.data.base.Vocabulary`.
+      step: the checkpoint that it must be the one of.
+
+    Raises:
+      ValueError: the run's folder has none, or it does not fit the checkpoint.
+    """
+    from reformax.training.checkpoint import Checkpoints
+
+    fingerprint = vocabulary.keep_in(args.output_dir, begun=True)
+    Checkpoints(args.output_dir).check_vocabulary(step, fingerprint)
 
 
 def _checkpoint_step(checkpoints, which: str) -> int:
@@ -92,7 +165,9 @@ def _checkpoint_step(checkpoints, which: str) -> int:
         best = checkpoints.best_step()
         return steps[-1] if best is None else best
     if not which.isdigit():
-        raise ValueError(f"checkpoint={which} must be best, latest or one of the steps {steps}")
+        raise ValueError(
+            f"checkpoint={which} must be best, latest, average:N or one of the steps {steps}"
+        )
     return int(which)
 
 
@@ -136,6 +211,8 @@ def one_line(error: Exception) -> str | None:
         )
     if macro := re.search(r"call to configurable 'macro' .* in scope '([^']+)'", text):
         return f"the config uses %{macro[1]}, which no file and no --config sets: set {macro[1]}"
+    if isinstance(error, TypeError) and "required positional argument: 'data_dir'" in text:
+        return "the task reads files and is not told which: give --data_dir"
     if isinstance(error, TypeError) and "No values supplied by Gin" in text:
         return "the config leaves out an argument: " + first.splitlines()[0]
     if isinstance(error, TypeError) and "required keyword-only argument" in text:
@@ -156,11 +233,13 @@ def report(result: dict[str, Any]) -> int:
         return 128 + result["interrupted_by"]
     if result["step"] < result["steps"]:
         print(f"out of time at step {result['step']} of {result['steps']}")
+    metric = result["metric"]
     print(
-        f"{result['eval_split']} bits per dim: {result['bits_per_dim']:.4f} at step "
-        f"{result['step']}; best {result['best_bits_per_dim']:.4f} at step {result['best_step']}"
+        f"{result['eval_split']} {metric.replace('_', ' ')}: {result[metric]:.4f} at step "
+        f"{result['step']}; best {result['best_' + metric]:.4f} at step {result['best_step']}"
     )
-    print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/")
+    kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
+    print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
     script = Path(sys.argv[0]).with_name("evaluate.py")
     print(f"next: {shlex.join(['python', str(script), f'--output_dir={folder}', '--split=test'])}")
     return 0

@@ -49,6 +49,7 @@ def step_fn(
     *,
     accumulate: int = 1,
     loss_chunk_len: int = 1024,
+    label_smoothing: float = 0.0,
     ema_decay: float = 0.0,
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
     """Compiles a step for `model`.
@@ -60,30 +61,36 @@ def step_fn(
       accumulate: micro-batches a batch is computed in, one after the other; the gradient is that of
         the whole batch.
       loss_chunk_len: positions whose logits are in memory together.
+      label_smoothing: how much of a target's probability is spread over the vocabulary; 'nats'
+        below is without it.
       ema_decay: decay of the moving average of the parameters; 0 for none. The average of the first
         t steps decays by at most (1 + t) / (10 + t), so that it soon forgets the initial values.
 
     Returns:
       (state, (inputs, targets, weights), key) -> (state, {'nats', 'accuracy', 'grad_norm'}), the
-      first two means over the batch's targets, before the update. The state given is used up. The
-      step's randomness is key folded with the step's number, and in turn with the micro-batch's.
+      first two means over the batch's targets, before the update; inputs may be a tree of arrays
+      [B, ...]. The state given is used up. The step's randomness is key folded with the step's
+      number, and in turn with the micro-batch's.
     """
 
-    def mean_nats(params, micro, rng, total_weight):
+    def mean_loss(params, micro, rng, total_weight):
         inputs, targets, weights = micro
         features = model.features(params, inputs, rng=rng)
         logits_fn = partial(model.logits, params)
-        sums = loss_lib.cross_entropy(logits_fn, features, targets, weights, loss_chunk_len)
-        return sums.nats / total_weight, sums.correct / total_weight
+        sums = loss_lib.cross_entropy(
+            logits_fn, features, targets, weights, loss_chunk_len, label_smoothing
+        )
+        means = sums.nats / total_weight, sums.correct / total_weight
+        return sums.loss / total_weight, means
 
-    gradient = jax.value_and_grad(mean_nats, has_aux=True)
+    gradient = jax.grad(mean_loss, has_aux=True)
 
     def step(state: State, batch, key):
         rng = jax.random.fold_in(key, state.step)
         # A batch without targets has loss and gradient 0, not 0 / 0.
         total_weight = jnp.maximum(jnp.sum(batch[2]), jnp.finfo(jnp.float32).tiny)
         if accumulate == 1:
-            (nats, correct), grads = gradient(state.params, batch, rng, total_weight)
+            grads, (nats, correct) = gradient(state.params, batch, rng, total_weight)
         else:
             # Row i goes to micro-batch i % accumulate: each one stays spread over all devices.
             micros = jax.tree.map(
@@ -96,8 +103,8 @@ def step_fn(
                 return jax.tree.map(jnp.add, sums, part), None
 
             zero = jax.tree.map(jnp.zeros_like, state.params)
-            zeros = ((jnp.zeros(()), jnp.zeros(())), zero)
-            (nats, correct), grads = jax.lax.scan(
+            zeros = (zero, (jnp.zeros(()), jnp.zeros(())))
+            grads, (nats, correct) = jax.lax.scan(
                 add_micro, zeros, (jnp.arange(accumulate), micros)
             )[0]
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -73,8 +73,8 @@ def test_exact_gradients_are_autodiffs_of_the_rounded_forward():
         return sum(jnp.sum(w * y) for w, y in zip(weights, run(params, x1, x2), strict=True))
 
     def kept(params, x1, x2):
-        inputs = reversible.Streams(reversible.to_grid(x1), reversible.to_grid(x2))
-        return stack._forward(params, inputs, None, RNG)[0]
+        inputs, context = stack._inputs(x1, x2)
+        return stack._forward(params, inputs, *context, RNG)[0]
 
     rebuilt = functools.partial(stack.apply, rng=RNG)
     got, want = (
@@ -88,8 +88,8 @@ class Witness(layers.ReversibleStack):
     """Tells what its backward pass has rebuilt in place of the gradient of its inputs."""
 
     def _backward(self, residuals, gradient):
-        rebuilt, d_params, _ = super()._backward(residuals, gradient)
-        return rebuilt, d_params, rebuilt
+        rebuilt, d_params, _, d_memory = super()._backward(residuals, gradient)
+        return rebuilt, d_params, rebuilt, d_memory
 
 
 def bits_that_differ(got, want):

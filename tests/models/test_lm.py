@@ -13,7 +13,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from reformax.layers import ReversibleStack, _trax, tl
-from reformax.models import ReformerLM, TransformerLM, lm
+from reformax.models import ReformerLM, TransformerLM, parts
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.training import config
 from tests.layers import plain
@@ -193,9 +193,9 @@ def test_activations_by_name():
         "gelu_tanh": x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
         "silu": x / (1 + np.exp(-x)),
     }
-    assert set(lm.ACTIVATIONS) == set(want)
+    assert set(parts.ACTIVATIONS) == set(want)
     for name, y in want.items():
-        np.testing.assert_allclose(lm.ACTIVATIONS[name](x), y, atol=1e-6)
+        np.testing.assert_allclose(parts.ACTIVATIONS[name](x), y, atol=1e-6)
     with pytest.raises(ValueError, match="ff_activation is 'gleu': expected one of relu, gelu"):
         ReformerLM(**SMALL, ff_activation="gleu")
 

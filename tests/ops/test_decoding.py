@@ -200,3 +200,40 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
         for b in range(2):
             if (b, n - 1) in outs:
                 np.testing.assert_allclose(outs[b, n - 1], want[b, n - 1], atol=1e-5)
+
+
+BEAMS = [row for row in DECODING if row.op().traits.beams]
+
+
+@pytest.mark.parametrize("row", BEAMS, ids=[row.name for row in BEAMS])
+def test_beams_share_their_past(row):
+    """Where beams leave some of theirs and go on from others, none of the cache is copied."""
+    op, n_groups, n_beams, capacity = row.op(), 2, 3, 9
+    n_rows = n_groups * n_beams
+    rng = np.random.default_rng(0)
+    prompt = draw_inputs(op, n_groups, 2)
+    plan = op.plan((), *prompt[:2], segments=None, causal=True, rng=KEY, train=False)
+    lengths = np.full(n_groups, 2)
+    masks = dict(plan=plan, lengths=lengths, capacity=capacity, rng=KEY)
+    first = cache.take_rows(op.init_cache((), *prompt, **masks), np.arange(n_rows) // n_beams)
+
+    @fast_jit
+    def steps(new, copied, shared, origins, position):
+        here = jnp.arange(n_beams)[:, None]
+        origins = jnp.where(jnp.arange(capacity) == position[0], here, origins)
+        want, copied = op.step((), *new, copied, position=position)
+        got, shared = op.step((), *new, shared, position=position, origins=origins)
+        return want, got, copied, shared, origins
+
+    copied, shared = first, first
+    origins = jnp.zeros((n_groups, n_beams, capacity), jnp.int32)
+    for t in range(2, capacity):
+        new = draw_inputs(op, n_rows, 1, seed=t)
+        position = np.full(n_rows, t)
+        want, got, copied, shared, origins = steps(new, copied, shared, origins, position)
+        np.testing.assert_allclose(got, want, atol=1e-6)
+        parents = rng.integers(n_beams, size=(n_groups, n_beams))
+        copied = cache.take_rows(
+            copied, (parents + n_beams * np.arange(n_groups)[:, None]).reshape(-1)
+        )
+        origins = jnp.take_along_axis(origins, parents[..., None], axis=1)

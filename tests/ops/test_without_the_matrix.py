@@ -285,3 +285,21 @@ def test_cudnn_is_the_same_function(n_queries, n_keys, causal):
         for impl in ("cudnn", "xla")
     )
     assert_trees_close(got, want, 2e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_kernels_summaries_are_merged(causal):
+    q, k, v = numbers(3, 1, 192, 2, 8)
+    sizes = dict(query_chunk_size=32, key_chunk_size=64)
+
+    def run(op):
+        attend = with_gradient(lambda *x: op(*x, causal=causal))
+        return fast_jit(attend)(v, q, k, v)
+
+    want = run(dense.dense(impl="xla"))
+    kernel = memory_efficient.memory_efficient(impl="pallas_interpret", **sizes)
+    assert_trees_close(run(kernel), want)
+    odd = memory_efficient.memory_efficient(impl="pallas_interpret", query_chunk_size=24)
+    for op, inputs in ((odd, (q, k, v)), (kernel, (x[:, :190] for x in (q, k, v)))):
+        with pytest.raises(NotImplementedError, match="impl='pallas_interpret' with chunks="):
+            op(*inputs)

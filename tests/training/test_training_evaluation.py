@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.data.text import text
 from reformax.training import metrics, script
 from reformax.training.evaluation import evaluate
 from reformax.training.prefetch import prefetch
@@ -171,6 +172,9 @@ def test_the_bar_shows_loss_speed_and_time_left(capsys):
 def test_an_error_of_the_user_is_a_line_and_a_fault_of_the_program_is_not():
     assert script.one_line(ValueError("a=1\n  In call to configurable 'f' (<f>)")) == "a=1"
     assert script.one_line(FileNotFoundError("no data")) == "no data"
+    with pytest.raises(TypeError) as left_out:
+        text()
+    assert "give --data_dir" in script.one_line(left_out.value)
     assert "out of memory" in script.one_line(RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"))
     assert script.one_line(RuntimeError("broken")) is None
     assert script.one_line(TypeError("'int' object is not callable")) is None

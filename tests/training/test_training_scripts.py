@@ -90,7 +90,7 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
     # tiny's splits are the same, and both were scored by the same function.
     assert result["bits_per_dim"] == last["bits_per_dim"]
     assert (result["n_targets"], result["length"], result["stride"]) == (100, 16, 16)
-    assert result["checkpoint_step"] == 11
+    assert result["checkpoint_steps"] == [11]
 
     # Each flag is heeded.
     def scored(*more):
@@ -102,8 +102,8 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
     longer = scored("--length=20", "--stride=4", "--batch_size=3", "--seed=7")
     assert (longer["length"], longer["stride"], longer["seed"]) == (20, 4, 7)
     assert longer["bits_per_dim"] != result["bits_per_dim"]
-    assert scored("--checkpoint=10")["checkpoint_step"] == 10
-    assert scored("--checkpoint=latest")["checkpoint_step"] == 11
+    assert scored("--checkpoint=10")["checkpoint_steps"] == [10]
+    assert scored("--checkpoint=latest")["checkpoint_steps"] == [11]
     noisier = "--config=small/tiny.counting.n_valid=50"
     assert scored(noisier)["n_targets"] == 50 and scored(noisier)["overrides"] == [noisier[9:]]
 
@@ -117,7 +117,7 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
 
     for more, message in [
         (["--checkpoint=99"], "no checkpoint of step 99"),
-        (["--checkpoint=worst"], "checkpoint=worst must be best, latest or one of"),
+        (["--checkpoint=worst"], "checkpoint=worst must be best, latest, average:N or one of"),
         (["--stride=17"], "stride=17 must be from 1 to length=16"),
         (["--config=tiny.TinyLM.d_model=7"], "is of another model"),
         (["--config=tiny.TinyLM.d_modle=7"], "did you mean d_model"),
@@ -138,7 +138,7 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
     best = min(valid, key=valid.get)
     code, _, _ = call(evaluate.main, monkeypatch, capsys, "--output_dir=out")
     result = json.loads((folder / "out" / "evaluation_valid.json").read_text())
-    assert (result["checkpoint_step"], result["bits_per_dim"]) == (best, valid[best])
+    assert (result["checkpoint_steps"], result["bits_per_dim"]) == ([best], valid[best])
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ class Task(NamedTuple):
     train_batch: object
     eval_batches: object
     n_targets: object
+    translation: object = None
 
 
 def counting(

@@ -488,9 +488,9 @@ def backward(
 
 
 # For numbers of two bytes and heads of 64.
-FORWARD = Tiles(128, 64, 8, 3)
-QUERIES = Tiles(128, 64, 8, 3)
-KEYS = Tiles(64, 128, 8, 3)
+FORWARD = Tiles(64, 64, 4, 2)
+QUERIES = Tiles(128, 64, 4, 3)
+KEYS = Tiles(128, 64, 4, 2)
 
 
 def _tiles(layout: Layout, x: _Inputs, tiles: Tiles) -> Tiles:
@@ -505,4 +505,5 @@ def _tiles(layout: Layout, x: _Inputs, tiles: Tiles) -> Tiles:
 
     query = side(layout.block_q, layout.n_queries, tiles.query)
     key = side(layout.block_k, layout.n_keys, tiles.key)
-    return tiles._replace(query=query, key=key, num_warps=4 if max(query, key) < 128 else 8)
+    num_warps = tiles.num_warps if query == tiles.query and key == tiles.key else 4
+    return tiles._replace(query=query, key=key, num_warps=num_warps)

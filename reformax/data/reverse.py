@@ -1,0 +1,108 @@
+"""Reverse a sequence of symbols: the toy of translation, which needs no data.
+
+The first target depends on the last symbol of the source, so nothing but attention from the decoder
+to the encoder, at distances up to the sentence's length, can learn it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from reformax.data.base import (
+    EOS,
+    SPLITS,
+    UNKNOWN,
+    Batch,
+    SentencePairs,
+    Task,
+    Translation,
+    check_sizes,
+    check_split,
+    generator,
+    philox,
+)
+from reformax.data.vocabulary import Numbers
+
+
+def reverse(max_symbols: int = 15, vocab_size: int = 32, n_eval: int = 512) -> Task:
+    """The pairs (w, w reversed) of random words of 1 to `max_symbols` symbols, one pair a row.
+
+    Training pairs are fresh at every step. 'valid' and 'test' are `n_eval` fixed pairs each; their
+    random keys begin at 2^63, above every seed of training. As text a word is its ids apart by
+    spaces.
+
+    Args:
+      max_symbols: of a word. Batches must be longer than this, for EOS, and as pairs stand apart,
+        evaluation moves by one: its stride is the length.
+      vocab_size: symbols are uniform in 3..vocab_size - 1, behind the ids of padding, EOS and
+        unknown.
+      n_eval: pairs of 'valid' and of 'test'.
+
+    Raises:
+      ValueError: max_symbols or n_eval below 1, vocab_size below 4. The task's functions raise it
+        for a length that is too short, another stride, and for the split 'train', which has no end.
+    """
+    check_sizes(max_symbols=max_symbols, n_eval=n_eval)
+    if vocab_size < UNKNOWN + 2:
+        raise ValueError(f"vocab_size={vocab_size} must be at least {UNKNOWN + 2}, for one symbol")
+    held_out = SPLITS[1:]
+
+    def pairs(rng: np.random.Generator, n: int, length: int) -> SentencePairs:
+        lengths = rng.integers(1, max_symbols + 1, size=(n, 1))
+        symbols = rng.integers(UNKNOWN + 1, vocab_size, size=(n, max_symbols), dtype=np.int32)
+        symbols = np.pad(symbols, ((0, 0), (0, length - max_symbols)))
+        position = np.arange(length)
+        backwards = np.take_along_axis(symbols, np.maximum(lengths - 1 - position, 0), axis=1)
+        source, target = (
+            np.where(position < lengths, words, EOS * (position == lengths)).astype(np.int32)
+            for words in (symbols, backwards)
+        )
+        segments = (position <= lengths).astype(np.int32)
+        return SentencePairs(source, target, segments, segments)
+
+    def batch(rows: SentencePairs, batch_size: int) -> Batch:
+        fill = ((0, batch_size - len(rows.source)), (0, 0))
+        rows = SentencePairs(*(np.pad(part, fill) for part in rows))
+        return Batch(rows, rows.target, rows.target_segments.astype(np.float32))
+
+    def check_length(length: int) -> None:
+        if length <= max_symbols:
+            raise ValueError(
+                f"length={length} must be above {max_symbols}, reverse.max_symbols, for EOS"
+            )
+
+    def fixed(split: str, length: int) -> SentencePairs:
+        check_split("reverse", split, held_out)
+        # One draw for the split, so that its pairs do not depend on the batch size.
+        return pairs(philox(2**63, held_out.index(split)), n_eval, length)
+
+    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
+        check_sizes(batch_size=batch_size)
+        check_length(length)
+        return batch(pairs(generator(seed, step), batch_size, length), batch_size)
+
+    def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
+        check_sizes(batch_size=batch_size)
+        check_length(length)
+        if stride != length:
+            raise ValueError(f"stride={stride} must be length={length}: pairs stand apart")
+        rows = fixed(split, length)
+        starts = range(0, n_eval, batch_size)
+        parts = (slice(start, start + batch_size) for start in starts)
+        return (batch(SentencePairs(*(x[part] for x in rows)), batch_size) for part in parts)
+
+    def n_targets(split: str) -> int:
+        return int(fixed(split, max_symbols + 1).target_segments.sum())
+
+    def sentences(split: str) -> tuple[list[str], list[str]]:
+        rows = fixed(split, max_symbols + 1)
+        sources, references = (
+            [vocabulary.decode(ids) for ids in side.tolist()] for side in (rows.source, rows.target)
+        )
+        return sources, references
+
+    vocabulary = Numbers(vocab_size)
+    translation = Translation(vocabulary, sentences)
+    return Task("reverse", vocab_size, train_batch, eval_batches, n_targets, translation)

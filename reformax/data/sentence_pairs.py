@@ -1,0 +1,240 @@
+"""The task of translating sentences: encoded once, packed into rows, shuffled by the epoch.
+
+A row holds several pairs, numbered by segments, so that a batch of fixed shape is nearly full of
+tokens. Which pairs share a row is settled once for a seed and a length; every epoch takes the rows
+in another order. Letters in the shapes: P pairs, R rows, B batch, T length.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from reformax.data.base import (
+    SPLITS,
+    Batch,
+    SentencePairs,
+    Task,
+    Translation,
+    check_sizes,
+    check_split,
+    generator,
+    philox,
+)
+from reformax.data.vocabulary import SentencePieces
+
+# Of the rows that packing begins with: leaving 2% of room spares most pairs a second attempt.
+_FILL = 0.98
+_BLOCK = 1 << 16  # sentences encoded together, whose ids are Python's integers meanwhile
+
+
+class Rows(NamedTuple):
+    """Pairs in rows: row r holds `pairs[starts[r]:starts[r + 1]]`."""
+
+    pairs: Int[np.ndarray, " P"]
+    starts: Int[np.ndarray, " R+1"]
+
+
+class _Side(NamedTuple):
+    """Sentence p of one language is `ids[starts[p]:starts[p + 1]]`."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+
+def sentence_pairs(
+    name: str,
+    sentences: Callable[[str], tuple[list[str], list[str]]],
+    vocabulary: SentencePieces,
+) -> Task:
+    """The task of translating the first sentence of a pair into the second.
+
+    Training leaves out pairs with an empty side and those longer than a row, and says how many in
+    a warning. Evaluation leaves out none: pairs longer than its rows are scored in rows of twice
+    the length, or four times and so on, which a warning says too. An empty line is an end of
+    sentence alone.
+
+    Args:
+      name: of the task, for logs and errors.
+      sentences: split -> (sources, targets), read when it is called.
+      vocabulary: of both languages; what it is trained on is the caller's choice.
+
+    Returns:
+      a Task whose functions raise ValueError for an unknown split, for a stride other than the
+      length, for another size below 1, and where no training pair is as short as the length.
+    """
+    log = logging.getLogger(__name__)
+
+    @functools.cache
+    def encoded(split: str) -> tuple[_Side, _Side]:
+        check_split(name, split, SPLITS)
+        sources, targets = sentences(split)
+        if split == "train":
+            kept = [
+                pair for pair in zip(sources, targets, strict=True) if all(map(str.strip, pair))
+            ]
+            if len(kept) < len(sources):
+                log.warning(
+                    f"{name}: {len(sources) - len(kept):,} of {len(sources):,} training pairs have "
+                    "an empty side and are left out"
+                )
+            if not kept:
+                raise ValueError(f"{name}: every training pair has an empty side: give it text")
+            sources, targets = zip(*kept, strict=True)
+        return _encode(vocabulary, sources), _encode(vocabulary, targets)
+
+    def lengths_of(split: str) -> Int[np.ndarray, "P 2"]:
+        return np.stack([side.lengths for side in encoded(split)], axis=1)
+
+    @functools.lru_cache(maxsize=1)
+    def training_rows(seed: int, length: int) -> Rows:
+        lengths = lengths_of("train")
+        fits = np.flatnonzero(lengths.max(axis=1) <= length)
+        if len(fits) < len(lengths):
+            log.warning(
+                f"{name}: {len(lengths) - len(fits):,} of {len(lengths):,} training pairs are "
+                f"longer than length={length} tokens and are left out"
+            )
+        if not len(fits):
+            raise ValueError(
+                f"length={length} must be at least {lengths.max(axis=1).min()}, the tokens of "
+                f"{name}'s shortest training pair"
+            )
+        fits = philox(seed, 2**63).permutation(fits)  # 2^63 is no epoch
+        return pack(lengths, fits, length)
+
+    @functools.lru_cache(maxsize=2)  # a batch may begin in one epoch and end in the next
+    def order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
+        return philox(seed, epoch).permutation(n_rows)
+
+    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
+        check_sizes(batch_size=batch_size, length=length)
+        generator(seed, step)  # their range
+        rows = training_rows(seed, length)
+        n_rows = len(rows.starts) - 1
+        # The epochs' rows are one endless sequence, and a step takes the next batch of it.
+        chosen: list[np.ndarray] = []
+        first, end = step * batch_size, (step + 1) * batch_size
+        while first < end:
+            epoch, begin = divmod(first, n_rows)
+            chosen.append(order(seed, epoch, n_rows)[begin : begin + end - first])
+            first += len(chosen[-1])
+        return _batch(encoded("train"), rows, np.concatenate(chosen), batch_size, length)
+
+    def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
+        check_sizes(batch_size=batch_size, length=length)
+        if stride != length:
+            raise ValueError(f"stride={stride} must be length={length}: sentences stand apart")
+        lengths = lengths_of(split)
+        longest = lengths.max(axis=1)
+        row_lengths = [length]
+        while row_lengths[-1] < longest.max():
+            row_lengths.append(2 * row_lengths[-1])
+        if n_long := int((longest > length).sum()):
+            log.warning(
+                f"{name}: {n_long:,} of {len(lengths):,} {split} pairs are longer than "
+                f"length={length} tokens, up to {longest.max()}, and are scored in longer rows"
+            )
+
+        def batches() -> Iterator[Batch]:
+            for shortest, row_length in zip([0, *row_lengths], row_lengths, strict=False):
+                fits = np.flatnonzero((longest > shortest) & (longest <= row_length))
+                rows = pack(lengths, fits, row_length)
+                n_rows = len(rows.starts) - 1
+                for first in range(0, n_rows, batch_size):
+                    chosen = np.arange(first, min(first + batch_size, n_rows))
+                    yield _batch(encoded(split), rows, chosen, batch_size, row_length)
+
+        return batches()
+
+    def n_targets(split: str) -> int:
+        return len(encoded(split)[1].ids)
+
+    def checked_sentences(split: str) -> tuple[list[str], list[str]]:
+        check_split(name, split, SPLITS)
+        return sentences(split)
+
+    translation = Translation(vocabulary, checked_sentences)
+    return Task(name, vocabulary.size, train_batch, eval_batches, n_targets, translation)
+
+
+def pack(lengths: Int[np.ndarray, "P 2"], pairs: Int[np.ndarray, " N"], length: int) -> Rows:
+    """Puts pairs into rows that hold `length` tokens of either language.
+
+    By falling length, as many pairs as there are rows are dealt at a time, the longest to the row
+    with most room. Those that do not fit are packed again by themselves, into further rows.
+
+    Args:
+      lengths: of both sentences of every pair, from 1 to `length` for those that are packed.
+      pairs: which to pack; among pairs of equal length their order decides.
+      length: of a row.
+    """
+    longest = lengths.max(axis=1)
+    row_of = np.empty(len(lengths), np.int64)
+    left = pairs[np.argsort(-longest[pairs], kind="stable")]
+    n_rows = 0
+    while len(left):
+        n_new = int(np.ceil(lengths[left].sum(axis=0).max() / (_FILL * length)))
+        room = np.full((n_new, 2), length, lengths.dtype)
+        misfits = []
+        for first in range(0, len(left), n_new):
+            dealt = left[first : first + n_new]
+            rows = np.argsort(-room.min(axis=1), kind="stable")[: len(dealt)]
+            fits = (lengths[dealt] <= room[rows]).all(axis=1)
+            room[rows[fits]] -= lengths[dealt[fits]]
+            row_of[dealt[fits]] = n_rows + rows[fits]
+            misfits.append(dealt[~fits])
+        n_rows, left = n_rows + n_new, np.concatenate(misfits)
+    in_rows = pairs[np.argsort(row_of[pairs], kind="stable")]
+    counts = np.bincount(row_of[pairs], minlength=n_rows)
+    starts = np.concatenate([[0], np.cumsum(counts[counts > 0])])
+    return Rows(in_rows, starts)
+
+
+def _encode(vocabulary: SentencePieces, sentences: Sequence[str]) -> _Side:
+    dtype = np.uint16 if vocabulary.size <= 2**16 else np.int32
+    ids, lengths = [np.zeros(0, dtype)], [np.zeros(1, np.int64)]
+    for first in range(0, len(sentences), _BLOCK):
+        block = vocabulary.encode_all(sentences[first : first + _BLOCK])
+        lengths.append(np.array([len(sentence) for sentence in block], np.int64))
+        ids.append(np.concatenate(block).astype(dtype))
+    return _Side(np.concatenate(ids), np.cumsum(np.concatenate(lengths)))
+
+
+def _batch(
+    sides: tuple[_Side, _Side], rows: Rows, chosen: np.ndarray, batch_size: int, length: int
+) -> Batch:
+    """The chosen rows as a batch, filled up with empty ones."""
+    slots, row, k = _ranges(rows.starts[chosen], rows.starts[chosen + 1])
+    pairs = rows.pairs[slots]
+    parts = []
+    for ids, starts in sides:
+        sources, slot, position = _ranges(starts[pairs], starts[pairs + 1])
+        # Where a sentence begins in its row: the tokens before it, less those of earlier rows.
+        before = np.concatenate([[0], np.cumsum(starts[pairs + 1] - starts[pairs])])[:-1]
+        begin = before - before[np.searchsorted(row, row)]
+        place = row[slot] * length + begin[slot] + position
+        for values in (ids[sources], k[slot] + 1):
+            part = np.zeros(batch_size * length, np.int32)
+            part[place] = values
+            parts.append(part.reshape(batch_size, length))
+    source, source_segments, target, target_segments = parts
+    weights = (target_segments > 0).astype(np.float32)
+    return Batch(SentencePairs(source, target, source_segments, target_segments), target, weights)
+
+
+def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The integers of all ranges [begin, end): themselves, their range's index, place in it."""
+    counts = ends - begins
+    index = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return begins[index] + place, index, place

@@ -1,0 +1,119 @@
+"""Your own sentence pairs: two text files of the same number of lines for each split."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from reformax.data import files
+from reformax.data.base import SPLITS, Task
+from reformax.data.sentence_pairs import sentence_pairs
+from reformax.data.vocabulary import SentencePieces
+
+_ENDINGS = ("", ".gz", ".xz", ".zip")
+
+
+def text_pairs(
+    data_dir: str,
+    source: str = "en",
+    target: str = "de",
+    train: str = "train.{language}",
+    valid: str = "val*.{language}",
+    test: str = "test*.{language}",
+    vocab_size: int = 8000,
+    model_type: str = "unigram",
+    character_coverage: float = 1.0,
+) -> Task:
+    """Translation from one language of a folder into another, line by line.
+
+    Files are UTF-8, one sentence a line, and plain or with the ending .gz, .xz or .zip. The
+    vocabulary is learnt from the lines of both training files. A split is read when it is needed:
+    to score a test set, the others need not be there.
+
+    Args:
+      data_dir: the folder.
+      source: what stands for {language} in the names of the files to translate.
+      target: and of those to translate into.
+      train: the files' names without their endings; a pattern with the wildcards of a shell that
+        one file matches.
+      valid: of the pairs to choose by.
+      test: of those to report.
+      vocab_size: pieces of the vocabulary.
+      model_type: 'unigram' or 'bpe'; also 'char' and 'word'.
+      character_coverage: of the text's characters, the share that is not unknown.
+
+    Raises:
+      FileNotFoundError: the folder does not exist; when a split is read, a file that does not.
+      ValueError: a pattern that several files match or that has no {language}, files of different
+        lengths, empty or damaged ones, or bytes that are no UTF-8, when a split is read.
+    """
+    folder = files.existing(data_dir)
+    if not folder.is_dir():
+        raise ValueError(f"data_dir={data_dir} must be a folder with the files of both languages")
+    patterns = dict(zip(SPLITS, (train, valid, test), strict=True))
+    for split, pattern in patterns.items():
+        if "{language}" not in pattern:
+            raise ValueError(
+                f"{split}={pattern!r} must have {{language}} in it: train.{{language}}"
+            )
+
+    @functools.lru_cache(maxsize=2)
+    def sentences(split: str) -> tuple[list[str], list[str]]:
+        paths = [
+            _find(folder, split, patterns[split].replace("{language}", language))
+            for language in (source, target)
+        ]
+        return read_pairs(*paths)
+
+    def training_text() -> list[str]:
+        return [line for side in sentences("train") for line in side]
+
+    vocabulary = SentencePieces(vocab_size, training_text, model_type, character_coverage)
+    return sentence_pairs(f"text_pairs {source}-{target}", sentences, vocabulary)
+
+
+def read_pairs(source: Path, target: Path) -> tuple[list[str], list[str]]:
+    """The lines of two files that belong together.
+
+    Raises:
+      ValueError: they have different numbers of lines, or as `read_lines` does.
+    """
+    sides = read_lines(source), read_lines(target)
+    if len(sides[0]) != len(sides[1]):
+        raise ValueError(
+            f"{source} has {len(sides[0]):,} lines and {target} {len(sides[1]):,}: line n of one "
+            "must translate line n of the other"
+        )
+    return sides
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file, plain or packed, without their ends.
+
+    Raises:
+      ValueError: the file is empty, damaged or no UTF-8.
+      OSError: it cannot be read.
+    """
+    data = files.read_file(path).removesuffix(b"\n")
+    try:
+        # Only a newline ends a line: str.splitlines knows ten other ends, and texts hold some.
+        return [line.removesuffix("\r") for line in data.decode("utf-8").split("\n")]
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{path} is not UTF-8: byte {data[error.start]:#04x} in line {line:,}: convert it, as "
+            "with iconv"
+        ) from None
+
+
+def _find(folder: Path, split: str, pattern: str) -> Path:
+    found = {path for ending in _ENDINGS for path in folder.glob(pattern + ending)}
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} has no file {pattern}, .gz, .xz or .zip: put one there, or set "
+            f"text_pairs.{split} to the name of yours"
+        )
+    if len(found) > 1:
+        names = ", ".join(sorted(path.name for path in found))
+        raise ValueError(f"{folder} holds {names}: set text_pairs.{split} to the name of one")
+    return found.pop()

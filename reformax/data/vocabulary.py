@@ -1,0 +1,229 @@
+"""Sentences as ids: a vocabulary of sentencepiece, kept with the run that it was learnt for.
+
+Kudo & Richardson 2018, "SentencePiece". Ids 0, 1 and 2 are padding, the end of a sentence and the
+unknown piece.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from reformax.data.base import EOS, PAD, UNKNOWN
+
+FILE = "vocabulary.model"
+MODEL_TYPES = ("unigram", "bpe", "char", "word")
+# The unigram trainer sums over threads: their number decides the last bits, so it is fixed.
+_THREADS = 16
+
+
+class Numbers:
+    """Sentences that are ids apart by spaces, of a task or a model without words."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def encode(self, sentence: str) -> list[int]:
+        """The numbers of a sentence and `EOS`.
+
+        Raises:
+          ValueError: they are no numbers from 3 to size - 1.
+        """
+        words = sentence.split()
+        ids = [int(word) if word.isascii() and word.isdigit() else -1 for word in words]
+        for word, number in zip(words, ids, strict=True):
+            if not UNKNOWN < number < self.size:
+                raise ValueError(
+                    f"{word!r} is no id of this model, which has no {FILE}: give numbers from "
+                    f"{UNKNOWN + 1} to {self.size - 1} apart by spaces"
+                )
+        return [*ids, EOS]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The numbers before the first `EOS`."""
+        return " ".join(str(i) for i in _sentence(ids))
+
+    def keep_in(self, folder: str | os.PathLike, begun: bool) -> None:
+        """Nothing is learnt."""
+
+
+class SentencePieces:
+    """A sentencepiece model of `size` pieces, trained when it is first needed.
+
+    Of characters or words there are fewer pieces where the text has no more. Two vocabularies that
+    were trained on the same sentences with the same settings are the same.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        sentences: Callable[[], Sequence[str]],
+        model_type: str = "unigram",
+        character_coverage: float = 1.0,
+        max_sentences: int = 2_000_000,
+    ):
+        """Says what to train on; nothing is read yet.
+
+        Args:
+          size: pieces in all, those of padding, EOS and unknown included.
+          sentences: gives those to train on.
+          model_type: 'unigram', 'bpe', 'char' or 'word'.
+          character_coverage: the share of the text's characters that get a piece of their own; the
+            rarest others are unknown.
+          max_sentences: of more, every so many are taken, evenly.
+
+        Raises:
+          ValueError: sizes that cannot be, or another model type.
+        """
+        if size < UNKNOWN + 2:
+            raise ValueError(f"vocab_size={size} must be at least {UNKNOWN + 2}")
+        if model_type not in MODEL_TYPES:
+            raise ValueError(f"model_type={model_type!r} must be one of {', '.join(MODEL_TYPES)}")
+        if not 0 < character_coverage <= 1:
+            raise ValueError(f"character_coverage={character_coverage} must be above 0, at most 1")
+        if max_sentences < 1:
+            raise ValueError(f"max_sentences={max_sentences} must be at least 1")
+        self.size = size
+        self._sentences = sentences
+        self._max_sentences = max_sentences
+        self._settings = {"model_type": model_type, "character_coverage": character_coverage}
+        self._bytes: bytes | None = None
+        self._pieces = None
+
+    @property
+    def serialised(self) -> bytes:
+        """The model as sentencepiece writes it."""
+        if self._bytes is None:
+            self._bytes = self._trained()
+        return self._bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this vocabulary from another."""
+        return fingerprint(self.serialised)
+
+    def encode(self, sentence: str) -> list[int]:
+        """The ids of a sentence's pieces and `EOS`."""
+        return [*self._processor().encode(sentence), EOS]
+
+    def encode_all(self, sentences: Sequence[str]) -> list[list[int]]:
+        """What `encode` makes of each, on all cores."""
+        return self._processor().encode(list(sentences), add_eos=True, num_threads=-1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids before the first `EOS`; padding is left out."""
+        return self._processor().decode([int(i) for i in _sentence(ids)])
+
+    def keep_in(self, folder: str | os.PathLike, begun: bool) -> str:
+        """Reads FOLDER/vocabulary.model; trains and writes it where the run has not begun.
+
+        Returns:
+          The fingerprint.
+
+        Raises:
+          ValueError: the file is missing though the run has begun, damaged or of another size, or
+            it is there and not what training makes though the run has not begun.
+        """
+        path = Path(folder) / FILE
+        if begun:
+            kept = load(folder)
+            exact = self._settings["model_type"] in ("unigram", "bpe")
+            if kept.size > self.size or (exact and kept.size < self.size):
+                raise ValueError(
+                    f"{path} has {kept.size} pieces and the config vocab_size={self.size}: "
+                    f"set vocab_size={kept.size}, or give another output_dir"
+                )
+            self._bytes, self._pieces = kept._bytes, kept._pieces
+        elif path.exists():
+            if path.read_bytes() != self.serialised:
+                raise ValueError(
+                    f"{path} is not the vocabulary of this training text and these settings, and "
+                    "the run has no checkpoint yet: delete it, or give another output_dir"
+                )
+        else:
+            temporary = path.with_suffix(".tmp")
+            temporary.write_bytes(self.serialised)
+            temporary.replace(path)
+        return self.fingerprint
+
+    def _processor(self):
+        if self._pieces is None:
+            self._pieces = _processor(self.serialised, "the vocabulary")
+        return self._pieces
+
+    def _trained(self) -> bytes:
+        import sentencepiece
+
+        sentences = self._sentences()
+        every = -(-len(sentences) // self._max_sentences)
+        model = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=itertools.islice(sentences, 0, None, every or 1),
+                model_writer=model,
+                vocab_size=self.size,
+                pad_id=PAD,
+                eos_id=EOS,
+                unk_id=UNKNOWN,
+                bos_id=-1,
+                normalization_rule_name="identity",  # a reference's characters are scored as such
+                num_threads=_THREADS,
+                minloglevel=2,
+                **self._settings,
+            )
+        except RuntimeError as error:
+            raise ValueError(_explained(error, self.size)) from None
+        return model.getvalue()
+
+
+def load(folder: str | os.PathLike) -> SentencePieces:
+    """The vocabulary that a run's folder keeps, without any training data.
+
+    Raises:
+      ValueError: it is missing or damaged.
+    """
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing: the model's ids mean nothing without it, copy it back from where "
+            "the run was trained"
+        )
+    data = path.read_bytes()
+    pieces = _processor(data, str(path))
+    vocabulary = SentencePieces(pieces.get_piece_size(), list)
+    vocabulary._bytes, vocabulary._pieces = data, pieces
+    return vocabulary
+
+
+def fingerprint(serialised: bytes) -> str:
+    """The first 16 hexadecimal digits of the SHA-256."""
+    return hashlib.sha256(serialised).hexdigest()[:16]
+
+
+def _processor(serialised: bytes, source: str):
+    import sentencepiece
+
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_proto=serialised)
+        ids = pieces.pad_id(), pieces.eos_id(), pieces.unk_id()
+    except RuntimeError as error:
+        raise ValueError(f"{source} is no sentencepiece model: copy it again") from error
+    if ids != (PAD, EOS, UNKNOWN):
+        raise ValueError(
+            f"{source} has padding, EOS and unknown at {ids} and this needs {(PAD, EOS, UNKNOWN)}: "
+            "use a vocabulary that train.py made"
+        )
+    return pieces
+
+
+def _sentence(ids: Iterable[int]) -> Iterable[int]:
+    return (i for i in itertools.takewhile(lambda i: i != EOS, ids) if i != PAD)
+
+
+def _explained(error: RuntimeError, size: int) -> str:
+    text = " ".join(str(error).split()).rpartition("] ")[2]
+    return f"vocab_size={size} does not fit the training text: {text}"

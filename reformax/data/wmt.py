@@ -1,0 +1,121 @@
+"""WMT: news and parliament in two languages, of the yearly shared tasks of machine translation.
+
+WMT14 English-German, 4.5 million pairs, is what "Attention Is All You Need" (section 5.1) and
+"Reformer" (section 5) report BLEU of: trained on, chosen by newstest2013, reported on newstest2014.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from reformax.data.base import SPLITS, Task
+from reformax.data.sentence_pairs import sentence_pairs
+from reformax.data.vocabulary import SentencePieces
+
+URL = "https://www.statmt.org/wmt14/training-parallel-nc-v9.tgz"
+_TFDS_SPLITS = dict(zip(SPLITS, ("train", "validation", "test"), strict=True))
+_BLOCK = 10_000  # examples read together
+
+
+def wmt(
+    data_dir: str | None = None,
+    dataset: str = "wmt14_translate/de-en",
+    source: str = "en",
+    target: str = "de",
+    vocab_size: int = 32_000,
+    model_type: str = "unigram",
+    character_coverage: float = 0.9995,
+    max_sentences: int = 2_000_000,
+) -> Task:
+    """Translation between the two languages of a WMT dataset of tensorflow-datasets.
+
+    Args:
+      data_dir: where tensorflow-datasets keeps its datasets. None: its default, TFDS_DATA_DIR or
+        ~/tensorflow_datasets. What is not there is downloaded and prepared, which takes an hour.
+      dataset: its name and pair of languages, such as 'wmt16_translate/ro-en'.
+      source: the language to translate.
+      target: the language to translate into.
+      vocab_size: pieces of the vocabulary of both languages.
+      model_type: 'unigram' or 'bpe'.
+      character_coverage: of the text's characters, the share that is not unknown.
+      max_sentences: the vocabulary is learnt from so many at most, taken evenly from all.
+
+    Raises:
+      FileNotFoundError: data_dir does not exist.
+      ValueError: the dataset is not of these languages.
+      OSError: when a split is read: it could not be downloaded, prepared or read.
+    """
+    if sorted(dataset.partition("/")[2].split("-")) != sorted((source, target)):
+        raise ValueError(
+            f"dataset={dataset!r} is not of source={source!r} and target={target!r}: set "
+            "dataset='wmt14_translate/de-en' or the languages"
+        )
+    if data_dir is not None and not Path(data_dir).expanduser().is_dir():
+        raise FileNotFoundError(
+            f"data_dir={data_dir} is no folder: give the one where tensorflow-datasets keeps "
+            f"{dataset}, or leave data_dir out"
+        )
+
+    @functools.lru_cache(maxsize=2)
+    def sentences(split: str) -> tuple[list[str], list[str]]:
+        return load(dataset, (source, target), split, data_dir)
+
+    def training_text() -> list[str]:
+        return [sentence for side in sentences("train") for sentence in side]
+
+    vocabulary = SentencePieces(
+        vocab_size, training_text, model_type, character_coverage, max_sentences
+    )
+    return sentence_pairs(f"{dataset} {source}-{target}", sentences, vocabulary)
+
+
+def load(
+    dataset: str, languages: tuple[str, str], split: str, data_dir: str | None = None
+) -> tuple[list[str], list[str]]:
+    """The sentences of a split in each language, in the dataset's order.
+
+    Datasets that were prepared before are read in the format they are in; a new one is written as
+    ArrayRecord, which needs no TensorFlow to be read.
+
+    Raises:
+      OSError: it could not be downloaded, prepared or read.
+    """
+    # Only here, so that the module is imported in no time and without tensorflow-datasets.
+    import tensorflow_datasets as tfds
+
+    from reformax.data import prepared
+
+    folder = None if data_dir is None else str(Path(data_dir).expanduser())
+
+    def builder():
+        there = tfds.builder(dataset, data_dir=folder)
+        if there.is_prepared():
+            return there
+        return tfds.builder(dataset, data_dir=folder, file_format="array_record")
+
+    def read(builder):
+        sides: tuple[list[str], list[str]] = ([], [])
+        for block in _blocks(tfds, builder, _TFDS_SPLITS[split]):
+            for side, language in zip(sides, languages, strict=True):
+                side += [sentence.decode() for sentence in block[language]]
+        return sides
+
+    return prepared.load(
+        dataset,
+        builder,
+        read,
+        URL,
+        f"run `tfds build {dataset}` where there is a network and pass --data_dir=its folder",
+    )
+
+
+def _blocks(tfds, builder, split: str):
+    """Dicts of lists of bytes."""
+    if builder.info.file_format.value != "array_record":
+        yield from tfds.as_numpy(builder.as_dataset(split, batch_size=_BLOCK))
+        return
+    source = builder.as_data_source(split)
+    for first in range(0, len(source), _BLOCK):
+        examples = source.__getitems__(range(first, min(first + _BLOCK, len(source))))
+        yield {name: [example[name] for example in examples] for name in builder.info.features}

@@ -1,0 +1,172 @@
+"""Beam search with an encoder-decoder; greedy decoding is a beam of one.
+
+The score of a hypothesis of n tokens, its end among them, is `log p / ((5 + n) / 6)^alpha` (Wu et
+al. 2016, "Google's Neural Machine Translation System", eq. 14, without coverage). The search keeps
+the K most probable beginnings and, apart, the best hypothesis that has ended; it ends where no
+beginning can become better than that one any more, which is certain: log p can but fall, and no
+length divides it by more than the greatest.
+
+One of the K beginnings is what greedy decoding would have written so far, however improbable, until
+it ends. Of the K others of a common beam search the last is given up where it is not among them;
+in return no search scores below greedy decoding.
+
+Letters in the shapes: B sources, K beams, V vocabulary, L the largest length.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Hypotheses(NamedTuple):
+    """The best of each source."""
+
+    tokens: Int[Array, "B L"]  # 0 behind the end
+    lengths: Int[Array, " B"]  # with the end, if it was reached
+    log_p: Float[Array, " B"]
+    scores: Float[Array, " B"]
+
+
+class _State(NamedTuple):
+    """What goes from one token to the next."""
+
+    count: Int[Array, ""]  # tokens of every beginning
+    decoding: Any  # the model's, which has read all of their tokens but the last
+    tokens: Int[Array, "B K L"]  # the beginnings
+    log_p: Float[Array, "B K"]  # -inf: none
+    greedy: Bool[Array, " B"]  # whether the first of the beginnings is that of greedy decoding
+    best: Hypotheses
+    done: Bool[Array, " B"]
+
+
+def search(
+    model,
+    params,
+    weights,
+    source: Int[Array, "B S"],
+    limits: Int[Array, " B"],
+    alpha: Float[Array, ""],
+    end: Int[Array, ""],
+    rng,
+    *,
+    beam_size: int,
+    capacity: int,
+) -> Hypotheses:
+    """Translates sources; a source's result depends on no other's. To be compiled.
+
+    Args:
+      model: an encoder-decoder built for evaluation: `prefill`, `beams`, `select`, `step`.
+      params: its weights.
+      weights: the same as `model.for_decoding` has them.
+      source: tokens, padded with 0 on the right.
+      limits: how many tokens each target may have; what has not ended there is scored as it is.
+      alpha: of the length penalty, 0 or more; 0 for none.
+      end: the token that ends a hypothesis.
+      rng: the source of hashes.
+      beam_size: K.
+      capacity: L, at least the largest limit.
+    """
+    logits, decoding, remembered = model.prefill(params, source, capacity, rng)
+    n_rows, n_words = logits.shape
+    # Of so many candidates K do not end; greedy decoding takes the first and nothing else.
+    n_candidates = 2 * beam_size if beam_size > 1 else 1
+    n_each = min(n_candidates, n_words)
+
+    def penalty(length):
+        return ((5 + length) / 6) ** alpha
+
+    def better(best: Hypotheses, found: Hypotheses, where) -> Hypotheses:
+        where = where & (found.scores > best.scores)
+        return Hypotheses(
+            *(
+                jnp.where(where.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+                for new, old in zip(found, best, strict=True)
+            )
+        )
+
+    def best_of(tokens, log_p, length) -> Hypotheses:
+        """The best of hypotheses of one length, `[B, n, L]`."""
+        i = jnp.argmax(log_p, axis=1)[:, None]
+        top = jnp.take_along_axis(log_p, i, axis=1)[:, 0]
+        lengths = jnp.full((n_rows,), length, jnp.int32)
+        tokens = jnp.take_along_axis(tokens, i[..., None], axis=1)[:, 0]
+        return Hypotheses(tokens, lengths, top, top / penalty(length))
+
+    def choose(state: _State, logits: Float[Array, "B K V"]) -> _State:
+        """The beginnings with one more token, given the logits of it."""
+        count = state.count + 1
+        # The best candidates of each beginning in order, then the best of all.
+        top, token = jax.lax.top_k(logits.reshape(-1, n_words), n_each)
+        log_p = top.reshape(n_rows, beam_size, -1) - jax.nn.logsumexp(
+            logits, axis=-1, keepdims=True
+        )
+        log_p = (log_p + state.log_p[..., None]).reshape(n_rows, -1)
+        # What greedy decoding takes is the first candidate of the first beginning.
+        greedy = (jnp.arange(log_p.shape[1]) == 0) & state.greedy[:, None]
+        ranked = jnp.where(greedy, jnp.inf, log_p)
+        _, chosen = jax.lax.top_k(ranked, min(n_candidates, log_p.shape[1]))
+        log_p, token = (
+            jnp.take_along_axis(x, chosen, axis=1) for x in (log_p, token.reshape(n_rows, -1))
+        )
+        parents = chosen // n_each
+        tokens = jnp.take_along_axis(state.tokens, parents[..., None], axis=1)
+        tokens = tokens.at[:, :, state.count].set(token)
+
+        ends = token == end
+        ended = best_of(tokens, jnp.where(ends, log_p, -jnp.inf), count)
+        best = better(state.best, ended, ~state.done)
+        # The best K that go on, in their order: that of greedy decoding stays the first.
+        kept = jnp.argsort(ends, axis=1, stable=True)[:, :beam_size]
+        tokens = jnp.take_along_axis(tokens, kept[..., None], axis=1)
+        log_p = jnp.where(ends, -jnp.inf, log_p)  # none goes on of a beam of one
+        log_p, parents = (jnp.take_along_axis(x, kept, axis=1) for x in (log_p, parents))
+        # At a source's limit the beginnings are hypotheses as they are.
+        best = better(best, best_of(tokens, log_p, count), (count == limits) & ~state.done)
+        reachable = log_p.max(axis=1) / penalty(limits)
+        return _State(
+            count=count,
+            decoding=model.select(state.decoding, parents),
+            tokens=tokens,
+            log_p=log_p,
+            greedy=state.greedy & ~ends[:, 0],
+            best=best,
+            done=state.done | (count >= limits) | (reachable <= best.scores),
+        )
+
+    def advance(state: _State) -> _State:
+        last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, axis=2, keepdims=False)
+        logits, decoding = model.step(weights, last.reshape(-1), state.decoding, remembered)
+        state = state._replace(decoding=decoding)
+        return choose(state, logits.reshape(n_rows, beam_size, n_words))
+
+    tokens = jnp.zeros((n_rows, beam_size, capacity), jnp.int32)
+    nothing = jnp.full((n_rows,), -jnp.inf)
+    empty = jnp.where(jnp.arange(beam_size) == 0, 0.0, -jnp.inf)  # one beginning, without a token
+    state = _State(
+        count=jnp.int32(0),
+        decoding=model.beams(decoding, beam_size, capacity),
+        tokens=tokens,
+        log_p=jnp.broadcast_to(empty, (n_rows, beam_size)),
+        greedy=jnp.ones(n_rows, bool),
+        best=Hypotheses(tokens[:, 0], jnp.zeros(n_rows, jnp.int32), nothing, nothing),
+        done=limits <= 0,
+    )
+    state = choose(state, jnp.broadcast_to(logits[:, None], (n_rows, beam_size, n_words)))
+    return jax.lax.while_loop(lambda state: ~jnp.all(state.done), advance, state).best
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("beam_size", "capacity"))
+def compiled_search(model, *arguments, beam_size: int, capacity: int) -> Hypotheses:
+    """`search`, compiled for each model, beam size and capacity."""
+    return search(model, *arguments, beam_size=beam_size, capacity=capacity)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def prepare(model, params) -> Any:
+    """The weights of decoding."""
+    return model.for_decoding(params)

@@ -1,0 +1,183 @@
+"""Translates any number of sentences: batches of like lengths, and text in and out.
+
+What is computed of a sentence depends on its own length alone: to which of a few lengths it is
+padded and how much room its translation has. Its batch is as large for all of its length in a call,
+and empty rows fill up the last, so that a sentence meets the same arithmetic in whichever place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from reformax.generation import beam
+
+# Batches that the device is given before the first one's result is waited for.
+_IN_FLIGHT = 2
+_SHORTEST = 16
+
+
+class Hypothesis(NamedTuple):
+    """A translation."""
+
+    tokens: list[int]  # up to and with its end, if it was reached
+    log_p: float  # of all of them, in nats
+    score: float  # with the length penalty
+
+
+class Line(NamedTuple):
+    """A line of text translated."""
+
+    text: str
+    n_tokens: int  # 0 of a blank line
+    log_p: float
+    score: float
+
+
+def translate(
+    model,
+    params,
+    sources: Sequence[Sequence[int]],
+    *,
+    beam_size: int = 4,
+    length_penalty: float = 0.6,
+    max_extra: int = 50,
+    batch_tokens: int = 4096,
+    end: int = 1,
+    hash_seed: int = 0,
+    progress: bool = False,
+) -> list[Hypothesis]:
+    """Translates sentences of token numbers.
+
+    Args:
+      model: an encoder-decoder built for evaluation.
+      params: its weights.
+      sources: the tokens of each, at least one.
+      beam_size: 1 decodes greedily; see `beam`.
+      length_penalty: alpha of the score.
+      max_extra: a translation may have so many tokens more than its source.
+      batch_tokens: source tokens of a batch, padding included; at least a sentence is in it.
+      end: the token that ends a translation.
+      hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
+      progress: whether to show a bar.
+
+    Returns:
+      The best hypothesis of each source, in their order.
+
+    Raises:
+      ValueError: an argument out of range, or a source longer than the model's positions hold.
+      NotImplementedError: an attention of the decoder cannot decode.
+    """
+    for name, value, least in (
+        ("beam_size", beam_size, 1),
+        ("length_penalty", length_penalty, 0),
+        ("max_extra", max_extra, 1),
+        ("batch_tokens", batch_tokens, 1),
+    ):
+        if not least <= value < float("inf"):
+            raise ValueError(f"{name} is {value}: expected {least} or more")
+    sources = [np.asarray(source, np.int32) for source in sources]
+    for i, source in enumerate(sources):
+        if not source.size or source.min() < 0 or source.max() >= model.source_vocab_size:
+            raise ValueError(
+                f"sources[{i}] is {source.tolist()}: expected one or more tokens below the model's "
+                f"vocabulary, {model.source_vocab_size}"
+            )
+        if model.max_length is not None and len(source) > model.max_length:
+            raise ValueError(
+                f"sources[{i}] has {len(source)} tokens: the model's positions hold "
+                f"{model.max_length}, shorten it"
+            )
+    results: list[Hypothesis | None] = [None] * len(sources)
+    weights = beam.prepare(model, params)
+    rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
+    in_flight: list = []
+
+    def fetch():
+        rows, found = in_flight.pop(0)
+        found = jax.device_get(found)
+        for i, *row in zip(rows, *found, strict=False):  # behind the rows are empty ones
+            tokens, length, log_p, score = row
+            results[i] = Hypothesis(tokens[:length].tolist(), float(log_p), float(score))
+        bar.update(len(rows))
+
+    with tqdm(total=len(sources), unit="line", disable=not progress, leave=False) as bar:
+        for rows, n_rows, length in _batches([len(s) for s in sources], batch_tokens):
+            capacity = length + max_extra
+            if model.max_length is not None:
+                length, capacity = (min(n, model.max_length) for n in (length, capacity))
+            tokens, limits = np.zeros((n_rows, length), np.int32), np.zeros(n_rows, np.int32)
+            for b, i in enumerate(rows):
+                tokens[b, : len(sources[i])] = sources[i]
+                limits[b] = min(len(sources[i]) + max_extra, capacity)
+            found = beam.compiled_search(
+                model,
+                params,
+                weights,
+                tokens,
+                limits,
+                jnp.float32(length_penalty),
+                jnp.int32(end),
+                rng,
+                beam_size=beam_size,
+                capacity=capacity,
+            )
+            in_flight.append((rows, found))
+            if len(in_flight) > _IN_FLIGHT:
+                fetch()
+        while in_flight:
+            fetch()
+    return results
+
+
+def translate_lines(model, params, vocabulary, lines: Sequence[str], **options) -> list[Line]:
+    """Translates lines of text; a blank line stays blank.
+
+    Args:
+      model: as in `translate`, and the next.
+      params: its weights.
+      vocabulary: has `encode(line)`, the tokens of a line and its end, and `decode(tokens)`.
+      lines: without their ends.
+      **options: those of `translate`.
+    """
+    numbers = [i for i, line in enumerate(lines) if line.strip()]
+    sources = []
+    for i in numbers:
+        try:
+            sources.append(vocabulary.encode(lines[i]))
+        except ValueError as error:
+            raise ValueError(f"line {i + 1}: {error}") from None
+    results = [Line("", 0, 0.0, 0.0)] * len(lines)
+    for i, found in zip(numbers, translate(model, params, sources, **options), strict=True):
+        # A translation is a line, whatever the model came up with.
+        text = " ".join(vocabulary.decode(found.tokens).splitlines())
+        results[i] = Line(text, len(found.tokens), found.log_p, found.score)
+    return results
+
+
+def _batches(lengths: Sequence[int], batch_tokens: int):
+    """Batches as (which sources, rows, length): like lengths together, the shortest first."""
+    padded = np.array([_padded(n) for n in lengths], int)
+    for length in np.unique(padded).tolist():
+        where = np.flatnonzero(padded == length)
+        where = where[np.argsort(np.array(lengths)[where], kind="stable")].tolist()
+        n_batches = -(-len(where) // max(1, batch_tokens // length))
+        n_rows = _rounded(-(-len(where) // n_batches))
+        for first in range(0, len(where), n_rows):
+            yield where[first : first + n_rows], n_rows, length
+
+
+def _padded(length: int) -> int:
+    """The power of two that a source is padded to."""
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
+
+
+def _rounded(n: int) -> int:
+    """The next of a few numbers: multiples of a quarter of the power of two below."""
+    step = max(1, (1 << (n.bit_length() - 1)) // 4)
+    return -(-n // step) * step

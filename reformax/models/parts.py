@@ -1,0 +1,116 @@
+"""What the models are assembled of by name: cycles of blocks, positions, activations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+from jaxtyping import Array
+
+from reformax.layers import (
+    Attention,
+    AxialPositionalEncoding,
+    Block,
+    CrossAttention,
+    FeedForward,
+    Layer,
+    SinusoidalPositionalEncoding,
+)
+from reformax.layers.dropout import check_rate
+from reformax.ops.base import AttentionOp
+
+AttentionType = AttentionOp | Sequence[AttentionOp]
+Activation = Callable[[Array], Array] | str
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+
+
+def cycle_of_blocks(
+    attention_type: AttentionType,
+    *,
+    cross_attention_type: AttentionOp | None = None,
+    causal: bool = True,
+    n_heads: int,
+    d_attention_key: int,
+    d_attention_value: int,
+    d_ff: int,
+    dropout: float,
+    ff_dropout: float | None,
+    attention_dropout: float,
+    attention_bias: bool,
+    use_rotary: bool,
+    ff_activation: Activation,
+    ff_chunk_size: int,
+    mode: str,
+    name: str = "attention_type",
+) -> list[Block]:
+    """A block for each algorithm of the cycle, by the arguments that models have.
+
+    Args:
+      attention_type: an algorithm, or a cycle of them over the layers.
+      cross_attention_type: of the attention to a memory, which only a decoder's blocks have.
+      causal: whether the blocks are a decoder's.
+      n_heads: and the next, as in `lm.ReformerLM`.
+      use_rotary: whether positions turn queries and keys.
+      name: what `attention_type` is called where it is wrong.
+    """
+    cycle = [attention_type] if isinstance(attention_type, AttentionOp) else attention_type
+    if isinstance(cycle, str) or not all(isinstance(op, AttentionOp) for op in cycle):
+        raise ValueError(
+            f"{name} is {attention_type!r}: expected an AttentionOp, such as lsh.lsh(), or a cycle "
+            "of them"
+        )
+    check_rate("dropout", dropout)
+    if isinstance(ff_activation, str) and ff_activation not in ACTIVATIONS:
+        raise ValueError(
+            f"ff_activation is {ff_activation!r}: expected one of {', '.join(ACTIVATIONS)}, or a "
+            "function"
+        )
+    attention = dict(
+        n_heads=n_heads,
+        d_qk=d_attention_key,
+        d_v=d_attention_value,
+        bias=attention_bias,
+        output_bias=attention_bias,
+        attention_dropout=attention_dropout,
+        output_dropout=dropout,
+        mode=mode,
+    )
+    return [
+        Block(
+            Attention(op, **attention, causal=causal, use_rotary=use_rotary),
+            FeedForward(
+                d_ff,
+                dropout,
+                dropout if ff_dropout is None else ff_dropout,
+                ACTIVATIONS.get(ff_activation, ff_activation),
+                ff_chunk_size,
+                mode,
+            ),
+            cross_attention_type and CrossAttention(cross_attention_type, **attention),
+        )
+        for op in cycle
+    ]
+
+
+def added_positions(
+    pos_type: str, pos_axial_shape: Sequence[int], pos_d_axial_embs: Sequence[int]
+) -> Layer | None:
+    """What is added to the embeddings; None where positions turn queries and keys, or are none."""
+    if pos_type not in ("rotary", "axial", "sinusoidal", "none"):
+        raise ValueError(
+            f"pos_type is {pos_type!r}: expected 'rotary', 'axial', 'sinusoidal' or 'none'"
+        )
+    if (pos_type == "axial") != bool(pos_axial_shape or pos_d_axial_embs):
+        raise ValueError(
+            f"pos_type is {pos_type!r}, pos_axial_shape {tuple(pos_axial_shape)}: "
+            "pos_type='axial' and the axial arguments go together"
+        )
+    if pos_type == "axial":
+        return AxialPositionalEncoding(pos_axial_shape, pos_d_axial_embs)
+    return SinusoidalPositionalEncoding() if pos_type == "sinusoidal" else None

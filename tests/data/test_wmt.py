@@ -1,0 +1,76 @@
+"""WMT by the ways of tensorflow-datasets: a tiny dataset that its own builder prepared."""
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from reformax.data import wmt
+
+WORDS = {
+    "en": ["one", "two", "three", "four", "five", "six"],
+    "de": ["eins", "zwei", "drei", "vier", "fünf", "sechs"],
+}
+SIZES = {"train": 40, "validation": 6, "test": 5}
+
+
+def sentence(language, split, i):
+    rng = np.random.default_rng([len(split), i])
+    return " ".join(rng.choice(WORDS[language], 1 + i % 7)) + f" {split} {i}"
+
+
+def examples(split):
+    for i in range(SIZES[split]):
+        yield i, {language: sentence(language, split, i) for language in WORDS}
+
+
+def prepare(folder, file_format):
+    """Writes the dataset as its own builder does, but for the download."""
+    builder = tfds.builder_cls("wmt14_translate")
+
+    class Local(builder, skip_registration=True):
+        name = builder.name
+        url_infos = {}
+
+        def _split_generators(self, dl_manager):
+            return {split: examples(split) for split in SIZES}
+
+    local = Local(config="de-en", data_dir=str(folder), file_format=file_format)
+    local.download_and_prepare()
+
+
+@pytest.mark.parametrize("file_format", ["array_record", "tfrecord"])
+def test_a_prepared_dataset_is_read(tmp_path, file_format):
+    prepare(tmp_path, file_format)
+    folder = str(tmp_path)
+    task = wmt.wmt(folder, vocab_size=40)
+    for split, its in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        sources, references = task.translation.sentences(split)
+        number = [int(source.split()[-1]) for source in sources]
+        assert sorted(number) == list(range(SIZES[its]))
+        assert sources == [sentence("en", its, i) for i in number]
+        assert references == [sentence("de", its, i) for i in number]
+    other_way = wmt.wmt(folder, source="de", target="en", vocab_size=40)
+    assert other_way.translation.sentences("test") == (references, sources)
+    batch = task.train_batch(0, 0, 2, 64)
+    vocabulary = task.translation.vocabulary
+    sources, references = task.translation.sentences("train")
+    for row in range(2):
+        pair = [
+            vocabulary.decode(side[row][segments[row] == 2])
+            for side, segments in zip(batch.inputs[:2], batch.inputs[2:], strict=True)
+        ]
+        assert references[sources.index(pair[0])] == pair[1]
+
+
+def test_a_dataset_that_cannot_be_had_is_told(tmp_path, monkeypatch, fails_in_one_line):
+    monkeypatch.setattr(wmt, "URL", "http://127.0.0.1:9/wmt.tgz")
+    task = wmt.wmt(str(tmp_path))
+    with fails_in_one_line(OSError, "wmt14_translate/de-en could not be prepared from http://127"):
+        task.n_targets("test")
+
+
+def test_bad_arguments_are_told(fails_in_one_line):
+    with fails_in_one_line(ValueError, "dataset='wmt14_translate/de-en' is not of source='fr'"):
+        wmt.wmt(source="fr")
+    with fails_in_one_line(FileNotFoundError, "data_dir=nowhere is no folder"):
+        wmt.wmt("nowhere")

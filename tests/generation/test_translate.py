@@ -1,0 +1,251 @@
+"""Beam search against one written out in Python over whole forwards; batches; lines; scores."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from reformax import generation
+from reformax.generation import beam, scores, translation
+from reformax.models import Reformer, Transformer
+from reformax.ops import dense, local, lsh
+from tests.layers import plain
+from tests.layers.plain import fast_jit
+
+RNG = jax.random.fold_in(jax.random.PRNGKey(0), 0)  # that of hash_seed=0
+EXTRA = 5
+SMALL = dict(
+    input_vocab_size=11,
+    d_model=8,
+    d_ff=12,
+    n_encoder_layers=1,
+    n_decoder_layers=2,
+    n_heads=2,
+    mode="eval",
+)
+STRICT = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True)
+MOVED = dense.dense()._replace(traits=dense.dense().traits._replace(beams=False))
+# With seeds of weights whose texts end here and there.
+MODELS = {
+    "transformer": (Transformer, dict(post_norm=True, n_decoder_layers=1), 3),
+    "reformer": (Reformer, dict(pos_type="rotary"), 1),
+    "moved caches": (Reformer, dict(pos_type="rotary", decoder_attention_type=MOVED), 1),
+    "local and LSH": (
+        Reformer,
+        dict(decoder_attention_type=(local.local(chunk_len=4), STRICT)),
+        3,
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_fast():
+    with pytest.MonkeyPatch.context() as patch:
+        search = jax.jit(
+            beam.search,
+            static_argnums=(0,),
+            static_argnames=("beam_size", "capacity"),
+            compiler_options=plain.FAST,
+        )
+        patch.setattr(beam, "compiled_search", search)
+        yield
+
+
+@functools.cache
+def make(name):
+    """A model, weights that make it heed what it reads, and a token that ends half of its texts."""
+    constructor, options, seed = MODELS[name]
+    model = constructor(**SMALL | options)
+    params = plain.init(model, (2, 12), seed=seed)
+    strong = jax.tree.map(lambda w: 3 * w, params)
+    params = strong | {"embedding": params["embedding"]}
+    endless = generation.translate(model, params, sources(), beam_size=1, max_extra=EXTRA, end=-1)
+    late = [[t for t in set(h.tokens) if h.tokens.index(t) > 1] for h in endless]
+    return model, params, max(range(3, 11), key=lambda t: -abs(sum(t in x for x in late) - 4))
+
+
+def sources(lengths=(3, 7, 1, 12, 5, 9, 2, 4), seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 11, n).tolist() for n in lengths]
+
+
+def translated(name, some, **options):
+    model, params, end = make(name)
+    return generation.translate(model, params, some, max_extra=EXTRA, end=end, **options)
+
+
+@functools.cache
+def forward(name):
+    model, params, _ = make(name)
+    # Token 0 is a token like others among those that are read.
+    return fast_jit(lambda *x: jax.nn.log_softmax(model.apply(params, *x, rng=RNG)))
+
+
+def next_log_p(name, source, tokens):
+    """log p of every next token, by a forward over all of the beginning."""
+    pad = np.zeros((1, 16 + EXTRA), np.int32)
+    source_row, target = pad[:, :16].copy(), pad.copy()
+    source_row[0, : len(source)] = source
+    target[0, : len(tokens)] = tokens
+    target[0, len(tokens)] = 3  # the token looked for, which its own prediction does not read
+    segments = (np.arange(target.shape[1]) <= len(tokens)).astype(np.int32)[None]
+    log_p = forward(name)(source_row, target, (source_row > 0).astype(np.int32), segments)
+    return np.asarray(log_p[0, len(tokens)], np.float64)
+
+
+def penalty(n, alpha):
+    return ((5 + n) / 6) ** alpha
+
+
+def greedy(name, source):
+    tokens, log_p, end = [], 0.0, make(name)[2]
+    while len(tokens) < len(source) + EXTRA and tokens[-1:] != [end]:
+        p = next_log_p(name, source, tokens)
+        tokens, log_p = [*tokens, int(p.argmax())], log_p + p.max()
+    return tokens, log_p
+
+
+def searched(name, source, n_beams, alpha):
+    """The search as its text has it, to the limit without stopping."""
+    limit, end = len(source) + EXTRA, make(name)[2]
+    beams, found, path = [([], 0.0)], [], []
+    for n in range(1, limit + 1):
+        candidates = []
+        for tokens, log_p in beams:
+            p = next_log_p(name, source, tokens)
+            candidates += [([*tokens, v], log_p + p[v]) for v in range(len(p))]
+            if path is not None and tokens == path:
+                follow = [*path, int(p.argmax())]
+        # That of greedy decoding goes before all.
+        candidates.sort(key=lambda c: (path is None or c[0] != follow, -c[1]))
+        candidates = candidates[: 2 * n_beams]
+        path = None if path is None or follow[-1] == end else follow
+        found += [(lp / penalty(n, alpha), lp, t) for t, lp in candidates if t[-1] == end]
+        beams = [c for c in candidates if c[0][-1] != end][:n_beams]
+    found += [(lp / penalty(limit, alpha), lp, t) for t, lp in beams]
+    return max(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_beam_of_one_is_greedy_decoding_by_whole_forwards(name):
+    """Token by token: what the cached steps choose is the argmax of the forward, at every step."""
+    some, end = sources(), make(name)[2]
+    found = translated(name, some, beam_size=1)
+    for source, got in zip(some, found, strict=True):
+        tokens, log_p = greedy(name, source)
+        assert got.tokens == tokens
+        assert got.log_p == pytest.approx(log_p, abs=1e-4)
+        assert got.score == pytest.approx(log_p / penalty(len(tokens), 0.6), abs=1e-4)
+    ended = [got.tokens[-1] == end for got in found]
+    assert any(ended) and not all(ended), "both ways to end are there"
+
+
+@pytest.mark.parametrize(
+    "name, alpha", [("reformer", 0.6), ("reformer", 0.0), ("reformer", 2.0), ("moved caches", 0.6)]
+)
+def test_the_search_is_the_one_written_out(name, alpha):
+    some = sources((3, 6, 9))
+    found = translated(name, some, beam_size=3, length_penalty=alpha)
+    for source, got in zip(some, found, strict=True):
+        score, log_p, tokens = searched(name, source, 3, alpha)
+        assert got.tokens == tokens
+        assert (got.score, got.log_p) == pytest.approx((score, log_p), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transformer", "local and LSH"])
+def test_no_search_scores_below_greedy_decoding(name):
+    some = sources(tuple(range(1, 15)) * 4, seed=3)
+    one, four = (translated(name, some, beam_size=n) for n in (1, 4))
+    gain = [b.score - a.score for a, b in zip(one, four, strict=True)]
+    assert min(gain) > -1e-5 and max(gain) > 0.1
+    # The scores are the model's, of these tokens.
+    for source, got in list(zip(some, four, strict=True))[5:8]:
+        total = sum(
+            next_log_p(name, source, got.tokens[:t])[token] for t, token in enumerate(got.tokens)
+        )
+        assert got.log_p == pytest.approx(total, abs=1e-4)
+
+
+def test_a_sentence_does_not_depend_on_its_batch():
+    """In another order bit for bit; in batches of other sizes up to rounding."""
+    some = sources(tuple(range(1, 33)), seed=4)
+    run = functools.partial(translated, "reformer")
+    whole = run(some, batch_tokens=128)
+    order = np.random.default_rng(0).permutation(len(some))
+    shuffled = run([some[i] for i in order], batch_tokens=128)
+    assert [whole[i] for i in order] == shuffled
+    for batch_tokens in (16, 512):
+        others = run(some[::3], batch_tokens=batch_tokens)
+        for one, other in zip(whole[::3], others, strict=True):
+            assert one.tokens == other.tokens
+            assert one.score == pytest.approx(other.score, abs=1e-5)
+
+
+class Letters:
+    """A vocabulary of the letters a to h."""
+
+    def encode(self, line):
+        if not set(line) <= set("abcdefgh"):
+            raise ValueError(f"{line!r} has other letters")
+        return [ord(c) - ord("a") + 3 for c in line] + [1]
+
+    def decode(self, tokens):
+        return "".join("\n" if t == 2 else chr(t - 3 + ord("a")) for t in tokens if t >= 2)
+
+
+def test_lines():
+    model, params, _ = make("transformer")
+    run = functools.partial(generation.translate_lines, model, params, Letters(), max_extra=3)
+    one, blank, other, spaces = run(["abc", "", "h", " "])
+    assert blank == spaces == translation.Line("", 0, 0.0, 0.0)
+    (want,) = generation.translate(model, params, [[3, 4, 5, 1]], max_extra=3)
+    assert one.text == " ".join(Letters().decode(want.tokens).splitlines())
+    assert one.n_tokens == len(want.tokens)
+    assert (one.log_p, one.score) == pytest.approx((want.log_p, want.score), abs=1e-5)
+    assert "\n" not in one.text + other.text and other.n_tokens > 0
+    assert run([]) == []
+    with pytest.raises(ValueError, match="^line 2: 'xyz' has other letters"):
+        run(["a", "xyz"])
+
+
+def test_batches_hold_every_source_once():
+    lengths = np.random.default_rng(0).integers(1, 200, 300).tolist()
+    seen = []
+    shapes = {}
+    for rows, n_rows, length in translation._batches(lengths, 1024):
+        assert 0 < len(rows) <= n_rows and max(lengths[i] for i in rows) <= length
+        assert n_rows * length <= 1.25 * 1024
+        assert shapes.setdefault(length, n_rows) == n_rows
+        seen += rows
+    assert sorted(seen) == list(range(300))
+    ((rows, n_rows, length),) = translation._batches([5000], 1024)
+    assert (rows, n_rows, length) == ([0], 1, 8192)
+
+
+def test_scores():
+    references = ["Ein Hund läuft über die Wiese .", "Zwei Männer stehen vor dem Haus ."]
+    got = scores.score([references[0].lower(), references[1]], references)
+    assert got["bleu_uncased"] == pytest.approx(100)
+    assert 20 < got["bleu"] < 90 and got["exact"] == 0.5
+    assert "case:mixed" in got["bleu_signature"] and "case:lc" in got["bleu_uncased_signature"]
+    assert "tok:13a" in got["bleu_signature"] and "version:" in got["bleu_signature"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(beam_size=0), "beam_size is 0: expected 1 or more"),
+        (dict(length_penalty=-1.0), "length_penalty is -1.0: expected 0 or more"),
+        (dict(length_penalty=math.nan), "length_penalty is nan"),
+        (dict(max_extra=0), "max_extra is 0"),
+        (dict(batch_tokens=0), "batch_tokens is 0"),
+        (dict(sources=[[3], []]), r"sources\[1\] is \[\]: expected one or more tokens"),
+        (dict(sources=[[11]]), r"sources\[0\] is \[11\]: .* vocabulary, 11"),
+    ],
+)
+def test_a_mistake_is_told(options, message):
+    model, params, _ = make("transformer")
+    with pytest.raises(ValueError, match=message):
+        generation.translate(model, params, **dict(sources=[[3]]) | options)

@@ -1,0 +1,302 @@
+"""Encoder-decoders: the equations, packing, padding, gradients, decoding, and what is refused."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.layers import CrossAttention
+from reformax.layers._trax import signature
+from reformax.models import Reformer, Transformer
+from reformax.ops import dense, local, lsh, shared_qk
+from reformax.ops.cache import take_rows
+from tests.layers import plain
+from tests.layers.plain import fast_jit
+
+RNG = jax.random.PRNGKey(5)
+SMALL = dict(
+    input_vocab_size=13,
+    d_model=8,
+    d_ff=12,
+    n_encoder_layers=2,
+    n_decoder_layers=2,
+    n_heads=2,
+    dropout=0.0,
+    mode="eval",
+)
+WINDOW = local.local(chunk_len=4, window=3, n_chunks_after=1)
+MODELS = {
+    "transformer": (Transformer, {}),
+    "post-norm": (Transformer, dict(post_norm=True, attention_bias=True)),
+    "rotary": (Transformer, dict(pos_type="rotary", remat=True)),
+    "axial": (
+        Transformer,
+        dict(pos_type="axial", pos_axial_shape=(4, 8), pos_d_axial_embs=(2, 6)),
+    ),
+    "reformer": (Reformer, dict(pos_type="rotary")),
+    "reformer, windows": (
+        Reformer,
+        dict(
+            encoder_attention_type=(WINDOW, dense.dense()),
+            decoder_attention_type=local.local(chunk_len=4, window=4),
+            ff_chunk_size=3,
+            exact=True,
+        ),
+    ),
+    "two vocabularies": (Reformer, dict(output_vocab_size=17, d_attention_key=3)),
+}
+
+
+@functools.cache
+def make(name):
+    constructor, options = MODELS[name]
+    model = constructor(**SMALL | options)
+    return model, plain.init(model, (2, 12))
+
+
+def sentences(lengths, seed=0, low=2):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(low, 13, n).astype(np.int32) for n in lengths]
+
+
+def packed(rows, length):
+    """Rows of sentences one after the other, and their segments."""
+    tokens, segments = np.zeros((2, len(rows), length), np.int32)
+    for b, row in enumerate(rows):
+        at = 0
+        for k, sentence in enumerate(row):
+            tokens[b, at : at + len(sentence)] = sentence
+            segments[b, at : at + len(sentence)] = k + 1
+            at += len(sentence)
+    return tokens, segments
+
+
+def nats(model, params, inputs, weights):
+    """The sum of -log p of the targets."""
+    log_p = jax.nn.log_softmax(model.logits(params, model.features(params, inputs, RNG)))
+    picked = jnp.take_along_axis(log_p, inputs[1][..., None], axis=-1)[..., 0]
+    return -jnp.sum(picked * weights)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_batch_trains_like_its_sentences_one_by_one(name):
+    """Loss and every gradient, of three pairs in a row, and of one in the next, with padding."""
+    model, params = make(name)
+    sources, targets = sentences([5, 3, 4, 7]), sentences([4, 6, 3, 9], seed=1)
+    (source, source_segments), (target, target_segments) = (
+        packed([x[:3], x[3:]], 16) for x in (sources, targets)
+    )
+    gradient = fast_jit(jax.value_and_grad(functools.partial(nats, model)))
+    got = gradient(params, (source, target, source_segments, target_segments), target_segments > 0)
+    alone = [(packed([[s]], 9), packed([[t]], 9)) for s, t in zip(sources, targets, strict=True)]
+    parts = [
+        gradient(params, (s, t, s_segments, t_segments), t_segments > 0)
+        for (s, s_segments), (t, t_segments) in alone
+    ]
+    want = jax.tree.map(lambda *x: sum(x), *parts)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    # On the grid of exact=True the two round now and then to another multiple.
+    plain.assert_trees_close(got[1], want[1], 2e-3 if "windows" in name else 2e-5)
+    assert all(np.any(g) for g in jax.tree.leaves(got[1]))
+
+
+@pytest.mark.parametrize("name", ["transformer", "reformer"])
+def test_padding_changes_nothing(name):
+    """Neither how much there is nor, on either side, what stands there."""
+    model, params = make(name)
+    (source, segments), (target, target_segments) = (packed([[s]], 12) for s in sentences([5, 7]))
+    features = fast_jit(lambda *inputs: model.features(params, inputs, RNG))
+    want = features(source, target, segments, target_segments)[:, :7]
+    short = features(source[:, :5], target[:, :7], segments[:, :5], target_segments[:, :7])
+    np.testing.assert_allclose(short, want, atol=1e-5)
+    junk = [np.where(s > 0, x, 3) for x, s in ((source, segments), (target, target_segments))]
+    got = features(*junk, segments, target_segments)[:, :7]
+    np.testing.assert_array_equal(got, want)
+    # Without segments they are where the tokens are not 0.
+    np.testing.assert_array_equal(features(source, target)[:, :7], want)
+
+
+def test_no_target_is_read_before_its_time():
+    model, params = make("reformer")
+    source, target = (np.stack(sentences([6, 6], seed)) for seed in (0, 1))
+    apply = fast_jit(lambda t: model.apply(params, source, t, rng=RNG))
+    other = target.copy()
+    other[:, 3] = (other[:, 3] - 2 + 1) % 11 + 2
+    before, after = apply(target), apply(other)
+    np.testing.assert_array_equal(before[:, :4], after[:, :4])
+    assert np.abs(before[:, 4:] - after[:, 4:]).max() > 1e-3
+
+
+def attention(p, x, memory, mask):
+    """Multi-head attention, a head at a time."""
+    out = 0
+    for w_q, w_k, w_v, w_o in zip(*(p[f"w_{letter}"] for letter in "qkvo"), strict=True):
+        scores = (x @ w_q) @ (memory @ w_k).T / math.sqrt(w_q.shape[1])
+        weights = np.exp(np.where(mask, scores, -np.inf))
+        out = out + weights / weights.sum(axis=-1, keepdims=True) @ (memory @ w_v) @ w_o
+    return out
+
+
+def norm(p, x):
+    centred = x - x.mean(axis=-1, keepdims=True)
+    deviation = np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-6)
+    return centred / deviation * p["scale"] + p["bias"]
+
+
+def by_hand(params, source, target, order):
+    """The logits in NumPy float64: pre-norm, post-norm, or reversible with pre-norm."""
+    params = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
+    d_model = params["embedding"].shape[1]
+
+    def embedded(tokens):
+        angle = np.arange(len(tokens))[:, None] / 10_000 ** (
+            np.arange(d_model // 2) / (d_model / 2)
+        )
+        return params["embedding"][tokens] * math.sqrt(d_model) + np.concatenate(
+            [np.sin(angle), np.cos(angle)], axis=1
+        )
+
+    def run(side, x, sublayers):
+        stack, streams = params[side]["stack"]["block_0"], [x, x] if order == "reversible" else [x]
+        for layer in range(2):
+            p = jax.tree.map(lambda w: w[layer], stack)  # noqa: B023
+            for name, function in sublayers.items():
+                read = streams[-1] if order == "post" else norm(p[f"{name}_norm"], streams[-1])
+                y = streams[0] + function(p[name], read)
+                streams = [*streams[1:], norm(p[f"{name}_norm"], y) if order == "post" else y]
+        x = sum(streams) / len(streams)
+        return x if order == "post" else norm(params[side]["norm"], x)
+
+    def feed_forward(p, x):
+        return np.maximum(x @ p["w1"] + p["b1"], 0) @ p["w2"] + p["b2"]
+
+    everything = np.ones((len(source), len(source)), bool)
+    encoder = {"attention": lambda p, x: attention(p, x, x, everything)}
+    memory = run("encoder", embedded(source), encoder | {"feed_forward": feed_forward})
+    decoder = {
+        "attention": lambda p, x: attention(p, x, x, np.tri(len(x), dtype=bool)),
+        "cross_attention": lambda p, x: attention(p, x, memory, True),
+        "feed_forward": feed_forward,
+    }
+    x = run("decoder", embedded(np.concatenate([[0], target[:-1]])), decoder)
+    return x @ params["embedding"].T
+
+
+@pytest.mark.parametrize("order", ["pre", "post", "reversible"])
+def test_logits_are_the_equations(order):
+    constructor = Reformer if order == "reversible" else Transformer
+    model = constructor(**SMALL, **(dict(post_norm=True) if order == "post" else {}))
+    params = plain.init(model, (1, 7))
+    source, target = sentences([5, 7])
+    got = fast_jit(model.apply)(params, source[None], target[None])[0]
+    want = by_hand(params, source, target, order)
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+
+
+def test_a_fresh_model_guesses():
+    model = Transformer(**SMALL | dict(input_vocab_size=1000, d_model=64, d_ff=128))
+    params = model.init_params(RNG, (1, 12))
+    source, target = np.random.default_rng(0).integers(2, 1000, (2, 8, 12), np.int32)
+    loss = fast_jit(functools.partial(nats, model))(params, (source, target), 1) / target.size
+    assert abs(loss - math.log(1000)) < 1
+
+
+def test_dtype_is_what_sublayers_and_logits_compute_in():
+    source, target = (np.stack(sentences([6, 6], seed)) for seed in (0, 1))
+    params = make("reformer")[1]
+    wide, narrow = (
+        fast_jit(Reformer(**SMALL, pos_type="rotary", dtype=dtype).apply)(params, source, target)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert wide.dtype == narrow.dtype == jnp.float32
+    assert 1e-4 < np.abs(wide - narrow).max() < 0.3
+
+
+def test_dropout_is_in_training_alone():
+    source, target = (np.stack(sentences([6, 6], seed)) for seed in (0, 1))
+    params = make("transformer")[1]
+    train = Transformer(**SMALL | dict(dropout=0.3, mode="train"))
+    evaluation = Transformer(**SMALL | dict(dropout=0.3))
+    one, other = (
+        fast_jit(train.features)(params, (source, target), jax.random.PRNGKey(i)) for i in (0, 1)
+    )
+    assert np.abs(one - other).max() > 0.1
+    want = fast_jit(make("transformer")[0].features)(params, (source, target))
+    np.testing.assert_array_equal(fast_jit(evaluation.features)(params, (source, target)), want)
+
+
+def test_in_trax():
+    model = Transformer(**SMALL)
+    source, target = (np.stack(sentences([6, 6], seed)) for seed in (0, 1))
+    model.init(signature((source, target)))
+    assert model((source, target)).shape == (2, 6, 13)
+
+
+STRICT = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True)
+DECODERS = {
+    "dense": (Transformer, dict(post_norm=True)),
+    "rotary": (Reformer, dict(pos_type="rotary")),
+    "local": (Reformer, dict(decoder_attention_type=local.local(chunk_len=4))),
+    "lsh": (Reformer, dict(decoder_attention_type=(local.local(chunk_len=4), STRICT))),
+    "shared": (Transformer, dict(decoder_attention_type=shared_qk.shared_qk())),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_step_is_that_of_the_forward(name):
+    """Two rows a source, sources of different lengths, in a cache that is longer than needed."""
+    constructor, options = DECODERS[name]
+    model = constructor(**SMALL | options)
+    params = plain.init(model, (2, 12))
+    source, _ = packed([[s] for s in sentences([7, 4])], 8)
+    target = np.stack(sentences([9] * 4, seed=1))
+    rows = np.repeat(np.arange(2), 2)
+    # The capacity is the length by which automatic settings go.
+    padded = np.pad(target, ((0, 0), (0, 3)))
+    want = fast_jit(model.apply)(params, source[rows], padded, rng=RNG)
+    logits, decoding, remembered = fast_jit(lambda p, s: model.prefill(p, s, padded.shape[1], RNG))(
+        params, source
+    )
+    logits, decoding = logits[rows], take_rows(decoding, rows)
+    step, weights = fast_jit(model.step), model.for_decoding(params)
+    for t in range(target.shape[1]):
+        np.testing.assert_allclose(logits, want[:, t], atol=1e-5 * np.abs(want).max())
+        logits, decoding = step(weights, target[:, t], decoding, remembered)
+
+
+@pytest.mark.parametrize(
+    "op, why", [(lsh.lsh(), "its keys are its own queries"), (local.local(), "reads one sequence")]
+)
+def test_what_cannot_cross_is_refused(op, why):
+    with pytest.raises(NotImplementedError, match=f"{why}; use one whose traits say cross=True"):
+        Transformer(**SMALL, cross_attention_type=op)
+    with pytest.raises(NotImplementedError, match="cannot attend from one sequence to another"):
+        CrossAttention(op)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(input_vocab_size=1), "input_vocab_size is 1: expected at least 2"),
+        (dict(n_heads=3), "d_model is 8: expected a multiple of n_heads, 3"),
+        (dict(pos_type="learned"), "pos_type is 'learned'"),
+        (dict(encoder_attention_type="lsh"), "encoder_attention_type is 'lsh'"),
+        (dict(ff_activation="gleu"), "ff_activation is 'gleu'"),
+        (dict(n_decoder_layers=3, decoder_attention_type=(WINDOW, WINDOW)), "n_layers is 3"),
+    ],
+)
+def test_a_mistake_is_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        Transformer(**SMALL | options)
+
+
+def test_positions_that_hold_too_little():
+    model, params = make("axial")
+    tokens = np.ones((1, 33), np.int32)
+    with pytest.raises(ValueError, match="33 positions and the model's hold 32"):
+        jax.eval_shape(model.features, params, (tokens, tokens))
+    with pytest.raises(ValueError, match="capacity is 33: expected at most 32"):
+        jax.eval_shape(lambda p: model.prefill(p, tokens[:, :5], 33), params)

@@ -1,0 +1,215 @@
+"""Training on packed sentence pairs: the vocabulary stays with the run, and averages are means."""
+
+import argparse
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import evaluate
+from reformax.data import vocabulary
+from reformax.data.reverse import reverse
+from reformax.data.text_pairs import text_pairs
+from reformax.training import checkpoint, loop, optimizer, script
+from reformax.training.evaluation import evaluate as score
+from tests.training import tiny, worker
+from tests.training.scripts import call
+
+
+class TinyTranslator(tiny.TinyLM):
+    """The tiny language model of the target, given the mean of its source's embeddings."""
+
+    def features(self, params, inputs, rng=None):
+        source, target, source_segments, target_segments = inputs
+        embedded = params["embedding"][source]
+        same = (target_segments[:, :, None] == source_segments[:, None, :]) * 1.0
+        mean = same @ embedded / jnp.maximum(same.sum(-1, keepdims=True), 1)
+        return super().features(params, target, rng) + mean
+
+
+def write(folder, n=80):
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for split, size in (("train", n), ("val", 9), ("test", 5)):
+        words = [" ".join(rng.choice(list("abcdefg"), rng.integers(1, 9))) for _ in range(size)]
+        (folder / f"{split}.en").write_text("\n".join(words) + "\n")
+        (folder / f"{split}.de").write_text("\n".join(w.upper()[::-1] for w in words) + "\n")
+    return str(folder)
+
+
+def arguments(folder, **others):
+    task = text_pairs(folder, vocab_size=20, model_type="char")
+    model = partial(TinyTranslator, vocab_size=20, max_length=10**6)
+    settings = {"task": task, "model": model, "steps": 12, "batch_size": 4, "length": 32}
+    settings |= {"optimizer": optimizer.adam(1e-2), "label_smoothing": 0.1}
+    return worker.arguments() | settings | others
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(folder of the data, folder of the run, result)"""
+    data = write(tmp_path_factory.mktemp("translation") / "data")
+    folder = tmp_path_factory.mktemp("translation") / "run"
+    return data, folder, loop.train(folder, **arguments(data, checkpoint_every=4, keep=3))
+
+
+def leaves(folder, step):
+    like = jax.eval_shape(TinyTranslator(vocab_size=20).init_params, jax.random.PRNGKey(0), (1, 1))
+    params, _ = checkpoint.Checkpoints(folder).restore_params(step, like)
+    return np.concatenate([x.ravel() for x in jax.tree.leaves(params)])
+
+
+def test_a_run_learns_and_names_its_metric(run):
+    _, folder, result = run
+    assert result["metric"] == "bits_per_token" and "bits_per_dim" not in result
+    lines = worker.record(folder)
+    assert all("bits_per_dim" not in line for line in lines)
+    train = [line["bits_per_token"] for line in lines if line["split"] == "train"]
+    assert train[-1] < train[0]
+    assert lines[-1]["bits_per_token"] == result["bits_per_token"] == result["best_bits_per_token"]
+    assert (folder / "loss.png").stat().st_size > 0
+
+
+def test_the_metric_is_the_mean_over_the_sentences_one_by_one(run):
+    """Unsmoothed, packed or not, whatever the rows' length."""
+    data, folder, result = run
+    task = arguments(data)["task"]
+    words = task.translation.vocabulary
+    model = TinyTranslator(vocab_size=20, max_length=10**6, mode="eval")
+    like = jax.eval_shape(model.init_params, jax.random.PRNGKey(0), (1, 1))
+    params = jax.device_put(checkpoint.Checkpoints(folder).restore_params(12, like)[0])
+
+    @jax.jit
+    def log_p(*inputs):
+        return jax.nn.log_softmax(model.logits(params, model.features(params, inputs)))
+
+    nats = n = 0
+    for pair in zip(*task.translation.sentences("valid"), strict=True):
+        ids = [words.encode(sentence) for sentence in pair]
+        rows = [np.pad(side, (0, 32 - len(side)))[None] for side in ids]
+        scores = log_p(*rows, *(np.where(row > 0, 1, 0) for row in rows))[0]
+        nats -= sum(float(scores[t, target]) for t, target in enumerate(ids[1]))
+        n += len(ids[1])
+    # Rows of one pair each: the tiny model reads the two tokens before, of whatever segment.
+    alone = score(model, params, task, "valid", batch_size=3, length=1)
+    assert alone["n_targets"] == n == task.n_targets("valid")
+    assert alone["bits_per_token"] == pytest.approx(nats / np.log(2) / n, rel=1e-5)
+
+
+def test_micro_batches_are_the_batch(run, tmp_path):
+    data, folder, _ = run
+    loop.train(tmp_path, **arguments(data, accumulate=2))
+    np.testing.assert_allclose(leaves(tmp_path, 12), leaves(folder, 12), atol=1e-5)
+
+
+def test_a_run_that_goes_on_reads_its_vocabulary_and_computes_the_same(run, tmp_path, monkeypatch):
+    data, folder, _ = run
+    loop.train(tmp_path, **arguments(data, steps=6))
+    kept = (tmp_path / "vocabulary.model").read_bytes()
+    monkeypatch.setattr(vocabulary.SentencePieces, "_trained", lambda self: pytest.fail("trained"))
+    loop.train(tmp_path, **arguments(data))
+    assert (tmp_path / "vocabulary.model").read_bytes() == kept
+    np.testing.assert_array_equal(leaves(tmp_path, 12), leaves(folder, 12))
+
+
+def test_a_vocabulary_that_does_not_fit_is_told(run, tmp_path):
+    data, _, _ = run
+    with pytest.raises(ValueError, match="label_smoothing=1 must be in"):
+        loop.train(tmp_path, **arguments(data, label_smoothing=1))
+    with pytest.raises(ValueError, match="ids below 20 and the model vocab_size=19"):
+        loop.train(tmp_path, **arguments(data, model=partial(TinyTranslator, vocab_size=19)))
+    assert not list(tmp_path.iterdir())
+    loop.train(tmp_path, **arguments(data, steps=2))
+    path = tmp_path / "vocabulary.model"
+    lines = ["a b c d e f g A B C D E F G h i j k"] * 5 + ["x"]
+    path.write_bytes(vocabulary.SentencePieces(22, lambda: lines, "char").serialised)
+    with pytest.raises(ValueError, match="has 22 pieces and the config vocab_size=20"):
+        loop.train(tmp_path, **arguments(data))
+    path.write_bytes(vocabulary.SentencePieces(20, lambda: lines, "char").serialised)
+    with pytest.raises(ValueError, match="and that of checkpoint 2 is .* copy the run's own") as e:
+        loop.train(tmp_path, **arguments(data))
+    assert "\n" not in str(e.value)
+    path.unlink()
+    with pytest.raises(ValueError, match="vocabulary.model is missing: the model's ids mean"):
+        loop.train(tmp_path, **arguments(data))
+
+
+def test_a_task_without_files_trains(tmp_path):
+    settings = {"task": reverse(7, 12), "model": partial(TinyTranslator, vocab_size=12)}
+    result = loop.train(tmp_path, **worker.arguments(steps=2, length=8) | settings)
+    assert result["bits_per_token"] > 0 and not (tmp_path / "vocabulary.model").exists()
+
+
+def test_an_average_is_the_mean_of_the_last_checkpoints(run):
+    _, folder, _ = run
+    checkpoints = checkpoint.Checkpoints(folder)
+    assert checkpoints.steps() == [8, 10, 12]
+    model = TinyTranslator(vocab_size=20)
+    like = jax.eval_shape(model.init_params, jax.random.PRNGKey(0), (1, 1))
+    for n, steps in ((1, [12]), (2, [10, 12]), (3, [8, 10, 12])):
+        mean, averaged = checkpoints.restore_average(n, like)
+        assert averaged == steps
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), mean) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), like
+        )
+        vector = np.concatenate([x.ravel() for x in jax.tree.leaves(mean)])
+        expected = np.mean([leaves(folder, step) for step in steps], axis=0)
+        np.testing.assert_allclose(vector, expected, rtol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"average:4 needs 4 checkpoints and .* has 3 \(8, 10, 12"
+    ) as e:
+        checkpoints.restore_average(4, like)
+    assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match="average:0 needs 1"):
+        checkpoints.restore_average(0, like)
+
+
+def test_the_scripts_take_an_average(run):
+    _, folder, _ = run
+    args = argparse.Namespace(output_dir=str(folder), checkpoint="average:2")
+    settings = {"model": partial(TinyTranslator, vocab_size=20), "batch_size": 4, "length": 32}
+    _, params, steps = script.restore_model(args, settings)
+    assert steps == [10, 12] and script.named(steps) == "mean of the checkpoints of steps 10, 12"
+    vector = np.concatenate([x.ravel() for x in jax.tree.leaves(params)])
+    np.testing.assert_allclose(vector, (leaves(folder, 10) + leaves(folder, 12)) / 2, rtol=1e-6)
+    args.checkpoint = "average"
+    with pytest.raises(ValueError, match="checkpoint=average must be best, latest, average:N or"):
+        script.restore_model(args, settings)
+
+
+CONFIG = """
+from __gin__ import dynamic_registration
+from reformax.data import text_pairs
+from reformax.training import loop
+from reformax.training import optimizer
+from tests.training import test_training_translation as tests
+
+loop.train.model = @tests.TinyTranslator
+tests.TinyTranslator.vocab_size = 20
+loop.train.task = @text_pairs.text_pairs()
+text_pairs.text_pairs.data_dir = '{data}'
+text_pairs.text_pairs.vocab_size = 20
+text_pairs.text_pairs.model_type = 'char'
+loop.train.optimizer = @optimizer.adam()
+loop.train.steps = 12
+loop.train.batch_size = 4
+loop.train.length = 32
+"""
+
+
+def test_evaluate_scores_with_the_runs_vocabulary(run, monkeypatch, capsys, tmp_path):
+    data, folder, _ = run
+    (folder / "config.gin").write_text(CONFIG.format(data=data))
+    flags = [f"--output_dir={folder}", "--split=test", f"--data_dir={data}"]
+    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, "--checkpoint=average:3")
+    assert code == 0, err
+    result = json.loads((folder / "evaluation_test.json").read_text())
+    assert result["checkpoint_steps"] == [8, 10, 12] and "mean of the checkpoints" in out
+    assert f"bits_per_token: {result['bits_per_token']:.4f}" in out
+    (folder / "vocabulary.model").rename(tmp_path / "kept")
+    code, _, err = call(evaluate.main, monkeypatch, capsys, *flags)
+    (tmp_path / "kept").rename(folder / "vocabulary.model")
+    assert code == 1 and "vocabulary.model is missing" in err and err.count("\n") == 1
