@@ -96,8 +96,10 @@ def default_block_size(q: Float[Array, "B T N H"]) -> int:
     A CPU's tile fits its cache. A GPU's is worth the start of its kernels, all heads together, and
     yet a small part of the sequence, so that tiles take no more memory than the inputs.
     """
-    if jax.default_backend() == "cpu":
-        return 128
     n_batch, length, n_heads, _ = q.shape
-    size = min(math.isqrt(tiles.SCORES_AT_A_TIME // (n_batch * n_heads)), length // 32)
-    return 2 ** min(max(size, 256), 2048).bit_length() // 2
+    if jax.default_backend() == "cpu":
+        size = min(max(length // 8, 128), 512)
+    else:
+        size = min(math.isqrt(tiles.SCORES_AT_A_TIME // (n_batch * n_heads)), length // 32)
+        size = min(max(size, 256), 2048)
+    return 2 ** size.bit_length() // 2
