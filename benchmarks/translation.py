@@ -224,9 +224,9 @@ def training(sizes, lengths, dtype: str, batch: int, length: int, repeats: int, 
         times.append(time.perf_counter() - start)
         return loss
 
-    ours, theirs = [], []
+    ours, theirs, steps = [], [], our_steps(sizes, parts, dtype)
     for turn in ("", ", again"):
-        for name, take in our_steps(sizes, parts, dtype).items():
+        for name, take in steps.items():
             times: list[float] = []
             try:
                 first = [one(take, times) for _ in range(3)][0]
