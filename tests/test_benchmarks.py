@@ -20,6 +20,7 @@ from benchmarks import (
     measuring,
     rabe_staats,
     step,
+    translation,
 )
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, lsh
@@ -444,3 +445,26 @@ def test_models_with_exact_attention_have_the_losses_of_dense_attention(model_fn
         op = exact_attention.in_parts(32)[name]
         difference = train(op) - want
         assert np.abs(difference).max() < 1e-3, name
+
+
+@pytest.mark.parametrize("flags", [[], ["--step", "--batch=2", "--length=32"]])
+def test_translation_beside_peers_that_are_missing(flags, tmp_path, monkeypatch, capsys):
+    """Whatever PyTorch's process answers, the rows of reformax are there."""
+    (tmp_path / "lines.txt").write_text("one\n\ntwo words and more\nthree words here\n" * 4)
+    (tmp_path / "torch.py").write_text("raise ImportError('none here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sizes = dict(vocab_size=50, n_heads=2)
+    monkeypatch.setattr(translation, "SIZES", translation.SIZES | sizes)
+    monkeypatch.setattr(translation, "attentions", lambda: {"dense": dense.dense()})
+    small = ["--d_model=8", "--n_layers=1", "--repeats=1", "--batch_tokens=64"]
+    translation.main([f"--sources={tmp_path / 'lines.txt'}", *small, *flags])
+    out = capsys.readouterr().out
+    if flags:
+        ours = cells(out, "reformax, dense")
+        assert abs(float(ours[1]) - math.log(50)) < 1 and float(ours[2]) > 0
+        assert "ImportError: none here" in cells(out, "PyTorch, masks")[1]
+    else:
+        assert "12 sentences of 5.0 tokens in 3 batches" in out
+        for n_beams in ("1", "4"):
+            row = cells(out, n_beams)
+            assert float(row[2]) > 0 and "ImportError: none here" in row[3]

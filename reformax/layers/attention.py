@@ -350,20 +350,24 @@ class CrossAttention(Attention):
         self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]
     ) -> Projections:
         """Queries of `x`, keys and values of the memory."""
-        return Projections(self._heads(params, "q", x), *self.remember(params, memory, x.dtype))
+        memory = memory.astype(x.dtype)
+        k, v = (self._heads(params, letter, memory) for letter in "kv")
+        return Projections(self._heads(params, "q", x), k, v)
 
     def remember(
         self, params, memory: Float[Array, "B S D"], dtype: str
-    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]]:
-        """Keys and values of the memory, for any number of queries."""
+    ) -> tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]]:
+        """Keys and values of the memory for `step`, in the order that its products read them."""
         memory = memory.astype(dtype)
-        return self._heads(params, "k", memory), self._heads(params, "v", memory)
+        heads = [self._heads(params, letter, memory) for letter in "kv"]
+        # Behind a barrier, or the compiler would put the transposition into the loop over steps.
+        return jax.lax.optimization_barrier(tuple(jnp.transpose(x, (0, 2, 3, 1)) for x in heads))
 
     def step(
         self,
         params,
         x: Float[Array, "R 1 D"],
-        remembered: tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]],
+        remembered: tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]],
         memory_segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "R 1 D"]:
         """The layer at one position of each row, of what `remember` made.
@@ -379,7 +383,7 @@ class CrossAttention(Attention):
         segments = None
         if memory_segments is not None:
             segments = jnp.ones(q.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
-        projections = Projections(q, *remembered)
+        projections = Projections(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in remembered))
         plan = self.plan(params, projections, segments)
         out = self._attended(params, projections, plan, segments, None)
         return _affine(params, "o", out.reshape(*x.shape[:2], -1))

@@ -108,31 +108,35 @@ def attend_among(
 ) -> Float[Array, "R 1 N V"]:
     """`attend_to`, each slot of a row read from the row of its group of G that has it.
 
-    All rows of a group are looked at, and all but one hidden, for each slot: a product of matrices
-    in place of a copy of the cache.
+    All rows of a group are looked at, and all but one hidden, for each slot: products of matrices
+    in place of a copy of the cache, which lies as they read it.
     """
     n_groups, size, n_slots = origins.shape
     q, keys, values = (x.reshape(n_groups, size, *x.shape[1:]) for x in (q[:, 0], keys, values))
-    # b group, i row that looks, j row that is looked at
-    mask = mask.reshape(n_groups, 1, 1, size, n_slots)
-    mask = mask & (origins[:, None, None] == jnp.arange(size)[:, None, None, None])
-    scores = jnp.einsum("binh,bjnsh->bjnis", q, keys, preferred_element_type=jnp.float32)
+    # b group, j row that is looked at, i row that looks
+    looked_at = jnp.arange(size)[:, None, None]
+    mask = mask.reshape(n_groups, 1, size, n_slots) & (origins[:, None] == looked_at)
+    mask = mask[:, :, None]  # [b, j, 1, i, s]
+    q = jnp.broadcast_to(
+        jnp.swapaxes(q, 1, 2)[:, None], (n_groups, *keys.shape[1:3], *q.shape[1::2])
+    )
+    scores = jnp.einsum("bjnih,bjnsh->bjnis", q, keys, preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     top = jnp.max(scores, axis=(1, -1), keepdims=True, where=mask, initial=-1e30)
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
     total = weights.sum(axis=(1, -1))[..., None]  # [b, n, i, 1]
     out = jnp.einsum(
-        "bjnis,bjnsv->bniv",
+        "bjnis,bjnsv->bjniv",
         weights.astype(values.dtype),
         values,
         preferred_element_type=jnp.float32,
-    )
+    ).sum(axis=1)
     nothing = 0.0
     if alone is not None:
         nothing = jnp.swapaxes(alone.reshape(n_groups, size, *alone.shape[2:]), 1, 2)
         nothing = nothing.astype(jnp.float32)
     out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1.0), nothing)
-    out = jnp.swapaxes(out, 1, 2).reshape(n_groups * size, 1, *values.shape[2:3], values.shape[-1])
+    out = jnp.swapaxes(out, 1, 2).reshape(n_groups * size, 1, *out.shape[1::2])
     return out.astype(values.dtype)
 
 

@@ -170,17 +170,15 @@ def test_no_search_scores_below_greedy_decoding(name):
 
 def test_a_sentence_does_not_depend_on_its_batch():
     """In another order bit for bit; in batches of other sizes up to rounding."""
-    some = sources(tuple(range(1, 33)), seed=4)
+    some = sources(tuple(range(1, 25)), seed=4)
     run = functools.partial(translated, "reformer")
     whole = run(some, batch_tokens=128)
     order = np.random.default_rng(0).permutation(len(some))
     shuffled = run([some[i] for i in order], batch_tokens=128)
     assert [whole[i] for i in order] == shuffled
-    for batch_tokens in (16, 512):
-        others = run(some[::3], batch_tokens=batch_tokens)
-        for one, other in zip(whole[::3], others, strict=True):
-            assert one.tokens == other.tokens
-            assert one.score == pytest.approx(other.score, abs=1e-5)
+    for one, other in zip(whole[::3], run(some[::3], batch_tokens=32), strict=True):
+        assert one.tokens == other.tokens
+        assert one.score == pytest.approx(other.score, abs=1e-5)
 
 
 class Letters:

@@ -237,3 +237,30 @@ def test_beams_share_their_past(row):
             copied, (parents + n_beams * np.arange(n_groups)[:, None]).reshape(-1)
         )
         origins = jnp.take_along_axis(origins, parents[..., None], axis=1)
+
+
+SEARCHING = [row for row in DECODING if row.op().traits.beams]
+
+
+@pytest.mark.parametrize("row", SEARCHING, ids=[row.name for row in SEARCHING])
+def test_beams_find_their_past_as_if_their_caches_were_moved(row):
+    """Two searches of three beams, which go on from random ones of their own."""
+    op, rng = row.op(), np.random.default_rng(0)
+    n_searches, n_beams, capacity = 2, 3, 9
+    n_rows = n_searches * n_beams
+    inputs = draw_inputs(op, n_rows, capacity)
+
+    start = dict(plan=(), lengths=jnp.ones(n_rows, jnp.int32), capacity=capacity, rng=None)
+    moved = shared = op.init_cache((), *cut(inputs, slice(None), slice(0, 1)), **start)
+    origins = np.broadcast_to(np.arange(n_beams)[:, None], (n_searches, n_beams, capacity)).copy()
+    step = fast_jit(lambda *args, **more: op.step((), *args, **more))
+    for t in range(1, capacity):
+        parents = rng.integers(0, n_beams, (n_searches, n_beams))
+        rows = (parents + n_beams * np.arange(n_searches)[:, None]).ravel()
+        moved = cache.take_rows(moved, rows)
+        origins = np.take_along_axis(origins, parents[..., None], axis=1)
+        origins[:, :, t] = np.arange(n_beams)
+        new, position = cut(inputs, slice(None), slice(t, t + 1)), jnp.full(n_rows, t)
+        want, moved = step(*new, moved, position=position)
+        got, shared = step(*new, shared, position=position, origins=origins)
+        np.testing.assert_allclose(got, want, atol=1e-5)

@@ -1,0 +1,152 @@
+"""evaluate.py and generate.py of models that translate: text, numbers, files, scores, mistakes."""
+
+import csv
+import io
+import json
+import sys
+
+import gin
+import pytest
+
+import evaluate
+import generate
+import train
+from reformax.training import script
+from tests.training.scripts import call
+
+RUN = """
+from __gin__ import dynamic_registration
+from reformax.data import reverse
+from reformax.data import text_pairs
+from reformax.models import seq2seq
+from reformax.training import loop
+from reformax.training import optimizer
+
+loop.train.model = @seq2seq.Reformer
+loop.train.task = @text_pairs.text_pairs()
+text_pairs.text_pairs.data_dir = 'pairs'
+text_pairs.text_pairs.vocab_size = 16
+text_pairs.text_pairs.model_type = 'char'
+reverse.reverse.max_symbols = 5
+reverse.reverse.vocab_size = 16
+reverse.reverse.n_eval = 4
+loop.train.optimizer = @optimizer.adam()
+optimizer.adam.learning_rate = 3e-2
+loop.train.steps = 60
+loop.train.batch_size = 4
+loop.train.length = 16
+seq2seq.Reformer.input_vocab_size = 16
+seq2seq.Reformer.d_model = 8
+seq2seq.Reformer.d_ff = 8
+seq2seq.Reformer.n_encoder_layers = 1
+seq2seq.Reformer.n_decoder_layers = 1
+seq2seq.Reformer.n_heads = 2
+"""
+WORDS = ["abba", "cab", "a b c", "", "dach", "bad gag"]
+FAST = ["--beam_size=2", "--max_extra=3"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with the runs `text` and `numbers`, and the pairs of the first."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "pairs").mkdir()
+        for split in ("train", "val", "test"):
+            lines = [w for w in WORDS if w or split == "test"]
+            (folder / f"pairs/{split}.en").write_text("\n".join(lines) + "\n")
+            (folder / f"pairs/{split}.de").write_text("\n".join(x[::-1] for x in lines) + "\n")
+        (folder / "run.gin").write_text(RUN)
+        for name, flags in {
+            "text": [],
+            "numbers": ["--config=loop.train.task=@reverse.reverse()"],
+        }.items():
+            patch.setattr(
+                sys, "argv", ["train.py", "--config_file=run.gin", f"--output_dir={name}", *flags]
+            )
+            assert script.run(train.main) == 0
+    gin.clear_config()
+    return folder
+
+
+@pytest.fixture
+def run(runs, monkeypatch, capsys):
+    """`(exit code, stdout, stderr)` of a script with a standard input."""
+    monkeypatch.chdir(runs)
+
+    def run(main, *flags, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        return call(main, monkeypatch, capsys, *flags)
+
+    yield run
+    gin.clear_config()
+
+
+def test_an_evaluation_translates_and_scores(run, runs):
+    code, out, err = run(evaluate.main, "--output_dir=text", "--split=test", *FAST)
+    assert code == 0, err
+    result = json.loads((runs / "text/evaluation_test.json").read_text())
+    assert result["n_sentences"] == len(WORDS) and result["beam_size"] == 2
+    assert 0 < result["bits_per_token"] < 10
+    for name in ("bleu", "bleu_uncased"):
+        assert f"{name}: {result[name]:.2f} ({result[f'{name}_signature']})" in out
+    assert "case:mixed" in result["bleu_signature"]
+    texts = (runs / "text/translations_test.txt").read_text().split("\n")[:-1]
+    with (runs / "text/translations_test.tsv").open(newline="") as file:
+        rows = list(csv.DictReader(file, dialect="excel-tab"))
+    assert [row["translation"] for row in rows] == texts
+    assert texts[3] == "" and any(texts)
+    assert [row["source"] for row in rows] == WORDS
+    assert [row["reference"] for row in rows] == [w[::-1] for w in WORDS]
+    same = [row["translation"] == row["reference"] for row in rows]
+    assert result["exact"] == sum(same) / len(same)
+    # generate.py says the same, line for line, from a file or from standard input.
+    source = "".join(f"{w}\n" for w in WORDS)
+    (runs / "source.txt").write_text(source)
+    flags = ["--output_dir=text", *FAST]
+    code, out, err = run(generate.main, *flags, "--prompt_file=source.txt")
+    assert code == 0 and out.split("\n")[:-1] == texts and "6 lines, " in err
+    assert run(generate.main, *flags, stdin=source.encode())[1] == out
+    assert run(generate.main, *flags, "--prompt=cab", "--prompt=")[1] == f"{texts[1]}\n\n"
+    assert run(generate.main, *flags, stdin=b"")[:2] == (0, "")
+
+
+def test_numbers(run, runs):
+    flags = ["--output_dir=numbers", *FAST]
+    code, out, err = run(evaluate.main, *flags, "--split=valid", "--length_penalty=0")
+    assert code == 0, err
+    result = json.loads((runs / "numbers/evaluation_valid.json").read_text())
+    assert result["length_penalty"] == 0
+    assert f"exact: {result['exact']:.4f} of 4 sentences" in out
+    code, out, _ = run(generate.main, *flags, "--prompt=3 4 5")
+    assert code == 0 and all(3 <= int(word) < 16 for word in out.split())
+
+
+def test_the_loss_alone(run, runs):
+    (runs / "numbers/translations_test.txt").unlink(missing_ok=True)
+    flags = ["--output_dir=numbers", "--split=test", "--beam_size=0"]
+    code, out, _ = run(evaluate.main, *flags)
+    assert code == 0 and "bits_per_token" in out and "bleu" not in out
+    assert not (runs / "numbers/translations_test.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "main, flags, message",
+    [
+        (generate.main, ["--temperature=0.5"], "--temperature=0.5: this run's model translates"),
+        (generate.main, ["--beam_size=0"], "beam_size is 0: expected 1 or more"),
+        (evaluate.main, ["--beam_size=-1"], "beam_size is -1: expected 1 or more"),
+        (generate.main, ["--prompt_file=latin"], "line 2 is not UTF-8: byte 0xfc"),
+        (generate.main, ["--output_dir=numbers", "--prompt=3 x"], "line 1: 'x' is no id"),
+        (evaluate.main, ["--data_dir=short", "--split=test"], "lines and"),
+    ],
+)
+def test_a_mistake_is_one_line(run, runs, main, flags, message):
+    (runs / "latin").write_bytes(b"gut\nf\xfcr\n")
+    (runs / "short").mkdir(exist_ok=True)
+    for language, lines in (("en", "a\nb\n"), ("de", "a\n")):
+        (runs / f"short/test.{language}").write_text(lines)
+    code, _, err = run(main, "--output_dir=text", *flags, stdin=b"cab\n")
+    assert code in (1, 2), err
+    assert message in err and err.splitlines()[-1].startswith("error: ")
