@@ -232,7 +232,7 @@ def test_computes_in_the_dtype_of_its_input(row):
         (dict(output_dropout=-0.1), "output_dropout is -0.1: expected a rate in [0, 1)"),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
     ],
-    ids=str,
+    ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_errors_of_construction(options, message):
     with pytest.raises(ValueError) as error:

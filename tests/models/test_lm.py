@@ -351,7 +351,7 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
         (AXIAL | dict(pos_d_axial_embs=()), "shape (4, 5) and d_embs (): expected as many"),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
     ],
-    ids=str,
+    ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_errors_of_construction(model_fn, options, message):
     with pytest.raises(ValueError) as error:
