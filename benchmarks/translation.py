@@ -5,7 +5,8 @@
 Decoding: the base Transformer, 6 + 6 layers and 32,000 tokens, beside Hugging Face's MarianMTModel
 of the same sizes, both with random weights. Only the lines' lengths are read, 4/3 tokens a word and
 an end. Both get the same batches, of like lengths, and write in each as many tokens as its longest
-source has and one, whatever they come up with; no time is that of compilation.
+source has and one, whatever they come up with; no time is that of compilation. A last row has
+Hugging Face's batches in the order of the file instead, as `generate` is called where nobody sorts.
 
 Training (--step): a step of the same model, forward, backward and Adam, with label smoothing,
 dropout 0.1 and rows packed with pairs of those lengths, beside the same model in PyTorch with SDPA
@@ -106,46 +107,54 @@ def decoding(sizes, lengths: list[int], dtype: str, batch_tokens: int, repeats: 
     for rows, _, _ in translation._batches(lengths, batch_tokens):
         inside = [lengths[i] for i in rows]
         batches.append((inside, max(inside) + 1))
-    request = dict(sizes=sizes, dtype=dtype, batches=batches)
+    n_rows = -(-len(lengths) // len(batches))
+    unsorted = [lengths[i : i + n_rows] for i in range(0, len(lengths), n_rows)]
+    unsorted = [(inside, max(inside) + 1) for inside in unsorted]
+    request = dict(sizes=sizes, dtype=dtype)
     print(
         f"\n{len(lengths):,} sentences of {sum(lengths) / len(lengths):.1f} tokens in "
         f"{len(batches)} batches of up to {batch_tokens} tokens, {dtype}\n\n"
         "| beam | reformax, s | sentences/s | Hugging Face, s | sentences/s | ratio |\n"
         "| ---: |" + " ---: |" * 5
     )
-    for n_beams in (1, 4):
 
-        def ours(n_beams=n_beams):
-            start = time.perf_counter()
-            found = generation.translate(
-                model,
-                params,
-                sources,
-                beam_size=n_beams,
-                max_extra=1,
-                batch_tokens=batch_tokens,
-                end=-1,  # no token: all go on to their limits
-            )
-            taken = time.perf_counter() - start
-            assert [len(h.tokens) for h in found] == [n + 1 for n in lengths]
-            return taken
+    def ours(n_beams):
+        start = time.perf_counter()
+        found = generation.translate(
+            model,
+            params,
+            sources,
+            beam_size=n_beams,
+            max_extra=1,
+            batch_tokens=batch_tokens,
+            end=-1,  # no token: all go on to their limits
+        )
+        taken = time.perf_counter() - start
+        assert [len(h.tokens) for h in found] == [n + 1 for n in lengths]
+        return taken
 
-        def theirs(n_beams=n_beams, batches=batches):
-            if peers is None:
-                return {"error": "left out"}
-            return peers.ask("decode", **request | dict(n_beams=n_beams, batches=batches))
+    def theirs(n_beams, batches):
+        if peers is None:
+            return {"error": "left out"}
+        return peers.ask("decode", **request, n_beams=n_beams, batches=batches)
 
-        ours(), theirs(batches=batches[:1])
-        times, peer_times, error = [], [], None
+    for n_beams, name, given in (
+        (1, "1", batches),
+        (4, "4", batches),
+        (4, "4, in the file's order", unsorted),
+    ):
+        ours(n_beams)
+        error = theirs(n_beams, given[:1]).get("error")
+        times, peer_times = [], []
         for _ in range(repeats):
-            times.append(ours())
-            answer = theirs() if error is None else {"error": error}
-            error = answer.get("error")
+            times.append(ours(n_beams))
+            answer = theirs(n_beams, given) if error is None else {}
+            error = error or answer.get("error")
             peer_times.append(answer.get("seconds", math.nan))
         one, other = (statistics.median(x) for x in (times, peer_times))
         n = len(lengths)
         peer = f"{other:.2f} | {n / other:.1f} | {other / one:.2f}" if not error else f"{error} | |"
-        print(f"| {n_beams} | {one:.2f} | {n / one:.1f} | {peer} |", flush=True)
+        print(f"| {name} | {one:.2f} | {n / one:.1f} | {peer} |", flush=True)
 
 
 def packed_batch(sizes, lengths: list[int], batch: int, length: int) -> dict[str, np.ndarray]:

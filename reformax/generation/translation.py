@@ -178,6 +178,6 @@ def _padded(length: int) -> int:
 
 
 def _rounded(n: int) -> int:
-    """The next of a few numbers: multiples of a quarter of the power of two below."""
-    step = max(1, (1 << (n.bit_length() - 1)) // 4)
+    """The next of a few numbers: multiples of an eighth of the power of two below."""
+    step = max(1, (1 << (n.bit_length() - 1)) // 8)
     return -(-n // step) * step
