@@ -200,7 +200,7 @@ def train(sizes: dict[str, int], masked: bool, path: str, repeats: int) -> dict[
         optimizer.step()
         wait()
         times.append(time.perf_counter() - start)
-        return float(loss)
+        return loss.item()
 
     times: list[float] = []
     first = step()

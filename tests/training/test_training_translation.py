@@ -203,7 +203,7 @@ loop.train.length = 32
 def test_evaluate_scores_with_the_runs_vocabulary(run, monkeypatch, capsys, tmp_path):
     data, folder, _ = run
     (folder / "config.gin").write_text(CONFIG.format(data=data))
-    flags = [f"--output_dir={folder}", "--split=test", f"--data_dir={data}"]
+    flags = [f"--output_dir={folder}", "--split=test", f"--data_dir={data}", "--beam_size=0"]
     code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, "--checkpoint=average:3")
     assert code == 0, err
     result = json.loads((folder / "evaluation_test.json").read_text())
