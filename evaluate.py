@@ -53,10 +53,16 @@ def main() -> int:
     args = parser.parse_args()
     script.parse_run(args, args.data_dir)
 
+    from reformax.generation.translation import check_options
     from reformax.training import loop
     from reformax.training.evaluation import evaluate
     from reformax.training.loss import metric_name
 
+    if args.beam_size == 0:
+        others = script.SEARCH.keys() - {"beam_size"}
+        script.refuse(args, others, "with --beam_size=0 nothing is translated")
+    else:
+        check_options(**script.search_options(args))
     run = config.bindings(loop.train, READ)
     model, params, steps = script.restore_model(args, run)
     translation = run["task"].translation
@@ -81,10 +87,11 @@ def main() -> int:
     )
     script.note_unused(args, READ)
     result |= {"checkpoint_steps": steps, "seed": args.seed, "overrides": args.config}
+    path = Path(args.output_dir) / f"evaluation_{args.split}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")  # it is kept if the search fails
     if translation is not None and args.beam_size != 0:
         result |= _translate(args, model, params, translation)
-    path = Path(args.output_dir) / f"evaluation_{args.split}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+        path.write_text(json.dumps(result, indent=1) + "\n")
     context = f"at most {length} tokens (stride {stride})"
     if translation is not None:
         context = "its source and the tokens before it"

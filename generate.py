@@ -29,6 +29,7 @@ CONTINUE = {
     "seed": 0,
     "max_length": None,
 }
+LINES = 10_000  # that are translated, and then written, together
 N_BYTES = 256  # the vocabulary of a model of bytes, but for reserved ids in front of them
 
 
@@ -62,8 +63,6 @@ def main() -> int:
     if args.num_samples is not None and args.num_samples < 1:
         raise ValueError(f"num_samples is {args.num_samples}: expected at least 1")
     script.parse_run(args)
-    texts = _texts(args)
-
     from reformax.generation import loop as generation
     from reformax.models import EncoderDecoder
     from reformax.training import loop as training
@@ -73,14 +72,14 @@ def main() -> int:
     if isinstance(model, EncoderDecoder):
         script.refuse(args, CONTINUE, "this run's model translates and takes no such setting")
         script.note_unused(args, script.MODEL, file=sys.stderr)
-        return _translate(args, model, params, steps, texts)
+        return _translate(args, model, params, steps, run["length"])
     script.refuse(args, script.SEARCH, "this run's model does not translate")
     for name, value in CONTINUE.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     offset = _offset(training.train, model.vocab_size)
     read = script.MODEL if offset is None else (*script.MODEL, "task", "text.text.offset")
     script.note_unused(args, read, file=sys.stderr)
-    prompts = [_tokens(text, offset) for text in texts for _ in range(args.num_samples)]
+    prompts = [_tokens(text, offset) for text in _texts(args) for _ in range(args.num_samples)]
     length = max(map(len, prompts)) + args.max_new_tokens
     max_length = args.max_length
     if max_length is None and length <= run["length"]:
@@ -101,27 +100,32 @@ def main() -> int:
     return _write(blocks, prompts, offset)
 
 
-def _texts(args) -> list[bytes]:
+def _texts(args, terminal: bytes | None = b"") -> list[bytes]:
+    """The prompts; `terminal` is what stands for standard input at a terminal, None to read it."""
     if args.prompt is not None:
         return [os.fsencode(prompt) for prompt in args.prompt]
     if args.prompt_file not in (None, "-"):
         return [Path(args.prompt_file).read_bytes()]
-    return [b"" if sys.stdin.isatty() else sys.stdin.buffer.read()]
+    if terminal is not None and sys.stdin.isatty():
+        return [terminal]
+    return [sys.stdin.buffer.read()]
 
 
-def _translate(args, model, params, steps, texts: list[bytes]) -> int:
-    """Translates lines, which are written together and in order."""
+def _translate(args, model, params, steps, trained_length: int) -> int:
+    """Translates lines, which are written in order, a block of them at a time."""
     from reformax.data import vocabulary
     from reformax.generation import translate_lines
 
     folder = Path(args.output_dir)
     if (folder / vocabulary.FILE).exists():
         words = vocabulary.load(folder)
-        script.keep_vocabulary(args, words, steps[-1])
     else:
         words = vocabulary.Numbers(model.source_vocab_size)
+    script.keep_vocabulary(args, words, steps[-1])
+    texts = _texts(args, terminal=None)
     if args.prompt is None:  # a file's last newline ends its last line
-        texts = texts[0].removesuffix(b"\n").split(b"\n") if texts[0] else []
+        text = texts[0].removeprefix(codecs.BOM_UTF8)
+        texts = text.removesuffix(b"\n").split(b"\n") if text else []
     lines = []
     for number, text in enumerate(texts, start=1):
         try:
@@ -133,16 +137,31 @@ def _translate(args, model, params, steps, texts: list[bytes]) -> int:
             ) from None
     start = time.perf_counter()
     options = script.search_options(args)
-    found = translate_lines(
-        model, params, words, lines, **options, hash_seed=args.hash_seed, progress=True
-    )
     sys.stdout.reconfigure(encoding="utf-8")
-    sys.stdout.write("".join(f"{line.text}\n" for line in found))
-    sys.stdout.flush()
+    n_tokens = 0
+    for first in range(0, len(lines), LINES):
+        found = translate_lines(
+            model,
+            params,
+            words,
+            lines[first : first + LINES],
+            **options,
+            first_line=first + 1,
+            hash_seed=args.hash_seed,
+            progress=True,
+        )
+        sys.stdout.write("".join(f"{line.text}\n" for line in found))
+        sys.stdout.flush()
+        n_tokens += sum(line.n_tokens for line in found)
     taken = time.perf_counter() - start
-    n_tokens = sum(line.n_tokens for line in found)
+    if n_long := sum(len(words.encode(line)) > trained_length for line in lines if line.strip()):
+        print(
+            f"note: {n_long:,} lines have more than {trained_length} tokens, the longest that the "
+            "model was trained on",
+            file=sys.stderr,
+        )
     print(
-        f"{len(found):,} lines, {n_tokens:,} tokens in {taken:.1f} s, compilation included",
+        f"{len(lines):,} lines, {n_tokens:,} tokens in {taken:.1f} s, compilation included",
         file=sys.stderr,
     )
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def read_lines(path: Path) -> list[str]:
       ValueError: the file is empty, damaged or no UTF-8.
       OSError: it cannot be read.
     """
-    data = files.read_file(path).removesuffix(b"\n")
+    data = files.read_file(path).removeprefix(codecs.BOM_UTF8).removesuffix(b"\n")
     try:
         # Only a newline ends a line: str.splitlines knows ten other ends, and texts hold some.
         return [line.removesuffix("\r") for line in data.decode("utf-8").split("\n")]
@@ -111,9 +112,12 @@ def _find(folder: Path, split: str, pattern: str) -> Path:
     if not found:
         raise FileNotFoundError(
             f"{folder} has no file {pattern}, .gz, .xz or .zip: put one there, or set "
-            f"text_pairs.{split} to the name of yours"
+            f"text_pairs.text_pairs.{split} to the names of yours, with {{language}} in them"
         )
     if len(found) > 1:
         names = ", ".join(sorted(path.name for path in found))
-        raise ValueError(f"{folder} holds {names}: set text_pairs.{split} to the name of one")
+        raise ValueError(
+            f"{folder} holds {names}: set text_pairs.text_pairs.{split} to one, with {{language}} "
+            "in its name"
+        )
     return found.pop()

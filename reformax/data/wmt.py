@@ -13,7 +13,7 @@ from reformax.data.base import SPLITS, Task
 from reformax.data.sentence_pairs import sentence_pairs
 from reformax.data.vocabulary import SentencePieces
 
-URL = "https://www.statmt.org/wmt14/training-parallel-nc-v9.tgz"
+URL = "https://www.statmt.org/{year}/"
 _TFDS_SPLITS = dict(zip(SPLITS, ("train", "validation", "test"), strict=True))
 _BLOCK = 10_000  # examples read together
 
@@ -105,7 +105,7 @@ def load(
         dataset,
         builder,
         read,
-        URL,
+        URL.format(year=dataset.partition("_")[0]),
         f"run `tfds build {dataset}` where there is a network and pass --data_dir=its folder",
     )
 

@@ -73,14 +73,13 @@ def translate(
       ValueError: an argument out of range, or a source longer than the model's positions hold.
       NotImplementedError: an attention of the decoder cannot decode.
     """
-    for name, value, least in (
-        ("beam_size", beam_size, 1),
-        ("length_penalty", length_penalty, 0),
-        ("max_extra", max_extra, 1),
-        ("batch_tokens", batch_tokens, 1),
-    ):
-        if not least <= value < float("inf"):
-            raise ValueError(f"{name} is {value}: expected {least} or more")
+    check_options(
+        beam_size=beam_size,
+        length_penalty=length_penalty,
+        max_extra=max_extra,
+        batch_tokens=batch_tokens,
+    )
+    params = jax.device_put(params)  # once, and not a batch
     sources = [np.asarray(source, np.int32) for source in sources]
     for i, source in enumerate(sources):
         if not source.size or source.min() < 0 or source.max() >= model.source_vocab_size:
@@ -135,7 +134,17 @@ def translate(
     return results
 
 
-def translate_lines(model, params, vocabulary, lines: Sequence[str], **options) -> list[Line]:
+def check_options(**options: float) -> None:
+    """Raises `ValueError` for an option of `translate` that is out of range."""
+    for name, value in options.items():
+        least = 0 if name == "length_penalty" else 1
+        if not least <= value < float("inf"):
+            raise ValueError(f"{name} is {value}: expected {least} or more")
+
+
+def translate_lines(
+    model, params, vocabulary, lines: Sequence[str], first_line: int = 1, **options
+) -> list[Line]:
     """Translates lines of text; a blank line stays blank.
 
     Args:
@@ -143,6 +152,7 @@ def translate_lines(model, params, vocabulary, lines: Sequence[str], **options) 
       params: its weights.
       vocabulary: has `encode(line)`, the tokens of a line and its end, and `decode(tokens)`.
       lines: without their ends.
+      first_line: the number of the first, for errors.
       **options: those of `translate`.
     """
     numbers = [i for i, line in enumerate(lines) if line.strip()]
@@ -151,7 +161,12 @@ def translate_lines(model, params, vocabulary, lines: Sequence[str], **options) 
         try:
             sources.append(vocabulary.encode(lines[i]))
         except ValueError as error:
-            raise ValueError(f"line {i + 1}: {error}") from None
+            raise ValueError(f"line {first_line + i}: {error}") from None
+        if model.max_length is not None and len(sources[-1]) > model.max_length:
+            raise ValueError(
+                f"line {first_line + i} has {len(sources[-1])} tokens: the model's positions hold "
+                f"{model.max_length}, shorten it"
+            )
     results = [Line("", 0, 0.0, 0.0)] * len(lines)
     for i, found in zip(numbers, translate(model, params, sources, **options), strict=True):
         # A translation is a line, whatever the model came up with.

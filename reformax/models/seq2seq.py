@@ -371,6 +371,11 @@ def _encoder_decoder(
     **options,
 ) -> EncoderDecoder:
     """An encoder-decoder of `stack(blocks, n_layers)`; `options` are those of the blocks."""
+    if not isinstance(cross_attention_type, AttentionOp):
+        raise ValueError(
+            f"cross_attention_type is {cross_attention_type!r}: expected an AttentionOp, such as "
+            "dense.dense()"
+        )
     n_heads = options["n_heads"]
     if d_model < 1 or n_heads < 1 or d_model % n_heads:
         raise ValueError(f"d_model is {d_model}: expected a multiple of n_heads, {n_heads}")
@@ -411,7 +416,7 @@ def Transformer(
     n_heads: int = 8,
     dropout: float = 0.1,
     ff_activation: Activation = "relu",
-    ff_dropout: float | None = None,
+    ff_dropout: float | None = 0.0,
     attention_dropout: float = 0.0,
     attention_bias: bool = False,
     d_attention_key: int | None = None,
@@ -445,7 +450,8 @@ def Transformer(
       dropout: the rate on embeddings and sublayers' outputs.
       ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu", "gelu",
         its approximation "gelu_tanh", "silu".
-      ff_dropout: the rate on the hidden layers of the feed-forward layers; None: `dropout`.
+      ff_dropout: the rate on the hidden layers of the feed-forward layers, 0 in the paper; None:
+        `dropout`.
       attention_dropout: the rate on attention weights.
       attention_bias: whether the projections of attention have biases, the output's too.
       d_attention_key: the size of a head's queries and keys; None: d_model / n_heads.
@@ -509,7 +515,7 @@ def Reformer(
     n_heads: int = 8,
     dropout: float = 0.1,
     ff_activation: Activation = "relu",
-    ff_dropout: float | None = None,
+    ff_dropout: float | None = 0.0,
     attention_dropout: float = 0.0,
     attention_bias: bool = False,
     d_attention_key: int | None = None,

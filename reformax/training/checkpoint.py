@@ -184,12 +184,14 @@ class Checkpoints:
         Raises:
           ValueError: there are fewer, or as `restore_params` does.
         """
+        if n < 1:
+            raise ValueError(f"average:{n} must be of at least 1 checkpoint: average:5")
         steps = self.steps()
-        if n < 1 or len(steps) < n:
+        if len(steps) < n:
             there = ", ".join(map(str, steps)) or "none"
             raise ValueError(
-                f"average:{n} needs {max(n, 1)} checkpoints and {self.folder} has {len(steps)} "
-                f"({there}): average fewer, or train with loop.train.keep={max(n, 1)} and "
+                f"average:{n} needs {n} checkpoints and {self.folder} has {len(steps)} "
+                f"({there}): average fewer, or train with loop.train.keep={n} and "
                 "loop.train.checkpoint_every"
             )
         total = None  # one checkpoint at a time is in memory, and sums are float64
@@ -201,9 +203,20 @@ class Checkpoints:
         return mean, steps[-n:]
 
     def check_vocabulary(self, step: int, fingerprint: str | None) -> None:
-        """Raises ValueError if a checkpoint was trained with another vocabulary than this one."""
+        """Raises ValueError if a checkpoint was trained with another vocabulary than this one.
+
+        Args:
+          step: the checkpoint's.
+          fingerprint: the vocabulary's; None if there is none.
+        """
+        self._check_whole(step)
         trained_with = self._described(step)["extra"].get("vocabulary")
-        if None not in (trained_with, fingerprint) and trained_with != fingerprint:
+        if trained_with is not None and fingerprint is None:
+            raise ValueError(
+                f"{self.folder.parent} has no vocabulary.model, and checkpoint {step} was trained "
+                "with one: copy it back from where the run was trained"
+            )
+        if trained_with is not None and trained_with != fingerprint:
             raise ValueError(
                 f"the vocabulary of {self.folder.parent} is {fingerprint} and that of checkpoint "
                 f"{step} is {trained_with}: copy the run's own vocabulary.model back"

@@ -23,11 +23,15 @@ _IN_FLIGHT = 2
 
 def check_vocabulary(model, task) -> None:
     """Raises `ValueError` for a task whose ids the model has no embeddings for."""
-    if model.vocab_size < task.vocab_size:
-        raise ValueError(
-            f"task {task.name} has ids below {task.vocab_size} and the model "
-            f"vocab_size={model.vocab_size}: set the model's vocab_size={task.vocab_size}"
-        )
+    sizes = {"vocab_size": model.vocab_size}
+    if task.translation is not None:
+        sizes["input_vocab_size"] = model.source_vocab_size
+    for name, size in sizes.items():
+        if size < task.vocab_size:
+            raise ValueError(
+                f"task {task.name} has ids below {task.vocab_size} and the model {name}={size}: "
+                f"set the model's {name}={task.vocab_size}"
+            )
 
 
 def evaluate(
@@ -81,6 +85,7 @@ def evaluate(
         raise ValueError(f"max_batches={max_batches} must be at least 1, or None for all")
     mesh = mesh or mesh_lib.data_mesh()
     mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
+    params = jax.device_put(params, mesh_lib.replicated(mesh))  # once, and not a batch
     rows = mesh_lib.over_batch(mesh)
     batches = itertools.islice(task.eval_batches(split, batch_size, length, stride), max_batches)
     on_device = (jax.device_put(tuple(batch), rows) for batch in batches)

@@ -8,6 +8,7 @@ its record is cut back to that checkpoint before it goes on.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import os
 import tempfile
@@ -66,7 +67,8 @@ def train(
     Args:
       output_dir: gets checkpoints/, config.gin, metrics.jsonl, tensorboard/ and loss.png.
       model: `model(mode='train')` and `model(mode='eval')` give the two faces of one model, which
-        have `init_params`, `features`, `logits` and `vocab_size` and share their parameters.
+        have `init_params`, `features`, `logits` and `vocab_size` and share their parameters; one of
+        sentence pairs also `source_vocab_size` and `max_length`.
       task: a `reformax.data.base.Task`.
       optimizer: a transformation of gradients; see `reformax.training.optimizer`.
       steps: updates to make in all, over all resumptions.
@@ -147,7 +149,15 @@ def train(
     key = jax.random.PRNGKey(seed)
     init = step_lib.init_fn(train_model, optimizer, (batch_size, length), ema_decay > 0)
     like = jax.eval_shape(init, key)
-    _check_evaluates(eval_model, like.params, task, eval_batch_size, eval_length)
+    longest = eval_length
+    if task.translation is not None and eval_model.max_length is not None:
+        # Pairs that are longer than a row are scored in longer rows.
+        scored = task.eval_batches(
+            eval_split, eval_batch_size, eval_length, eval_stride or eval_length
+        )
+        scored = itertools.islice(scored, eval_batches)
+        longest = max((batch.targets.shape[1] for batch in scored), default=eval_length)
+    _check_evaluates(eval_model, like.params, task, eval_batch_size, longest)
 
     if done:
         state, info = checkpoints.restore(done[-1], like)

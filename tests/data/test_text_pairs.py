@@ -33,6 +33,9 @@ def test_files_are_read_plain_and_packed(folder):
     assert task.translation.sentences("test") == (EN[1:3], DE[1:3])
     back = text_pairs(str(folder), source="de", target="en", vocab_size=40)
     assert back.translation.sentences("test") == (DE[1:3], EN[1:3])
+    marked = (folder / "val.en").read_bytes()
+    (folder / "val.en").write_bytes(b"\xef\xbb\xbf" + marked)  # as some editors begin a file
+    assert text_pairs(str(folder)).translation.sentences("valid")[0] == EN[:2]
     assert back.translation.vocabulary.encode(EN[0]) != [2, 1]
     (batch,) = task.eval_batches("test", 1, 64, 64)
     assert batch.weights.sum() == task.n_targets("test")
@@ -48,7 +51,7 @@ def test_a_split_is_read_when_it_is_needed(folder):
 def test_names_are_arguments(folder, fails_in_one_line):
     write(folder, "test_2017.en", EN[:1])
     write(folder, "test_2017.de", DE[:1])
-    with fails_in_one_line(ValueError, "holds test_2016.en, test_2017.en: set text_pairs.test to"):
+    with fails_in_one_line(ValueError, "test_2017.en: set text_pairs.text_pairs.test to one"):
         text_pairs(str(folder)).n_targets("test")
     task = text_pairs(str(folder), test="test_2017.{language}")
     assert task.translation.sentences("test") == (EN[:1], DE[:1])

@@ -1,8 +1,10 @@
 """evaluate.py and generate.py of models that translate: text, numbers, files, scores, mistakes."""
 
+import codecs
 import csv
 import io
 import json
+import shutil
 import sys
 
 import gin
@@ -83,7 +85,7 @@ def run(runs, monkeypatch, capsys):
     gin.clear_config()
 
 
-def test_an_evaluation_translates_and_scores(run, runs):
+def test_an_evaluation_translates_and_scores(run, runs, monkeypatch):
     code, out, err = run(evaluate.main, "--output_dir=text", "--split=test", *FAST)
     assert code == 0, err
     result = json.loads((runs / "text/evaluation_test.json").read_text())
@@ -109,7 +111,13 @@ def test_an_evaluation_translates_and_scores(run, runs):
     assert code == 0 and out.split("\n")[:-1] == texts and "6 lines, " in err
     assert run(generate.main, *flags, stdin=source.encode())[1] == out
     assert run(generate.main, *flags, "--prompt=cab", "--prompt=")[1] == f"{texts[1]}\n\n"
+    marked = codecs.BOM_UTF8 + source.encode()
+    assert run(generate.main, *flags, stdin=marked)[1] == out
     assert run(generate.main, *flags, stdin=b"")[:2] == (0, "")
+    # A block at a time, with what the model has not been trained on counted.
+    monkeypatch.setattr(generate, "LINES", 4)
+    code, blocks, err = run(generate.main, *flags, stdin=f"{source}{'a' * 20}\n".encode())
+    assert code == 0 and blocks.count("\n") == 7 and "note: 1 lines have more than 16 tok" in err
 
 
 def test_numbers(run, runs):
@@ -139,12 +147,17 @@ def test_the_loss_alone(run, runs):
         (evaluate.main, ["--beam_size=-1"], "beam_size is -1: expected 1 or more"),
         (generate.main, ["--prompt_file=latin"], "line 2 is not UTF-8: byte 0xfc"),
         (generate.main, ["--output_dir=numbers", "--prompt=3 x"], "line 1: 'x' is no id"),
+        (evaluate.main, ["--beam_size=0", "--max_extra=9"], "--max_extra=9: with --beam_size=0"),
+        (generate.main, ["--output_dir=lost", "--prompt=3"], "has no vocabulary.model, and check"),
         (evaluate.main, ["--data_dir=short", "--split=test"], "lines and"),
     ],
 )
 def test_a_mistake_is_one_line(run, runs, main, flags, message):
     (runs / "latin").write_bytes(b"gut\nf\xfcr\n")
     (runs / "short").mkdir(exist_ok=True)
+    if not (runs / "lost").exists():
+        shutil.copytree(runs / "text", runs / "lost")
+        (runs / "lost/vocabulary.model").unlink()
     for language, lines in (("en", "a\nb\n"), ("de", "a\n")):
         (runs / f"short/test.{language}").write_text(lines)
     code, _, err = run(main, "--output_dir=text", *flags, stdin=b"cab\n")

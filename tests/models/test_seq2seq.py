@@ -284,6 +284,7 @@ def test_what_cannot_cross_is_refused(op, why):
         (dict(n_heads=3), "d_model is 8: expected a multiple of n_heads, 3"),
         (dict(pos_type="learned"), "pos_type is 'learned'"),
         (dict(encoder_attention_type="lsh"), "encoder_attention_type is 'lsh'"),
+        (dict(cross_attention_type=None), "cross_attention_type is None: expected an AttentionOp"),
         (dict(ff_activation="gleu"), "ff_activation is 'gleu'"),
         (dict(n_decoder_layers=3, decoder_attention_type=(WINDOW, WINDOW)), "n_layers is 3"),
     ],

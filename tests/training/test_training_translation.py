@@ -22,6 +22,10 @@ from tests.training.scripts import call
 class TinyTranslator(tiny.TinyLM):
     """The tiny language model of the target, given the mean of its source's embeddings."""
 
+    @property
+    def source_vocab_size(self):
+        return self.vocab_size
+
     def features(self, params, inputs, rng=None):
         source, target, source_segments, target_segments = inputs
         embedded = params["embedding"][source]
@@ -115,12 +119,16 @@ def test_a_run_that_goes_on_reads_its_vocabulary_and_computes_the_same(run, tmp_
     np.testing.assert_array_equal(leaves(tmp_path, 12), leaves(folder, 12))
 
 
-def test_a_vocabulary_that_does_not_fit_is_told(run, tmp_path):
+def test_a_vocabulary_that_does_not_fit_is_told(run, tmp_path, monkeypatch):
     data, _, _ = run
     with pytest.raises(ValueError, match="label_smoothing=1 must be in"):
         loop.train(tmp_path, **arguments(data, label_smoothing=1))
     with pytest.raises(ValueError, match="ids below 20 and the model vocab_size=19"):
         loop.train(tmp_path, **arguments(data, model=partial(TinyTranslator, vocab_size=19)))
+    monkeypatch.setattr(TinyTranslator, "source_vocab_size", 18)
+    with pytest.raises(ValueError, match="the model input_vocab_size=18: set the model's input_v"):
+        loop.train(tmp_path, **arguments(data))
+    monkeypatch.undo()
     assert not list(tmp_path.iterdir())
     loop.train(tmp_path, **arguments(data, steps=2))
     path = tmp_path / "vocabulary.model"
@@ -135,6 +143,24 @@ def test_a_vocabulary_that_does_not_fit_is_told(run, tmp_path):
     path.unlink()
     with pytest.raises(ValueError, match="vocabulary.model is missing: the model's ids mean"):
         loop.train(tmp_path, **arguments(data))
+    checkpoints = checkpoint.Checkpoints(tmp_path)
+    with pytest.raises(ValueError, match="has no vocabulary.model, and checkpoint 2 was trained"):
+        checkpoints.check_vocabulary(2, None)
+    (tmp_path / "checkpoints/2/checkpoint.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged .* delete that folder"):
+        checkpoints.check_vocabulary(2, None)
+
+
+def test_a_pair_that_the_positions_do_not_hold_fails_before_the_first_step(tmp_path):
+    """It would be scored in a longer row than those of training."""
+    data = write(tmp_path / "data")
+    for language in ("en", "de"):
+        with (tmp_path / f"data/val.{language}").open("a") as file:
+            file.write("a" * 50 + "\n")
+    short = partial(TinyTranslator, vocab_size=20, max_length=32)
+    with pytest.raises(ValueError, match="length=64 is above max_length=32"):
+        loop.train(tmp_path / "run", **arguments(str(tmp_path / "data"), model=short))
+    assert data and not (tmp_path / "run/checkpoints").exists()
 
 
 def test_a_task_without_files_trains(tmp_path):
@@ -163,7 +189,7 @@ def test_an_average_is_the_mean_of_the_last_checkpoints(run):
     ) as e:
         checkpoints.restore_average(4, like)
     assert "\n" not in str(e.value)
-    with pytest.raises(ValueError, match="average:0 needs 1"):
+    with pytest.raises(ValueError, match="average:0 must be of at least 1 checkpoint"):
         checkpoints.restore_average(0, like)
 
 
