@@ -93,6 +93,8 @@ class AttentionOp(NamedTuple):
     ) -> Float[Array, "B T N V"]:
         """Plans and applies in one call, for an algorithm without weights of its own.
 
+        To be called under `jax.jit`: outside of it every call compiles the algorithm's loops again.
+
         Args:
           q: queries; for a shared-QK algorithm, queries and keys in one.
           k: keys; None for a shared-QK algorithm.
@@ -152,6 +154,8 @@ def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng, 
             raise ValueError(
                 f"{name} has shape {x.shape}: expected 4 axes, [batch, length, heads, size]"
             )
+        if x is not None and 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: expected at least one of each axis")
     if traits.shared_qk and k is not None:
         raise ValueError("k is given, but this op makes its keys of the queries: pass k=None")
     if not traits.shared_qk and k is None:
@@ -178,6 +182,11 @@ def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng, 
         raise NotImplementedError(
             "segments is a pair, but this op attends within one sequence: pass one array"
         )
+    if isinstance(segments, tuple) and (len(segments) != 2 or any(x is None for x in segments)):
+        raise ValueError(
+            "segments is a tuple, but no pair of ids of queries and ids of keys: give both, ones "
+            "where all is seen"
+        )
     for ids, x, name in zip(segment_pair(segments), (q, keys), ("q", of), strict=True):
         if ids is None:
             continue
@@ -193,6 +202,11 @@ def check_arguments(traits: Traits, q, k, v, *, causal, segments, dropout, rng, 
         if not traits.bias:
             raise NotImplementedError(
                 "bias is given: this op adds none, use one whose traits say bias=True"
+            )
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise ValueError(
+                f"bias has dtype {bias.dtype}: expected floats, which are added; of a mask make "
+                "jnp.where(mask, 0.0, -jnp.inf)"
             )
         full = (q.shape[0], q.shape[2], q.shape[1], keys.shape[1])
         fits = bias.ndim == 4 and all(n in (1, m) for n, m in zip(bias.shape, full, strict=True))
@@ -224,6 +238,16 @@ def check_sizes(*others: str, **sizes: int | str | None) -> None:
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is {size!r}: expected at least 1{also}")
+
+
+def gpu_obstacle() -> str | None:
+    """What is not an NVIDIA GPU that kernels run on, in words; None on one of Ampere or later."""
+    if jax.default_backend() != "gpu":
+        return f"the backend {jax.default_backend()!r}"
+    device = jax.local_devices()[0]
+    if float(getattr(device, "compute_capability", None) or 0) < 8.0:
+        return f"the device {device.device_kind!r}, which is not an NVIDIA GPU of Ampere or later"
+    return None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

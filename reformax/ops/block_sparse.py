@@ -31,7 +31,7 @@ from reformax.ops.base import (
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
 from reformax.ops.blocks import MIN_TILE, Layout, Rows
 from reformax.ops.cache import attend_to, keep, put
-from reformax.ops.chunked import KERNELS, chosen_impl
+from reformax.ops.chunked import KERNELS, chosen_impl, mixed_dtypes
 
 BUTTERFLY = butterfly()
 
@@ -78,7 +78,7 @@ def block_sparse(
         del params, plan
         here = layout(q.shape[1], k.shape[1], q.shape[2], causal, dropout)
         odd = None if block_q % MIN_TILE == block_k % MIN_TILE == 0 else (block_q, block_k)
-        which = chosen_impl(impl, q, v, block_size=odd)
+        which = chosen_impl(impl, q, v, block_size=odd, dtypes=mixed_dtypes(q, k))
         if which == "xla":
             return _in_tiles(here, q, k, v, segments, rng)
         pair = segment_pair(segments)

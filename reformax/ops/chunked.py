@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.ops.base import dropout_multiplier, length_normalize, mean_product
+from reformax.ops.base import dropout_multiplier, gpu_obstacle, length_normalize, mean_product
 
 # Stands for minus infinity where a difference of two of them must not be NaN.
 HIDDEN = -1e30
@@ -186,13 +186,15 @@ def chosen_impl(impl: str, q: Array, v: Array | None = None, **options: Any) -> 
     return "xla" if obstacle else "pallas" if impl == "auto" else impl
 
 
+def mixed_dtypes(q: Array, k: Array) -> str | None:
+    """The dtypes of queries and keys that no kernel multiplies; None if they are the same."""
+    return None if q.dtype == k.dtype else f"{q.dtype} and {k.dtype}"
+
+
 def _kernel_obstacle(q: Array, v: Array | None) -> str | None:
     """What keeps the kernel from computing a call, in words; None if nothing does."""
-    if jax.default_backend() != "gpu":
-        return f"the backend {jax.default_backend()!r}"
-    device = jax.local_devices()[0]
-    if float(getattr(device, "compute_capability", None) or 0) < 8.0:
-        return f"the device {device.device_kind!r}, which is not an NVIDIA GPU of Ampere or later"
+    if device := gpu_obstacle():
+        return device
     for x in (q, q if v is None else v):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             return f"dtype {x.dtype}"

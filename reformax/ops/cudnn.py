@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.ops.base import Segments
+from reformax.ops.base import Segments, gpu_obstacle
 
 # cuDNN is asked for whole blocks of so many positions.
 BLOCK = 64
@@ -28,8 +28,8 @@ def cudnn_obstacle(
     bias: Array | None = None,
 ) -> str | None:
     """What keeps cuDNN from computing this call, in words; None if nothing does."""
-    if jax.default_backend() != "gpu":
-        return f"the backend {jax.default_backend()!r}"
+    if device := gpu_obstacle():
+        return device
     if segments is not None:
         return "segments"
     if bias is not None:

@@ -60,6 +60,7 @@ def flash(
             segments="a pair" if isinstance(segments, tuple) else None,
             bias=None if bias is None else bias.shape,
             scale=scale,
+            dtypes=chunked.mixed_dtypes(q, k),
         )
         if which == "xla":
             return in_tiles(q, k, v, bias, segments, causal, dropout, rng)

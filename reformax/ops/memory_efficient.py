@@ -25,7 +25,7 @@ from reformax.ops import tiles
 from reformax.ops.base import AttentionOp, Traits, check_impl, check_sizes, no_params, no_plan
 from reformax.ops.blocks import MIN_TILE, Layout
 from reformax.ops.cache import ring_decoding
-from reformax.ops.chunked import KERNELS, chosen_impl
+from reformax.ops.chunked import KERNELS, chosen_impl, mixed_dtypes
 
 
 def memory_efficient(
@@ -74,6 +74,7 @@ def memory_efficient(
             segments="given" if segments is not None else None,
             bias=None if bias is None else bias.shape,
             dropout=dropout,
+            dtypes=mixed_dtypes(q, k),
             chunks=_uneven(tiling, key_size, q.shape[1], k.shape[1]),
         )
         summary = tiles.summary

@@ -236,7 +236,9 @@ def test_rows_in_parts_are_one_attention(
     assert_trees_close(run(q, k, v, d_out), want)
 
 
-@pytest.mark.parametrize("dtype, size, dropout", [("bfloat16", 64, 0.0), ("float32", 80, 0.1)])
+@pytest.mark.parametrize(
+    "dtype, size, dropout", [("bfloat16", 64, 0.0), ("float16", 64, 0.0), ("float32", 80, 0.1)]
+)
 def test_it_lowers_for_a_gpu(dtype, size, dropout):
     """What the interpreter takes and Triton does not would show here, without a GPU."""
     length = 5000

@@ -89,7 +89,7 @@ def test_chunks_of_many_rounds_fill_words():
         np.testing.assert_array_equal(got, slot[0, 0, r][order.order[0, 0, 15]])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("size", [64, 80])
 def test_it_lowers_for_a_gpu(dtype, size):
     """What the interpreter takes and Triton does not would show here, without a GPU."""

@@ -145,6 +145,14 @@ CALLS = [
         "segments has shape (2, 8): expected [batch, length] of k, (2, 9)",
     ),
     ("dense", (x(), x(), x()), dict(bias=x(2, 8, 8)), "bias has shape (2, 8, 8): expected [batch"),
+    (
+        "flash",
+        (x(), x(), x()),
+        dict(bias=x(1, 1, 8, 8) > 0),
+        "bias has dtype bool: expected floats",
+    ),
+    ("flash", (x(), x(), x()), dict(segments=(None, INTEGERS)), "segments is a tuple, but no pair"),
+    ("flash", (x(2, 0, 2, 4),) * 3, {}, "q has shape (2, 0, 2, 4): expected at least one of each"),
     ("dense", (x(), x(), x()), dict(bias=x(2, 2, 8, 4)), "bias has shape (2, 2, 8, 4): expected"),
     (
         "block_sparse",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import base, dense, flash, memory_efficient, tiles
+from reformax.ops import base, block_sparse, dense, flash, memory_efficient, tiles
 from tests.ops import oracle
 from tests.ops.fast import fast_jit
 
@@ -303,3 +303,24 @@ def test_a_kernels_summaries_are_merged(causal):
     for op, inputs in ((odd, (q, k, v)), (kernel, (x[:, :190] for x in (q, k, v)))):
         with pytest.raises(NotImplementedError, match="impl='pallas_interpret' with chunks="):
             op(*inputs)
+
+
+EVERYTHING = np.ones((2, 2), bool)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        flash.flash(impl="pallas_interpret"),
+        block_sparse.block_sparse(pattern=EVERYTHING, impl="pallas_interpret"),
+    ],
+    ids=["chunked", "block_sparse"],
+)
+def test_kernels_keep_the_small_gradients_of_float16(op):
+    """An even share of a small cotangent is below what float16 has: 1e-4 / 256."""
+    q, k, v, d_out = numbers(4, 1, 256, 1, 16) * np.array([0.01, 1, 1, 1e-4]).reshape(4, 1, 1, 1, 1)
+    inputs = [x.astype(np.float16) for x in (d_out, q, k, v)]
+    _, (*_, got) = fast_jit(with_gradient(op))(*inputs)
+    plain = fast_jit(with_gradient(dense.dense(impl="xla")))
+    _, (*_, want) = plain(*(x.astype(np.float32) for x in inputs))
+    assert np.abs(np.asarray(got, np.float32) - want).max() < 0.02 * np.abs(want).max()

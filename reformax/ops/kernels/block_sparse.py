@@ -61,9 +61,10 @@ class _Inputs(NamedTuple):
 class _Row(NamedTuple):
     """What the gradient knows of each query."""
 
-    d_out: Array  # [B, T, N, V], divided by the sum of the row's softmax
+    d_out: Array  # [B, T, N, V], divided by the sum of the row's softmax, unless that is `share`
     dot: Array  # [B, N, T], the product of the output and `d_out`
     top: Array  # [B, N, T]
+    share: Array | None  # [B, N, T], 1 / sum; float16 has no room for a `d_out` so divided
 
 
 class _Work(NamedTuple):
@@ -280,6 +281,7 @@ def _queries_kernel(x: _Inputs, row: _Row, work: _Work, dq, part, *, program):
     queries = here.queries(x, own.tile)
     q, d_out = (here.rows(ref, queries, own.head) for ref in (x.q, row.d_out))
     top, dot = (here.numbers(ref, queries, own.head, 0.0) for ref in (row.top, row.dot))
+    share = None if row.share is None else here.numbers(row.share, queries, own.head, 0.0)
     query, size = queries.column(), x.q.shape[3]
 
     def differentiate(tile, whole, sums):
@@ -289,6 +291,7 @@ def _queries_kernel(x: _Inputs, row: _Row, work: _Work, dq, part, *, program):
         key = keys.line()
         mask = here.visible(query, key, whole)
         p = _weights(product(q, k, transpose_b=True), mask, top[:, None], size)
+        p = p if share is None else p * share[:, None]
         dp = product(d_out, v, transpose_b=True) * here.keep(x, own.head, query, key)
         ds = p * (dp - dot[:, None])
         return sums + product(ds.astype(k.dtype), k)
@@ -313,6 +316,8 @@ def _keys_kernel(x: _Inputs, row: _Row, work: _Work, gradients, part, *, program
         query = queries.line()
         mask = here.visible(query, key, whole)
         p = _weights(product(k, q, transpose_b=True), mask, top[None, :], size)
+        if row.share is not None:
+            p = p * here.numbers(row.share, queries, own.head, 0.0)[None, :]
         keep = here.keep(x, own.head, query, key)
         dv = dv + product((p * keep).astype(d_out.dtype), d_out)
         ds = p * (product(v, d_out, transpose_b=True) * keep - dot[None, :])
@@ -467,10 +472,12 @@ def backward(
     """
     x = _inputs(layout, q, k, v, segments, rng)
     # D_i = sum_j P_ij dP_ij = dO_i . O_i. P's divisor goes into what P multiplies.
-    weight = jnp.swapaxes(1.0 / jnp.where(total == 0.0, 1.0, total), 1, 2)
-    d_out = d_out.astype(jnp.float32) * weight[..., None]
+    share = 1.0 / jnp.where(total == 0.0, 1.0, total)
+    d_out = d_out.astype(jnp.float32)
+    if v.dtype != jnp.float16:
+        d_out, share = d_out * jnp.swapaxes(share, 1, 2)[..., None], None
     dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
-    row = _Row(d_out.astype(v.dtype), dot, top)
+    row = _Row(d_out.astype(v.dtype), dot, top, share)
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):

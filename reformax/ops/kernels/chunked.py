@@ -71,10 +71,11 @@ class _Softmax(NamedTuple):
 class _Row(NamedTuple):
     """What the backward pass knows of each query."""
 
-    d_out: Array  # [B, T, N, V], divided by the sum of the row's softmax
+    d_out: Array  # [B, T, N, V], divided by the sum of the row's softmax, unless that is `share`
     dot: Array  # [B, N, R, Tp], the product of the output and `d_out`
     top: Array  # [B, N, R, Tp]
     total: Array  # [B, N, T]
+    share: Array | None  # [B, N, R, Tp], 1 / sum; float16 has no room for a `d_out` so divided
 
 
 class _Gradients(NamedTuple):
@@ -342,19 +343,25 @@ def _backward_kernel(
     def queries(block):
         exists = block.position < here.chunks.length
         top = here.at_places(row.top, block.place, exists, 0.0) * (scale * LOG2_E)
-        return here.rows(row.d_out, block), here.at_places(row.dot, block.place, exists, 0.0), top
+        share = None
+        if row.share is not None:
+            share = here.at_places(row.share, block.place, exists, 0.0)
+        dot = here.at_places(row.dot, block.place, exists, 0.0)
+        return here.rows(row.d_out, block), dot, top, share
 
-    def weights(s, mask, top):
-        return jnp.exp2(jnp.where(mask, s, HIDDEN) * (scale * LOG2_E) - top)
+    def weights(s, mask, top, share):
+        p = jnp.exp2(jnp.where(mask, s, HIDDEN) * (scale * LOG2_E) - top)
+        return p if share is None else p * share
 
     k, v = here.rows(x.k, own), here.rows(x.v, own)
 
     def as_keys(block, sums):
         dk, dv = sums
         q = here.rows(x.q, block)
-        d_out, dot, top = queries(block)
+        d_out, dot, top, share = queries(block)
         mask = here.visible(block.line(), own.column())
-        p = weights(product(k, q, transpose_b=True), mask, top[None, :])
+        share = None if share is None else share[None, :]
+        p = weights(product(k, q, transpose_b=True), mask, top[None, :], share)
         keep = here.keep(x, block.position[None, :], own.position[:, None])
         dv = dv + product((p * keep).astype(d_out.dtype), d_out)
         ds = p * (product(v, d_out, transpose_b=True) * keep - dot[None, :])
@@ -370,7 +377,8 @@ def _backward_kernel(
     here.put_rows(after.v, own, dv)
 
     q = here.rows(x.q, own)
-    d_out, dot, top = queries(own)
+    d_out, dot, top, share = queries(own)
+    share = None if share is None else share[:, None]
     if here.chunks.shared_qk:
         dq = _through_normalization(q, dk, x.q.shape[3])
     else:
@@ -380,7 +388,7 @@ def _backward_kernel(
     def as_queries(block, dq):
         k, v = here.rows(x.k, block), here.rows(x.v, block)
         mask = here.visible(own.column(), block.line())
-        p = weights(product(q, k, transpose_b=True), mask, top[:, None])
+        p = weights(product(q, k, transpose_b=True), mask, top[:, None], share)
         keep = here.keep(x, own.position[:, None], block.position[None, :])
         ds = p * (product(d_out, v, transpose_b=True) * keep - dot[:, None])
         return dq + product(ds.astype(k.dtype), k)
@@ -504,11 +512,14 @@ def backward(
     """The gradients of q, k (None where shared) and v, of what `forward` took and returned."""
     inputs = _inputs(chunks, q, k, v, order, segments, rng)
     # D_i = sum_j P_ij dP_ij = dO_i . O_i. P's divisor goes into what P multiplies.
-    weight = jnp.swapaxes(1.0 / jnp.where(total == 0.0, 1.0, total), 1, 2)
-    d_out = d_out.astype(jnp.float32) * weight[..., None]
+    share = 1.0 / jnp.where(total == 0.0, 1.0, total)
+    d_out = d_out.astype(jnp.float32)
+    if v.dtype != jnp.float16:
+        d_out, share = d_out * jnp.swapaxes(share, 1, 2)[..., None], None
     dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
     dot, in_order_top = (_in_order(x, inputs.order) for x in (dot, top))
-    row = _Row(d_out.astype(v.dtype), dot, in_order_top, total)
+    share = None if share is None else _in_order(share, inputs.order)
+    row = _Row(d_out.astype(v.dtype), dot, in_order_top, total, share)
     gradients = None
     for program in _programs(chunks, inputs.order, tiles or _backward_tiles(inputs)):
         shape = _Gradients(*(None if x is None else _like(x, program) for x in (q, k, v)))
