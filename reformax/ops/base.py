@@ -389,8 +389,9 @@ def reference_attention(
     )
     if bias is not None:
         scores = scores + bias
-    # Subtracting the maximum only of what is visible keeps a fully masked row finite.
-    top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-1e30)
+    # Subtracting the maximum only of what is visible keeps a fully masked row finite. No gradient
+    # goes through it, for what it adds up to is 0.
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-1e30))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)

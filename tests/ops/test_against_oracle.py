@@ -164,6 +164,14 @@ def check(
         assert np.isfinite(np.asarray(x, np.float64)).all()
 
 
+def test_dense_attention_of_one_query_to_two_keys_with_a_bias_for_all():
+    """Where a gradient through the maximum, compiled without optimisation, was infinite."""
+    (row,) = (row for row in ROWS if row.name == "dense")
+    case = dict(options=row.first, causal=False, packed=False, bias_axes=(False,) * 4, dropout=0.0)
+    case |= dict(shape=Shape(batch=1, n_queries=1, n_keys=2, n_heads=1), d_qk=1, d_v=4, seed=160)
+    check(row, 1e-5, jnp.float32, **case)
+
+
 @over_rows
 @settings(deadline=None, max_examples=6)
 @given(data=st.data())
