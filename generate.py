@@ -138,7 +138,7 @@ def _translate(args, model, params, steps, trained_length: int) -> int:
     start = time.perf_counter()
     options = script.search_options(args)
     sys.stdout.reconfigure(encoding="utf-8")
-    n_tokens = 0
+    n_tokens = n_long = 0
     for first in range(0, len(lines), LINES):
         found = translate_lines(
             model,
@@ -153,8 +153,9 @@ def _translate(args, model, params, steps, trained_length: int) -> int:
         sys.stdout.write("".join(f"{line.text}\n" for line in found))
         sys.stdout.flush()
         n_tokens += sum(line.n_tokens for line in found)
+        n_long += sum(line.n_source > trained_length for line in found)
     taken = time.perf_counter() - start
-    if n_long := sum(len(words.encode(line)) > trained_length for line in lines if line.strip()):
+    if n_long:
         print(
             f"note: {n_long:,} lines have more than {trained_length} tokens, the longest that the "
             "model was trained on",

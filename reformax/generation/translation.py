@@ -37,6 +37,7 @@ class Line(NamedTuple):
     n_tokens: int  # 0 of a blank line
     log_p: float
     score: float
+    n_source: int = 0  # tokens of the line itself, 0 of a blank one
 
 
 def translate(
@@ -82,16 +83,7 @@ def translate(
     params = jax.device_put(params)  # once, and not a batch
     sources = [np.asarray(source, np.int32) for source in sources]
     for i, source in enumerate(sources):
-        if not source.size or source.min() < 0 or source.max() >= model.source_vocab_size:
-            raise ValueError(
-                f"sources[{i}] is {source.tolist()}: expected one or more tokens below the model's "
-                f"vocabulary, {model.source_vocab_size}"
-            )
-        if model.max_length is not None and len(source) > model.max_length:
-            raise ValueError(
-                f"sources[{i}] has {len(source)} tokens: the model's positions hold "
-                f"{model.max_length}, shorten it"
-            )
+        _check_source(model, f"sources[{i}]", source)
     results: list[Hypothesis | None] = [None] * len(sources)
     weights = beam.prepare(model, params)
     rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
@@ -134,6 +126,20 @@ def translate(
     return results
 
 
+def _check_source(model, name: str, source: np.ndarray) -> None:
+    """Raises `ValueError` for a source that the model cannot read."""
+    if not source.size or source.min() < 0 or source.max() >= model.source_vocab_size:
+        raise ValueError(
+            f"{name} is {source.tolist()}: expected one or more tokens below the model's "
+            f"vocabulary, {model.source_vocab_size}"
+        )
+    if model.max_length is not None and len(source) > model.max_length:
+        raise ValueError(
+            f"{name} has {len(source)} tokens: the model's positions hold {model.max_length}, "
+            "shorten it"
+        )
+
+
 def check_options(**options: float) -> None:
     """Raises `ValueError` for an option of `translate` that is out of range."""
     for name, value in options.items():
@@ -162,16 +168,13 @@ def translate_lines(
             sources.append(vocabulary.encode(lines[i]))
         except ValueError as error:
             raise ValueError(f"line {first_line + i}: {error}") from None
-        if model.max_length is not None and len(sources[-1]) > model.max_length:
-            raise ValueError(
-                f"line {first_line + i} has {len(sources[-1])} tokens: the model's positions hold "
-                f"{model.max_length}, shorten it"
-            )
+        _check_source(model, f"line {first_line + i}", np.asarray(sources[-1], np.int32))
     results = [Line("", 0, 0.0, 0.0)] * len(lines)
-    for i, found in zip(numbers, translate(model, params, sources, **options), strict=True):
+    translated = translate(model, params, sources, **options)
+    for i, source, found in zip(numbers, sources, translated, strict=True):
         # A translation is a line, whatever the model came up with.
         text = " ".join(vocabulary.decode(found.tokens).splitlines())
-        results[i] = Line(text, len(found.tokens), found.log_p, found.score)
+        results[i] = Line(text, len(found.tokens), found.log_p, found.score, len(source))
     return results
 
 

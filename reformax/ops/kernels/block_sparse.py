@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from reformax.ops import blocks
 from reformax.ops.base import dropout_words, keep_multiplier
 from reformax.ops.blocks import Layout, Rows, Softmax
-from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, power_of_two, product
+from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, divided, power_of_two, product
 
 # Tiles that a part has at least, and parts that all of a GPU's processors could share.
 LEAST_PART, N_SHARES = 16, 2048
@@ -471,13 +471,8 @@ def backward(
       tiles: how the kernels for queries and for keys are cut.
     """
     x = _inputs(layout, q, k, v, segments, rng)
-    # D_i = sum_j P_ij dP_ij = dO_i . O_i. P's divisor goes into what P multiplies.
-    share = 1.0 / jnp.where(total == 0.0, 1.0, total)
-    d_out = d_out.astype(jnp.float32)
-    if v.dtype != jnp.float16:
-        d_out, share = d_out * jnp.swapaxes(share, 1, 2)[..., None], None
-    dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
-    row = _Row(d_out.astype(v.dtype), dot, top, share)
+    d_out, dot, share = divided(d_out, out, total)
+    row = _Row(d_out, dot, top, share)
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):

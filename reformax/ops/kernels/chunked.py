@@ -33,7 +33,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.base import dropout_words, keep_multiplier, length_normalize
-from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, power_of_two, product
+from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, divided, power_of_two, product
 
 
 class Tiles(NamedTuple):
@@ -511,15 +511,10 @@ def backward(
 ) -> tuple[Array, Array | None, Array]:
     """The gradients of q, k (None where shared) and v, of what `forward` took and returned."""
     inputs = _inputs(chunks, q, k, v, order, segments, rng)
-    # D_i = sum_j P_ij dP_ij = dO_i . O_i. P's divisor goes into what P multiplies.
-    share = 1.0 / jnp.where(total == 0.0, 1.0, total)
-    d_out = d_out.astype(jnp.float32)
-    if v.dtype != jnp.float16:
-        d_out, share = d_out * jnp.swapaxes(share, 1, 2)[..., None], None
-    dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
+    d_out, dot, share = divided(d_out, out, total)
     dot, in_order_top = (_in_order(x, inputs.order) for x in (dot, top))
     share = None if share is None else _in_order(share, inputs.order)
-    row = _Row(d_out.astype(v.dtype), dot, in_order_top, total, share)
+    row = _Row(d_out, dot, in_order_top, total, share)
     gradients = None
     for program in _programs(chunks, inputs.order, tiles or _backward_tiles(inputs)):
         shape = _Gradients(*(None if x is None else _like(x, program) for x in (q, k, v)))
