@@ -196,12 +196,7 @@ class EncoderDecoder(Layer):
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32, of a product in the sublayers' dtype."""
         table = params.get("softmax", params["embedding"]).astype(self._dtype)
-        return jnp.einsum(
-            "...d,vd->...v",
-            features.astype(self._dtype),
-            table,
-            preferred_element_type=jnp.float32,
-        )
+        return _scores(features.astype(self._dtype), table)
 
     def apply(
         self,
@@ -325,6 +320,25 @@ class EncoderDecoder(Layer):
             self._stacks["decoder"].moved(decoding.caches, rows),
             jnp.take_along_axis(decoding.origins, parents[..., None], axis=1),
         )
+
+
+@jax.custom_vjp
+def _scores(x: Float[Array, "*d D"], table: Float[Array, "V D"]) -> Float[Array, "*d V"]:
+    """Products with all rows of the table in float32, whose gradient is rounded to `x`'s dtype.
+
+    It would be float32 otherwise and make products of that, at half the speed of rounded ones.
+    """
+    return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
+
+
+def _scores_backward(inputs, gradient):
+    x, table = inputs
+    gradient = gradient.astype(x.dtype)
+    d_x = jnp.einsum("...v,vd->...d", gradient, table)
+    return d_x, jnp.einsum("...v,...d->vd", gradient, x)
+
+
+_scores.defvjp(lambda x, table: (_scores(x, table), (x, table)), _scores_backward)
 
 
 def _segments(tokens, segments) -> Int[Array, "B T"]:

@@ -29,7 +29,7 @@ from reformax.ops.base import (
     segment_pair,
 )
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
-from reformax.ops.blocks import MIN_TILE, Layout, Rows
+from reformax.ops.blocks import MIN_TILE, Everything, Layout, Rows
 from reformax.ops.cache import attend_to, keep, put
 from reformax.ops.chunked import KERNELS, chosen_impl, mixed_dtypes
 
@@ -82,7 +82,7 @@ def block_sparse(
         if which == "xla":
             return _in_tiles(here, q, k, v, segments, rng)
         pair = segment_pair(segments)
-        return _in_kernel((here, which == "pallas_interpret"), q, k, v, pair, rng)
+        return in_kernel((here, which == "pallas_interpret"), q, k, v, pair, rng)
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng):
         del params, plan, rng
@@ -142,9 +142,8 @@ def _in_tiles(layout: Layout, q, k, v, segments, rng) -> Float[Array, "B T N V"]
         dropout=layout.dropout,
     )
     sizes = layout.block_q, layout.block_k
-    n_masks = len(layout.mask)
     plan = tiles.Plan(
-        _visits(layout.rows(*sizes), n_masks), _visits(layout.columns(*sizes), n_masks)
+        *(_visits(rows(*sizes), layout.n_masks) for rows in (layout.rows, layout.columns))
     )
     x = tiles.inputs(q, k, v, None, segments, layout.dropout, rng)
     return tiles.attend(tiles.forward, tiling, x, plan)
@@ -161,7 +160,17 @@ def _visits(rows: Rows, n_masks: int) -> tiles.Visits:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_kernel(how: tuple[Layout, bool], q, k, v, segments, rng) -> Float[Array, "B T N V"]:
+def in_kernel(
+    how: tuple[Layout | Everything, bool], q, k, v, segments, rng
+) -> Float[Array, "B T N V"]:
+    """The attention of a layout by the kernels of `kernels.block_sparse`.
+
+    Args:
+      how: the layout, and whether the kernels are interpreted.
+      q, k, v: queries, keys, values.
+      segments: the ids of queries and of keys, or twice None.
+      rng: the source of dropout, needed where there is some.
+    """
     return _kernel_forward(how, q, k, v, segments, rng)[0]
 
 
@@ -186,4 +195,4 @@ def _kernel_backward(how, residuals, d_out):
     )
 
 
-_in_kernel.defvjp(_kernel_forward, _kernel_backward)
+in_kernel.defvjp(_kernel_forward, _kernel_backward)

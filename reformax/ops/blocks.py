@@ -2,6 +2,7 @@
 
 Block-sparse attention runs through the nonzero tiles of each row of the mask (and, for the gradient
 of keys, of each column). The lists are NumPy: the mask is static, and known when a call is traced.
+Where there is no mask all rows share one list.
 
 Rows may be very uneven: a global block is one row that is full among thousands that hold ten tiles.
 What works on rows side by side cuts them into *parts* of a bounded number of tiles and merges the
@@ -30,11 +31,12 @@ Ints = Int[np.ndarray, "..."]
 
 
 class Rows(NamedTuple):
-    """The nonzero tiles of each row, row by row.
+    """The nonzero tiles of each row: `entries[start[i] : start[i] + count[i]]`.
 
     A tile is whole if every query in it sees every key by its position; whole ones come first.
     """
 
+    start: Int[np.ndarray, " U"]
     count: Int[np.ndarray, " U"]
     n_whole: Int[np.ndarray, " U"]
     entries: Int[np.ndarray, " nnz"]  # the tile's column, or of columns its row
@@ -73,19 +75,19 @@ class Layout:
     dropout: float
 
     @property
-    def per_head(self) -> bool:
-        """Whether heads have masks of their own."""
-        return len(self.mask) > 1
+    def n_masks(self) -> int:
+        """1, or the number of heads if they have masks of their own."""
+        return len(self.mask)
 
     def rows(self, tile_q: int, tile_k: int) -> Rows:
         """The nonzero tiles of each row of `tile_q` queries."""
         head, query, key, whole = self._tiles(tile_q, tile_k)
-        return _rows(head, query, key, whole, len(self.mask), -(-self.n_queries // tile_q))
+        return _rows(head, query, key, whole, self.n_masks, -(-self.n_queries // tile_q))
 
     def columns(self, tile_q: int, tile_k: int) -> Rows:
         """The nonzero tiles of each column of `tile_k` keys."""
         head, query, key, whole = self._tiles(tile_q, tile_k)
-        return _rows(head, key, query, whole, len(self.mask), -(-self.n_keys // tile_k))
+        return _rows(head, key, query, whole, self.n_masks, -(-self.n_keys // tile_k))
 
     def _tiles(self, tile_q: int, tile_k: int) -> tuple[Ints, Ints, Ints, Ints]:
         """Mask, row and column of each nonzero tile, and whether it is whole; sizes must divide."""
@@ -107,14 +109,57 @@ def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows:
     row = mask * n_rows + row
     order = np.lexsort((entry, ~whole, row))
     count, n_whole = (np.bincount(x, minlength=n_masks * n_rows) for x in (row, row[whole]))
-    return Rows(count, n_whole, entry[order].astype(np.int32))
+    return Rows(np.cumsum(count) - count, count, n_whole, entry[order].astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Everything:
+    """The `Layout` of attention without a mask; its lists are as long as a row, not as the mask.
+
+    Attributes are those of `Layout`.
+    """
+
+    n_queries: int
+    n_keys: int
+    causal: bool
+    dropout: float
+    block_q: int = 128
+    block_k: int = 128
+    n_masks: int = 1
+
+    def rows(self, tile_q: int, tile_k: int) -> Rows:
+        """The tiles of each row of `tile_q` queries, from the first keys on."""
+        n_columns = -(-self.n_keys // tile_k)
+        first_q = tile_q * np.arange(-(-self.n_queries // tile_q))
+        count = np.full_like(first_q, n_columns)
+        n_whole = np.full_like(first_q, self.n_keys // tile_k)
+        if self.causal:
+            last_q = np.minimum(first_q + tile_q, self.n_queries) - 1
+            count = np.minimum(count, last_q // tile_k + 1)
+            n_whole = np.minimum(n_whole, (first_q + 1) // tile_k)
+        n_whole = n_whole * (first_q + tile_q <= self.n_queries)
+        return Rows(np.zeros_like(count), count, n_whole, np.arange(n_columns, dtype=np.int32))
+
+    def columns(self, tile_q: int, tile_k: int) -> Rows:
+        """The tiles of each column of `tile_k` keys, from the last queries on."""
+        n_rows = -(-self.n_queries // tile_q)
+        first_k = tile_k * np.arange(-(-self.n_keys // tile_k))
+        # The first row that sees some of the keys, and that which sees them all.
+        some = whole = np.zeros_like(first_k)
+        if self.causal:
+            some = np.where(first_k < self.n_queries, first_k // tile_q, n_rows)
+            whole = np.minimum(-(-(first_k + tile_k - 1) // tile_q), n_rows)
+        # A row that is not full stands in front, and whole ones have to.
+        full = (first_k + tile_k <= self.n_keys) & (self.n_queries % tile_q == 0)
+        entries = np.arange(n_rows, dtype=np.int32)[::-1]
+        return Rows(np.zeros_like(some), n_rows - some, full * (n_rows - whole), entries)
 
 
 def cut(rows: Rows, most: int) -> Parts:
     """The rows in parts of at most so many tiles."""
     per_row = np.maximum(-(-rows.count // most), 1)
     row, nth = _ranges(per_row)
-    start = (np.cumsum(rows.count) - rows.count)[row] + nth * most
+    start = rows.start[row] + nth * most
     count = np.clip(rows.count[row] - nth * most, 0, most)
     n_whole = np.clip(rows.n_whole[row] - nth * most, 0, count)
     return Parts(row, start, count, n_whole, per_row)

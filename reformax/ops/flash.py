@@ -15,7 +15,17 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops import chunked, tiles
-from reformax.ops.base import AttentionOp, Traits, check_impl, check_sizes, no_params, no_plan
+from reformax.ops.base import (
+    AttentionOp,
+    Traits,
+    check_impl,
+    check_sizes,
+    no_params,
+    no_plan,
+    segment_pair,
+)
+from reformax.ops.block_sparse import in_kernel
+from reformax.ops.blocks import Everything
 from reformax.ops.cache import ring_decoding
 from reformax.ops.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
 
@@ -34,10 +44,11 @@ def flash(
       key_block_size: keys of a tile, likewise.
       scale: what products of queries and keys are multiplied by; None is `1 / sqrt(H)`.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
-        and bfloat16 without segments, bias and dropout. `"pallas"` is ours, for NVIDIA GPUs of
-        Ampere or later, heads of 128 or less and queries and keys of one length, without bias and
-        `scale`; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"` takes the first
-        of cuDNN, Pallas and XLA that computes the call.
+        and bfloat16 without segments, bias and dropout. `"pallas"` is ours, that of block-sparse
+        attention with every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
+        without bias and `scale`; of segments it computes what they let see and no more.
+        `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"` takes the first of cuDNN,
+        Pallas and XLA that computes the call.
 
     Raises:
       ValueError: a size below 1, a scale that is not above 0, an unknown `impl`.
@@ -56,17 +67,15 @@ def flash(
             impl,
             q,
             v,
-            lengths=None if q.shape[1] == k.shape[1] else (q.shape[1], k.shape[1]),
-            segments="a pair" if isinstance(segments, tuple) else None,
             bias=None if bias is None else bias.shape,
             scale=scale,
             dtypes=chunked.mixed_dtypes(q, k),
         )
         if which == "xla":
             return in_tiles(q, k, v, bias, segments, causal, dropout, rng)
-        # To the kernel of local attention, a sequence is a chunk that holds it whole.
-        chunk = chunked.Chunks(q.shape[1], q.shape[1], 0, 0, causal, False, dropout=dropout)
-        return chunked.chunked_attention(q, k, v, chunk, None, segments, rng, which)
+        layout = Everything(q.shape[1], k.shape[1], causal, dropout)
+        how = layout, which == "pallas_interpret"
+        return in_kernel(how, q, k, v, segment_pair(segments), rng)
 
     def in_tiles(q, k, v, bias, segments, causal, dropout, rng):
         tiling = tiles.Tiling(

@@ -1,28 +1,36 @@
 """Cross-entropy without ever holding the logits of a whole batch.
 
 Logits of 65,536 positions cost more memory than a reversible model does, and so do those of a
-vocabulary of 32,000 pieces, so they are computed for a chunk of positions at a time and computed
-again in the backward pass.
+vocabulary of 32,000 pieces, so they are computed for a chunk of positions at a time. A chunk's
+gradient is taken while its logits are there, in the forward pass: the loss is one number, and what
+its own gradient adds is a factor in the end. So no product is computed twice.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Logits that are in memory together at most, 256 MiB of them, however long a chunk may be.
-MAX_LOGITS = 2**26
+
+def max_logits() -> int:
+    """Logits that are in memory together at most, however long a chunk may be.
+
+    128 MiB of them; on a GPU, which wants large products, 1 GiB.
+    """
+    return 2**25 if jax.default_backend() == "cpu" else 2**28
 
 
 class Sums(NamedTuple):
     """Sums over targets: of `-log p`, of weight, of weight predicted right, and of the loss.
 
-    The loss is what training minimises: `-log p` in nats, smoothed if that is asked for.
+    The loss is what training minimises: `-log p` in nats, smoothed if that is asked for. It alone
+    has a gradient.
     """
 
     nats: Float[Array, ""]
@@ -51,7 +59,7 @@ def cross_entropy(
       targets: ids below V.
       weights: 0 leaves a position out.
       chunk_len: positions of each row whose logits are in memory together, fewer where these would
-        be more than `MAX_LOGITS`; any length T is right, the last chunk is padded with weight 0.
+        be more than `max_logits()`; any length T is right, the last chunk is padded with weight 0.
       label_smoothing: e, from 0 up to 1.
 
     Returns:
@@ -61,10 +69,8 @@ def cross_entropy(
         raise ValueError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or the length")
     batch, length = targets.shape
     vocab_size = jax.eval_shape(logits_fn, features[:, :chunk_len]).shape[-1]
-    chunk_len = min(chunk_len, max(1, MAX_LOGITS // (batch * vocab_size)))
+    chunk_len = min(chunk_len, length, max(1, max_logits() // (batch * vocab_size)))
     n_chunks = -(-length // chunk_len)
-    if n_chunks == 1:
-        return _chunk_sums(logits_fn, label_smoothing, features, targets, weights)
 
     def chunked(x):  # [B, T, ...] -> [n_chunks, B, chunk_len, ...]
         tail = [(0, 0)] * x.ndim
@@ -72,27 +78,76 @@ def cross_entropy(
         x = jnp.pad(x, tail).reshape(batch, n_chunks, chunk_len, *x.shape[2:])
         return jnp.swapaxes(x, 0, 1)
 
-    @jax.checkpoint
+    chunks = tuple(map(chunked, (features, targets, weights)))
+    # The weights that are to have gradients become arguments.
+    logits_fn, params = jax.closure_convert(logits_fn, chunks[0][0])
+    return _sums(logits_fn, label_smoothing, params, *chunks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums(logits_fn, label_smoothing, params, features, targets, weights) -> Sums:
     def add_chunk(sums, chunk):
-        return jax.tree.map(jnp.add, sums, _chunk_sums(logits_fn, label_smoothing, *chunk)), None
+        features, *others = chunk
+        here = _chunk(logits_fn(features, *params), *others, label_smoothing)
+        return jax.tree.map(jnp.add, sums, here.sums), None
 
-    zero = Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields))
-    sums, _ = jax.lax.scan(add_chunk, zero, tuple(map(chunked, (features, targets, weights))))
-    return sums
+    return jax.lax.scan(add_chunk, _zero_sums(), (features, targets, weights))[0]
 
 
-def _chunk_sums(logits_fn, label_smoothing, features, targets, weights) -> Sums:
-    logits = logits_fn(features).astype(jnp.float32)
+def _sums_forward(logits_fn, label_smoothing, params, features, targets, weights):
+    def add_chunk(carry, chunk):
+        features, *others = chunk
+        logits, vjp = jax.vjp(logits_fn, features, *params)
+        here = _chunk(logits, *others, label_smoothing)
+        d_features, *d_params = vjp(here.d_logits.astype(logits.dtype))
+        return jax.tree.map(jnp.add, carry, (here.sums, d_params)), (d_features, here.losses)
+
+    start = _zero_sums(), jax.tree.map(jnp.zeros_like, list(params))
+    chunks = features, targets, weights
+    (sums, d_params), (d_features, losses) = jax.lax.scan(add_chunk, start, chunks)
+    return sums, (d_params, d_features, losses)
+
+
+def _sums_backward(logits_fn, label_smoothing, gradients, d_sums: Sums):
+    del logits_fn, label_smoothing
+    d_params, d_features, losses = jax.tree.map(
+        lambda x: (x * d_sums.loss).astype(x.dtype), gradients
+    )
+    return d_params, d_features, None, losses
+
+
+_sums.defvjp(_sums_forward, _sums_backward)
+
+
+def _zero_sums() -> Sums:
+    return Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields))
+
+
+class _Chunk(NamedTuple):
+    """What a chunk's logits come to."""
+
+    sums: Sums
+    losses: Float[Array, "B C"]  # before they are weighted
+    d_logits: Float[Array, "B C V"]  # the gradient of the loss
+
+
+def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
+    logits = logits.astype(jnp.float32)
+    vocab_size = logits.shape[-1]
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    log_total = jax.nn.logsumexp(logits, axis=-1)
-    nats = log_total - target_logits
-    correct = jnp.argmax(logits, axis=-1) == targets
-    total = jnp.sum(nats * weights)
-    loss = total
+    # Maximum and sum, not logsumexp and argmax: whoever passes over the logits reads 1 GiB.
+    top = jnp.max(logits, axis=-1)
+    log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
+    nats = losses = log_total - target_logits
     if label_smoothing:
-        spread = jnp.sum((log_total - jnp.mean(logits, axis=-1)) * weights)
-        loss = (1 - label_smoothing) * total + label_smoothing * spread
-    return Sums(total, jnp.sum(weights), jnp.sum(correct * weights), loss)
+        spread = log_total - jnp.mean(logits, axis=-1)
+        losses = (1 - label_smoothing) * nats + label_smoothing * spread
+    sums = (jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), target_logits >= top, losses))
+    # Softmax less the distribution that the targets stand for.
+    is_target = jnp.arange(vocab_size) == targets[..., None]
+    expected = (1 - label_smoothing) * is_target + label_smoothing / vocab_size
+    d_logits = (jnp.exp(logits - log_total[..., None]) - expected) * weights[..., None]
+    return _Chunk(Sums(*sums), losses, d_logits)
 
 
 def metric_name(task) -> str:

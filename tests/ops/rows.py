@@ -55,6 +55,11 @@ class Row(NamedTuple):
     def op(self, **options) -> AttentionOp:
         return self.factory(**(self.first | options))
 
+    @property
+    def bias(self) -> bool:
+        """Whether the calls may have a bias, which no kernel of ours computes."""
+        return self.op().traits.bias and self.options.get("impl") != ("pallas_interpret",)
+
     def causal(self, causal: bool) -> bool:
         """`causal`, or True where the op can be nothing else."""
         return causal or not self.op().traits.bidirectional
@@ -221,6 +226,7 @@ ROWS = [
     Row("dense", dense.dense, {"impl": ("xla", "auto")}, _everything),
     Row("memory_efficient", memory_efficient.memory_efficient, _CHUNKS, _everything),
     Row("flash", flash.flash, _BLOCKS, _everything),
+    Row("flash_pallas", flash.flash, _KERNEL, _everything),
     Row("shared_qk", shared_qk.shared_qk, {}, _others),
     Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks),
     Row(

@@ -80,7 +80,7 @@ def calls(draw, row):
         options=options,
         causal=row.causal(draw(st.booleans())),
         packed=draw(st.booleans()),
-        bias_axes=draw(st.none() | st.tuples(*[st.booleans()] * 4)) if traits.bias else None,
+        bias_axes=draw(st.none() | st.tuples(*[st.booleans()] * 4)) if row.bias else None,
         dropout=draw(st.sampled_from((0.0, DROPOUT))),
         shape=Shape(
             batch=draw(st.integers(1, 2)),

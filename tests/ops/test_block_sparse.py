@@ -77,27 +77,48 @@ def layout(mask, block, length, causal=True, dropout=0.0):
     return blocks.Layout(mask, block, block, length, length, causal, dropout)
 
 
+def check_lists(rows, visible, tile_row, tile_column):
+    """Each tile with something visible stands once in its row's list, whole ones first."""
+    n_masks, n_rows, n_columns = visible.shape
+    tiles = np.pad(visible, ((0, 0), (0, -n_rows % tile_row), (0, -n_columns % tile_column)))
+    shape = n_masks, tiles.shape[1] // tile_row, tile_row, -1, tile_column
+    tiles = tiles.reshape(shape).sum(axis=(2, 4)).reshape(-1, tiles.shape[2] // tile_column)
+    for row, start, count, n_whole in zip(tiles, rows.start, rows.count, rows.n_whole, strict=True):
+        entries = rows.entries[start : start + count]
+        assert sorted(entries) == list(np.flatnonzero(row))
+        whole = entries[:n_whole]
+        assert np.all(row[whole] == tile_row * tile_column)
+        yield np.setdiff1d(np.flatnonzero(row == tile_row * tile_column), whole)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("tile_q, tile_k", [(8, 8), (4, 2), (2, 8)])
 def test_lists_hold_each_tile_once(causal, tile_q, tile_k):
     length, rng = 37, np.random.default_rng(0)
     mask = rng.random((2, 5, 5)) < 0.5
     here = layout(mask, 8, length, causal)
-    full = np.kron(mask, np.ones((8, 8)))
-    exists = np.arange(40) < length
-    visible = full * exists[:, None] * exists * (np.tri(40) if causal else 1)
-    tiles = visible.reshape(2, 40 // tile_q, tile_q, 40 // tile_k, tile_k).sum(axis=(2, 4))
-    tiles = tiles[:, : -(-length // tile_q), : -(-length // tile_k)]
-    for rows, want in (
-        (here.rows(tile_q, tile_k), tiles),
-        (here.columns(tile_q, tile_k), np.swapaxes(tiles, 1, 2)),
+    visible = np.kron(mask, np.ones((8, 8)))[:, :length, :length]
+    visible = visible * (np.tri(length) if causal else 1)
+    for rows, seen, sizes in (
+        (here.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
+        (here.columns(tile_q, tile_k), np.swapaxes(visible, 1, 2), (tile_k, tile_q)),
     ):
-        want = want.reshape(-1, want.shape[-1])
-        ends = np.cumsum(rows.count)
-        for row, end, count, n_whole in zip(want, ends, rows.count, rows.n_whole, strict=True):
-            entries = rows.entries[end - count : end]
-            assert sorted(entries) == list(np.flatnonzero(row))
-            assert set(entries[:n_whole]) == set(np.flatnonzero(row == tile_q * tile_k))
+        assert not any(len(missed) for missed in check_lists(rows, seen, *sizes))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("tile_q, tile_k", [(8, 8), (4, 2), (2, 8), (16, 4)])
+@pytest.mark.parametrize("n_queries, n_keys", [(32, 32), (37, 37), (32, 21), (9, 48), (50, 16)])
+def test_lists_of_everything_hold_each_tile_once(n_queries, n_keys, causal, tile_q, tile_k):
+    here = blocks.Everything(n_queries, n_keys, causal, 0.0)
+    visible = np.tri(n_queries, n_keys) if causal else np.ones((n_queries, n_keys))
+    for rows, seen, sizes in (
+        (here.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
+        (here.columns(tile_q, tile_k), visible.T, (tile_k, tile_q)),
+    ):
+        missed = list(check_lists(rows, seen[None], *sizes))
+        # A whole tile may be taken for one that is not where the last of the rows is cut short.
+        assert n_queries % tile_q or not any(map(len, missed))
 
 
 def test_merging_parts_is_summing_them():
@@ -211,6 +232,9 @@ def test_a_step_sees_the_blocks_of_its_head():
     "per_head, causal, packed, dropout, least_part, sizes",
     [
         (False, True, False, 0.0, 2, (16, 16)),
+        (None, True, True, 0.2, 2, (16, 32)),
+        (None, False, True, 0.0, 16, (32, 16)),
+        (None, True, False, 0.0, 16, (16, 16)),
         (True, False, True, 0.2, 1, (16, 32)),
         (True, True, False, 0.2, 16, (32, 16)),
     ],
@@ -221,6 +245,9 @@ def test_rows_in_parts_are_one_attention(
     monkeypatch.setattr(kernel, "LEAST_PART", least_part)
     mask, (q, k, v, d_out), segments = random_case(per_head, length=115, block=32)
     here = layout(mask, 32, q.shape[1], causal, dropout)
+    if per_head is None:  # no mask at all
+        mask, here = np.ones_like(mask), blocks.Everything(115, 115, causal, dropout)
+        segments = np.sort(segments, axis=1) if causal else segments
     cut = kernel.Tiles(*sizes, 4, 2)
     ids = (segments, segments) if packed else (None, None)
 
@@ -234,6 +261,20 @@ def test_rows_in_parts_are_one_attention(
     attend = reference(mask, 32, causal, segments if packed else None, dropout)
     want = output_and_gradients(attend, q, k, v, d_out)
     assert_trees_close(run(q, k, v, d_out), want)
+
+
+@pytest.mark.parametrize("by_query", [True, False])
+def test_segments_leave_out_the_tiles_that_none_of_them_is_in(by_query):
+    queries = np.repeat([1, 2, 3, 4, 0], [9, 1, 14, 5, 11]).astype(np.int32)
+    keys = np.repeat([1, 2, 4, 7, 0], [8, 8, 3, 5, 8]).astype(np.int32)
+    here = blocks.Everything(40, 32, causal=False, dropout=0.0)
+    entries = (here.rows if by_query else here.columns)(8, 8).entries
+    ids = (queries, keys) if by_query else (keys, queries)
+    spans = kernel._spans(*(kernel._range(jnp.asarray(x)[None], 8) for x in ids), entries)
+    own, other = ([set(tile) - {0} for tile in x.reshape(-1, 8)] for x in ids)
+    for tile, (first, end) in zip(own, np.stack(spans, axis=2)[0], strict=True):
+        places = np.flatnonzero([bool(tile & other[entry]) for entry in entries])
+        assert list(range(first, end)) == list(places)
 
 
 @pytest.mark.parametrize(

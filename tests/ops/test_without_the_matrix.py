@@ -248,17 +248,22 @@ def test_scale():
     assert_trees_close(last(q, k, v), out[:, 22:])
 
 
+PACKED = np.repeat([[1, 2, 0]], [40, 17, 12], axis=1)
+PACKED_KEYS = np.repeat([[1, 2, 0]], [70, 30, 50], axis=1)
+
+
 @pytest.mark.parametrize(
-    "dtype, size, options",
+    "dtype, size, n_keys, options",
     [
-        (np.float32, 4, dict(causal=True, dropout=0.3, rng=KEY)),
-        (np.float32, 16, dict(segments=np.repeat([[1, 2, 0]], [40, 17, 12], axis=1))),
-        (jnp.bfloat16, 8, dict(causal=True)),
+        (np.float32, 4, 69, dict(causal=True, dropout=0.3, rng=KEY)),
+        (np.float32, 16, 150, dict(segments=(PACKED, PACKED_KEYS))),
+        (jnp.bfloat16, 8, 69, dict(causal=True)),
     ],
     ids=["dropout", "segments", "bfloat16"],
 )
-def test_the_kernel_is_the_same_function(dtype, size, options):
-    q, k, v, d_out = (numbers(1, 69, 2, size, seed=i).astype(dtype) for i in range(4))
+def test_the_kernel_is_the_same_function(dtype, size, n_keys, options):
+    lengths = (69, n_keys, n_keys, 69)
+    q, k, v, d_out = (numbers(1, n, 2, size, seed=i).astype(dtype) for i, n in enumerate(lengths))
     got, want = (
         fast_jit(with_gradient(functools.partial(flash.flash(impl=impl), **options)))(
             d_out, q, k, v
@@ -314,7 +319,7 @@ EVERYTHING = np.ones((2, 2), bool)
         flash.flash(impl="pallas_interpret"),
         block_sparse.block_sparse(pattern=EVERYTHING, impl="pallas_interpret"),
     ],
-    ids=["chunked", "block_sparse"],
+    ids=["flash", "block_sparse"],
 )
 def test_kernels_keep_the_small_gradients_of_float16(op):
     """An even share of a small cotangent is below what float16 has: 1e-4 / 256."""

@@ -7,6 +7,7 @@ values, by its columns. Each row has one writer, so that sums have one order and
 
   * A list has the tiles that every query sees whole first, and they are computed without a mask.
     Only those that the diagonal cuts, or the end of the sequence, have one; with segments all.
+  * Without a block mask, segments shorten the list: of packed sequences each pays for its own.
   * A row that is much longer than its share of the work, such as that of a global block, is cut
     into parts. A part leaves its sums in a buffer of its own, and array operations merge them.
   * Long parts start first.
@@ -31,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops import blocks
 from reformax.ops.base import dropout_words, keep_multiplier
-from reformax.ops.blocks import Layout, Rows, Softmax
+from reformax.ops.blocks import Everything, Layout, Rows, Softmax
 from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, divided, power_of_two, product
 
 # Tiles that a part has at least, and parts that all of a GPU's processors could share.
@@ -72,6 +73,7 @@ class _Work(NamedTuple):
 
     parts: Array  # [6, programs]: head, own tile, first entry, end of the whole ones, end, slot
     entries: Array  # [nnz], numbers of the other side's tiles
+    spans: Array | None  # [2, B, tiles]: the first of the entries that segments let see, the end
 
 
 class _Own(NamedTuple):
@@ -123,6 +125,10 @@ class _Program(NamedTuple):
     def own(self, work: _Work) -> _Own:
         numbers = (work.parts[jnp.int32(i), pl.program_id(0)] for i in range(6))
         own = _Own(*numbers)
+        if work.spans is not None:  # no tile is whole then
+            first, end = (work.spans[jnp.int32(i), self.batch, own.tile] for i in (0, 1))
+            first = jnp.maximum(own.first, first)
+            own = own._replace(first=first, end_whole=first, end=jnp.minimum(own.end, end))
         return own if self.per_head else own._replace(head=pl.program_id(1))
 
     def queries(self, x: _Inputs, tile, whole: bool = False) -> _Block:
@@ -340,12 +346,13 @@ class _Cut(NamedTuple):
     per_row: Int[np.ndarray, " R"]  # how many parts it has
 
 
-def _cut(layout: Layout, rows: Rows, x: _Inputs, tiles: Tiles, any_cut: bool) -> _Cut:
-    """Divides the tiles of all rows among programs, long parts first."""
-    n_heads = 1 if layout.per_head else x.q.shape[2]
-    share = len(rows.entries) * x.q.shape[0] * n_heads // N_SHARES
+def _cut(layout: Layout | Everything, rows: Rows, x: _Inputs, tiles: Tiles, by_query: bool) -> _Cut:
+    """Divides the tiles of all rows, or columns, among programs, long parts first."""
+    any_cut, per_head = x.query_segments is not None, layout.n_masks > 1
+    n_heads = 1 if per_head else x.q.shape[2]
+    share = int(rows.count.sum()) * x.q.shape[0] * n_heads // N_SHARES
     parts = blocks.cut(rows, max(LEAST_PART, share))
-    n_tiles = len(rows.count) // len(layout.mask)
+    n_tiles = len(rows.count) // layout.n_masks
     head, tile = np.divmod(parts.row, n_tiles)
     is_cut = parts.per_row > 1
     slot = np.where(is_cut[parts.row], np.cumsum(is_cut[parts.row]) - 1, -1)
@@ -358,15 +365,39 @@ def _cut(layout: Layout, rows: Rows, x: _Inputs, tiles: Tiles, any_cut: bool) ->
         n_keys=layout.n_keys,
         causal=layout.causal,
         dropout=layout.dropout,
-        per_head=layout.per_head,
+        per_head=per_head,
         any_whole=bool(np.any(columns[3] > columns[2])),
         any_cut=bool(np.any(columns[4] > columns[3])),
     )
     # An empty list has an entry that nobody reads, for an array of none is no argument.
     entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
-    work = _Work(jnp.asarray(columns), jnp.asarray(entries))
+    spans = None
+    if any_cut and isinstance(layout, Everything):
+        own = _range(x.query_segments, tiles.query), _range(x.key_segments, tiles.key)
+        spans = _spans(*(own if by_query else own[::-1]), rows.entries)
+    work = _Work(jnp.asarray(columns), jnp.asarray(entries), spans)
     row_head, row_tile = np.divmod(np.flatnonzero(is_cut), n_tiles)
     return _Cut(work, program, row_tile, row_head, parts.per_row[is_cut])
+
+
+def _range(
+    segments: Int[Array, "B T"], size: int
+) -> tuple[Int[Array, "B tiles"], Int[Array, "B tiles"]]:
+    """The lowest and the highest id in each tile; of padding alone, one that meets no other."""
+    tiles = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % size)))
+    tiles = tiles.reshape(len(segments), -1, size)
+    limits = jnp.iinfo(segments.dtype)
+    lowest = jnp.min(jnp.where(tiles == 0, limits.max, tiles), axis=2)
+    return lowest, jnp.max(jnp.where(tiles == 0, limits.min, tiles), axis=2)
+
+
+def _spans(own, other, entries: Int[np.ndarray, " E"]) -> Int[Array, "2 B tiles"]:
+    """Of each own tile the entries, from the first to the last, whose ranges of ids meet its own."""
+    lowest, highest = (x[:, entries] for x in other)
+    meets = (lowest[:, None] <= own[1][..., None]) & (own[0][..., None] <= highest[:, None])
+    index = jnp.arange(len(entries), dtype=jnp.int32)
+    first = jnp.min(jnp.where(meets, index, len(entries)), axis=2)
+    return jnp.stack([first, jnp.max(jnp.where(meets, index + 1, 0), axis=2)])
 
 
 def _launch(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, interpret: bool) -> Any:
@@ -410,12 +441,12 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
     return x.at[:, position].set(rows, mode="drop")
 
 
-def _inputs(layout: Layout, q, k, v, segments, rng) -> _Inputs:
+def _inputs(layout: Layout | Everything, q, k, v, segments, rng) -> _Inputs:
     return _Inputs(q, k, v, *segments, dropout_words(rng) if layout.dropout > 0.0 else None)
 
 
 def forward(
-    layout: Layout,
+    layout: Layout | Everything,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
@@ -436,7 +467,7 @@ def forward(
     """
     x = _inputs(layout, q, k, v, segments, rng)
     tiles = tiles or _tiles(layout, x, FORWARD)
-    cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, segments[0] is not None)
+    cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, by_query=True)
     number = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), number, number)
     (out, top, total), parts = _launch(_forward_kernel, cut, (x,), shapes, interpret)
@@ -452,7 +483,7 @@ def forward(
 
 
 def backward(
-    layout: Layout,
+    layout: Layout | Everything,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
@@ -476,7 +507,7 @@ def backward(
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):
-        cut = _cut(layout, rows, x, tiles, segments[0] is not None)
+        cut = _cut(layout, rows, x, tiles, by_query=kernel is _queries_kernel)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         results, parts = _launch(kernel, cut, (x, row), shapes, interpret)
         if parts is None:
@@ -495,7 +526,7 @@ QUERIES = Tiles(128, 64, 4, 3)
 KEYS = Tiles(128, 64, 4, 2)
 
 
-def _tiles(layout: Layout, x: _Inputs, tiles: Tiles) -> Tiles:
+def _tiles(layout: Layout | Everything, x: _Inputs, tiles: Tiles) -> Tiles:
     """`tiles`, or what of them divides the blocks and leaves longer rows room on the chip."""
     n_bytes = max(x.q.shape[3], x.v.shape[3]) * x.q.dtype.itemsize
     if n_bytes > 128:
