@@ -392,7 +392,7 @@ def _range(
 
 
 def _spans(own, other, entries: Int[np.ndarray, " E"]) -> Int[Array, "2 B tiles"]:
-    """Of each own tile the entries, from the first to the last, whose ranges of ids meet its own."""
+    """Of each own tile the entries, from first to last, whose ranges of ids meet its own."""
     lowest, highest = (x[:, entries] for x in other)
     meets = (lowest[:, None] <= own[1][..., None]) & (own[0][..., None] <= highest[:, None])
     index = jnp.arange(len(entries), dtype=jnp.int32)
