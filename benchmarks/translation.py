@@ -11,7 +11,7 @@ Hugging Face's batches in the order of the file instead, as `generate` is called
 Training (--step): a step of the same model, forward, backward and Adam, with label smoothing,
 dropout 0.1 and rows packed with pairs of those lengths, beside the same model in PyTorch with SDPA
 and torch.compile, with the masks that packing needs and, which computes something else and less,
-without any.
+without any. A time is that of ten steps in a row, as training has them, by ten.
 
 Peers run in a process of their own, by this Python or that of --peer_python. They and reformax take
 turns; times are medians.
@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,10 @@ from reformax.data import files
 from reformax.data.sentence_pairs import pack
 from reformax.generation import translation
 from reformax.models import seq2seq
-from reformax.ops import dense
+from reformax.ops import dense, flash
 from reformax.training import mesh, step
 
+IN_A_ROW = 10  # training steps
 SIZES = dict(vocab_size=32_000, d_model=512, d_ff=2048, n_heads=8, n_layers=6)
 
 
@@ -178,26 +179,21 @@ def packed_batch(sizes, lengths: list[int], batch: int, length: int) -> dict[str
     return parts
 
 
-def attentions() -> dict[str, Any]:
-    """Algorithms that cross and see every key, with all that packing asks of them."""
-    found = {"dense": dense.dense()}
-    try:
-        from reformax.ops import flash
-    except ImportError:
-        return found
-    return found | {"flash": flash.flash()}
-
-
-def our_steps(sizes, parts, dtype: str) -> dict[str, Any]:
-    """A compiled step by attention: a function that takes it and gives its loss."""
+def our_steps(sizes, parts, dtype: str) -> dict[str, Callable[[int], float]]:
+    """By name, a function that takes some steps in a row and gives the loss before the last."""
     names = ("source", "target", "source_segments", "target_segments")
     inputs = tuple(jnp.asarray(parts[name]) for name in names)
-    weights = (inputs[3] > 0).astype(jnp.float32)
-    batch = (inputs, inputs[1], weights)
+    batch = (inputs, inputs[1], (inputs[3] > 0).astype(jnp.float32))
     steps = {}
-    for name, attention in attentions().items():
+    for name, scan_layers in (("layers written out", False), ("layers in a loop", True)):
         model, params = model_and_params(
-            sizes, "train", attention, dtype=dtype, dropout=sizes["dropout"], ff_dropout=0.0
+            sizes,
+            "train",
+            flash.flash(),
+            dtype=dtype,
+            dropout=sizes["dropout"],
+            ff_dropout=0.0,
+            scan_layers=scan_layers,
         )
         optimizer = optax.adam(1e-4)
         run = step.step_fn(
@@ -205,8 +201,9 @@ def our_steps(sizes, parts, dtype: str) -> dict[str, Any]:
         )
         state = step.State(jnp.int32(0), params, optimizer.init(params), None)
 
-        def take(run=run, box=[state]) -> float:  # noqa: B006
-            box[0], metrics = run(box[0], batch, jax.random.PRNGKey(0))
+        def take(n, run=run, box=[state]) -> float:  # noqa: B006
+            for _ in range(n):
+                box[0], metrics = run(box[0], batch, jax.random.PRNGKey(0))
             return float(jax.block_until_ready(metrics)["nats"])
 
         steps[name] = take
@@ -227,21 +224,17 @@ def training(sizes, lengths, dtype: str, batch: int, length: int, repeats: int, 
         print(f"| {name} | {cells} |", flush=True)
         return seconds
 
-    def one(take, times):
+    def timed(take):
         start = time.perf_counter()
-        loss = take()
-        times.append(time.perf_counter() - start)
-        return loss
+        take(IN_A_ROW)
+        return (time.perf_counter() - start) / IN_A_ROW
 
     ours, theirs, steps = [], [], our_steps(sizes, parts, dtype)
     for turn in ("", ", again"):
         for name, take in steps.items():
-            times: list[float] = []
             try:
-                first = [one(take, times) for _ in range(3)][0]
-                del times[:]
-                for _ in range(repeats):
-                    one(take, times)
+                first = [take(1) for _ in range(3)][0]
+                times = [timed(take) for _ in range(repeats)]
                 ours.append(row(f"reformax, {name}{turn}", first, statistics.median(times)))
             except Exception as error:  # of any kind: the table has it, and the other rows
                 print(f"| reformax, {name} | {reason(error)} | | |", flush=True)
@@ -251,7 +244,8 @@ def training(sizes, lengths, dtype: str, batch: int, length: int, repeats: int, 
             path = str(Path(folder) / "batch.npz")
             np.savez(path, **parts)
             for name, masked in (("masks", True), ("no masks, another function", False)):
-                answer = peers.ask("train", sizes=sizes, masked=masked, path=path, repeats=repeats)
+                options = dict(sizes=sizes, masked=masked, path=path)
+                answer = peers.ask("train", **options, repeats=repeats, in_a_row=IN_A_ROW)
                 if "error" in answer:
                     print(f"| PyTorch, {name} | {answer['error']} | | |", flush=True)
                     continue

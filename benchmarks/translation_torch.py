@@ -176,8 +176,10 @@ def transformer(sizes: dict[str, int], masked: bool) -> Any:
     return Transformer()
 
 
-def train(sizes: dict[str, int], masked: bool, path: str, repeats: int) -> dict[str, float]:
-    """Seconds of compiled training steps on a batch of sentence pairs, and the loss at first."""
+def train(
+    sizes: dict[str, int], masked: bool, path: str, repeats: int, in_a_row: int
+) -> dict[str, float]:
+    """Seconds of a compiled training step on a batch of sentence pairs, and the loss at first."""
     import torch
 
     torch.set_float32_matmul_precision("high")
@@ -191,25 +193,27 @@ def train(sizes: dict[str, int], masked: bool, path: str, repeats: int) -> dict[
         shifted = torch.as_tensor(file["shifted"], device=device()).long()
     compiled = torch.compile(model, dynamic=False)
 
-    def step() -> float:
-        start = time.perf_counter()
+    def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device(), torch.bfloat16, enabled=sizes["dtype"] == "bfloat16"):
             loss = compiled(*arrays, positions, shifted)
         loss.backward()
         optimizer.step()
-        wait()
-        times.append(time.perf_counter() - start)
-        return loss.item()
+        return loss.detach()
 
-    times: list[float] = []
-    first = step()
+    def timed() -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(in_a_row):
+            step()
+        wait()
+        return (time.perf_counter() - start) / in_a_row
+
+    first = step().item()
     for _ in range(2):
         step()
-    del times[:]
-    for _ in range(repeats):
-        step()
-    return {"seconds": sorted(times)[repeats // 2], "first_loss": first}
+    times = sorted(timed() for _ in range(repeats))
+    return {"seconds": times[repeats // 2], "first_loss": first}
 
 
 def main() -> None:

@@ -455,13 +455,13 @@ def test_translation_beside_peers_that_are_missing(flags, tmp_path, monkeypatch,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sizes = dict(vocab_size=50, n_heads=2)
     monkeypatch.setattr(translation, "SIZES", translation.SIZES | sizes)
-    monkeypatch.setattr(translation, "attentions", lambda: {"dense": dense.dense()})
     small = ["--d_model=8", "--n_layers=1", "--repeats=1", "--batch_tokens=64"]
     translation.main([f"--sources={tmp_path / 'lines.txt'}", *small, *flags])
     out = capsys.readouterr().out
     if flags:
-        ours = cells(out, "reformax, dense")
-        assert abs(float(ours[1]) - math.log(50)) < 1 and float(ours[2]) > 0
+        for layers in ("written out", "in a loop"):
+            ours = cells(out, f"reformax, layers {layers}")
+            assert abs(float(ours[1]) - math.log(50)) < 1 and float(ours[2]) > 0
         assert "ImportError: none here" in cells(out, "PyTorch, masks")[1]
     else:
         assert "12 sentences of 5.0 tokens in 3 batches" in out

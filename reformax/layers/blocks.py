@@ -63,6 +63,7 @@ class BlockStack(Layer):
         norm_epsilon: float,
         n_streams: int,
         post_norm: bool = False,
+        scan_layers: bool = True,
     ):
         self._blocks = tuple(Block(*block) for block in blocks)
         if not self._blocks or n_layers < 1 or n_layers % len(self._blocks):
@@ -81,6 +82,7 @@ class BlockStack(Layer):
         self._dtype = dtype
         self._masked = masked
         self._post_norm = post_norm
+        self._scan_layers = scan_layers
         # Streams are float32; a sublayer computes in `dtype` from its input on.
         self._norm = LayerNorm(norm_epsilon, dtype="float32" if post_norm else dtype)
 
@@ -114,7 +116,8 @@ class BlockStack(Layer):
         """`lax.scan` of `body(carry, Repeat, *extra)` over the repeats of the cycle."""
         n_repeats = self._n_layers // len(self._blocks)
         xs = (Repeat(jnp.arange(n_repeats), params), *extra)
-        return jax.lax.scan(lambda c, x: body(c, *x), carry, xs, reverse=reverse)
+        unroll = 1 if self._scan_layers else n_repeats
+        return jax.lax.scan(lambda c, x: body(c, *x), carry, xs, reverse=reverse, unroll=unroll)
 
     def _rngs(self, rng, repeat: Repeat, i: int) -> dict[str, Any]:
         """The rng of each sublayer of block `i` in this repeat; None without an rng."""
@@ -311,6 +314,7 @@ class ResidualStack(BlockStack):
         masked: bool = False,
         norm_epsilon: float = 1e-6,
         post_norm: bool = False,
+        scan_layers: bool = True,
     ):
         """Args:
         blocks: the cycle.
@@ -322,9 +326,19 @@ class ResidualStack(BlockStack):
         norm_epsilon: what the layers' norms add to the variance.
         post_norm: whether a norm follows each sum, as in Vaswani et al. 2017, instead of preceding
           each sublayer.
+        scan_layers: whether the cycles are a loop to the compiler, whose time then does not depend
+          on the depth. Written out one by one they run faster on a GPU, for nothing is copied
+          into arrays of all layers and out of them.
         """
         super().__init__(
-            blocks, n_layers, dtype, masked, norm_epsilon, n_streams=1, post_norm=post_norm
+            blocks,
+            n_layers,
+            dtype,
+            masked,
+            norm_epsilon,
+            n_streams=1,
+            post_norm=post_norm,
+            scan_layers=scan_layers,
         )
         self._remat = remat
 

@@ -73,6 +73,7 @@ class ReversibleStack(BlockStack):
         exact: bool = False,
         masked: bool = False,
         norm_epsilon: float = 1e-6,
+        scan_layers: bool = True,
     ):
         """Args:
         blocks: the cycle.
@@ -83,8 +84,11 @@ class ReversibleStack(BlockStack):
           streams must stay below 2^12.
         masked: whether segments come along, as in `Attention`.
         norm_epsilon: what the layers' norms add to the variance.
+        scan_layers: whether the cycles are a loop to the compiler, as in `ResidualStack`.
         """
-        super().__init__(blocks, n_layers, dtype, masked, norm_epsilon, n_streams=2)
+        super().__init__(
+            blocks, n_layers, dtype, masked, norm_epsilon, n_streams=2, scan_layers=scan_layers
+        )
         self._exact = exact
 
     def apply(self, params, x1, x2, segments=None, memory=None, memory_segments=None, rng=None):

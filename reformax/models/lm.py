@@ -214,6 +214,7 @@ def ReformerLM(
     ff_activation: Activation = jax.nn.gelu,
     ff_chunk_size: int = 0,
     norm_epsilon: float = 1e-6,
+    scan_layers: bool = True,
     exact: bool = False,
     dtype: str = "float32",
     mode: str = "train",
@@ -240,6 +241,8 @@ def ReformerLM(
         its approximation "gelu_tanh", "silu".
       ff_chunk_size: if > 0, feed-forward layers take this many positions at a time.
       norm_epsilon: what layer norms add to the variance.
+      scan_layers: whether the compiler sees one cycle of layers and a loop; False writes them all
+        out, which takes it longer and makes a GPU's step faster.
       exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).
       dtype: what the sublayers compute in; weights and streams are float32.
       mode: "train" or "eval".
@@ -260,7 +263,14 @@ def ReformerLM(
         mode=mode,
     )
     positions = added_positions(pos_type, pos_axial_shape, pos_d_axial_embs)
-    stack = ReversibleStack(blocks, n_layers, dtype=dtype, exact=exact, norm_epsilon=norm_epsilon)
+    stack = ReversibleStack(
+        blocks,
+        n_layers,
+        dtype=dtype,
+        exact=exact,
+        norm_epsilon=norm_epsilon,
+        scan_layers=scan_layers,
+    )
     return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode)
 
 
@@ -283,6 +293,7 @@ def TransformerLM(
     ff_activation: Activation = jax.nn.gelu,
     ff_chunk_size: int = 0,
     norm_epsilon: float = 1e-6,
+    scan_layers: bool = True,
     remat: bool = False,
     dtype: str = "float32",
     mode: str = "train",
@@ -308,5 +319,12 @@ def TransformerLM(
         mode=mode,
     )
     positions = added_positions(pos_type, pos_axial_shape, pos_d_axial_embs)
-    stack = ResidualStack(blocks, n_layers, dtype=dtype, remat=remat, norm_epsilon=norm_epsilon)
+    stack = ResidualStack(
+        blocks,
+        n_layers,
+        dtype=dtype,
+        remat=remat,
+        norm_epsilon=norm_epsilon,
+        scan_layers=scan_layers,
+    )
     return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode)

@@ -380,6 +380,7 @@ def _encoder_decoder(
     pos_d_axial_embs: Sequence[int],
     final_norm: bool,
     norm_epsilon: float,
+    scan_layers: bool,
     dtype: str,
     mode: str,
     **options,
@@ -405,13 +406,14 @@ def _encoder_decoder(
         name="decoder_attention_type",
         **options,
     )
+    of_stacks = dict(dtype=dtype, norm_epsilon=norm_epsilon, scan_layers=scan_layers)
     return EncoderDecoder(
         input_vocab_size,
         output_vocab_size,
         d_model,
         added_positions(pos_type, pos_axial_shape, pos_d_axial_embs),
-        stack(encoder, n_encoder_layers, dtype=dtype, norm_epsilon=norm_epsilon),
-        stack(decoder, n_decoder_layers, dtype=dtype, norm_epsilon=norm_epsilon),
+        stack(encoder, n_encoder_layers, **of_stacks),
+        stack(decoder, n_decoder_layers, **of_stacks),
         options["dropout"],
         norm_epsilon,
         final_norm,
@@ -443,6 +445,7 @@ def Transformer(
     pos_d_axial_embs: Sequence[int] = (),
     ff_chunk_size: int = 0,
     norm_epsilon: float = 1e-6,
+    scan_layers: bool = True,
     post_norm: bool = False,
     remat: bool = False,
     dtype: str = "float32",
@@ -479,6 +482,8 @@ def Transformer(
       pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
       ff_chunk_size: if > 0, feed-forward layers take this many positions at a time.
       norm_epsilon: what layer norms add to the variance.
+      scan_layers: whether the compiler sees one cycle of layers and a loop; False writes them all
+        out, which takes it longer and makes a GPU's step faster.
       post_norm: whether a norm follows each residual sum, as in the paper, instead of preceding
         each sublayer.
       remat: whether the gradient computes each layer again instead of keeping its activations.
@@ -504,6 +509,7 @@ def Transformer(
         pos_d_axial_embs,
         final_norm=not post_norm,
         norm_epsilon=norm_epsilon,
+        scan_layers=scan_layers,
         dtype=dtype,
         mode=mode,
         n_heads=n_heads,
@@ -542,6 +548,7 @@ def Reformer(
     pos_d_axial_embs: Sequence[int] = (),
     ff_chunk_size: int = 0,
     norm_epsilon: float = 1e-6,
+    scan_layers: bool = True,
     exact: bool = False,
     dtype: str = "float32",
     mode: str = "train",
@@ -575,6 +582,7 @@ def Reformer(
         pos_d_axial_embs,
         final_norm=True,
         norm_epsilon=norm_epsilon,
+        scan_layers=scan_layers,
         dtype=dtype,
         mode=mode,
         n_heads=n_heads,

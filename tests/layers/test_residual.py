@@ -17,10 +17,12 @@ def stream(length=13, d_model=8):
     return np.random.default_rng(0).normal(size=(2, length, d_model)).astype(np.float32)
 
 
-@pytest.mark.parametrize("remat, packed", [(False, False), (True, True)])
-def test_output_and_gradients_are_the_equations(remat, packed):
+@pytest.mark.parametrize(
+    "remat, packed, scan_layers", [(False, False, True), (True, True, True), (False, True, False)]
+)
+def test_output_and_gradients_are_the_equations(remat, packed, scan_layers):
     cycle, x = plain.blocks([local.local(chunk_len=4), dense.dense()]), stream()
-    stack = layers.ResidualStack(cycle, 4, remat=remat, masked=packed)
+    stack = layers.ResidualStack(cycle, 4, remat=remat, masked=packed, scan_layers=scan_layers)
     params = plain.init(stack, x.shape)
     segments = plain.some_segments(*x.shape[:2]) if packed else None
     weights = stream()[:, ::-1]

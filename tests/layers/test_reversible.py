@@ -43,16 +43,18 @@ def by_plain_autodiff():
     return (params, x1, x2), segments, weights, gradient(params, x1, x2)
 
 
-@pytest.mark.parametrize("ff_chunk_size", [0, 5])
-@pytest.mark.parametrize("exact", [False, True])
-def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, monkeypatch):
+@pytest.mark.parametrize(
+    "exact, ff_chunk_size, scan_layers",
+    [(False, 0, True), (False, 5, False), (True, 0, False), (True, 5, True)],
+)
+def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, scan_layers, monkeypatch):
     """Of weights and of both streams, with dropout, LSH plans, and segments."""
     # Rounding to the grid is a step function: another program, whose numbers differ in the last
     # bit, now and then steps to another multiple. Without it the two can be held to each other.
     monkeypatch.setattr(reversible, "to_grid", lambda x: x)
     inputs, segments, weights, want = by_plain_autodiff()
     cycle = plain.blocks(ff_chunk_size=ff_chunk_size)
-    stack = layers.ReversibleStack(cycle, 4, exact=exact, masked=True)
+    stack = layers.ReversibleStack(cycle, 4, exact=exact, masked=True, scan_layers=scan_layers)
 
     def loss(params, x1, x2):
         out = stack.apply(params, x1, x2, segments, rng=RNG)
@@ -100,11 +102,11 @@ def bits_that_differ(got, want):
 
 
 @functools.cache
-def rebuilt_24_layers_deep(dtype, exact, ff_chunk_size=0):
-    """`(inputs, as rebuild says, as jax.grad sees)` of 24 layers over an odd length."""
+def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, scan_layers=True):
+    """`(inputs, as rebuild says, as jax.grad sees)` of many layers over an odd length."""
     x1, x2 = streams(19, batch=1)
     cycle = plain.blocks(LSH, ff_chunk_size=ff_chunk_size)
-    stack = Witness(cycle, 24, dtype=dtype, exact=exact)
+    stack = Witness(cycle, n_layers, dtype=dtype, exact=exact, scan_layers=scan_layers)
     params = plain.init(stack, x1.shape, x1.shape)
 
     # Where exactness is claimed, optimised as in use: what is fused with what is the question.
@@ -121,25 +123,32 @@ def rebuilt_24_layers_deep(dtype, exact, ff_chunk_size=0):
 
         return jax.grad(loss, (0, 1, 2))(params, x1, x2)
 
-    inputs, rebuilt = rebuild(params, x1, x2)
     _, *seen = gradient(params, x1, x2)
-    return inputs, rebuilt, seen
+    return *rebuild(params, x1, x2), seen
 
 
-@pytest.mark.parametrize("dtype, ff_chunk_size", [("float32", 0), ("bfloat16", 0), ("bfloat16", 8)])
-def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size):
-    inputs, rebuilt, seen = rebuilt_24_layers_deep(dtype, True, ff_chunk_size)
+@pytest.mark.parametrize(
+    "dtype, ff_chunk_size, options",
+    [
+        ("float32", 0, {}),
+        ("bfloat16", 0, {}),
+        ("bfloat16", 8, {}),
+        ("bfloat16", 8, dict(n_layers=4, scan_layers=False)),
+    ],
+)
+def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):
+    inputs, again, seen = rebuilt(dtype, True, ff_chunk_size, **options)
     for x, given in zip(inputs, streams(19, batch=1), strict=True):
         np.testing.assert_allclose(x, given, atol=reversible.GRID / 2, rtol=0)
-    assert bits_that_differ(rebuilt, inputs) == 0
+    assert bits_that_differ(again, inputs) == 0
     assert bits_that_differ(seen, inputs) == 0
 
 
 def test_otherwise_the_inputs_drift():
-    inputs, rebuilt, seen = rebuilt_24_layers_deep("float32", False)
+    inputs, again, seen = rebuilt("float32", False)
     for x, given in zip(inputs, streams(19, batch=1), strict=True):
         np.testing.assert_array_equal(x, given)
-    for drifted in (rebuilt, seen):
+    for drifted in (again, seen):
         assert bits_that_differ(drifted, inputs) > 100
         error = max(np.abs(x - y).max() for x, y in zip(drifted, inputs, strict=True))
         assert 1e-6 < error < 1e-2
