@@ -84,7 +84,7 @@ class BlockStack(Layer):
         self._post_norm = post_norm
         self._scan_layers = scan_layers
         # Streams are float32; a sublayer computes in `dtype` from its input on.
-        self._norm = LayerNorm(norm_epsilon, dtype="float32" if post_norm else dtype)
+        self._norm = LayerNorm(norm_epsilon, dtype=dtype)
 
     def init_params(self, rng, shape, *shapes):
         n_sublayers = self._n_layers * (3 if self._cross else 2)
@@ -128,14 +128,23 @@ class BlockStack(Layer):
 
     # A sublayer, from what it reads to the streams after it.
 
-    def _read(self, params, name: str, stream: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def _read(
+        self, params, name: str, stream: Float[Array, "B T D"], normed: Array | None = None
+    ) -> Float[Array, "B T D"]:
+        """A sublayer's input; `normed` is what `_add` made of this stream beside it, if known."""
         if self._post_norm:
-            return stream.astype(self._dtype)
+            return stream.astype(self._dtype) if normed is None else normed
         return self._norm.apply(params[f"{name}_norm"], stream)
 
-    def _add(self, params, name: str, streams, out: Float[Array, "B T D"]) -> tuple[Array, ...]:
-        x = streams[0] + self._residual(out)
-        return (*streams[1:], self._norm.apply(params[f"{name}_norm"], x) if self._post_norm else x)
+    def _add(
+        self, params, name: str, streams, out: Float[Array, "B T D"]
+    ) -> tuple[tuple[Array, ...], Array | None]:
+        """The streams after a sublayer and, post-norm, what the next one reads."""
+        if not self._post_norm:
+            return (*streams[1:], streams[0] + self._residual(out)), None
+        norm = params[f"{name}_norm"]
+        x, normed = self._norm.of_sum(norm, streams[0], out, "float32", self._dtype)
+        return (*streams[1:], x), normed
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What a sublayer adds to a stream, as it is added."""
@@ -153,14 +162,14 @@ class BlockStack(Layer):
           rng: of the feed-forward layer.
         """
         attended, other = attend(params["attention"], self._read(params, "attention", streams[-1]))
-        streams = self._add(params, "attention", streams, attended)
+        streams, normed = self._add(params, "attention", streams, attended)
         if self._cross:
-            h = self._read(params, "cross_attention", streams[-1])
+            h = self._read(params, "cross_attention", streams[-1], normed)
             crossed = cross(params["cross_attention"], h)
-            streams = self._add(params, "cross_attention", streams, crossed)
-        h = self._read(params, "feed_forward", streams[-1])
+            streams, normed = self._add(params, "cross_attention", streams, crossed)
+        h = self._read(params, "feed_forward", streams[-1], normed)
         fed = block.feed_forward.apply(params["feed_forward"], h, rng=rng)
-        return self._add(params, "feed_forward", streams, fed), other
+        return self._add(params, "feed_forward", streams, fed)[0], other
 
     # Decoding.
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.layers._trax import Layer
-from reformax.ops.base import length_normalize
+from reformax.ops.base import check_impl, gpu_obstacle, length_normalize
+
+# With fewer rows, as in a step of decoding, XLA makes one kernel of the norm and what is around it.
+LEAST_ROWS = 4096
 
 
 class LayerNorm(Layer):
@@ -16,21 +23,73 @@ class LayerNorm(Layer):
     float32 stream. Weights: `scale` and `bias`, `[D]`.
     """
 
-    def __init__(self, epsilon: float = 1e-6, dtype: str | None = None):
+    def __init__(self, epsilon: float = 1e-6, dtype: str | None = None, impl: str = "auto"):
         """Args:
         epsilon: added to the variance.
         dtype: what comes out, such as "bfloat16"; None is the input's.
+        impl: "xla" runs everywhere, "pallas" is a kernel for NVIDIA GPUs of Ampere or later,
+          "pallas_interpret" runs it anywhere, slowly, for tests. "auto" takes the kernel on one
+          such GPU if the rows are many.
         """
         super().__init__()
+        check_impl(impl, "pallas", "pallas_interpret")
         self._epsilon = epsilon
         self._dtype = dtype
+        self._impl = impl
 
     def init_params(self, rng, shape):
         return {"scale": jnp.ones(shape[-1:]), "bias": jnp.zeros(shape[-1:])}
 
     def apply(self, params, x: Float[Array, "*d D"], rng=None) -> Float[Array, "*d D"]:
-        # One row a position: XLA's CPU backend sums over two leading axes ten times slower.
-        x32 = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        centred = x32 - x32.mean(axis=-1, keepdims=True)
-        y = length_normalize(centred, self._epsilon) * params["scale"] + params["bias"]
-        return y.reshape(x.shape).astype(self._dtype or x.dtype)
+        return self.of_sum(params, x, None, self._dtype or x.dtype)[0]
+
+    def of_sum(
+        self, params, x: Float[Array, "*d D"], y: Float[Array, "*d D"] | None, *dtypes: Any
+    ) -> tuple[Float[Array, "*d D"], ...]:
+        """The norm of `x + y`, the sum in float32, in each of the dtypes; `y` None is 0."""
+        rows = tuple(None if z is None else z.reshape(-1, z.shape[-1]) for z in (x, y))
+        inputs = (*rows, params["scale"], params["bias"])
+        dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
+        if self._use_kernel(rows[0]):
+            how = self._epsilon, dtypes, self._impl == "pallas_interpret"
+            outputs = _in_kernel(how, *inputs)
+        else:
+            outputs = _in_array_operations(self._epsilon, dtypes, *inputs)
+        return tuple(out.reshape(x.shape) for out in outputs)
+
+    def _use_kernel(self, rows: Float[Array, "R D"]) -> bool:
+        if self._impl == "auto":
+            return len(rows) >= LEAST_ROWS and jax.device_count() == 1 and not gpu_obstacle()
+        return self._impl != "xla"
+
+
+def _in_array_operations(epsilon: float, dtypes: tuple, x, y, scale, bias) -> tuple[Array, ...]:
+    # One row a position: XLA's CPU backend sums over two leading axes ten times slower.
+    x = x.astype(jnp.float32)
+    x = x if y is None else x + y.astype(jnp.float32)
+    centred = x - x.mean(axis=-1, keepdims=True)
+    out = length_normalize(centred, epsilon) * scale + bias
+    return tuple(out.astype(dtype) for dtype in dtypes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_kernel(how: tuple[float, tuple, bool], x, y, scale, bias) -> tuple[Array, ...]:
+    return _kernel_forward(how, x, y, scale, bias)[0]
+
+
+def _kernel_forward(how, *inputs):
+    from reformax.layers.kernels import layer_norm as kernel
+
+    epsilon, dtypes, interpret = how
+    inputs = kernel.Inputs(*inputs)
+    return kernel.forward(inputs, dtypes, epsilon, interpret), inputs
+
+
+def _kernel_backward(how, inputs, d_outputs):
+    from reformax.layers.kernels import layer_norm as kernel
+
+    epsilon, _, interpret = how
+    return tuple(kernel.backward(inputs, d_outputs, epsilon, interpret))
+
+
+_in_kernel.defvjp(_kernel_forward, _kernel_backward)

@@ -9,8 +9,10 @@ from reformax import layers
 from reformax.ops import dense, local
 from tests.layers import plain
 from tests.layers.plain import fast_jit
+from tests.ops.fast import lower_for_gpu
 
 RNG = jax.random.PRNGKey(3)
+KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
 
 
 def stream(length=13, d_model=8):
@@ -79,6 +81,53 @@ def test_layer_norm(epsilon):
     want = (x64 - x64.mean(axis=-1, keepdims=True)) / np.sqrt(variance + epsilon)
     want = want * params["scale"] + params["bias"]
     np.testing.assert_allclose(norm.apply(params, x), want, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "n_rows, size, added, dtypes",
+    [
+        (5, 32, None, ["float32"]),
+        (37, 24, "bfloat16", ["float32", "bfloat16"]),
+        (37, 1, "float32", ["float32"]),
+        (3000, 16, None, ["bfloat16"]),
+    ],
+)
+def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes):
+    """Also where a program has several rows, and the last of them fewer."""
+    rng = np.random.default_rng(0)
+    x, y, *weights = (rng.normal(size=(n_rows, size)).astype(np.float32) for _ in range(4))
+    y = None if added is None else y.astype(added)
+    params = {"scale": weights[0][0], "bias": weights[1][0]}
+    plain_norm, kernel = (layers.LayerNorm(1e-3, impl=impl) for impl in ("xla", KERNEL))
+
+    def output_and_gradients(norm):
+        def loss(params, x, y):
+            outs = norm.of_sum(params, x, y, *dtypes)
+            assert [out.dtype for out in outs] == dtypes
+            return sum(jnp.sum(w * out) for w, out in zip(weights, outs, strict=False)), outs
+
+        return fast_jit(jax.grad(loss, (0, 1) if y is None else (0, 1, 2), has_aux=True))(
+            params, x, y
+        )
+
+    got, want = output_and_gradients(kernel), output_and_gradients(plain_norm)
+    assert jax.tree.map(lambda z: z.dtype, got) == jax.tree.map(lambda z: z.dtype, want)
+    exact = dtypes == ["float32"] and added != "bfloat16"
+    plain.assert_trees_close(got, want, 1e-5 if exact else 2e-2)
+
+
+@pytest.mark.parametrize("size, added", [(512, "bfloat16"), (1000, None)])
+def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added):
+    norm = layers.LayerNorm(impl="pallas")
+    x = jax.ShapeDtypeStruct((4, 100, size), jnp.float32)
+    y = None if added is None else jax.ShapeDtypeStruct(x.shape, added)
+    params = plain.init(norm, x.shape)
+
+    def loss(params, x, y):
+        outs = norm.of_sum(params, x, y, "float32", "bfloat16")
+        return sum(jnp.sum(out.astype(jnp.float32)) for out in outs)
+
+    assert lower_for_gpu(jax.grad(loss, (0, 1)), params, x, y).count("layer_norm") >= 2
 
 
 def test_layer_norm_is_float32_inside():

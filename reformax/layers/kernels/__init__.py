@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs, each beside the layer whose function it computes."""
