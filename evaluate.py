@@ -82,7 +82,7 @@ def main() -> int:
         length=length,
         stride=stride,
         seed=args.seed,
-        loss_chunk_len=run.get("loss_chunk_len", 1024),
+        loss_chunk_len=run.get("loss_chunk_len"),
         progress=True,
     )
     script.note_unused(args, READ)

@@ -34,8 +34,7 @@ def dropout(
     """
     if rate == 0.0:
         return x
-    if rng is None:
-        raise ValueError(f"rng is None: dropout of rate {rate} needs one, or mode='eval'")
+    check_rng(rng, rate)
     if any(not -x.ndim <= axis < x.ndim for axis in shared_axes):
         raise ValueError(f"shared_axes is {tuple(shared_axes)}: x has {x.ndim} axes")
     shared = {axis % x.ndim for axis in shared_axes}
@@ -45,6 +44,13 @@ def dropout(
     index = sum(i * int(np.prod(shape[axis + 1 : -2], initial=1)) for axis, i in enumerate(leading))
     mask = dropout_multiplier(rng, rate, index, 0, position + start, column)
     return x * mask.astype(x.dtype)
+
+
+def check_rng(rng: PRNGKeyArray | None, rate: float) -> PRNGKeyArray:
+    """`rng`, or a `ValueError` where dropout needs one and it is None."""
+    if rng is None:
+        raise ValueError(f"rng is None: dropout of rate {rate} needs one, or mode='eval'")
+    return rng
 
 
 def check_rate(name: str, rate: float) -> float:

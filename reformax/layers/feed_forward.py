@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
-from reformax.layers.dropout import check_mode, check_rate, dropout
+from reformax.layers.dropout import check_mode, check_rate, check_rng, dropout
+from reformax.ops.base import check_impl, dropout_words, gpu_obstacle
 
 glorot = jax.nn.initializers.glorot_uniform()
 
@@ -34,6 +37,33 @@ def _narrow_vjp(residuals, dy):
 _narrow.defvjp(lambda x, w: (x @ w, (x, w)), _narrow_vjp)
 
 
+# The activations that there is a kernel of. With few numbers, as in a step of decoding, XLA makes
+# one of all that is not a product; a kernel's addresses have 31 bits.
+IN_KERNELS = (jax.nn.gelu, jax.nn.relu)
+LEAST_SIZE, MOST = 2**20, 2**31
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_kernel(how: tuple[Any, ...], pre, bias, words, start) -> Float[Array, "R F"]:
+    return _kernel_forward(how, pre, bias, words, start)[0]
+
+
+def _kernel_forward(how, *inputs):
+    from reformax.layers.kernels import feed_forward as kernel
+
+    inputs = kernel.Inputs(*inputs)
+    return kernel.forward(inputs, kernel.How(*how)), inputs
+
+
+def _kernel_backward(how, inputs, d_hidden):
+    from reformax.layers.kernels import feed_forward as kernel
+
+    return *kernel.backward(inputs, d_hidden, kernel.How(*how)), None, None
+
+
+_in_kernel.defvjp(_kernel_forward, _kernel_backward)
+
+
 class FeedForward(Layer):
     """`activation(x w1 + b1) w2 + b2` at each position, `[B, T, D] -> [B, T, D]`.
 
@@ -48,6 +78,7 @@ class FeedForward(Layer):
         activation: Callable[[Array], Array] = jax.nn.gelu,
         chunk_size: int = 0,
         mode: str = "train",
+        impl: str = "auto",
     ):
         """Args:
         d_ff: F, the width of the hidden layer.
@@ -57,8 +88,17 @@ class FeedForward(Layer):
         chunk_size: if > 0, this many positions at a time, so that no `[T, F]` array exists in
           either pass; the result is the same. Any length goes.
         mode: "train" or "eval"; dropout is off at evaluation.
+        impl: of the hidden layer: "xla" runs everywhere, "pallas" is a kernel for NVIDIA GPUs of
+          Ampere or later, `jax.nn.gelu` and `jax.nn.relu`, "pallas_interpret" runs it anywhere,
+          slowly, for tests. "auto" takes the kernel on one such GPU for bfloat16 and float16.
         """
         super().__init__()
+        check_impl(impl, "pallas", "pallas_interpret")
+        if impl.startswith("pallas") and activation not in IN_KERNELS:
+            raise ValueError(
+                f"impl is {impl!r} and activation {activation}: expected jax.nn.gelu or "
+                "jax.nn.relu, or impl='auto'"
+            )
         if d_ff < 1:
             raise ValueError(f"d_ff is {d_ff}: expected at least 1")
         if chunk_size < 0:
@@ -69,6 +109,7 @@ class FeedForward(Layer):
         self._activation = activation
         self._chunk_size = chunk_size
         self._mode = check_mode(mode)
+        self._impl = impl
 
     def init_params(self, rng, shape):
         d_model = shape[-1]
@@ -84,22 +125,42 @@ class FeedForward(Layer):
     def chunk_size(self) -> int:
         return self._chunk_size
 
+    def cast(self, params, dtype: str):
+        """The weights with those of the products in `dtype`, as `at` uses them for such inputs."""
+        return params | {name: params[name].astype(dtype) for name in ("w1", "w2")}
+
     def at(
         self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None
     ) -> Float[Array, "B C D"]:
         """The layer at the positions from `start` on, all of a sequence or a part of it."""
-        train = self._mode == "train"
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
-        w1, w2 = (params[name].astype(x.dtype) for name in ("w1", "w2"))
-
-        def drop(x, rate, rng):
-            return dropout(x, rate if train else 0.0, rng, start=start)
-
+        params = self.cast(params, x.dtype)
         # Products in the dtype of `x`; what is between them in float32, which is never stored.
-        hidden = self._activation((x @ w1).astype(jnp.float32) + params["b1"])
-        hidden = drop(hidden, self._hidden_dropout, hidden_rng).astype(x.dtype)
-        out = _narrow(hidden, w2).astype(jnp.float32) + params["b2"]
-        return drop(out, self._dropout, output_rng).astype(x.dtype)
+        hidden = self._hidden(x @ params["w1"], params["b1"], start, hidden_rng)
+        out = _narrow(hidden, params["w2"]).astype(jnp.float32) + params["b2"]
+        return dropout(out, self._rate(self._dropout), output_rng, start=start).astype(x.dtype)
+
+    def _rate(self, rate: float) -> float:
+        return rate if self._mode == "train" else 0.0
+
+    def _hidden(self, pre: Float[Array, "B C F"], bias, start, rng) -> Float[Array, "B C F"]:
+        rate = self._rate(self._hidden_dropout)
+        if not self._use_kernel(pre):
+            hidden = self._activation(pre.astype(jnp.float32) + bias)
+            return dropout(hidden, rate, rng, start=start).astype(pre.dtype)
+        how = self._activation, pre.shape[1], rate, self._impl == "pallas_interpret"
+        words = dropout_words(check_rng(rng, rate)) if rate else None
+        rows = pre.reshape(-1, pre.shape[-1])
+        start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
+        return _in_kernel(how, rows, bias, words, start).reshape(pre.shape)
+
+    def _use_kernel(self, pre: Float[Array, "B C F"]) -> bool:
+        if self._impl == "auto":
+            narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
+            there = jax.device_count() == 1 and not gpu_obstacle()
+            fits = LEAST_SIZE <= pre.size < MOST
+            return narrow and fits and self._activation in IN_KERNELS and there
+        return self._impl != "xla"
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         length, size = x.shape[1], self._chunk_size

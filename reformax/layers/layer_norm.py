@@ -12,8 +12,9 @@ from jaxtyping import Array, Float
 from reformax.layers._trax import Layer
 from reformax.ops.base import check_impl, gpu_obstacle, length_normalize
 
-# With fewer rows, as in a step of decoding, XLA makes one kernel of the norm and what is around it.
-LEAST_ROWS = 4096
+# With fewer rows, as in a step of decoding, XLA makes one kernel of the norm and what is around it;
+# a kernel's addresses have 31 bits.
+LEAST_ROWS, MOST = 4096, 2**31
 
 
 class LayerNorm(Layer):
@@ -59,7 +60,8 @@ class LayerNorm(Layer):
 
     def _use_kernel(self, rows: Float[Array, "R D"]) -> bool:
         if self._impl == "auto":
-            return len(rows) >= LEAST_ROWS and jax.device_count() == 1 and not gpu_obstacle()
+            fits = len(rows) >= LEAST_ROWS and rows.size < MOST
+            return fits and jax.device_count() == 1 and not gpu_obstacle()
         return self._impl != "xla"
 
 

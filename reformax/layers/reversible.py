@@ -74,6 +74,7 @@ class ReversibleStack(BlockStack):
         masked: bool = False,
         norm_epsilon: float = 1e-6,
         scan_layers: bool = True,
+        keep_ff_outputs: bool = False,
     ):
         """Args:
         blocks: the cycle.
@@ -85,11 +86,16 @@ class ReversibleStack(BlockStack):
         masked: whether segments come along, as in `Attention`.
         norm_epsilon: what the layers' norms add to the variance.
         scan_layers: whether the cycles are a loop to the compiler, as in `ResidualStack`.
+        keep_ff_outputs: whether the backward pass finds what each feed-forward layer put out, `[B,
+          T, D]` in `dtype`, and need not compute it again to rebuild the streams: an eighth of the
+          layer's arithmetic, for memory that grows with the depth.
         """
         super().__init__(
             blocks, n_layers, dtype, masked, norm_epsilon, n_streams=2, scan_layers=scan_layers
         )
         self._exact = exact
+        # What a feed-forward layer puts out is rounded to one of these.
+        self._kept_dtype = ("float32" if exact else dtype) if keep_ff_outputs else None
 
     def apply(self, params, x1, x2, segments=None, memory=None, memory_segments=None, rng=None):
         streams, context = self._inputs(x1, x2, segments, memory, memory_segments)
@@ -147,10 +153,10 @@ class ReversibleStack(BlockStack):
         return self._fence(function(*self._fence(args)))
 
     def _forward(self, params, streams: Streams, memory, seen, rng) -> tuple[Streams, Any]:
-        """The outputs, and every attention's plan."""
+        """The outputs, every attention's plan, and what feed-forward layers put out, if kept."""
 
         def repeat(streams, this):
-            plans = []
+            plans, kept = [], []
             for i, block in enumerate(self._blocks):
                 block_params = this.params[f"block_{i}"]
                 rngs = self._rngs(rng, this, i)
@@ -168,18 +174,20 @@ class ReversibleStack(BlockStack):
                     streams = Streams(streams.two, streams.one + attended)
                     plans[-1][name] = plan
                 own = _of(block_params, "feed_forward")
-                fed = self._feed(block, own, streams, rngs["feed_forward"])
-                streams = Streams(streams.two, fed)
-            return streams, tuple(plans)
+                written, fed = self._feed(block, own, streams, rngs["feed_forward"])
+                streams = Streams(streams.two, written)
+                kept.append(fed)
+            return streams, (tuple(plans), tuple(kept))
 
         return self._scan(repeat, streams, params)
 
     def _backward(self, residuals, gradient: Streams):
         """The inputs rebuilt, and the gradients of parameters, inputs and memory."""
-        params, streams, plans, memory, seen, rng = residuals
+        params, streams, made, memory, seen, rng = residuals
         d_memory = jax.tree.map(jnp.zeros_like, memory)
 
-        def repeat(carry, this, plans):
+        def repeat(carry, this, made):
+            plans, kept = made
             streams, gradient, d_memory = carry
             d_params = {}
             for i, block in reversed(list(enumerate(self._blocks))):
@@ -190,6 +198,7 @@ class ReversibleStack(BlockStack):
                     _of(block_params, "feed_forward"),
                     streams,
                     gradient,
+                    kept[i],
                     rngs["feed_forward"],
                 )
                 streams, gradient = Streams(one, streams.one), Streams(gradient.two, d_two)
@@ -222,7 +231,7 @@ class ReversibleStack(BlockStack):
             return (streams, gradient, d_memory), d_params
 
         (streams, gradient, d_memory), d_params = self._scan(
-            repeat, (streams, gradient, d_memory), params, plans, reverse=True
+            repeat, (streams, gradient, d_memory), params, made, reverse=True
         )
         return streams, d_params, gradient, d_memory
 
@@ -230,42 +239,54 @@ class ReversibleStack(BlockStack):
     # back. A chunk's gradient is taken as soon as its input is known, so that chunks cost no
     # arithmetic, as they would under `jax.checkpoint`.
 
-    def _feed(self, block: Block, params, streams: Streams, rng) -> Float[Array, "B T D"]:
-        """The first stream plus what the feed-forward layer makes of the second."""
+    def _feed(self, block: Block, params, streams: Streams, rng) -> tuple[Array, Array | None]:
+        """The first stream plus what the feed-forward layer makes of the second; that, if kept."""
+        params = self._cast(block, params)
 
-        def chunk(one, start, size):
+        def chunk(carry, start, size):
+            one, kept = carry
             fed = self._alone(
                 functools.partial(self._fed, block, start=start, rng=rng),
                 params,
                 _part(streams.two, start, size),
             )
-            return _put(one, start, _part(one, start, size) + fed)
+            one = _put(one, start, _part(one, start, size) + fed)
+            return one, None if kept is None else _put(kept, start, fed.astype(kept.dtype))
 
-        return _over_chunks(chunk, streams.one, block.feed_forward.chunk_size)
+        kept = None if self._kept_dtype is None else jnp.zeros_like(streams.one, self._kept_dtype)
+        return _over_chunks(chunk, (streams.one, kept), block.feed_forward.chunk_size)
 
-    def _feed_back(self, block: Block, params, streams: Streams, gradient: Streams, rng):
+    def _feed_back(self, block: Block, params, streams: Streams, gradient: Streams, kept, rng):
         """What `_feed` added to, and the gradients of what it read and of `params`.
 
         The streams are those after it: the first was read, the second written.
         """
+        nothing = jax.tree.map(jnp.zeros_like, params)
+        params = self._cast(block, params)
 
         def chunk(carry, start, size):
             written, d_read, d_params = carry
             feed = functools.partial(self._fed, block, start=start, rng=rng)
             read = _part(streams.one, start, size)
             fed, vjp = jax.vjp(feed, params, read)
-            if self._exact:
+            if kept is not None:
+                fed = _part(kept, start, size)
+            elif self._exact:
                 fed = self._alone(feed, params, read)
             d_params_here, d_read_here = vjp(_part(gradient.two, start, size))
             return (
                 _put(written, start, _part(written, start, size) - fed),
                 _put(d_read, start, _part(d_read, start, size) + d_read_here),
-                jax.tree.map(jnp.add, d_params, d_params_here),
+                jax.tree.map(lambda x, here: x + here.astype(x.dtype), d_params, d_params_here),
             )
 
-        nothing = jax.tree.map(jnp.zeros_like, params)
         carry = (streams.two, gradient.one, nothing)
         return _over_chunks(chunk, carry, block.feed_forward.chunk_size)
+
+    def _cast(self, block: Block, params):
+        """The weights of the feed-forward half, in `dtype` once and not in every chunk."""
+        cast = block.feed_forward.cast(params["feed_forward"], self._dtype)
+        return params | {"feed_forward": cast}
 
 
 def _of(block: dict, name: str) -> dict:
@@ -308,8 +329,8 @@ def _run(stack: ReversibleStack, params, streams: Streams, memory, seen, rng) ->
 
 
 def _run_forward(stack, params, streams, memory, seen, rng):
-    outputs, plans = stack._forward(params, streams, memory, seen, rng)
-    return outputs, (params, outputs, plans, memory, seen, rng)
+    outputs, made = stack._forward(params, streams, memory, seen, rng)
+    return outputs, (params, outputs, made, memory, seen, rng)
 
 
 def _run_backward(stack, residuals, gradient):

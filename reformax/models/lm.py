@@ -216,6 +216,7 @@ def ReformerLM(
     norm_epsilon: float = 1e-6,
     scan_layers: bool = True,
     exact: bool = False,
+    keep_ff_outputs: bool = False,
     dtype: str = "float32",
     mode: str = "train",
 ) -> LanguageModel:
@@ -244,6 +245,8 @@ def ReformerLM(
       scan_layers: whether the compiler sees one cycle of layers and a loop; False writes them all
         out, which takes it longer and makes a GPU's step faster.
       exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).
+      keep_ff_outputs: whether it finds the feed-forward layers' outputs kept: fewer products, and
+        memory that grows with the depth.
       dtype: what the sublayers compute in; weights and streams are float32.
       mode: "train" or "eval".
     """
@@ -268,6 +271,7 @@ def ReformerLM(
         n_layers,
         dtype=dtype,
         exact=exact,
+        keep_ff_outputs=keep_ff_outputs,
         norm_epsilon=norm_epsilon,
         scan_layers=scan_layers,
     )

@@ -550,6 +550,7 @@ def Reformer(
     norm_epsilon: float = 1e-6,
     scan_layers: bool = True,
     exact: bool = False,
+    keep_ff_outputs: bool = False,
     dtype: str = "float32",
     mode: str = "train",
 ) -> EncoderDecoder:
@@ -562,10 +563,14 @@ def Reformer(
     Args are those of `Transformer`, but for:
       d_model: the size of each of the two streams.
       exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).
+      keep_ff_outputs: whether it finds the feed-forward layers' outputs kept: fewer products, and
+        memory that grows with the depth.
     """
 
     def stack(blocks, n_layers, **options):
-        return ReversibleStack(blocks, n_layers, exact=exact, **options)
+        return ReversibleStack(
+            blocks, n_layers, exact=exact, keep_ff_outputs=keep_ff_outputs, **options
+        )
 
     return _encoder_decoder(
         stack,

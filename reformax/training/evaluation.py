@@ -45,7 +45,7 @@ def evaluate(
     stride: int | None = None,
     seed: int = 0,
     max_batches: int | None = None,
-    loss_chunk_len: int = 1024,
+    loss_chunk_len: int | None = None,
     mesh: Mesh | None = None,
     progress: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
@@ -63,7 +63,8 @@ def evaluate(
         target but the first few has at least `length - stride` tokens before it. None: `length`.
       seed: of the hashes.
       max_batches: stop after so many; None scores the whole split.
-      loss_chunk_len: positions whose logits are in memory together.
+      loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
+        `loss.max_logits` lets.
       mesh: the devices; None takes all of this host's.
       progress: whether to show a bar.
       should_stop: asked after each batch; True abandons the evaluation.

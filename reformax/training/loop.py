@@ -47,7 +47,7 @@ def train(
     seed: int = 0,
     accumulate: int = 1,
     ema_decay: float = 0.0,
-    loss_chunk_len: int = 1024,
+    loss_chunk_len: int | None = None,
     label_smoothing: float = 0.0,
     eval_every: int | None = None,
     eval_split: str = "valid",
@@ -77,7 +77,8 @@ def train(
       seed: of initial values, batches, hashes and dropout.
       accumulate: micro-batches that a batch is computed in to save memory.
       ema_decay: evaluate a moving average of the parameters with this decay; 0 for none.
-      loss_chunk_len: positions whose logits are in memory together.
+      loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
+        `loss.max_logits` lets.
       label_smoothing: how much of a target's probability the loss spreads over the vocabulary; what
         is printed and recorded is without it.
       eval_every: steps between evaluations; each one ends in a checkpoint. None: only at the end.
@@ -108,7 +109,7 @@ def train(
     """
     started = time.monotonic()
     _check_whole(steps=steps, batch_size=batch_size, length=length, accumulate=accumulate)
-    _check_whole(log_every=log_every, keep=keep, loss_chunk_len=loss_chunk_len)
+    _check_whole(log_every=log_every, keep=keep)
     for name, value in {
         "eval_every": eval_every,
         "eval_batch_size": eval_batch_size,
@@ -116,6 +117,7 @@ def train(
         "eval_stride": eval_stride,
         "eval_batches": eval_batches,
         "checkpoint_every": checkpoint_every,
+        "loss_chunk_len": loss_chunk_len,
     }.items():
         if value is not None:
             _check_whole(**{name: value})

@@ -44,7 +44,7 @@ def cross_entropy(
     features: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
-    chunk_len: int,
+    chunk_len: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Sums:
     """The weighted sum of `-log p(target)`, `chunk_len` positions of each row at a time.
@@ -58,18 +58,19 @@ def cross_entropy(
       features: what the model computed, one vector a position.
       targets: ids below V.
       weights: 0 leaves a position out.
-      chunk_len: positions of each row whose logits are in memory together, fewer where these would
-        be more than `max_logits()`; any length T is right, the last chunk is padded with weight 0.
+      chunk_len: positions of each row whose logits are in memory together, at most; None is what
+        `max_logits()` lets, which holds in any case. Any length T is right, the last chunk is
+        padded with weight 0.
       label_smoothing: e, from 0 up to 1.
 
     Returns:
       float32 sums over the batch.
     """
-    if chunk_len < 1:
-        raise ValueError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or the length")
+    if chunk_len is not None and chunk_len < 1:
+        raise ValueError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or None")
     batch, length = targets.shape
-    vocab_size = jax.eval_shape(logits_fn, features[:, :chunk_len]).shape[-1]
-    chunk_len = min(chunk_len, length, max(1, max_logits() // (batch * vocab_size)))
+    vocab_size = jax.eval_shape(logits_fn, features[:, :1]).shape[-1]
+    chunk_len = min(chunk_len or length, length, max(1, max_logits() // (batch * vocab_size)))
     n_chunks = -(-length // chunk_len)
 
     def chunked(x):  # [B, T, ...] -> [n_chunks, B, chunk_len, ...]

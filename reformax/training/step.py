@@ -48,7 +48,7 @@ def step_fn(
     mesh: Mesh,
     *,
     accumulate: int = 1,
-    loss_chunk_len: int = 1024,
+    loss_chunk_len: int | None = None,
     label_smoothing: float = 0.0,
     ema_decay: float = 0.0,
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
@@ -60,7 +60,8 @@ def step_fn(
       mesh: the devices.
       accumulate: micro-batches a batch is computed in, one after the other; the gradient is that of
         the whole batch.
-      loss_chunk_len: positions whose logits are in memory together.
+      loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
+        `loss.max_logits` lets.
       label_smoothing: how much of a target's probability is spread over the vocabulary; 'nats'
         below is without it.
       ema_decay: decay of the moving average of the parameters; 0 for none. The average of the first

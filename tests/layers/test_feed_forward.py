@@ -8,8 +8,10 @@ import pytest
 from reformax import layers
 from tests.layers import plain
 from tests.layers.plain import fast_jit
+from tests.ops.fast import lower_for_gpu
 
 RNG = jax.random.PRNGKey(2)
+KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
 
 
 def numbers(length, d_model=6):
@@ -46,6 +48,44 @@ def test_chunks_change_neither_output_nor_gradients(length, chunk_size):
         return fast_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
 
     plain.assert_trees_close(value_and_gradient(chunk_size), value_and_gradient(0))
+
+
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu], ids=["gelu", "relu"])
+@pytest.mark.parametrize(
+    "dtype, d_ff, rate, chunk_size",
+    [("float32", 16, 0.0, 0), ("float32", 130, 0.3, 8), ("bfloat16", 16, 0.3, 0)],
+)
+def test_the_kernel_is_the_same_function(dtype, d_ff, rate, chunk_size, activation):
+    """Rows and columns that tiles do not divide, and the same numbers dropped."""
+    x = numbers(21).astype(dtype)
+    weights = numbers(21)[:, ::-1]
+
+    def output_and_gradients(impl):
+        options = dict(activation=activation, chunk_size=chunk_size, impl=impl)
+        layer = layers.FeedForward(d_ff, 0.0, rate, **options)
+        params = plain.init(layer, x.shape)
+        params |= {"b1": jnp.linspace(-1, 1, d_ff)}
+
+        def loss(params, x):
+            out = layer.apply(params, x, rng=RNG)
+            return jnp.sum(weights * out), out
+
+        return fast_jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    plain.assert_trees_close(output_and_gradients(KERNEL), output_and_gradients("xla"), tolerance)
+
+
+@pytest.mark.parametrize("d_ff, rate", [(512, 0.1), (1000, 0.0)])
+def test_the_kernel_lowers_for_a_gpu(d_ff, rate):
+    layer = layers.FeedForward(d_ff, 0.0, rate, impl="pallas")
+    x = jax.ShapeDtypeStruct((2, 100, 16), jnp.bfloat16)
+    params = plain.init(layer, x.shape)
+
+    def loss(params, x):
+        return jnp.sum(layer.apply(params, x, rng=RNG).astype(jnp.float32))
+
+    assert lower_for_gpu(jax.grad(loss), params, x).count("feed_forward") >= 2
 
 
 def test_gradients_are_those_of_the_formula():
@@ -129,6 +169,15 @@ def test_computes_in_the_dtype_of_its_input(chunk_size):
         (dict(chunk_size=-1), "chunk_size is -1: expected 0 (no chunks) or more"),
         (dict(dropout=1), "dropout is 1: expected a rate in [0, 1)"),
         (dict(hidden_dropout=-1), "hidden_dropout is -1: expected a rate in [0, 1)"),
+        (
+            dict(impl="triton"),
+            "impl is 'triton': expected 'auto', 'xla', 'pallas' or 'pallas_interpret'",
+        ),
+        (
+            dict(impl="pallas", activation=len),
+            "impl is 'pallas' and activation <built-in function len>: expected jax.nn.gelu or "
+            "jax.nn.relu, or impl='auto'",
+        ),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
     ],
     ids=str,

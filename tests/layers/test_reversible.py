@@ -44,17 +44,23 @@ def by_plain_autodiff():
 
 
 @pytest.mark.parametrize(
-    "exact, ff_chunk_size, scan_layers",
-    [(False, 0, True), (False, 5, False), (True, 0, False), (True, 5, True)],
+    "exact, ff_chunk_size, options",
+    [
+        (False, 0, {}),
+        (False, 5, dict(scan_layers=False)),
+        (True, 0, dict(scan_layers=False, keep_ff_outputs=True)),
+        (True, 5, {}),
+        (False, 5, dict(keep_ff_outputs=True)),
+    ],
 )
-def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, scan_layers, monkeypatch):
+def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatch):
     """Of weights and of both streams, with dropout, LSH plans, and segments."""
     # Rounding to the grid is a step function: another program, whose numbers differ in the last
     # bit, now and then steps to another multiple. Without it the two can be held to each other.
     monkeypatch.setattr(reversible, "to_grid", lambda x: x)
     inputs, segments, weights, want = by_plain_autodiff()
     cycle = plain.blocks(ff_chunk_size=ff_chunk_size)
-    stack = layers.ReversibleStack(cycle, 4, exact=exact, masked=True, scan_layers=scan_layers)
+    stack = layers.ReversibleStack(cycle, 4, exact=exact, masked=True, **options)
 
     def loss(params, x1, x2):
         out = stack.apply(params, x1, x2, segments, rng=RNG)
@@ -102,11 +108,11 @@ def bits_that_differ(got, want):
 
 
 @functools.cache
-def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, scan_layers=True):
+def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, **options):
     """`(inputs, as rebuild says, as jax.grad sees)` of many layers over an odd length."""
     x1, x2 = streams(19, batch=1)
     cycle = plain.blocks(LSH, ff_chunk_size=ff_chunk_size)
-    stack = Witness(cycle, n_layers, dtype=dtype, exact=exact, scan_layers=scan_layers)
+    stack = Witness(cycle, n_layers, dtype=dtype, exact=exact, **options)
     params = plain.init(stack, x1.shape, x1.shape)
 
     # Where exactness is claimed, optimised as in use: what is fused with what is the question.
@@ -133,7 +139,7 @@ def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, scan_layers=True):
         ("float32", 0, {}),
         ("bfloat16", 0, {}),
         ("bfloat16", 8, {}),
-        ("bfloat16", 8, dict(n_layers=4, scan_layers=False)),
+        ("bfloat16", 8, dict(n_layers=4, scan_layers=False, keep_ff_outputs=True)),
     ],
 )
 def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):
