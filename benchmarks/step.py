@@ -11,9 +11,11 @@ end, at most three times.
 All have axial positions, the same dropout, and n_layers that cycle through local and LSH attention
 with as many buckets and hashes; the TransformerLM has full attention instead. Trax computes its LSH
 heads one at a time unless told otherwise, so it is timed as it comes (n_parallel_heads=1) and with
-all of them at once (None). reformax takes its feed-forward layers in chunks. A model that
-fails, for want of memory say, or whose first loss is not that of a guess, has the reason in its row
-in place of numbers.
+all of them at once (None). reformax takes its feed-forward layers in chunks; on a GPU a first row
+has it as the configs for one do, the layers written out, the feed-forward layers whole and their
+outputs kept, and the one with chunks is that of the least memory. A model that fails, for want of
+memory say, or whose first loss is not that of a guess, has the reason in its row in place of
+numbers.
 
 On a CPU the shapes are small and float32. On a GPU they are the Reformer paper's enwik8 model:
 reformax computes in bfloat16 with float32 weights, and in float32 as Trax does, whose products are
@@ -65,6 +67,7 @@ class Shape(NamedTuple):
     n_hashes: int = 2
     dropout: float = 0.0
     ff_chunk_size: int = 0  # of reformax
+    written_out: bool = False  # whether reformax's first row has no chunks and no loops
     remat: bool = False  # of the Transformer
     dtypes: tuple[str, ...] = ("float32",)  # of reformax; Trax's is float32
 
@@ -81,6 +84,7 @@ _paper = functools.partial(
     trax_lsh_chunk_len=256,
     dropout=0.1,
     ff_chunk_size=32768,
+    written_out=True,
     remat=True,
     dtypes=("bfloat16", "float32"),
 )
@@ -156,8 +160,12 @@ def candidates(shape: Shape, peers: bool = True) -> dict[str, Callable[[], Model
         reformax_model, shape, models.ReformerLM, cycle, ff_chunk_size=shape.ff_chunk_size
     )
     first, *others = shape.dtypes
-    rows = {
-        REFORMER: functools.partial(reformer, dtype=first),
+    rows = {}
+    if shape.written_out:
+        fast = dict(scan_layers=False, keep_ff_outputs=True, ff_chunk_size=0)
+        rows[REFORMER] = functools.partial(reformer, dtype=first, **fast)
+    rows |= {
+        f"{REFORMER}, least memory" if rows else REFORMER: functools.partial(reformer, dtype=first),
         f"{REFORMER}, exact": functools.partial(reformer, dtype=first, exact=True),
         **{f"{REFORMER}, {d}": functools.partial(reformer, dtype=d) for d in others},
     }

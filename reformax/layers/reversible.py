@@ -228,6 +228,10 @@ class ReversibleStack(BlockStack):
                         d_memory = d_memory + d_memory_here[0]
                     d_block |= d_own
                 d_params[f"block_{i}"] = d_block
+                if self._kept_dtype is not None:
+                    # Streams need no gradient to be rebuilt then: without a fence those of all
+                    # layers would be at once.
+                    streams, gradient = jax.lax.optimization_barrier((streams, gradient))
             return (streams, gradient, d_memory), d_params
 
         (streams, gradient, d_memory), d_params = self._scan(
