@@ -230,7 +230,8 @@ def training(sizes, lengths, dtype: str, batch: int, length: int, repeats: int, 
         return (time.perf_counter() - start) / IN_A_ROW
 
     ours, theirs, steps = [], [], our_steps(sizes, parts, dtype)
-    for turn in ("", ", again"):
+
+    def rows_of_ours(turn: str = "") -> None:
         for name, take in steps.items():
             try:
                 first = [take(1) for _ in range(3)][0]
@@ -238,19 +239,24 @@ def training(sizes, lengths, dtype: str, batch: int, length: int, repeats: int, 
                 ours.append(row(f"reformax, {name}{turn}", first, statistics.median(times)))
             except Exception as error:  # of any kind: the table has it, and the other rows
                 print(f"| reformax, {name} | {reason(error)} | | |", flush=True)
-        if peers is None or turn:
-            continue
+
+    def row_of_theirs(name: str, masked: bool) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "batch.npz")
             np.savez(path, **parts)
-            for name, masked in (("masks", True), ("no masks, another function", False)):
-                options = dict(sizes=sizes, masked=masked, path=path)
-                answer = peers.ask("train", **options, repeats=repeats, in_a_row=IN_A_ROW)
-                if "error" in answer:
-                    print(f"| PyTorch, {name} | {answer['error']} | | |", flush=True)
-                    continue
-                taken = row(f"PyTorch, {name}", answer["first_loss"], answer["seconds"])
-                theirs += [taken] if masked else []
+            options = dict(sizes=sizes, masked=masked, path=path)
+            answer = peers.ask("train", **options, repeats=repeats, in_a_row=IN_A_ROW)
+        if "error" in answer:
+            print(f"| PyTorch, {name} | {answer['error']} | | |", flush=True)
+            return
+        taken = row(f"PyTorch, {name}", answer["first_loss"], answer["seconds"])
+        theirs.extend([taken] if masked else [])
+
+    rows_of_ours()
+    if peers is not None:
+        row_of_theirs("masks", masked=True)
+        rows_of_ours(", again")
+        row_of_theirs("no masks, another function", masked=False)
     if ours and theirs:
         print(f"\n{min(theirs) / min(ours):.2f} times PyTorch's speed, with masks")
 
