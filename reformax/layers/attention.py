@@ -354,14 +354,29 @@ class CrossAttention(Attention):
         k, v = (self._heads(params, letter, memory) for letter in "kv")
         return Projections(self._heads(params, "q", x), k, v)
 
-    def remember(
-        self, params, memory: Float[Array, "B S D"], dtype: str
-    ) -> tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]]:
-        """Keys and values of the memory for `step`, in the order that its products read them."""
-        memory = memory.astype(dtype)
-        heads = [self._heads(params, letter, memory) for letter in "kv"]
+    def prefill(
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B S D"],
+        memory_segments: Int[Array, "B S"] | None = None,
+        rng=None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]]]:
+        """The layer at any positions, and the memory's keys and values as `step` reads them.
+
+        Args:
+          params: the weights.
+          x: the input.
+          memory: what all positions read.
+          memory_segments: 0 is padding, which none reads.
+          rng: the source of hashes.
+        """
+        projections, segments = self.project(params, x, memory), _seeing(x, memory_segments)
+        plan = self.plan(params, projections, segments, rng)
+        out = self.attend(params, projections, plan, segments, rng)
         # Behind a barrier, or the compiler would put the transposition into the loop over steps.
-        return jax.lax.optimization_barrier(tuple(jnp.transpose(x, (0, 2, 3, 1)) for x in heads))
+        remembered = (jnp.transpose(y, (0, 2, 3, 1)) for y in projections[1:])
+        return out, jax.lax.optimization_barrier(tuple(remembered))
 
     def step(
         self,
@@ -370,7 +385,7 @@ class CrossAttention(Attention):
         remembered: tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]],
         memory_segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "R 1 D"]:
-        """The layer at one position of each row, of what `remember` made.
+        """The layer at one position of each row, of what `prefill` gave.
 
         Args:
           params: those of `for_decoding`.
@@ -380,9 +395,7 @@ class CrossAttention(Attention):
         """
         batch = remembered[0].shape[0]
         q = _affine(params, "in", x).reshape(batch, -1, self._n_heads, self._d_qk)
-        segments = None
-        if memory_segments is not None:
-            segments = jnp.ones(q.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
+        segments = _seeing(q, memory_segments)
         projections = Projections(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in remembered))
         plan = self.plan(params, projections, segments)
         out = self._attended(params, projections, plan, segments, None)
@@ -410,6 +423,13 @@ class CrossAttention(Attention):
 def _affine(params, name: str, x: Float[Array, "*d D"]) -> Float[Array, "*d E"]:
     """`x` by the matrix and the bias, if any, that `for_decoding` gave a name."""
     return x @ params[f"w_{name}"] + params.get(f"b_{name}", 0)
+
+
+def _seeing(x: Float[Array, "B T *d"], memory_segments: Int[Array, "B S"] | None):
+    """Segments of both sides where all positions of `x` read all of the memory but its padding."""
+    if memory_segments is None:
+        return None
+    return jnp.ones(x.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
 
 
 def _plan_rng(rng):

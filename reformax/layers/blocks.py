@@ -170,12 +170,14 @@ class BlockStack(Layer):
         rng=None,
         memory: Float[Array, "B S D"] | None = None,
         memory_segments: Int[Array, "B S"] | None = None,
-    ) -> tuple[tuple[Array, ...], Any]:
-        """The streams after the stack, and every layer's cache; see `Attention.prefill`."""
-        masks = _cross_masks(streams[0], memory_segments)
+    ) -> tuple[tuple[Array, ...], Any, Any]:
+        """The streams after the stack, and for `step` every layer's cache and remembered memory.
+
+        See `Attention.prefill` and `CrossAttention.prefill`; without a memory None is remembered.
+        """
 
         def repeat(streams, this):
-            caches = []
+            caches, remembered = [], []
             for i, block in enumerate(self._blocks):
                 rngs = self._rngs(rng, this, i)
                 attend = functools.partial(
@@ -184,27 +186,20 @@ class BlockStack(Layer):
                     capacity=capacity,
                     rng=rngs["attention"],
                 )
-                cross = _crossing(block, memory, masks, rngs)
+
+                def cross(p, h, block=block, rng=rngs["cross_attention"]):
+                    out, kept = block.cross_attention.prefill(p, h, memory, memory_segments, rng)
+                    remembered.append(kept)
+                    return out
+
                 p = this.params[f"block_{i}"]
                 streams, cache = self._layer(block, p, streams, attend, cross)
                 caches.append(cache)
-            return streams, tuple(caches)
+            return streams, (tuple(caches), tuple(remembered))
 
-        streams, caches = self._scan(repeat, tuple(map(self._residual, streams)), params)
-        return streams, self._unstacked(caches)
-
-    def remember(self, params, memory: Float[Array, "B S D"]) -> tuple[Any, ...]:
-        """What every layer's cross-attention makes of the memory, for `step`."""
-
-        def remembered(params):
-            return tuple(
-                block.cross_attention.remember(
-                    params[f"block_{i}"]["cross_attention"], memory, self._dtype
-                )
-                for i, block in enumerate(self._blocks)
-            )
-
-        return tuple(map(remembered, self._unstacked(params)))
+        streams, kept = self._scan(repeat, tuple(map(self._residual, streams)), params)
+        caches, remembered = map(self._unstacked, kept)
+        return streams, caches, remembered if self._cross else None
 
     def step(
         self,
@@ -218,7 +213,7 @@ class BlockStack(Layer):
     ) -> tuple[tuple[Array, ...], Any]:
         """The streams `[B, 1, D]` of each row's next position, and the caches with it.
 
-        `params` are those of `for_decoding`, `remembered` what `remember` made; for `origins` see
+        `params` are those of `for_decoding`, `remembered` what `prefill` gave; for `origins` see
         `Attention.step`. A scan would copy each layer's weights and cache, all of it, for the
         little that a step reads and writes: the layers are written out instead.
         """
@@ -274,13 +269,6 @@ class BlockStack(Layer):
             {f"block_{i}": for_step(i, layer[f"block_{i}"]) for i in range(len(self._blocks))}
             for layer in self._unstacked(params)
         )
-
-
-def _cross_masks(x: Float[Array, "B T D"], memory_segments) -> tuple[Array, ...]:
-    """Segments of both sides where all positions of `x` read all of the memory but its padding."""
-    if memory_segments is None:
-        return ()
-    return jnp.ones(x.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
 
 
 def _crossing(block: Block, memory, masks, rngs) -> Callable | None:

@@ -195,7 +195,7 @@ class EncoderDecoder(Layer):
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32, of a product in the sublayers' dtype."""
-        table = params.get("softmax", params["embedding"]).astype(self._dtype)
+        table = params["embedding"].astype(self._dtype)
         return _scores(features.astype(self._dtype), table)
 
     def apply(
@@ -214,12 +214,16 @@ class EncoderDecoder(Layer):
     # Decoding: `prefill` reads sources and makes the first token's logits, `step` the next ones'.
 
     def for_decoding(self, params) -> Any:
-        """The weights for `step`: layers apart, in the dtypes that they are used in."""
+        """The weights for `step`: layers apart, in the dtypes that they are used in.
+
+        `softmax [D, V]` is the embedding as the logits' product reads it: with few rows a CPU takes
+        as long to transpose the table as to multiply by it.
+        """
         stack = self._stacks["decoder"].for_decoding(params["decoder"]["stack"])
         return {
             "decoder": params["decoder"] | {"stack": stack},
             "embedding": params["embedding"],
-            "softmax": params["embedding"].astype(self._dtype),
+            "softmax": params["embedding"].astype(self._dtype).T,
         }
 
     def prefill(
@@ -259,11 +263,10 @@ class EncoderDecoder(Layer):
         encoder_rng, decoder_rng = _rngs(rng)
         memory = self.encode(params, source, segments, encoder_rng)
         decoder, stack = params["decoder"], self._stacks["decoder"]
-        keys_values = stack.remember(decoder["stack"], memory)
         position = jnp.zeros(source.shape[0], jnp.int32)
         # A target begins with token 0, as the shift to the right has it.
         x = self._embed(decoder, params["embedding"], position[:, None], position[:, None])
-        streams, caches = stack.prefill(
+        streams, caches, keys_values = stack.prefill(
             decoder["stack"],
             [x] * stack.n_out,
             position + 1,
@@ -296,7 +299,8 @@ class EncoderDecoder(Layer):
         streams, caches = stack.step(
             decoder["stack"], [x] * stack.n_out, caches, position, origins, *remembered
         )
-        logits = self.logits(params, self._merged(decoder, streams))[:, 0]
+        features = self._merged(decoder, streams)[:, 0].astype(self._dtype)
+        logits = jnp.dot(features, params["softmax"], preferred_element_type=jnp.float32)
         return logits, Decoding(position + 1, caches, origins)
 
     def beams(self, decoding: Decoding, n_beams: int, capacity: int) -> Decoding:
