@@ -71,7 +71,7 @@ def search(
       beam_size: K.
       capacity: L, at least the largest limit.
     """
-    logits, decoding, remembered = model.prefill(params, source, capacity, rng)
+    logits, decoding, remembered = model.prefill(params, weights, source, capacity, rng)
     n_rows, n_words = logits.shape
     # Of so many candidates K do not end; greedy decoding takes the first and nothing else.
     n_candidates = 2 * beam_size if beam_size > 1 else 1

@@ -171,9 +171,11 @@ class BlockStack(Layer):
         memory: Float[Array, "B S D"] | None = None,
         memory_segments: Int[Array, "B S"] | None = None,
     ) -> tuple[tuple[Array, ...], Any, Any]:
-        """The streams after the stack, and for `step` every layer's cache and remembered memory.
+        """The streams after the stack, and what `step` reads: every layer's cache and memory.
 
-        See `Attention.prefill` and `CrossAttention.prefill`; without a memory None is remembered.
+        See `Attention.prefill` and `CrossAttention.remember`. With a memory the streams have one
+        position, that of the token which a target starts with, `params` are those of `for_decoding`
+        and the layers are written out, as in `step`; without one None is remembered.
         """
 
         def repeat(streams, this):
@@ -187,19 +189,24 @@ class BlockStack(Layer):
                     rng=rngs["attention"],
                 )
 
-                def cross(p, h, block=block, rng=rngs["cross_attention"]):
-                    out, kept = block.cross_attention.prefill(p, h, memory, memory_segments, rng)
-                    remembered.append(kept)
-                    return out
+                def cross(p, h, layer=block.cross_attention):
+                    remembered.append(layer.remember(p, memory, self._dtype))
+                    return layer.step(p, h, remembered[-1], memory_segments)
 
                 p = this.params[f"block_{i}"]
                 streams, cache = self._layer(block, p, streams, attend, cross)
                 caches.append(cache)
             return streams, (tuple(caches), tuple(remembered))
 
-        streams, kept = self._scan(repeat, tuple(map(self._residual, streams)), params)
-        caches, remembered = map(self._unstacked, kept)
-        return streams, caches, remembered if self._cross else None
+        streams = tuple(map(self._residual, streams))
+        if not self._cross:
+            streams, (caches, _) = self._scan(repeat, streams, params)
+            return streams, self._unstacked(caches), None
+        kept = []
+        for index, params_here in enumerate(params):
+            streams, kept_here = repeat(streams, Repeat(index, params_here))
+            kept.append(kept_here)
+        return streams, *zip(*kept, strict=True)
 
     def step(
         self,
@@ -255,7 +262,7 @@ class BlockStack(Layer):
         return tuple(jax.tree.map(lambda x: x[i], tree) for i in range(n_repeats))  # noqa: B023
 
     def for_decoding(self, params) -> tuple[Any, ...]:
-        """The weights for `step`: apart for each repeat, in the dtype that sublayers compute in."""
+        """The weights for decoding: apart for each repeat, in the dtype sublayers compute in."""
 
         def for_step(i, params):
             merged = {
