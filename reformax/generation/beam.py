@@ -71,7 +71,7 @@ def search(
       beam_size: K.
       capacity: L, at least the largest limit.
     """
-    logits, decoding, remembered = model.prefill(params, source, capacity, rng)
+    logits, decoding, remembered = model.prefill(params, weights, source, capacity, rng)
     n_rows, n_words = logits.shape
     # Of so many candidates K do not end; greedy decoding takes the first and nothing else.
     n_candidates = 2 * beam_size if beam_size > 1 else 1
@@ -101,7 +101,7 @@ def search(
         """The beginnings with one more token, given the logits of it."""
         count = state.count + 1
         # The best candidates of each beginning in order, then the best of all.
-        top, token = jax.lax.top_k(logits.reshape(-1, n_words), n_each)
+        top, token = _best(logits.reshape(-1, n_words), n_each)
         log_p = top.reshape(n_rows, beam_size, -1) - jax.nn.logsumexp(
             logits, axis=-1, keepdims=True
         )
@@ -158,6 +158,15 @@ def search(
     )
     state = choose(state, jnp.broadcast_to(logits[:, None], (n_rows, beam_size, n_words)))
     return jax.lax.while_loop(lambda state: ~jnp.all(state.done), advance, state).best
+
+
+def _best(x: Float[Array, "R V"], n: int) -> tuple[Float[Array, "R n"], Int[Array, "R n"]]:
+    """The n largest of each row in order and where they are, of equals the first."""
+    if n > 1:
+        return jax.lax.top_k(x, n)
+    # Two plain reductions: on a CPU four times as fast as `top_k`, and that as fast as `argmax`.
+    top, last = x.max(axis=1, keepdims=True), x.shape[1] - 1
+    return top, jnp.where(x == top, jnp.arange(last + 1), last).min(axis=1, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("beam_size", "capacity"))

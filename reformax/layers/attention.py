@@ -122,6 +122,14 @@ class Attention(Layer):
 
         return self._turned(Projections(*(self._heads(params, letter, x) for letter in "qkv")))
 
+    def _project_merged(self, params, x: Float[Array, "B T D"], position=None) -> Projections:
+        """`project` by the weights of `for_decoding`."""
+        n, shared = self._n_heads, self._op.traits.shared_qk
+        ends = n * self._d_qk * np.arange(1, 2 if shared else 3)
+        parts = jnp.split(_affine(params, "in", x), ends, axis=-1)
+        q, *k, v = (part.reshape(*x.shape[:2], n, -1) for part in parts)
+        return self._turned(Projections(q, k[0] if k else None, v), position)
+
     def _heads(self, params, letter: str, x: Float[Array, "B T D"]) -> Array | None:
         """One of the projections of `x`; None if the algorithm has none of this letter."""
         if f"w_{letter}" not in params:
@@ -170,7 +178,8 @@ class Attention(Layer):
             (None, None) if rng is None else (jax.random.fold_in(rng, i) for i in (1, 2))
         )
         out = self._attended(params, projections, plan, segments, weight_rng)
-        out = jnp.einsum("btnv,nvd->btd", out, params["w_o"].astype(out.dtype))
+        w_o = params["w_o"].reshape(*out.shape[2:], -1)  # that of `for_decoding` has heads merged
+        out = jnp.einsum("btnv,nvd->btd", out, w_o.astype(out.dtype))
         if self._output_bias:
             out = out + params["b_o"].astype(out.dtype)
         return dropout(out, self._rate(self._output_dropout), output_rng)
@@ -194,7 +203,7 @@ class Attention(Layer):
         Outputs of the positions behind them mean nothing, and no output depends on them.
 
         Args:
-          params: the weights.
+          params: the weights, or those of `for_decoding`.
           x: the input, padded on the right.
           lengths: the number of positions of each row that are no padding, at least 1.
           capacity: how many positions the cache will have to hold.
@@ -214,7 +223,8 @@ class Attention(Layer):
                 f"causal={self._causal} and mode={self._mode!r}: decoding needs causal=True and "
                 "mode='eval'"
             )
-        projections = self.project(params, x)
+        project = self._project_merged if "w_in" in params else self.project
+        projections = project(params, x)
         # Padding on the right is in the future of every token: only a plan has to know of it.
         tokens = (jnp.arange(x.shape[1]) < lengths[:, None]).astype(jnp.int32)
         plan = self.plan(params, projections, tokens, rng, length=capacity)
@@ -246,13 +256,8 @@ class Attention(Layer):
           origins: in beam search, whose past a beam has (`ops.cache.ring_decoding`); for algorithms
             without the trait `beams` the cache has to be moved, and this tells them nothing.
         """
-        n, shared = self._n_heads, self._op.traits.shared_qk
-        ends = n * self._d_qk * np.arange(1, 2 if shared else 3)
-        parts = jnp.split(_affine(params, "in", x), ends, axis=-1)
-        q, *k, v = (part.reshape(*x.shape[:2], n, -1) for part in parts)
-        projections = Projections(q, k[0] if k else None, v)
+        projections = self._project_merged(params, x, position[:, None])
         beams = dict(origins=origins) if origins is not None and self._op.traits.beams else {}
-        projections = self._turned(projections, position[:, None])
         out, cache = self._op.step(params["op"], *projections, cache, position=position, **beams)
         return _affine(params, "o", out.reshape(*x.shape[:2], -1)), cache
 
@@ -266,17 +271,19 @@ class Attention(Layer):
         `w_in [D, N * (H + H + V)]`, or `N * (H + V)` with shared queries and keys, `b_in` likewise,
         `w_o [N * V, D]`, `b_o [D]`, and `op` as it is.
         """
-        return self._merged(params, [x for x in "qkv" if f"w_{x}" in params], dtype)
+        return self._merged(params, {"in": [x for x in "qkv" if f"w_{x}" in params]}, dtype)
 
-    def _merged(self, params, letters: Sequence[str], dtype: str) -> dict[str, Any]:
-        columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
-        d_model = columns[0].shape[0]
-        merged = {
-            "w_in": jnp.concatenate([w.reshape(d_model, -1) for w in columns], axis=1),
-            "w_o": params["w_o"].reshape(-1, d_model),
-        }
-        if self._bias:
-            merged["b_in"] = jnp.concatenate([jnp.ravel(params[f"b_{x}"]) for x in letters])
+    def _merged(self, params, products: dict[str, Sequence[str]], dtype: str) -> dict[str, Any]:
+        """The weights for each product, by name: those of its projections side by side."""
+        d_model = params["w_o"].shape[-1]
+        merged = {"w_o": params["w_o"].reshape(-1, d_model)}
+        for name, letters in products.items():
+            columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
+            columns = [w.reshape(d_model, -1) for w in columns]
+            merged[f"w_{name}"] = jnp.concatenate(columns, axis=1)
+            if self._bias:
+                biases = [jnp.ravel(params[f"b_{x}"]) for x in letters]
+                merged[f"b_{name}"] = jnp.concatenate(biases)
         if self._output_bias:
             merged["b_o"] = params["b_o"]
         return {name: w.astype(dtype) for name, w in merged.items()} | {"op": params["op"]}
@@ -357,9 +364,15 @@ class CrossAttention(Attention):
     def remember(
         self, params, memory: Float[Array, "B S D"], dtype: str
     ) -> tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]]:
-        """Keys and values of the memory for `step`, in the order that its products read them."""
+        """Keys and values of the memory for `step`, in the order that its products read them.
+
+        `params` are those of `for_decoding`.
+        """
         memory = memory.astype(dtype)
-        heads = [self._heads(params, letter, memory) for letter in "kv"]
+        heads = [
+            _affine(params, letter, memory).reshape(*memory.shape[:2], self._n_heads, -1)
+            for letter in "kv"
+        ]
         # Behind a barrier, or the compiler would put the transposition into the loop over steps.
         return jax.lax.optimization_barrier(tuple(jnp.transpose(x, (0, 2, 3, 1)) for x in heads))
 
@@ -389,8 +402,12 @@ class CrossAttention(Attention):
         return _affine(params, "o", out.reshape(*x.shape[:2], -1))
 
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
-        """The weights for `step`: `w_in [D, N * H]`, and the rest as `Attention` has it."""
-        return self._merged(params, "q", dtype)
+        """The weights for `remember` and `step`: a product for all heads of each projection.
+
+        `w_in [D, N * H]` of queries, `w_k [D, N * H]`, `w_v [D, N * V]` of the memory, and the rest
+        as `Attention` has it.
+        """
+        return self._merged(params, {"in": "q", "k": "k", "v": "v"}, dtype)
 
     def apply(
         self,

@@ -182,12 +182,16 @@ class BlockStack(Layer):
         rng=None,
         memory: Float[Array, "B S D"] | None = None,
         memory_segments: Int[Array, "B S"] | None = None,
-    ) -> tuple[tuple[Array, ...], Any]:
-        """The streams after the stack, and every layer's cache; see `Attention.prefill`."""
-        masks = _cross_masks(streams[0], memory_segments)
+    ) -> tuple[tuple[Array, ...], Any, Any]:
+        """The streams after the stack, and what `step` reads: every layer's cache and memory.
+
+        See `Attention.prefill` and `CrossAttention.remember`. With a memory the streams have one
+        position, that of the token which a target starts with, `params` are those of `for_decoding`
+        and the layers are written out, as in `step`; without one None is remembered.
+        """
 
         def repeat(streams, this):
-            caches = []
+            caches, remembered = [], []
             for i, block in enumerate(self._blocks):
                 rngs = self._rngs(rng, this, i)
                 attend = functools.partial(
@@ -196,27 +200,25 @@ class BlockStack(Layer):
                     capacity=capacity,
                     rng=rngs["attention"],
                 )
-                cross = _crossing(block, memory, masks, rngs)
+
+                def cross(p, h, layer=block.cross_attention):
+                    remembered.append(layer.remember(p, memory, self._dtype))
+                    return layer.step(p, h, remembered[-1], memory_segments)
+
                 p = this.params[f"block_{i}"]
                 streams, cache = self._layer(block, p, streams, attend, cross)
                 caches.append(cache)
-            return streams, tuple(caches)
+            return streams, (tuple(caches), tuple(remembered))
 
-        streams, caches = self._scan(repeat, tuple(map(self._residual, streams)), params)
-        return streams, self._unstacked(caches)
-
-    def remember(self, params, memory: Float[Array, "B S D"]) -> tuple[Any, ...]:
-        """What every layer's cross-attention makes of the memory, for `step`."""
-
-        def remembered(params):
-            return tuple(
-                block.cross_attention.remember(
-                    params[f"block_{i}"]["cross_attention"], memory, self._dtype
-                )
-                for i, block in enumerate(self._blocks)
-            )
-
-        return tuple(map(remembered, self._unstacked(params)))
+        streams = tuple(map(self._residual, streams))
+        if not self._cross:
+            streams, (caches, _) = self._scan(repeat, streams, params)
+            return streams, self._unstacked(caches), None
+        kept = []
+        for index, params_here in enumerate(params):
+            streams, kept_here = repeat(streams, Repeat(index, params_here))
+            kept.append(kept_here)
+        return streams, *zip(*kept, strict=True)
 
     def step(
         self,
@@ -230,7 +232,7 @@ class BlockStack(Layer):
     ) -> tuple[tuple[Array, ...], Any]:
         """The streams `[B, 1, D]` of each row's next position, and the caches with it.
 
-        `params` are those of `for_decoding`, `remembered` what `remember` made; for `origins` see
+        `params` are those of `for_decoding`, `remembered` what `prefill` gave; for `origins` see
         `Attention.step`. A scan would copy each layer's weights and cache, all of it, for the
         little that a step reads and writes: the layers are written out instead.
         """
@@ -272,7 +274,7 @@ class BlockStack(Layer):
         return tuple(jax.tree.map(lambda x: x[i], tree) for i in range(n_repeats))  # noqa: B023
 
     def for_decoding(self, params) -> tuple[Any, ...]:
-        """The weights for `step`: apart for each repeat, in the dtype that sublayers compute in."""
+        """The weights for decoding: apart for each repeat, in the dtype sublayers compute in."""
 
         def for_step(i, params):
             merged = {
@@ -286,13 +288,6 @@ class BlockStack(Layer):
             {f"block_{i}": for_step(i, layer[f"block_{i}"]) for i in range(len(self._blocks))}
             for layer in self._unstacked(params)
         )
-
-
-def _cross_masks(x: Float[Array, "B T D"], memory_segments) -> tuple[Array, ...]:
-    """Segments of both sides where all positions of `x` read all of the memory but its padding."""
-    if memory_segments is None:
-        return ()
-    return jnp.ones(x.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
 
 
 def _crossing(block: Block, memory, masks, rngs) -> Callable | None:

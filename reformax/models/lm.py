@@ -164,7 +164,7 @@ class LanguageModel(Layer):
         rng = None if rng is None else jax.random.split(rng, 3)[1]
         # Position t reads token t - 1, and position 0 reads none: a prompt of n makes n + 1.
         x = self._embed(params, jnp.pad(tokens, ((0, 0), (1, 0))))
-        streams, caches = self._stack.prefill(
+        streams, caches, _ = self._stack.prefill(
             params["stack"], [x] * self._stack.n_out, lengths + 1, capacity, rng
         )
         last = lengths[:, None, None]

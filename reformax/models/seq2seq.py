@@ -195,7 +195,7 @@ class EncoderDecoder(Layer):
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32, of a product in the sublayers' dtype."""
-        table = params.get("softmax", params["embedding"]).astype(self._dtype)
+        table = params["embedding"].astype(self._dtype)
         return _scores(features.astype(self._dtype), table)
 
     def apply(
@@ -214,17 +214,22 @@ class EncoderDecoder(Layer):
     # Decoding: `prefill` reads sources and makes the first token's logits, `step` the next ones'.
 
     def for_decoding(self, params) -> Any:
-        """The weights for `step`: layers apart, in the dtypes that they are used in."""
+        """The decoder's weights for decoding: layers apart, in the dtypes that they are used in.
+
+        `softmax [D, V]` is the embedding as the logits' product reads it: with few rows a CPU takes
+        as long to transpose the table as to multiply by it.
+        """
         stack = self._stacks["decoder"].for_decoding(params["decoder"]["stack"])
         return {
             "decoder": params["decoder"] | {"stack": stack},
             "embedding": params["embedding"],
-            "softmax": params["embedding"].astype(self._dtype),
+            "softmax": params["embedding"].astype(self._dtype).T,
         }
 
     def prefill(
         self,
         params,
+        weights,
         source: Int[Array, "B S"],
         capacity: int,
         rng=None,
@@ -234,6 +239,7 @@ class EncoderDecoder(Layer):
 
         Args:
           params: the weights.
+          weights: the same as `for_decoding` has them.
           source: tokens, padded on the right.
           capacity: how many tokens a target can have, at least 1.
           rng: the source of hashes: those of `apply` with the same rng.
@@ -258,12 +264,11 @@ class EncoderDecoder(Layer):
         segments = _segments(source, source_segments)
         encoder_rng, decoder_rng = _rngs(rng)
         memory = self.encode(params, source, segments, encoder_rng)
-        decoder, stack = params["decoder"], self._stacks["decoder"]
-        keys_values = stack.remember(decoder["stack"], memory)
+        decoder, stack = weights["decoder"], self._stacks["decoder"]
         position = jnp.zeros(source.shape[0], jnp.int32)
         # A target begins with token 0, as the shift to the right has it.
         x = self._embed(decoder, params["embedding"], position[:, None], position[:, None])
-        streams, caches = stack.prefill(
+        streams, caches, keys_values = stack.prefill(
             decoder["stack"],
             [x] * stack.n_out,
             position + 1,
@@ -272,7 +277,7 @@ class EncoderDecoder(Layer):
             memory,
             segments,
         )
-        logits = self.logits(params, self._merged(decoder, streams))[:, 0]
+        logits = self._next(weights, streams)
         return logits, Decoding(position + 1, caches, None), Remembered(keys_values, segments)
 
     def step(
@@ -296,8 +301,12 @@ class EncoderDecoder(Layer):
         streams, caches = stack.step(
             decoder["stack"], [x] * stack.n_out, caches, position, origins, *remembered
         )
-        logits = self.logits(params, self._merged(decoder, streams))[:, 0]
-        return logits, Decoding(position + 1, caches, origins)
+        return self._next(params, streams), Decoding(position + 1, caches, origins)
+
+    def _next(self, params, streams: Sequence[Float[Array, "R 1 D"]]) -> Float[Array, "R V"]:
+        """`logits` by the weights of `for_decoding`."""
+        features = self._merged(params["decoder"], streams)[:, 0].astype(self._dtype)
+        return jnp.dot(features, params["softmax"], preferred_element_type=jnp.float32)
 
     def beams(self, decoding: Decoding, n_beams: int, capacity: int) -> Decoding:
         """Each row as `n_beams` rows, from which `select` may choose, one after the other.

@@ -257,11 +257,11 @@ def test_every_step_is_that_of_the_forward(name):
     # The capacity is the length by which automatic settings go.
     padded = np.pad(target, ((0, 0), (0, 3)))
     want = fast_jit(model.apply)(params, source[rows], padded, rng=RNG)
-    logits, decoding, remembered = fast_jit(lambda p, s: model.prefill(p, s, padded.shape[1], RNG))(
-        params, source
-    )
+    weights, capacity = model.for_decoding(params), padded.shape[1]
+    start = fast_jit(lambda p, w, s: model.prefill(p, w, s, capacity, RNG))
+    logits, decoding, remembered = start(params, weights, source)
     logits, decoding = logits[rows], take_rows(decoding, rows)
-    step, weights = fast_jit(model.step), model.for_decoding(params)
+    step = fast_jit(model.step)
     for t in range(target.shape[1]):
         np.testing.assert_allclose(logits, want[:, t], atol=1e-5 * np.abs(want).max())
         logits, decoding = step(weights, target[:, t], decoding, remembered)
@@ -300,4 +300,4 @@ def test_positions_that_hold_too_little():
     with pytest.raises(ValueError, match="33 positions and the model's hold 32"):
         jax.eval_shape(model.features, params, (tokens, tokens))
     with pytest.raises(ValueError, match="capacity is 33: expected at most 32"):
-        jax.eval_shape(lambda p: model.prefill(p, tokens[:, :5], 33), params)
+        jax.eval_shape(lambda p: model.prefill(p, p, tokens[:, :5], 33), params)
