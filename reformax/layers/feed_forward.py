@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_mode, check_rate, check_rng, dropout
-from reformax.ops.base import check_impl, dropout_words, gpu_obstacle
+from reformax.ops.base import check_impl, dropout_words, use_kernel
 
 glorot = jax.nn.initializers.glorot_uniform()
 
@@ -38,7 +38,7 @@ _narrow.defvjp(lambda x, w: (x @ w, (x, w)), _narrow_vjp)
 
 
 # The activations that there is a kernel of. With few numbers, as in a step of decoding, XLA makes
-# one of all that is not a product; a kernel's addresses have 31 bits.
+# one of all that is not a product; with more than `MOST` the kernel was never run.
 IN_KERNELS = (jax.nn.gelu, jax.nn.relu)
 LEAST_SIZE, MOST = 2**20, 2**31
 
@@ -145,7 +145,9 @@ class FeedForward(Layer):
 
     def _hidden(self, pre: Float[Array, "B C F"], bias, start, rng) -> Float[Array, "B C F"]:
         rate = self._rate(self._hidden_dropout)
-        if not self._use_kernel(pre):
+        narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
+        fits = narrow and LEAST_SIZE <= pre.size < MOST and self._activation in IN_KERNELS
+        if not (pre.size and use_kernel(self._impl, fits)):
             hidden = self._activation(pre.astype(jnp.float32) + bias)
             return dropout(hidden, rate, rng, start=start).astype(pre.dtype)
         how = self._activation, pre.shape[1], rate, self._impl == "pallas_interpret"
@@ -153,14 +155,6 @@ class FeedForward(Layer):
         rows = pre.reshape(-1, pre.shape[-1])
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
         return _in_kernel(how, rows, bias, words, start).reshape(pre.shape)
-
-    def _use_kernel(self, pre: Float[Array, "B C F"]) -> bool:
-        if self._impl == "auto":
-            narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
-            there = jax.device_count() == 1 and not gpu_obstacle()
-            fits = LEAST_SIZE <= pre.size < MOST
-            return narrow and fits and self._activation in IN_KERNELS and there
-        return self._impl != "xla"
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         length, size = x.shape[1], self._chunk_size

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.layers._trax import Layer
-from reformax.ops.base import check_impl, gpu_obstacle, length_normalize
+from reformax.ops.base import check_impl, length_normalize, use_kernel
 
 # With fewer rows, as in a step of decoding, XLA makes one kernel of the norm and what is around it;
-# a kernel's addresses have 31 bits.
+# with more numbers the kernel was never run.
 LEAST_ROWS, MOST = 4096, 2**31
 
 
@@ -51,18 +51,13 @@ class LayerNorm(Layer):
         rows = tuple(None if z is None else z.reshape(-1, z.shape[-1]) for z in (x, y))
         inputs = (*rows, params["scale"], params["bias"])
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
-        if self._use_kernel(rows[0]):
+        fits = len(rows[0]) >= LEAST_ROWS and x.size < MOST
+        if x.size and use_kernel(self._impl, fits):
             how = self._epsilon, dtypes, self._impl == "pallas_interpret"
             outputs = _in_kernel(how, *inputs)
         else:
             outputs = _in_array_operations(self._epsilon, dtypes, *inputs)
         return tuple(out.reshape(x.shape) for out in outputs)
-
-    def _use_kernel(self, rows: Float[Array, "R D"]) -> bool:
-        if self._impl == "auto":
-            fits = len(rows) >= LEAST_ROWS and rows.size < MOST
-            return fits and jax.device_count() == 1 and not gpu_obstacle()
-        return self._impl != "xla"
 
 
 def _in_array_operations(epsilon: float, dtypes: tuple, x, y, scale, bias) -> tuple[Array, ...]:

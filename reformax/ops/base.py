@@ -250,6 +250,20 @@ def gpu_obstacle() -> str | None:
     return None
 
 
+def use_kernel(impl: str, fits: bool) -> bool:
+    """Whether a layer's kernel computes a call; `fits` says that "auto" may take it.
+
+    Raises:
+      NotImplementedError: `impl` is "pallas" and there is no GPU for it.
+    """
+    if impl != "pallas":
+        one_gpu = jax.device_count() == 1 and not gpu_obstacle()
+        return impl == "pallas_interpret" or (impl == "auto" and fits and one_gpu)
+    if obstacle := gpu_obstacle():
+        raise NotImplementedError(f"impl='pallas' with {obstacle}: use impl='auto' or 'xla'")
+    return True
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
     """`x` scaled to unit root mean square over its last axis: a shared-QK key."""

@@ -112,7 +112,7 @@ def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows:
     return Rows(np.cumsum(count) - count, count, n_whole, entry[order].astype(np.int32))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Everything:
     """The `Layout` of attention without a mask; its lists are as long as a row, not as the mask.
 

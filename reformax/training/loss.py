@@ -21,13 +21,13 @@ from jaxtyping import Array, Float, Int
 def max_logits() -> int:
     """Logits that are in memory together at most, however long a chunk may be.
 
-    128 MiB of them; on a GPU, which wants large products, 1 GiB.
+    128 MiB of them; on a GPU, which wants large products, 1 GiB, of all devices together.
     """
     return 2**25 if jax.default_backend() == "cpu" else 2**28
 
 
 class Sums(NamedTuple):
-    """Sums over targets: of `-log p`, of weight, of weight predicted right, and of the loss.
+    """Sums over targets: of `-log p`, of weight, of weight that no other id beats, of the loss.
 
     The loss is what training minimises: `-log p` in nats, smoothed if that is asked for. It alone
     has a gradient.
@@ -54,7 +54,8 @@ def cross_entropy(
     mean(-log p)`. From Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7.
 
     Args:
-      logits_fn: features of any number of positions to their logits.
+      logits_fn: features of any number of positions to their logits; what it closes over has its
+        gradient too.
       features: what the model computed, one vector a position.
       targets: ids below V.
       weights: 0 leaves a position out.
@@ -71,7 +72,8 @@ def cross_entropy(
     batch, length = targets.shape
     vocab_size = jax.eval_shape(logits_fn, features[:, :1]).shape[-1]
     chunk_len = min(chunk_len or length, length, max(1, max_logits() // (batch * vocab_size)))
-    n_chunks = -(-length // chunk_len)
+    n_chunks = max(1, -(-length // max(1, chunk_len)))
+    chunk_len = -(-length // n_chunks)  # the last chunk is then not mostly padding
 
     def chunked(x):  # [B, T, ...] -> [n_chunks, B, chunk_len, ...]
         tail = [(0, 0)] * x.ndim
@@ -80,41 +82,56 @@ def cross_entropy(
         return jnp.swapaxes(x, 0, 1)
 
     chunks = tuple(map(chunked, (features, targets, weights)))
-    # The weights that are to have gradients become arguments.
-    logits_fn, params = jax.closure_convert(logits_fn, chunks[0][0])
-    return _sums(logits_fn, label_smoothing, params, *chunks)
+    # What logits_fn closes over becomes arguments, which alone can have gradients.
+    program = jax.make_jaxpr(logits_fn)(chunks[0][0])
+
+    def logits_of(features, *consts):
+        return jax.core.eval_jaxpr(program.jaxpr, consts, features)[0]
+
+    return _sums(logits_of, label_smoothing, program.consts, *chunks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sums(logits_fn, label_smoothing, params, features, targets, weights) -> Sums:
+def _sums(logits_fn, label_smoothing, consts, features, targets, weights) -> Sums:
     def add_chunk(sums, chunk):
         features, *others = chunk
-        here = _chunk(logits_fn(features, *params), *others, label_smoothing)
+        here = _chunk(logits_fn(features, *consts), *others, label_smoothing)
         return jax.tree.map(jnp.add, sums, here.sums), None
 
     return jax.lax.scan(add_chunk, _zero_sums(), (features, targets, weights))[0]
 
 
-def _sums_forward(logits_fn, label_smoothing, params, features, targets, weights):
+def _sums_forward(logits_fn, label_smoothing, consts, features, targets, weights):
+    # Masks and the like are no weights.
+    are_params = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in consts]
+    params = [x for x, is_param in zip(consts, are_params, strict=True) if is_param]
+
+    def logits_of(features, *params):
+        given = iter(params)
+        both = zip(consts, are_params, strict=True)
+        return logits_fn(features, *(next(given) if is_param else x for x, is_param in both))
+
     def add_chunk(carry, chunk):
         features, *others = chunk
-        logits, vjp = jax.vjp(logits_fn, features, *params)
+        logits, vjp = jax.vjp(logits_of, features, *params)
         here = _chunk(logits, *others, label_smoothing)
         d_features, *d_params = vjp(here.d_logits.astype(logits.dtype))
         return jax.tree.map(jnp.add, carry, (here.sums, d_params)), (d_features, here.losses)
 
-    start = _zero_sums(), jax.tree.map(jnp.zeros_like, list(params))
+    start = _zero_sums(), [jnp.zeros_like(x) for x in params]
     chunks = features, targets, weights
     (sums, d_params), (d_features, losses) = jax.lax.scan(add_chunk, start, chunks)
-    return sums, (d_params, d_features, losses)
+    given = iter(d_params)
+    d_consts = [next(given) if is_param else None for is_param in are_params]
+    return sums, (d_consts, d_features, losses)
 
 
 def _sums_backward(logits_fn, label_smoothing, gradients, d_sums: Sums):
     del logits_fn, label_smoothing
-    d_params, d_features, losses = jax.tree.map(
+    d_consts, d_features, losses = jax.tree.map(
         lambda x: (x * d_sums.loss).astype(x.dtype), gradients
     )
-    return d_params, d_features, None, losses
+    return d_consts, d_features, None, losses
 
 
 _sums.defvjp(_sums_forward, _sums_backward)

@@ -1,11 +1,14 @@
 """The feed-forward layer, whole and in chunks of the sequence."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from reformax import layers
+from reformax.ops import base
 from tests.layers import plain
 from tests.layers.plain import fast_jit
 from tests.ops.fast import lower_for_gpu
@@ -77,7 +80,8 @@ def test_the_kernel_is_the_same_function(dtype, d_ff, rate, chunk_size, activati
 
 
 @pytest.mark.parametrize("d_ff, rate", [(512, 0.1), (1000, 0.0)])
-def test_the_kernel_lowers_for_a_gpu(d_ff, rate):
+def test_the_kernel_lowers_for_a_gpu(d_ff, rate, monkeypatch):
+    monkeypatch.setattr(base, "gpu_obstacle", lambda: None)
     layer = layers.FeedForward(d_ff, 0.0, rate, impl="pallas")
     x = jax.ShapeDtypeStruct((2, 100, 16), jnp.bfloat16)
     params = plain.init(layer, x.shape)
@@ -186,3 +190,19 @@ def test_errors(options, message):
     with pytest.raises(ValueError) as error:
         layers.FeedForward(**({"d_ff": 4} | options))
     assert str(error.value) == message
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
+@pytest.mark.parametrize(
+    "layer", [layers.LayerNorm(impl="pallas"), layers.FeedForward(4, impl="pallas")]
+)
+def test_a_kernel_without_a_gpu_is_told(layer):
+    x = numbers(3)
+    with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu': use impl"):
+        layer.apply(plain.init(layer, x.shape), x)
+
+
+@pytest.mark.parametrize("make", [layers.LayerNorm, functools.partial(layers.FeedForward, 4)])
+def test_no_positions_are_no_error(make):
+    layer, x = make(impl="pallas_interpret"), numbers(0)
+    assert layer.apply(plain.init(layer, (2, 3, 6)), x).shape == x.shape

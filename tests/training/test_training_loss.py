@@ -49,6 +49,35 @@ def test_sums_and_gradients_equal_the_plain_ones(length, chunk_len):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
 
 
+def test_the_logits_may_be_of_masks_and_tables_too():
+    """Whatever the function closes over, traced or not: what is no weight has no gradient."""
+    features, matrix, targets, weights = problem(13)
+    hidden, table = jnp.arange(11) == 4, jnp.arange(11)[::-1]
+    targets = jnp.where(targets == 4, 3, targets)
+
+    def ours(features, matrix, hidden, table):
+        logits_fn = lambda f: jnp.where(hidden, -1e9, (f @ matrix)[..., table])  # noqa: E731
+        return loss.cross_entropy(logits_fn, features, targets, weights, 5).loss
+
+    def want(features, matrix, hidden, table):
+        logits = jnp.where(hidden, -1e9, (features @ matrix)[..., table])
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        return (nats * weights).sum()
+
+    inputs = (features, matrix, hidden, table)
+    expected = jax.grad(want, (0, 1))(*inputs)
+    for function in (jax.checkpoint(ours), jax.jit(ours)):
+        got = jax.jit(jax.grad(function, (0, 1)))(*inputs)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
+
+
+def test_nothing_is_lost_of_nothing():
+    features, matrix, targets, weights = (
+        x[:, :0] if x.ndim > 2 or i > 1 else x for i, x in enumerate(problem(3))
+    )
+    assert chunked(features, matrix, targets, weights, None) == loss.Sums(0, 0, 0, 0)
+
+
 def test_chunks_bound_the_memory_of_the_gradient():
     args = problem(1024, vocab=256)
 

@@ -387,8 +387,9 @@ def _range(
     tiles = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % size)))
     tiles = tiles.reshape(len(segments), -1, size)
     limits = jnp.iinfo(segments.dtype)
-    lowest = jnp.min(jnp.where(tiles == 0, limits.max, tiles), axis=2)
-    return lowest, jnp.max(jnp.where(tiles == 0, limits.min, tiles), axis=2)
+    most, least = (jnp.array(x, segments.dtype) for x in (limits.max, limits.min))
+    lowest = jnp.min(jnp.where(tiles == 0, most, tiles), axis=2)
+    return lowest, jnp.max(jnp.where(tiles == 0, least, tiles), axis=2)
 
 
 def _spans(own, other, entries: Int[np.ndarray, " E"]) -> Int[Array, "2 B tiles"]:
