@@ -114,7 +114,7 @@ def _texts(args, terminal: bytes | None = b"") -> list[bytes]:
 def _translate(args, model, params, steps, trained_length: int) -> int:
     """Translates lines, which are written in order, a block of them at a time."""
     from reformax.data import vocabulary
-    from reformax.generation import translate_lines
+    from reformax.generation import prepare, translate_lines
 
     folder = Path(args.output_dir)
     if (folder / vocabulary.FILE).exists():
@@ -139,6 +139,7 @@ def _translate(args, model, params, steps, trained_length: int) -> int:
     options = script.search_options(args)
     sys.stdout.reconfigure(encoding="utf-8")
     n_tokens = n_long = 0
+    params = prepare(model, params)
     for first in range(0, len(lines), LINES):
         found = translate_lines(
             model,

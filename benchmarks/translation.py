@@ -102,6 +102,7 @@ def model_and_params(sizes: dict[str, Any], mode: str, attention=None, **options
 
 def decoding(sizes, lengths: list[int], dtype: str, batch_tokens: int, repeats: int, peers) -> None:
     model, params = model_and_params(sizes, "eval", attention_bias=True, dtype=dtype)
+    params = generation.prepare(model, params)
     rng = np.random.default_rng(0)
     sources = [rng.integers(3, sizes["vocab_size"], n).tolist() for n in lengths]
     batches = []

@@ -2,6 +2,6 @@
 
 from reformax.generation.loop import generate, stream
 from reformax.generation.sampling import Sampler
-from reformax.generation.translation import translate, translate_lines
+from reformax.generation.translation import prepare, translate, translate_lines
 
-__all__ = ["Sampler", "generate", "stream", "translate", "translate_lines"]
+__all__ = ["Sampler", "generate", "prepare", "stream", "translate", "translate_lines"]

@@ -173,9 +173,3 @@ def _best(x: Float[Array, "R V"], n: int) -> tuple[Float[Array, "R n"], Int[Arra
 def compiled_search(model, *arguments, beam_size: int, capacity: int) -> Hypotheses:
     """`search`, compiled for each model, beam size and capacity."""
     return search(model, *arguments, beam_size=beam_size, capacity=capacity)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def prepare(model, params) -> Any:
-    """The weights of decoding."""
-    return model.for_decoding(params)

@@ -7,8 +7,9 @@ and empty rows fill up the last, so that a sentence meets the same arithmetic in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,24 @@ class Line(NamedTuple):
     n_source: int = 0  # tokens of the line itself, 0 of a blank one
 
 
+class Prepared(NamedTuple):
+    """A model's weights on the device."""
+
+    params: Any
+    weights: Any  # the same as `model.for_decoding` has them
+
+
+def prepare(model, params) -> Prepared:
+    """What `translate` makes of the weights before the first batch, for those who call it often."""
+    params = jax.device_put(params)
+    return Prepared(params, _for_decoding(model, params))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _for_decoding(model, params) -> Any:
+    return model.for_decoding(params)
+
+
 def translate(
     model,
     params,
@@ -57,7 +76,7 @@ def translate(
 
     Args:
       model: an encoder-decoder built for evaluation.
-      params: its weights.
+      params: its weights, or what `prepare` made of them.
       sources: the tokens of each, at least one.
       beam_size: 1 decodes greedily; see `beam`.
       length_penalty: alpha of the score.
@@ -80,12 +99,11 @@ def translate(
         max_extra=max_extra,
         batch_tokens=batch_tokens,
     )
-    params = jax.device_put(params)  # once, and not a batch
     sources = [np.asarray(source, np.int32) for source in sources]
     for i, source in enumerate(sources):
         _check_source(model, f"sources[{i}]", source)
     results: list[Hypothesis | None] = [None] * len(sources)
-    weights = beam.prepare(model, params)
+    ready = params if isinstance(params, Prepared) else prepare(model, params)
     rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
     in_flight: list = []
 
@@ -108,8 +126,7 @@ def translate(
                 limits[b] = min(len(sources[i]) + max_extra, capacity)
             found = beam.compiled_search(
                 model,
-                params,
-                weights,
+                *ready,
                 tokens,
                 limits,
                 jnp.float32(length_penalty),
@@ -155,7 +172,7 @@ def translate_lines(
 
     Args:
       model: as in `translate`, and the next.
-      params: its weights.
+      params: its weights, prepared or not.
       vocabulary: has `encode(line)`, the tokens of a line and its end, and `decode(tokens)`.
       lines: without their ends.
       first_line: the number of the first, for errors.

@@ -181,6 +181,14 @@ def test_a_sentence_does_not_depend_on_its_batch():
         assert one.score == pytest.approx(other.score, abs=1e-5)
 
 
+def test_weights_may_be_prepared_once():
+    model, params, end = make("transformer")
+    some, ready = sources((3, 7, 2), seed=5), generation.prepare(model, params)
+    want = generation.translate(model, params, some, max_extra=EXTRA, end=end)
+    for _ in range(2):
+        assert generation.translate(model, ready, some, max_extra=EXTRA, end=end) == want
+
+
 class Letters:
     """A vocabulary of the letters a to h."""
 
