@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
-from reformax.layers.dropout import check_mode, check_rate, dropout
+from reformax.layers.dropout import check_mode, check_rate, dropout, rate_in
 from reformax.layers.positions import rotary
 from reformax.ops.base import AttentionOp, Dims, check_arguments
 from reformax.ops.cache import take_rows
@@ -156,7 +156,7 @@ class Attention(Layer):
             *(q, k, v),
             causal=self._causal,
             segments=segments,
-            dropout=self._rate(self._attention_dropout),
+            dropout=rate_in(self._mode, self._attention_dropout),
             rng=rng,
         )
         return self._op.plan(
@@ -182,7 +182,7 @@ class Attention(Layer):
         out = jnp.einsum("btnv,nvd->btd", out, w_o.astype(out.dtype))
         if self._output_bias:
             out = out + params["b_o"].astype(out.dtype)
-        return dropout(out, self._rate(self._output_dropout), output_rng)
+        return dropout(out, rate_in(self._mode, self._output_dropout), output_rng)
 
     def _attended(self, params, projections: Projections, plan, segments, rng):
         return self._op.apply(
@@ -191,7 +191,7 @@ class Attention(Layer):
             plan=plan,
             segments=segments,
             causal=self._causal,
-            dropout=self._rate(self._attention_dropout),
+            dropout=rate_in(self._mode, self._attention_dropout),
             rng=rng,
         )
 
@@ -295,9 +295,6 @@ class Attention(Layer):
         projections = self.project(params, x)
         plan = self.plan(params, projections, segments, rng)
         return self.attend(params, projections, plan, segments, rng)
-
-    def _rate(self, rate: float) -> float:
-        return rate if self._mode == "train" else 0.0
 
 
 class CrossAttention(Attention):

@@ -60,6 +60,11 @@ def check_rate(name: str, rate: float) -> float:
     return rate
 
 
+def rate_in(mode: str, rate: float) -> float:
+    """`rate` in training, 0 at evaluation."""
+    return rate if mode == "train" else 0.0
+
+
 def check_mode(mode: str) -> str:
     """`mode`, or an error that names it. Incremental prediction is not among the modes."""
     if mode not in ("train", "eval"):
@@ -82,4 +87,4 @@ class Dropout(Layer):
         self._mode = check_mode(mode)
 
     def apply(self, params, x, rng=None):
-        return dropout(x, self._rate if self._mode == "train" else 0.0, rng, self._shared_axes)
+        return dropout(x, rate_in(self._mode, self._rate), rng, self._shared_axes)

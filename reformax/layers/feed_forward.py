@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
-from reformax.layers.dropout import check_mode, check_rate, check_rng, dropout
+from reformax.layers.dropout import check_mode, check_rate, check_rng, dropout, rate_in
 from reformax.ops.base import check_impl, dropout_words, use_kernel
 
 glorot = jax.nn.initializers.glorot_uniform()
@@ -138,13 +138,12 @@ class FeedForward(Layer):
         # Products in the dtype of `x`; what is between them in float32, which is never stored.
         hidden = self._hidden(x @ params["w1"], params["b1"], start, hidden_rng)
         out = _narrow(hidden, params["w2"]).astype(jnp.float32) + params["b2"]
-        return dropout(out, self._rate(self._dropout), output_rng, start=start).astype(x.dtype)
-
-    def _rate(self, rate: float) -> float:
-        return rate if self._mode == "train" else 0.0
+        return dropout(out, rate_in(self._mode, self._dropout), output_rng, start=start).astype(
+            x.dtype
+        )
 
     def _hidden(self, pre: Float[Array, "B C F"], bias, start, rng) -> Float[Array, "B C F"]:
-        rate = self._rate(self._hidden_dropout)
+        rate = rate_in(self._mode, self._hidden_dropout)
         narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
         fits = narrow and LEAST_SIZE <= pre.size < MOST and self._activation in IN_KERNELS
         if not (pre.size and use_kernel(self._impl, fits)):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.layers import Layer, LayerNorm, ResidualStack, ReversibleStack
-from reformax.layers.dropout import dropout
+from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.models.parts import Activation, AttentionType, added_positions, cycle_of_blocks
 from reformax.ops import dense, local, lsh
@@ -56,7 +56,7 @@ class LanguageModel(Layer):
         self._positions = positions
         self._stack = stack
         self._reversible = isinstance(stack, ReversibleStack)
-        self._dropout = dropout if mode == "train" else 0.0
+        self._dropout = rate_in(mode, dropout)
         self._norm = LayerNorm(norm_epsilon)
 
     @property

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.layers import Layer, LayerNorm, ResidualStack, ReversibleStack
 from reformax.layers.blocks import BlockStack
-from reformax.layers.dropout import dropout
+from reformax.layers.dropout import dropout, rate_in
 from reformax.models.parts import Activation, AttentionType, added_positions, cycle_of_blocks
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
@@ -81,7 +81,7 @@ class EncoderDecoder(Layer):
         self._d_model = d_model
         self._positions = positions
         self._stacks = {"encoder": encoder, "decoder": decoder}
-        self._dropout = dropout if mode == "train" else 0.0
+        self._dropout = rate_in(mode, dropout)
         self._norm = LayerNorm(norm_epsilon) if final_norm else None
         self._dtype = dtype
 

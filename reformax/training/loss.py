@@ -27,7 +27,7 @@ def max_logits() -> int:
 
 
 class Sums(NamedTuple):
-    """Sums over targets: of `-log p`, of weight, of weight that no other id beats, of the loss.
+    """Sums over targets: of `-log p`, of weight, of weight predicted right, and of the loss.
 
     The loss is what training minimises: `-log p` in nats, smoothed if that is asked for. It alone
     has a gradient.
@@ -153,14 +153,15 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
     logits = logits.astype(jnp.float32)
     vocab_size = logits.shape[-1]
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    # Maximum and sum, not logsumexp and argmax: whoever passes over the logits reads 1 GiB.
-    top = jnp.max(logits, axis=-1)
+    # Two passes over what may be 1 GiB: logsumexp would look for the maximum once more.
+    best = jnp.argmax(logits, axis=-1)
+    top = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
     log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     nats = losses = log_total - target_logits
     if label_smoothing:
         spread = log_total - jnp.mean(logits, axis=-1)
         losses = (1 - label_smoothing) * nats + label_smoothing * spread
-    sums = (jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), target_logits >= top, losses))
+    sums = (jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), best == targets, losses))
     # Softmax less the distribution that the targets stand for.
     is_target = jnp.arange(vocab_size) == targets[..., None]
     expected = (1 - label_smoothing) * is_target + label_smoothing / vocab_size

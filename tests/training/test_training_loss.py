@@ -71,6 +71,12 @@ def test_the_logits_may_be_of_masks_and_tables_too():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
 
 
+def test_of_equals_the_first_is_the_prediction():
+    features, matrix, targets, weights = problem(13)
+    sums = chunked(features, 0 * matrix, targets, weights, 5)
+    np.testing.assert_allclose(sums.correct, (weights * (targets == 0)).sum(), rtol=1e-6)
+
+
 def test_nothing_is_lost_of_nothing():
     features, matrix, targets, weights = (
         x[:, :0] if x.ndim > 2 or i > 1 else x for i, x in enumerate(problem(3))
