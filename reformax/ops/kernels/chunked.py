@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
@@ -55,7 +56,7 @@ class _Inputs(NamedTuple):
     k: Array  # [B, T, N, H]
     v: Array  # [B, T, N, V]
     order: Array | None  # [B, N, R, Tp]
-    seen: Array | None  # [W, B, N, R, Tp], the chunks of other rounds, `per_word` to a word
+    seen: Array | None  # [W, B, N, R, Tp], the chunks of other rounds, in `Fields`
     segment: Array | None  # [B, N, R, Tp]
     words: Array | None  # [2], the source of dropout
 
@@ -91,13 +92,54 @@ class _Block(NamedTuple):
     position: Array
     segment: Array | None
     chunk: Array
-    earlier: tuple[Array, ...]  # the chunk in each round before this
+    seen: tuple[Array, ...]  # the chunks in the rounds before this, in `Fields`
 
     def column(self) -> _Block:
         return jax.tree.map(lambda x: x[:, None], self)
 
     def line(self) -> _Block:
         return jax.tree.map(lambda x: x[None, :], self)
+
+
+class Fields(NamedTuple):
+    """The chunks of several rounds side by side in words, where three operations compare them all.
+
+    Below each number of `guard` bits stands nothing of its neighbour, so that sums do not meet:
+    a field is two bits wider, but for the last of a word, whose sums may lose their last carry.
+    """
+
+    guard: int  # 2^guard is above every number of a chunk and every distance that is near
+    before: int
+    after: int
+
+    @classmethod
+    def of(cls, chunks: Any) -> Fields:
+        last = (chunks.length + chunks.padding) // chunks.chunk_len - 1
+        near = chunks.n_chunks_before + chunks.n_chunks_after
+        return cls(max(last, near, 1).bit_length(), chunks.n_chunks_before, chunks.n_chunks_after)
+
+    @property
+    def per_word(self) -> int:
+        return 1 + (31 - self.guard) // (self.guard + 2)
+
+    def place(self, value: int, n: int | None = None) -> np.int32:
+        """A word with `value` in the first `n` fields, or in all."""
+        fields = range(self.per_word if n is None else n)
+        word = sum(value << i * (self.guard + 2) for i in fields) & (2**32 - 1)
+        return np.uint32(word).view(np.int32)
+
+    def pack(self, chunk: Int[Array, "B N R Tp"]) -> Int[Array, "B N Tp"]:
+        """The chunks of up to `per_word` rounds in one word, the first lowest."""
+        return sum(chunk[:, :, r] << r * (self.guard + 2) for r in range(chunk.shape[2]))
+
+    def near(self, query: Array, key: Array, n: int) -> Array:
+        """Whether in one of the first `n` fields the query's chunk looks at the key's."""
+        # With g = 2^guard, field by field: g + d, d the distance, has its bit g if d >= 0, and
+        # g + most - d has it if d <= most.
+        g, most = 1 << self.guard, self.before + self.after
+        up = (query + self.place(g + self.after)) - key
+        down = self.place(2 * g + most) - up
+        return (up & down & self.place(g, n)) != 0
 
 
 class _Program(NamedTuple):
@@ -136,13 +178,8 @@ class _Program(NamedTuple):
         return tiled and self.aligned and self.n_places == self.chunks.length
 
     @property
-    def chunk_bits(self) -> int:
-        """Bits that hold the number of a chunk."""
-        return max(1, (self.n_places // self.chunks.chunk_len - 1).bit_length())
-
-    @property
-    def per_word(self) -> int:
-        return 32 // self.chunk_bits
+    def fields(self) -> Fields:
+        return Fields.of(self.chunks)
 
     # Reading and writing.
 
@@ -173,14 +210,9 @@ class _Program(NamedTuple):
         segment = None
         if x.segment is not None:
             segment = self.at_places(x.segment, place, exists, 0)
-        earlier = []
-        for r in range(0 if x.seen is None else self.round):
-            word, nth = divmod(r, self.per_word)
-            if nth == 0:
-                bits = self.at_places(x.seen, place, exists, 0, word)
-            chunk = lax.shift_right_logical(bits, jnp.int32(nth * self.chunk_bits))
-            earlier.append(chunk & ((1 << self.chunk_bits) - 1))
-        return _Block(place, position, segment, place // self.chunks.chunk_len, tuple(earlier))
+        n_words = 0 if x.seen is None else pl.cdiv(self.round, self.fields.per_word)
+        seen = tuple(self.at_places(x.seen, place, exists, 0, word) for word in range(n_words))
+        return _Block(place, position, segment, place // self.chunks.chunk_len, seen)
 
     def _rows_at(self, ref, block: _Block, width: int):
         """Where a block's rows of `[B, T, N, H]` are, and which numbers of them there are."""
@@ -268,8 +300,10 @@ class _Program(NamedTuple):
             mask = mask & (q.segment == k.segment) & (k.segment != 0)
         if not self.aligned:
             mask = mask & self._near(q.chunk, k.chunk)
-        for query_chunk, key_chunk in zip(q.earlier, k.earlier, strict=True):
-            mask = mask & ~self._near(query_chunk, key_chunk)
+        n_rounds, fields = self.round, self.fields
+        for query_chunks, key_chunks in zip(q.seen, k.seen, strict=True):
+            mask = mask & ~fields.near(query_chunks, key_chunks, min(n_rounds, fields.per_word))
+            n_rounds -= fields.per_word
         return mask
 
     def _near(self, query_chunk, key_chunk) -> Array:
@@ -298,6 +332,14 @@ def _forward_kernel(x: _Inputs, before: _Softmax | None, after: _Softmax, *, pro
     here = program.here()
     own = here.block(x, here.start, here.tiles.own)
     queries = own.column()
+    # What is waited for longest is asked for first.
+    if before is None:
+        acc = jnp.zeros((here.tiles.own, power_of_two(x.v.shape[3])), jnp.float32)
+        top = jnp.full((here.tiles.own,), LOWEST, jnp.float32)
+        state = acc, top, jnp.zeros_like(top)
+    else:
+        acc, top = here.rows(before.acc, own), here.numbers(before.top, own, LOWEST)
+        state = acc.astype(jnp.float32), top, here.numbers(before.total, own, 0.0)
     q = here.rows(x.q, own)
     # Maxima are of the plain products: scale and base go into the exponent, one multiply-add.
     scale = LOG2_E / math.sqrt(x.q.shape[3])
@@ -315,13 +357,6 @@ def _forward_kernel(x: _Inputs, before: _Softmax | None, after: _Softmax, *, pro
         acc = acc * old[:, None] + product(p.astype(v.dtype), v)
         return acc, both, total
 
-    if before is None:
-        acc = jnp.zeros((here.tiles.own, power_of_two(x.v.shape[3])), jnp.float32)
-        top = jnp.full((here.tiles.own,), LOWEST, jnp.float32)
-        state = acc, top, jnp.zeros_like(top)
-    else:
-        top = here.numbers(before.top, own, LOWEST)
-        state = here.rows(before.acc, own), top, here.numbers(before.total, own, 0.0)
     acc, top, total = here.over(x, here.keys(), attend, state)
     if here.is_last:
         acc = acc * (1.0 / jnp.where(total == 0.0, 1.0, total))[:, None]
@@ -448,20 +483,16 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> _Inputs:
     order, slot = (None, None) if order is None else (order.order, order.slot)
     seen = segment = None
     if chunks.count_once and order is not None and order.shape[2] > 1:
-        program = _programs(chunks, order, None)[0]
-        chunk = slot[:, :, :-1] // chunks.chunk_len
-        words = range(0, chunk.shape[2], program.per_word)
-        packed = (_pack(chunk[:, :, w : w + program.per_word], program.chunk_bits) for w in words)
-        seen = jnp.stack([_in_order(word, order) for word in packed])
+        chunk, fields = slot[:, :, :-1] // chunks.chunk_len, Fields.of(chunks)
+        first = range(0, chunk.shape[2], fields.per_word)
+        words = (fields.pack(chunk[:, :, r : r + fields.per_word]) for r in first)
+        # Behind a fence, or XLA packs again at each place what it gathers there, round by round.
+        words = lax.optimization_barrier(tuple(words))
+        seen = jnp.stack([_in_order(word, order) for word in words])
     if segments is not None:
         segment = _in_order(segments[:, None], order)
     words = dropout_words(rng) if chunks.dropout > 0.0 else None
     return _Inputs(q, length_normalize(q) if k is None else k, v, order, seen, segment, words)
-
-
-def _pack(chunk: Int[Array, "B N R Tp"], bits: int) -> Int[Array, "B N Tp"]:
-    """The chunks of several rounds in one word, the first lowest."""
-    return sum(chunk[:, :, r] << (r * bits) for r in range(chunk.shape[2]))
 
 
 def forward(
