@@ -129,12 +129,17 @@ class BlockStack(Layer):
     # A sublayer, from what it reads to the streams after it.
 
     def _read(
-        self, params, name: str, stream: Float[Array, "B T D"], normed: Array | None = None
-    ) -> Float[Array, "B T D"]:
-        """A sublayer's input; `normed` is what `_add` made of this stream beside it, if known."""
+        self, params, name: str, streams, normed: Array | None = None
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
+        """A sublayer's input, of the last stream; and the streams, for what else reads them.
+
+        `normed` is what `_add` made of the stream beside it, if known.
+        """
+        *others, stream = streams
         if self._post_norm:
-            return stream.astype(self._dtype) if normed is None else normed
-        return self._norm.apply(params[f"{name}_norm"], stream)
+            return (stream.astype(self._dtype) if normed is None else normed), streams
+        h, stream = self._norm.beside(params[f"{name}_norm"], stream)
+        return h, (*others, stream)
 
     def _add(
         self, params, name: str, streams, out: Float[Array, "B T D"]
@@ -161,13 +166,14 @@ class BlockStack(Layer):
           cross: `(params, input) -> output`, for the cross-attention if there is one.
           rng: of the feed-forward layer.
         """
-        attended, other = attend(params["attention"], self._read(params, "attention", streams[-1]))
+        h, streams = self._read(params, "attention", streams)
+        attended, other = attend(params["attention"], h)
         streams, normed = self._add(params, "attention", streams, attended)
         if self._cross:
-            h = self._read(params, "cross_attention", streams[-1], normed)
+            h, streams = self._read(params, "cross_attention", streams, normed)
             crossed = cross(params["cross_attention"], h)
             streams, normed = self._add(params, "cross_attention", streams, crossed)
-        h = self._read(params, "feed_forward", streams[-1], normed)
+        h, streams = self._read(params, "feed_forward", streams, normed)
         fed = block.feed_forward.apply(params["feed_forward"], h, rng=rng)
         return self._add(params, "feed_forward", streams, fed)[0], other
 

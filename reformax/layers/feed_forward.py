@@ -44,21 +44,25 @@ LEAST_SIZE, MOST = 2**20, 2**31
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_kernel(how: tuple[Any, ...], pre, bias, words, start) -> Float[Array, "R F"]:
-    return _kernel_forward(how, pre, bias, words, start)[0]
+def _in_kernel(how: tuple[Any, ...], pre, bias, words, start, w2) -> Float[Array, "R D"]:
+    """`hidden @ w2`, whose gradient has the hidden layer again from the pass that needs `pre`."""
+    return _kernel_forward(how, pre, bias, words, start, w2)[0]
 
 
-def _kernel_forward(how, *inputs):
+def _kernel_forward(how, *inputs_and_w2):
     from reformax.layers.kernels import feed_forward as kernel
 
+    *inputs, w2 = inputs_and_w2
     inputs = kernel.Inputs(*inputs)
-    return kernel.forward(inputs, kernel.How(*how)), inputs
+    return kernel.forward(inputs, kernel.How(*how)) @ w2, (inputs, w2)
 
 
-def _kernel_backward(how, inputs, d_hidden):
+def _kernel_backward(how, residuals, dy):
     from reformax.layers.kernels import feed_forward as kernel
 
-    return *kernel.backward(inputs, d_hidden, kernel.How(*how)), None, None
+    inputs, w2 = residuals
+    hidden, d_pre, d_bias = kernel.backward(inputs, dy @ w2.T, kernel.How(*how))
+    return d_pre, d_bias, None, None, hidden.T @ dy
 
 
 _in_kernel.defvjp(_kernel_forward, _kernel_backward)
@@ -136,24 +140,27 @@ class FeedForward(Layer):
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
         params = self.cast(params, x.dtype)
         # Products in the dtype of `x`; what is between them in float32, which is never stored.
-        hidden = self._hidden(x @ params["w1"], params["b1"], start, hidden_rng)
-        out = _narrow(hidden, params["w2"]).astype(jnp.float32) + params["b2"]
+        out = self._activated(params, x @ params["w1"], start, hidden_rng)
+        out = out.astype(jnp.float32) + params["b2"]
         return dropout(out, rate_in(self._mode, self._dropout), output_rng, start=start).astype(
             x.dtype
         )
 
-    def _hidden(self, pre: Float[Array, "B C F"], bias, start, rng) -> Float[Array, "B C F"]:
+    def _activated(self, params, pre: Float[Array, "B C F"], start, rng) -> Float[Array, "B C D"]:
+        """The second product, from what the first one gave."""
         rate = rate_in(self._mode, self._hidden_dropout)
         narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
         fits = narrow and LEAST_SIZE <= pre.size < MOST and self._activation in IN_KERNELS
         if not (pre.size and use_kernel(self._impl, fits)):
-            hidden = self._activation(pre.astype(jnp.float32) + bias)
-            return dropout(hidden, rate, rng, start=start).astype(pre.dtype)
+            hidden = self._activation(pre.astype(jnp.float32) + params["b1"])
+            hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
+            return _narrow(hidden, params["w2"])
         how = self._activation, pre.shape[1], rate, self._impl == "pallas_interpret"
         words = dropout_words(check_rng(rng, rate)) if rate else None
         rows = pre.reshape(-1, pre.shape[-1])
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
-        return _in_kernel(how, rows, bias, words, start).reshape(pre.shape)
+        out = _in_kernel(how, rows, params["b1"], words, start, params["w2"])
+        return out.reshape(*pre.shape[:-1], -1)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         length, size = x.shape[1], self._chunk_size

@@ -48,16 +48,31 @@ class LayerNorm(Layer):
         self, params, x: Float[Array, "*d D"], y: Float[Array, "*d D"] | None, *dtypes: Any
     ) -> tuple[Float[Array, "*d D"], ...]:
         """The norm of `x + y`, the sum in float32, in each of the dtypes; `y` None is 0."""
+        return self._norms(params, x, y, dtypes)[0]
+
+    def beside(
+        self, params, x: Float[Array, "*d D"]
+    ) -> tuple[Float[Array, "*d D"], Float[Array, "*d D"]]:
+        """The norm of `x`, and `x` for whatever else reads it.
+
+        The kernel adds the gradient from there to the norm's in the pass that has it.
+        """
+        (out,), x = self._norms(params, x, None, (self._dtype or x.dtype,), pass_on=True)
+        return out, x
+
+    def _norms(self, params, x, y, dtypes: tuple, pass_on: bool = False):
+        """The norms of `x + y`; and, if wanted, `x`, where `y` is None."""
         rows = tuple(None if z is None else z.reshape(-1, z.shape[-1]) for z in (x, y))
         inputs = (*rows, params["scale"], params["bias"])
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
         fits = len(rows[0]) >= LEAST_ROWS and x.size < MOST
         if x.size and use_kernel(self._impl, fits):
-            how = self._epsilon, dtypes, self._impl == "pallas_interpret"
-            outputs = _in_kernel(how, *inputs)
+            how = self._epsilon, dtypes, pass_on, self._impl == "pallas_interpret"
+            outputs, passed = _in_kernel(how, *inputs)
+            x = passed.reshape(x.shape) if pass_on else x
         else:
             outputs = _in_array_operations(self._epsilon, dtypes, *inputs)
-        return tuple(out.reshape(x.shape) for out in outputs)
+        return tuple(out.reshape(x.shape) for out in outputs), x
 
 
 def _in_array_operations(epsilon: float, dtypes: tuple, x, y, scale, bias) -> tuple[Array, ...]:
@@ -70,23 +85,26 @@ def _in_array_operations(epsilon: float, dtypes: tuple, x, y, scale, bias) -> tu
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_kernel(how: tuple[float, tuple, bool], x, y, scale, bias) -> tuple[Array, ...]:
+def _in_kernel(
+    how: tuple[float, tuple, bool, bool], x, y, scale, bias
+) -> tuple[tuple[Array, ...], Array | None]:
     return _kernel_forward(how, x, y, scale, bias)[0]
 
 
 def _kernel_forward(how, *inputs):
     from reformax.layers.kernels import layer_norm as kernel
 
-    epsilon, dtypes, interpret = how
+    epsilon, dtypes, pass_on, interpret = how
     inputs = kernel.Inputs(*inputs)
-    return kernel.forward(inputs, dtypes, epsilon, interpret), inputs
+    outputs = kernel.forward(inputs, dtypes, epsilon, interpret)
+    return (outputs, inputs.x if pass_on else None), inputs
 
 
 def _kernel_backward(how, inputs, d_outputs):
     from reformax.layers.kernels import layer_norm as kernel
 
-    epsilon, _, interpret = how
-    return tuple(kernel.backward(inputs, d_outputs, epsilon, interpret))
+    epsilon, _, _, interpret = how
+    return tuple(kernel.backward(inputs, *d_outputs, epsilon, interpret))
 
 
 _in_kernel.defvjp(_kernel_forward, _kernel_backward)

@@ -125,7 +125,8 @@ class ReversibleStack(BlockStack):
 
     # Each sublayer is a function of (params, stream) and, if it crosses, of the memory, given its
     # plan and rng. What goes into it and comes out of it is fenced, if exact, from whatever the
-    # compiler finds around it.
+    # compiler finds around it. For its gradient it returns the stream too: the stream's other
+    # gradient then comes in where the norm's is computed, and the vjp gives their sum.
 
     def _fence(self, x):
         return jax.lax.optimization_barrier(x) if self._exact else x
@@ -135,18 +136,19 @@ class ReversibleStack(BlockStack):
         return to_grid(x) if self._exact else x
 
     def _project(self, layer: Attention, name: str, params, x, *memory) -> Projections:
-        return layer.project(params[name], self._read(params, name, x), *memory)
+        return layer.project(params[name], self._read(params, name, (x,))[0], *memory)
 
     def _attend(self, layer: Attention, name: str, params, projections, plan, segments, rng):
         return self._residual(layer.attend(params[name], projections, plan, segments, rng))
 
     def _attention(self, layer: Attention, name: str, params, x, *memory, plan, segments, rng):
-        projections = self._project(layer, name, params, x, *memory)
-        return self._attend(layer, name, params, projections, plan, segments, rng)
+        h, (x,) = self._read(params, name, (x,))
+        projections = layer.project(params[name], h, *memory)
+        return self._attend(layer, name, params, projections, plan, segments, rng), x
 
     def _fed(self, block: Block, params, x, start, rng):
-        h = self._read(params, "feed_forward", x)
-        return self._residual(block.feed_forward.at(params["feed_forward"], h, start, rng))
+        h, (x,) = self._read(params, "feed_forward", (x,))
+        return self._residual(block.feed_forward.at(params["feed_forward"], h, start, rng)), x
 
     def _alone(self, function, *args):
         """`function(*args)`, compiled apart from everything around it if exact."""
@@ -213,7 +215,7 @@ class ReversibleStack(BlockStack):
                         segments=segments,
                         rng=rngs[name],
                     )
-                    attended, vjp = jax.vjp(attention, own, *inputs)
+                    (attended, _), vjp = jax.vjp(attention, own, *inputs)
                     if self._exact:
                         project = functools.partial(self._project, layer, name)
                         attend = functools.partial(
@@ -221,9 +223,9 @@ class ReversibleStack(BlockStack):
                         )
                         projections = self._alone(project, own, *inputs)
                         attended = self._alone(attend, own, projections, plans[i][name])
-                    d_own, d_read, *d_memory_here = vjp(gradient.two)
+                    d_own, d_read, *d_memory_here = vjp((gradient.two, gradient.one))
                     streams = Streams(streams.two - attended, streams.one)
-                    gradient = Streams(gradient.two, gradient.one + d_read)
+                    gradient = Streams(gradient.two, d_read)
                     if d_memory_here:
                         d_memory = d_memory + d_memory_here[0]
                     d_block |= d_own
@@ -250,7 +252,7 @@ class ReversibleStack(BlockStack):
         def chunk(carry, start, size):
             one, kept = carry
             fed = self._alone(
-                functools.partial(self._fed, block, start=start, rng=rng),
+                lambda *args: self._fed(block, *args, start=start, rng=rng)[0],
                 params,
                 _part(streams.two, start, size),
             )
@@ -272,15 +274,17 @@ class ReversibleStack(BlockStack):
             written, d_read, d_params = carry
             feed = functools.partial(self._fed, block, start=start, rng=rng)
             read = _part(streams.one, start, size)
-            fed, vjp = jax.vjp(feed, params, read)
+            (fed, _), vjp = jax.vjp(feed, params, read)
             if kept is not None:
                 fed = _part(kept, start, size)
             elif self._exact:
-                fed = self._alone(feed, params, read)
-            d_params_here, d_read_here = vjp(_part(gradient.two, start, size))
+                fed = self._alone(lambda *args: feed(*args)[0], params, read)
+            d_params_here, d_read_here = vjp(
+                tuple(_part(d, start, size) for d in (gradient.two, d_read))
+            )
             return (
                 _put(written, start, _part(written, start, size) - fed),
-                _put(d_read, start, _part(d_read, start, size) + d_read_here),
+                _put(d_read, start, d_read_here),
                 jax.tree.map(lambda x, here: x + here.astype(x.dtype), d_params, d_params_here),
             )
 

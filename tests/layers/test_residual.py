@@ -1,5 +1,7 @@
 """Residual stacks of layers, and the norm that each layer begins with."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +118,25 @@ def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes):
     plain.assert_trees_close(got, want, 1e-5 if exact else 2e-2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_beside_a_norm_is_added_in_its_kernel(dtype):
+    x, *weights = np.random.default_rng(0).normal(size=(4, 2, 37, 24)).astype(np.float32)
+    params = {"scale": weights[0][0, 0], "bias": weights[1][0, 0]}
+
+    def loss(params, x, impl):
+        normed, x = layers.LayerNorm(1e-3, dtype, impl).beside(params, x)
+        assert (normed.dtype, x.dtype) == (dtype, jnp.float32)
+        return jnp.sum(weights[0] * normed) + jnp.sum(weights[1] * jnp.sin(x)), (normed, x)
+
+    by_kernel, plainly = (
+        functools.partial(jax.grad(loss, (0, 1), has_aux=True), impl=i) for i in (KERNEL, "xla")
+    )
+    got, want = (fast_jit(f)(params, x) for f in (by_kernel, plainly))
+    plain.assert_trees_close(got, want, 1e-5 if dtype == "float32" else 2e-2)
+    assert "add_any" in str(jax.make_jaxpr(plainly)(params, x))
+    assert "add_any" not in str(jax.make_jaxpr(by_kernel)(params, x))
+
+
 @pytest.mark.parametrize("size, added", [(512, "bfloat16"), (1000, None)])
 def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, monkeypatch):
     monkeypatch.setattr(base, "gpu_obstacle", lambda: None)
@@ -129,6 +150,13 @@ def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, monkeypatch):
         return sum(jnp.sum(out.astype(jnp.float32)) for out in outs)
 
     assert lower_for_gpu(jax.grad(loss, (0, 1)), params, x, y).count("layer_norm") >= 2
+
+    def loss_beside(params, x):
+        return sum(jnp.sum(jnp.sin(out)) for out in norm.beside(params, x))
+
+    text = lower_for_gpu(jax.grad(loss_beside, (0, 1)), params, x)
+    (backward,) = [line for line in text.splitlines() if "layer_norm_backward" in line]
+    assert backward.count("operand_index") == 1, "it does not write over what it adds"
 
 
 def test_layer_norm_is_float32_inside():

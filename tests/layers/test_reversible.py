@@ -13,6 +13,7 @@ from reformax.ops import dense, local, lsh
 from tests.layers import plain
 from tests.layers.plain import fast_jit
 
+KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
 RNG = jax.random.PRNGKey(3)
 LSH = [lsh.lsh(chunk_len=4, n_hashes=2)]
 
@@ -69,6 +70,28 @@ def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatc
     got = fast_jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)
     plain.assert_trees_close(got, want)
     assert all(np.any(g) for g in jax.tree.leaves(got[1]))
+
+
+@pytest.mark.parametrize("ff_chunk_size, keep_ff_outputs", [(0, True), (5, False)])
+def test_kernels_of_norms_and_feed_forward_layers_change_no_gradient(
+    ff_chunk_size, keep_ff_outputs, monkeypatch
+):
+    x1, x2 = streams(13)
+    block = plain.blocks([local.local(chunk_len=4)], ff_chunk_size=ff_chunk_size)[0]
+    by_kernel = layers.FeedForward(12, 0.1, 0.1, chunk_size=ff_chunk_size, impl=KERNEL)
+
+    def gradient(cycle, norm):
+        stack, params = stack_and_params(cycle, 1, x1, keep_ff_outputs=keep_ff_outputs)
+        monkeypatch.setattr(stack, "_norm", norm)
+
+        def loss(params, x1, x2):
+            out = stack.apply(params, x1, x2, rng=RNG)
+            return sum(jnp.sum(jnp.sin(y)) for y in out), out
+
+        return fast_jit(jax.grad(loss, (0, 1, 2), has_aux=True))(params, x1, x2)
+
+    got = gradient([block._replace(feed_forward=by_kernel)], layers.LayerNorm(impl=KERNEL))
+    plain.assert_trees_close(got, gradient([block], layers.LayerNorm()))
 
 
 def test_exact_gradients_are_autodiffs_of_the_rounded_forward():

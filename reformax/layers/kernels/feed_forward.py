@@ -5,6 +5,9 @@ each. In array operations XLA keeps the gradient in float32, to sum it up for th
 the tangent hyperbolic of GELU takes it longer than to read the numbers; here it is the chip's own,
 whose error of 2^-11 is below the rounding of the result.
 
+The backward pass makes the hidden layer again, which the gradient of the next weights needs: it has
+read `pre` and has the activation and the mask of dropout at hand. It writes over what it reads.
+
 Letters as in `reformax.layers.feed_forward`; R rows are the positions of all sequences.
 """
 
@@ -136,14 +139,18 @@ def _forward_kernel(inputs: Inputs, hidden, *, tile: _Tile, activation: Callable
     tile.store(hidden, value * tile.keep(inputs))
 
 
-def _backward_kernel(inputs: Inputs, d_hidden, d_pre, sums, *, tile: _Tile, activation: Callable):
-    _, slope = activation(tile.load(inputs.pre) + tile.load_bias(inputs.bias))
-    d = tile.load(d_hidden) * tile.keep(inputs) * slope
+def _backward_kernel(
+    inputs: Inputs, d_hidden, hidden, d_pre, sums, *, tile: _Tile, activation: Callable
+):
+    value, slope = activation(tile.load(inputs.pre) + tile.load_bias(inputs.bias))
+    keep = tile.keep(inputs)
+    d = tile.load(d_hidden) * keep * slope
+    tile.store(hidden, value * keep)
     tile.store(d_pre, d)
     tile.store_sum(sums, d)
 
 
-def _launch(kernel, inputs: Inputs, others, shapes, sizes, how: How) -> Any:
+def _launch(kernel, inputs: Inputs, others, shapes, sizes, how: How, aliases=None) -> Any:
     *tile, num_warps = sizes
     n_rows, size = inputs.pre.shape
     exact = how.interpret or inputs.pre.dtype == jnp.float32
@@ -156,6 +163,7 @@ def _launch(kernel, inputs: Inputs, others, shapes, sizes, how: How) -> Any:
         ),
         grid=(pl.cdiv(n_rows, tile[0]), pl.cdiv(size, tile[1])),
         out_shape=shapes,
+        input_output_aliases=aliases or {},
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=how.interpret,
         name="feed_forward" + kernel.__name__.removesuffix("_kernel"),
@@ -170,10 +178,15 @@ def forward(inputs: Inputs, how: How) -> Float[Array, "R F"]:
 
 def backward(
     inputs: Inputs, d_hidden: Float[Array, "R F"], how: How
-) -> tuple[Float[Array, "R F"], Float[Array, " F"]]:
-    """The gradients of `pre` and `bias`."""
+) -> tuple[Float[Array, "R F"], Float[Array, "R F"], Float[Array, " F"]]:
+    """The hidden layer, and the gradients of `pre` and `bias`."""
     n_rows, size = inputs.pre.shape
+    like = jax.ShapeDtypeStruct(inputs.pre.shape, inputs.pre.dtype)
     part = jax.ShapeDtypeStruct((-(-n_rows // BACKWARD[0]), size), jnp.float32)
-    shapes = jax.ShapeDtypeStruct(inputs.pre.shape, inputs.pre.dtype), part
-    d_pre, sums = _launch(_backward_kernel, inputs, (d_hidden,), shapes, BACKWARD, how)
-    return d_pre, jnp.sum(sums, axis=0).astype(inputs.bias.dtype)
+    shapes = like, like, part
+    # `hidden` takes the place of `pre`, the first input, and `d_pre` that of `d_hidden`, the last.
+    aliases = {0: 0, len(jax.tree.leaves(inputs)): 1}
+    hidden, d_pre, sums = _launch(
+        _backward_kernel, inputs, (d_hidden,), shapes, BACKWARD, how, aliases
+    )
+    return hidden, d_pre, jnp.sum(sums, axis=0).astype(inputs.bias.dtype)

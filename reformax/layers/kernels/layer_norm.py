@@ -3,7 +3,8 @@
 Both passes wait for memory, and in array operations XLA goes over the rows twice or three times.
 A program has a row in registers while it sums it up and writes it out. The backward pass adds the
 two inputs again in place of reading a sum that was kept, and each program takes some neighbouring
-rows, whose sums for the gradients of scale and bias it leaves in a row of its own.
+rows, whose sums for the gradients of scale and bias it leaves in a row of its own. Where the sum is
+read elsewhere too, as by a residual connection, the gradient from there is added in the same pass.
 
 Letters as in `reformax.layers.layer_norm`, R rows and P programs of the backward pass.
 """
@@ -78,7 +79,7 @@ def _forward_kernel(inputs: Inputs, *outputs: Any, rows: _Rows):
         rows.store(ref, out, row)
 
 
-def _backward_kernel(inputs: Inputs, d_outputs: tuple, d_inputs, sums, *, rows: _Rows):
+def _backward_kernel(inputs: Inputs, d_outputs: tuple, d_sum, d_inputs, sums, *, rows: _Rows):
     n_rows, n_programs = inputs.x.shape[0], sums[0].shape[0]
     program = pl.program_id(0)
     per_program = pl.cdiv(n_rows, n_programs)
@@ -91,6 +92,7 @@ def _backward_kernel(inputs: Inputs, d_outputs: tuple, d_inputs, sums, *, rows: 
         d_out = sum(rows.load(ref, row) for ref in d_outputs)
         d = d_out * scale
         d = (d - rows.mean(d) - x * rows.mean(d * x)) * factor
+        d = d if d_sum is None else d + rows.load(d_sum, row)
         for ref in d_inputs:
             rows.store(ref, d, row)
         return d_scale + d_out * x, d_bias + d_out
@@ -101,12 +103,15 @@ def _backward_kernel(inputs: Inputs, d_outputs: tuple, d_inputs, sums, *, rows: 
         rows.store(ref, value, program)
 
 
-def _launch(kernel, inputs: Inputs, others, shapes, grid: int, epsilon: float, interpret: bool):
+def _launch(
+    kernel, inputs: Inputs, others, shapes, grid: int, epsilon: float, interpret: bool, aliases=None
+):
     size = inputs.x.shape[1]
     return pl.pallas_call(
         functools.partial(kernel, rows=_Rows(size, epsilon)),
         grid=(grid,),
         out_shape=shapes,
+        input_output_aliases=aliases or {},
         compiler_params=pltriton.CompilerParams(
             num_warps=min(max(power_of_two(size) // 512, 1), 8), num_stages=1
         ),
@@ -126,17 +131,24 @@ def forward(
 def backward(
     inputs: Inputs,
     d_outputs: tuple[Float[Array, "R D"], ...],
+    d_sum: Float[Array, "R D"] | None,
     epsilon: float,
     interpret: bool = False,
 ) -> Inputs:
-    """The gradients of what `forward` took, given those of what it returned."""
+    """The gradients of what `forward` took, given those of what it returned.
+
+    `d_sum` is the gradient of `x + y` from elsewhere, in the dtype of `x`; None is 0.
+    """
     n_rows, size = inputs.x.shape
     added = [x for x in (inputs.x, inputs.y) if x is not None]
     n_programs = min(n_rows, N_PROGRAMS)
     part = jax.ShapeDtypeStruct((n_programs, size), jnp.float32)
     shapes = (tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in added), (part, part))
+    others = d_outputs, d_sum
+    # `d_x`, the first output, takes the place of `d_sum`, the last input.
+    aliases = {} if d_sum is None else {len(jax.tree.leaves((inputs, others))) - 1: 0}
     (d_x, *d_y), sums = _launch(
-        _backward_kernel, inputs, (d_outputs,), shapes, n_programs, epsilon, interpret
+        _backward_kernel, inputs, others, shapes, n_programs, epsilon, interpret, aliases
     )
     d_scale, d_bias = (
         jnp.sum(x, axis=0).astype(like.dtype)
