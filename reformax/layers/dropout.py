@@ -9,7 +9,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.layers._trax import Layer
-from reformax.ops.base import dropout_multiplier
+from reformax.ops.base import dropout_bits, dropout_words
+
+# Two columns this far apart share a hash, which is half of the arithmetic of a kernel and has bits
+# enough for both: the left one goes by the upper 16, the right one by the lower. A power of two.
+APART = 256
 
 
 def dropout(
@@ -23,7 +27,7 @@ def dropout(
 
     Args:
       x: any shape but a scalar.
-      rate: in [0, 1); 0 returns `x` itself.
+      rate: in [0, 1), rounded to a multiple of 2^-16; 0 returns `x` itself.
       rng: the mask's source; may be None if rate is 0.
       shared_axes: axes along which one mask serves all positions.
       start: where along the last axis but one `x` begins, if it is a part of something longer: its
@@ -42,8 +46,18 @@ def dropout(
     *leading, column = jnp.ogrid[tuple(slice(n) for n in shape)]
     *leading, position = leading or [jnp.zeros((), jnp.int32)]
     index = sum(i * int(np.prod(shape[axis + 1 : -2], initial=1)) for axis, i in enumerate(leading))
-    mask = dropout_multiplier(rng, rate, index, 0, position + start, column)
+    column = column.astype(jnp.uint32)
+    right = column & APART  # a bit
+    bits = dropout_bits(dropout_words(rng), index, 0, position + start, column ^ right)
+    mask = multiplier(bits << right // (APART // 16), rate)
     return x * mask.astype(x.dtype)
+
+
+def multiplier(bits: Int[Array, "*d"], rate: float) -> Float[Array, "*d"]:
+    """What `dropout` multiplies by, given 32 random bits of which it takes the upper 16."""
+    least = min(round(rate * 2**16), 2**16 - 1)
+    keep = bits >= np.uint32(least << 16)
+    return jnp.where(keep, np.float32(1 / (1 - least / 2**16)), np.float32(0))
 
 
 def check_rng(rng: PRNGKeyArray | None, rate: float) -> PRNGKeyArray:

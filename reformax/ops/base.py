@@ -369,12 +369,23 @@ def keep_multiplier(
     key: Int[Array, "*d"],
 ) -> Float[Array, "*d"]:
     """`dropout_multiplier` of the words that its rng gives."""
+    bits = dropout_bits(words, batch, head, query, key)
+    keep = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return jnp.where(keep, np.float32(1 / (1 - rate)), np.float32(0))
+
+
+def dropout_bits(
+    words: Int[Array, 2],
+    batch: Int[Array, "*d"],
+    head: Int[Array, "*d"],
+    query: Int[Array, "*d"],
+    key: Int[Array, "*d"],
+) -> Int[Array, "*d"]:
+    """The 32 random bits of each address."""
     seed, salt = words
     batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
     row = _mix(query ^ _mix(head ^ _mix(batch ^ seed)))
-    bits = _mix(row ^ _mix(key ^ salt))
-    keep = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
-    return jnp.where(keep, np.float32(1 / (1 - rate)), np.float32(0))
+    return _mix(row ^ _mix(key ^ salt))
 
 
 def full_dropout_multiplier(

@@ -56,7 +56,7 @@ def test_chunks_change_neither_output_nor_gradients(length, chunk_size):
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu], ids=["gelu", "relu"])
 @pytest.mark.parametrize(
     "dtype, d_ff, rate, chunk_size",
-    [("float32", 16, 0.0, 0), ("float32", 131, 0.3, 8), ("bfloat16", 16, 0.3, 0)],
+    [("float32", 16, 0.0, 0), ("float32", 775, 0.3, 8), ("bfloat16", 1024, 0.3, 0)],
 )
 def test_the_kernel_is_the_same_function(dtype, d_ff, rate, chunk_size, activation):
     """Rows and columns that tiles do not divide, and the same numbers dropped."""
@@ -79,7 +79,7 @@ def test_the_kernel_is_the_same_function(dtype, d_ff, rate, chunk_size, activati
     plain.assert_trees_close(output_and_gradients(KERNEL), output_and_gradients("xla"), tolerance)
 
 
-@pytest.mark.parametrize("d_ff, rate", [(512, 0.1), (1000, 0.0)])
+@pytest.mark.parametrize("d_ff, rate", [(512, 0.1), (1000, 0.0), (513, 0.1)])
 def test_the_kernel_lowers_for_a_gpu(d_ff, rate, monkeypatch):
     monkeypatch.setattr(base, "gpu_obstacle", lambda: None)
     layer = layers.FeedForward(d_ff, 0.0, rate, impl="pallas")

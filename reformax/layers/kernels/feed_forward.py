@@ -8,6 +8,8 @@ whose error of 2^-11 is below the rounding of the result.
 The backward pass makes the hidden layer again, which the gradient of the next weights needs: it has
 read `pre` and has the activation and the mask of dropout at hand. It writes over what it reads.
 
+The hash of dropout would be half of the forward pass's arithmetic: one serves two columns.
+
 Letters as in `reformax.layers.feed_forward`; R rows are the positions of all sequences.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.base import keep_multiplier
+from reformax.layers.dropout import APART, multiplier
+from reformax.ops.base import dropout_bits
 
-# Rows and columns of a tile, and warps.
-FORWARD, BACKWARD = (16, 512, 8), (32, 128, 4)
+# Rows and columns of a tile, and warps. A program has two tiles, whose columns are `APART` apart.
+FORWARD, BACKWARD = (16, 256, 8), (32, 64, 4)
 
 
 class Inputs(NamedTuple):
@@ -56,13 +59,14 @@ class How(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """The tile of a program, and how it reads and writes it."""
+    """A tile of a program, and how it reads and writes it."""
 
     rows: int
     columns: int
     length: int  # rows of a sequence
     rate: float
     shape: tuple[int, int]
+    right: bool = False  # of the two
 
     @property
     def _row(self) -> Array:
@@ -70,14 +74,21 @@ class _Tile(NamedTuple):
 
     @property
     def _column(self) -> Array:
-        return pl.program_id(1) * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
+        first = pl.program_id(1) * self.columns
+        first = first + (first & -APART) + APART * self.right
+        return first + jnp.arange(self.columns, dtype=jnp.int32)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        pairs = pl.cdiv(self.shape[1], 2 * APART)
+        return pl.cdiv(self.shape[0], self.rows), pairs * (APART // self.columns)
 
     def _at(self, *sizes: int) -> dict[str, Array]:
-        """The mask of a tile that `sizes` do not divide."""
+        """The mask of a tile that may reach behind the end."""
         masks = []
         if self.shape[0] % self.rows and len(sizes) == 2:
             masks.append(self._row[:, None] < self.shape[0])
-        if self.shape[1] % self.columns:
+        if self.shape[1] % (2 * APART):
             column = self._column < self.shape[1]
             masks.append(column[None] if len(sizes) == 2 else column)
         if not masks:
@@ -106,15 +117,17 @@ class _Tile(NamedTuple):
         at = ref.at[pl.program_id(0), self._column]
         pltriton.store(at, jnp.sum(value, axis=0), **self._at(self.columns))
 
-    def keep(self, inputs: Inputs) -> Array | float:
-        """What dropout multiplies by, as in `layers.dropout`."""
-        if inputs.words is None:
-            return 1.0
-        row = self._row[:, None]
-        sequence, position = row // self.length, row % self.length + inputs.start[0]
-        words = inputs.words[0], inputs.words[1]
-        nothing = jnp.zeros((), jnp.int32)
-        return keep_multiplier(words, self.rate, sequence, nothing, position, self._column[None])
+    def pair(self, inputs: Inputs) -> Iterator[tuple[_Tile, Array | float]]:
+        """This tile and the right one, and what dropout multiplies each by."""
+        keep = 1.0, 1.0
+        if inputs.words is not None:
+            row = self._row[:, None]
+            sequence, position = row // self.length, row % self.length + inputs.start[0]
+            words = inputs.words[0], inputs.words[1]
+            nothing = jnp.zeros((), jnp.int32)
+            bits = dropout_bits(words, sequence, nothing, position, self._column[None])
+            keep = multiplier(bits, self.rate), multiplier(bits << 16, self.rate)
+        return zip((self, self._replace(right=True)), keep, strict=True)
 
 
 def _gelu(x: Array, tanh: Callable) -> tuple[Array, Array]:
@@ -135,33 +148,34 @@ ACTIVATIONS: dict[Any, Callable] = {jax.nn.gelu: _gelu, jax.nn.relu: _relu}
 
 
 def _forward_kernel(inputs: Inputs, hidden, *, tile: _Tile, activation: Callable):
-    value, _ = activation(tile.load(inputs.pre) + tile.load_bias(inputs.bias))
-    tile.store(hidden, value * tile.keep(inputs))
+    for part, keep in tile.pair(inputs):
+        value, _ = activation(part.load(inputs.pre) + part.load_bias(inputs.bias))
+        part.store(hidden, value * keep)
 
 
 def _backward_kernel(
     inputs: Inputs, d_hidden, hidden, d_pre, sums, *, tile: _Tile, activation: Callable
 ):
-    value, slope = activation(tile.load(inputs.pre) + tile.load_bias(inputs.bias))
-    keep = tile.keep(inputs)
-    d = tile.load(d_hidden) * keep * slope
-    tile.store(hidden, value * keep)
-    tile.store(d_pre, d)
-    tile.store_sum(sums, d)
+    for part, keep in tile.pair(inputs):
+        value, slope = activation(part.load(inputs.pre) + part.load_bias(inputs.bias))
+        d = part.load(d_hidden) * keep * slope
+        part.store(hidden, value * keep)
+        part.store(d_pre, d)
+        part.store_sum(sums, d)
 
 
 def _launch(kernel, inputs: Inputs, others, shapes, sizes, how: How, aliases=None) -> Any:
-    *tile, num_warps = sizes
-    n_rows, size = inputs.pre.shape
+    *sizes, num_warps = sizes
+    tile = _Tile(*sizes, how.length, how.rate, inputs.pre.shape)
     exact = how.interpret or inputs.pre.dtype == jnp.float32
     tanh = jnp.tanh if exact else pltriton.approx_tanh
     return pl.pallas_call(
         functools.partial(
             kernel,
-            tile=_Tile(*tile, how.length, how.rate, inputs.pre.shape),
+            tile=tile,
             activation=functools.partial(ACTIVATIONS[how.activation], tanh=tanh),
         ),
-        grid=(pl.cdiv(n_rows, tile[0]), pl.cdiv(size, tile[1])),
+        grid=tile.grid,
         out_shape=shapes,
         input_output_aliases=aliases or {},
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),
