@@ -49,8 +49,8 @@ def dropout(
     column = column.astype(jnp.uint32)
     right = column & APART  # a bit
     bits = dropout_bits(dropout_words(rng), index, 0, position + start, column ^ right)
-    mask = multiplier(bits << right // (APART // 16), rate)
-    return x * mask.astype(x.dtype)
+    # In float32: 1 / (1 - rate) rounded to the eight bits of a bfloat16 would be another mean.
+    return (x * multiplier(bits << right // (APART // 16), rate)).astype(x.dtype)
 
 
 def multiplier(bits: Int[Array, "*d"], rate: float) -> Float[Array, "*d"]:

@@ -16,7 +16,13 @@ from jaxtyping import Array, Float, Int
 from reformax.layers import Layer, LayerNorm, ResidualStack, ReversibleStack
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.positions import EMBEDDING_SCALE
-from reformax.models.parts import Activation, AttentionType, added_positions, cycle_of_blocks
+from reformax.models.parts import (
+    Activation,
+    AttentionType,
+    added_positions,
+    cycle_of_blocks,
+    scores,
+)
 from reformax.ops import dense, local, lsh
 
 glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
@@ -45,6 +51,7 @@ class LanguageModel(Layer):
         dropout: float,
         norm_epsilon: float,
         mode: str,
+        dtype: str,
     ):
         super().__init__(name="LanguageModel")
         if vocab_size < 2 or d_model < 1:
@@ -57,7 +64,7 @@ class LanguageModel(Layer):
         self._stack = stack
         self._reversible = isinstance(stack, ReversibleStack)
         self._dropout = rate_in(mode, dropout)
-        self._norm = LayerNorm(norm_epsilon)
+        self._norm = LayerNorm(norm_epsilon, dtype)
 
     @property
     def vocab_size(self) -> int:
@@ -115,8 +122,9 @@ class LanguageModel(Layer):
         return x if self._positions is None else self._positions.apply(params["positions"], x)
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
-        """Unnormalised log-probabilities, float32."""
-        return features @ params["logits"]["w"] + params["logits"]["b"]
+        """Unnormalised log-probabilities, float32, of a product in the features' dtype."""
+        w, b = params["logits"]["w"].astype(features.dtype), params["logits"]["b"]
+        return scores(features, w.T) + b
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
@@ -247,7 +255,7 @@ def ReformerLM(
       exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).
       keep_ff_outputs: whether it finds the feed-forward layers' outputs kept: fewer products, and
         memory that grows with the depth.
-      dtype: what the sublayers compute in; weights and streams are float32.
+      dtype: what the sublayers and the logits' product compute in; weights and streams are float32.
       mode: "train" or "eval".
     """
     blocks = cycle_of_blocks(
@@ -275,7 +283,7 @@ def ReformerLM(
         norm_epsilon=norm_epsilon,
         scan_layers=scan_layers,
     )
-    return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode)
+    return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode, dtype)
 
 
 def TransformerLM(
@@ -331,4 +339,4 @@ def TransformerLM(
         norm_epsilon=norm_epsilon,
         scan_layers=scan_layers,
     )
-    return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode)
+    return LanguageModel(vocab_size, d_model, positions, stack, dropout, norm_epsilon, mode, dtype)

@@ -20,7 +20,13 @@ from jaxtyping import Array, Float, Int
 from reformax.layers import Layer, LayerNorm, ResidualStack, ReversibleStack
 from reformax.layers.blocks import BlockStack
 from reformax.layers.dropout import dropout, rate_in
-from reformax.models.parts import Activation, AttentionType, added_positions, cycle_of_blocks
+from reformax.models.parts import (
+    Activation,
+    AttentionType,
+    added_positions,
+    cycle_of_blocks,
+    scores,
+)
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
 from reformax.ops.cache import take_rows
@@ -196,7 +202,7 @@ class EncoderDecoder(Layer):
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32, of a product in the sublayers' dtype."""
         table = params["embedding"].astype(self._dtype)
-        return _scores(features.astype(self._dtype), table)
+        return scores(features.astype(self._dtype), table)
 
     def apply(
         self,
@@ -329,28 +335,6 @@ class EncoderDecoder(Layer):
             self._stacks["decoder"].moved(decoding.caches, rows),
             jnp.take_along_axis(decoding.origins, parents[..., None], axis=1),
         )
-
-
-@jax.custom_vjp
-def _scores(x: Float[Array, "*d D"], table: Float[Array, "V D"]) -> Float[Array, "*d V"]:
-    """Products with all rows of the table in float32, whose gradient is rounded to bfloat16.
-
-    It would be float32 otherwise and make products of that, at half the speed of rounded ones.
-    Float16 would make nothing of the small numbers that a mean over many targets has.
-    """
-    return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
-
-
-def _scores_backward(inputs, gradient):
-    x, table = inputs
-    if x.dtype != jnp.float16:
-        gradient = gradient.astype(x.dtype)
-    d_x = jnp.einsum("...v,vd->...d", gradient, table)
-    d_table = jnp.einsum("...v,...d->vd", gradient, x)
-    return d_x.astype(x.dtype), d_table.astype(table.dtype)
-
-
-_scores.defvjp(lambda x, table: (_scores(x, table), (x, table)), _scores_backward)
 
 
 def _segments(tokens, segments) -> Int[Array, "B T"]:

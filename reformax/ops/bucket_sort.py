@@ -34,7 +34,10 @@ def sort_by_bucket(
         # As one row: there XLA has a radix sort, and it is for one row.
         row = jnp.arange(n_rows, dtype=jnp.int32).reshape(*buckets.shape[:-1], 1)
         keys = (row * n_buckets + buckets).reshape(-1)
-        if n_rows * n_buckets * length < 2**32:
+        if n_rows * n_buckets <= 2**16:  # a pass over all for each 8 bits: two in place of four
+            keys = keys.astype(jnp.uint16)
+            order = lax.sort((keys, position.reshape(-1)), num_keys=1, is_stable=True)[-1]
+        elif n_rows * n_buckets * length < 2**32:
             words = keys.astype(jnp.uint32) * length + position.reshape(-1).astype(jnp.uint32)
             order = (lax.sort(words) % length).astype(jnp.int32)
         else:

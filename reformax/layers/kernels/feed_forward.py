@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from reformax.layers.dropout import APART, multiplier
 from reformax.ops.base import dropout_bits
 
 # Rows and columns of a tile, and warps. A program has two tiles, whose columns are `APART` apart.
-FORWARD, BACKWARD = (16, 256, 8), (32, 64, 4)
+FORWARD, BACKWARD = (16, 256, 8), (32, 128, 8)
 
 
 class Inputs(NamedTuple):
@@ -74,14 +74,14 @@ class _Tile(NamedTuple):
 
     @property
     def _column(self) -> Array:
-        first = pl.program_id(1) * self.columns
-        first = first + (first & -APART) + APART * self.right
-        return first + jnp.arange(self.columns, dtype=jnp.int32)
+        # In sums of multiples, which show the compiler how many numbers it may read at once.
+        first = pl.program_id(1) * (2 * APART) + pl.program_id(2) * self.columns
+        return first + APART * self.right + jnp.arange(self.columns, dtype=jnp.int32)
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def grid(self) -> tuple[int, int, int]:
         pairs = pl.cdiv(self.shape[1], 2 * APART)
-        return pl.cdiv(self.shape[0], self.rows), pairs * (APART // self.columns)
+        return pl.cdiv(self.shape[0], self.rows), pairs, APART // self.columns
 
     def _at(self, *sizes: int) -> dict[str, Array]:
         """The mask of a tile that may reach behind the end."""
@@ -117,7 +117,7 @@ class _Tile(NamedTuple):
         at = ref.at[pl.program_id(0), self._column]
         pltriton.store(at, jnp.sum(value, axis=0), **self._at(self.columns))
 
-    def pair(self, inputs: Inputs) -> Iterator[tuple[_Tile, Array | float]]:
+    def pair(self, inputs: Inputs) -> list[tuple[_Tile, Array | float]]:
         """This tile and the right one, and what dropout multiplies each by."""
         keep = 1.0, 1.0
         if inputs.words is not None:
@@ -127,7 +127,7 @@ class _Tile(NamedTuple):
             nothing = jnp.zeros((), jnp.int32)
             bits = dropout_bits(words, sequence, nothing, position, self._column[None])
             keep = multiplier(bits, self.rate), multiplier(bits << 16, self.rate)
-        return zip((self, self._replace(right=True)), keep, strict=True)
+        return list(zip((self, self._replace(right=True)), keep, strict=True))
 
 
 def _gelu(x: Array, tanh: Callable) -> tuple[Array, Array]:
@@ -148,17 +148,24 @@ ACTIVATIONS: dict[Any, Callable] = {jax.nn.gelu: _gelu, jax.nn.relu: _relu}
 
 
 def _forward_kernel(inputs: Inputs, hidden, *, tile: _Tile, activation: Callable):
-    for part, keep in tile.pair(inputs):
-        value, _ = activation(part.load(inputs.pre) + part.load_bias(inputs.bias))
-        part.store(hidden, value * keep)
+    parts = tile.pair(inputs)
+    # All reads before all writes: the compiler keeps them apart in the order that it finds.
+    pre = [part.load(inputs.pre) + part.load_bias(inputs.bias) for part, _ in parts]
+    for (part, keep), x in zip(parts, pre, strict=True):
+        part.store(hidden, activation(x)[0] * keep)
 
 
 def _backward_kernel(
     inputs: Inputs, d_hidden, hidden, d_pre, sums, *, tile: _Tile, activation: Callable
 ):
-    for part, keep in tile.pair(inputs):
-        value, slope = activation(part.load(inputs.pre) + part.load_bias(inputs.bias))
-        d = part.load(d_hidden) * keep * slope
+    parts = tile.pair(inputs)
+    read = [
+        (part.load(inputs.pre) + part.load_bias(inputs.bias), part.load(d_hidden))
+        for part, _ in parts
+    ]
+    for (part, keep), (x, d_value) in zip(parts, read, strict=True):
+        value, slope = activation(x)
+        d = d_value * keep * slope
         part.store(hidden, value * keep)
         part.store(d_pre, d)
         part.store_sum(sums, d)

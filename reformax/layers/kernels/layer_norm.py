@@ -23,8 +23,9 @@ from jaxtyping import Array, Float
 
 from reformax.ops.kernels.common import power_of_two
 
-# As many as a GPU runs at once, several times over.
-N_PROGRAMS = 2048
+# As many as a GPU runs at once, several times over; and numbers of a row to each of its warps.
+N_PROGRAMS = 1024
+PER_WARP = 1024
 
 
 class Inputs(NamedTuple):
@@ -113,7 +114,7 @@ def _launch(
         out_shape=shapes,
         input_output_aliases=aliases or {},
         compiler_params=pltriton.CompilerParams(
-            num_warps=min(max(power_of_two(size) // 512, 1), 8), num_stages=1
+            num_warps=min(max(power_of_two(size) // PER_WARP, 1), 8), num_stages=1
         ),
         interpret=interpret,
         name="layer_norm" + kernel.__name__.removesuffix("_kernel"),

@@ -558,12 +558,18 @@ def _like(x: Array, program: _Program) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype if program.is_last else jnp.float32)
 
 
-# What was fastest on an H200: `own` and `other` of 16 to 128, 4 and 8 warps, 1 to 3 stages.
+# What was fastest on an H200: `own` and `other` of 16 to 128, 4 and 8 warps, 1 to 9 stages. Where
+# rows are found by an order, whose entries are read ahead as well, it takes five stages to have a
+# block of them on its way while one is worked on; with three it is waited for at once.
 
 
 def _forward_tiles(x: _Inputs) -> Tiles:
-    return Tiles(64, 64, 4, 3)
+    if x.order is None:
+        return Tiles(64, 64, 4, 3)
+    return Tiles(64, 64 if x.q.shape[3] <= 64 else 32, 4, 5)
 
 
 def _backward_tiles(x: _Inputs) -> Tiles:
-    return Tiles(64, 64, 4, 3 if x.q.shape[3] > 64 and x.order is not None else 1)
+    if x.order is None:
+        return Tiles(64, 64, 4, 1)
+    return Tiles(64, 64 if x.q.shape[3] <= 64 else 32, 4, 5)
