@@ -6,7 +6,7 @@ prints a Markdown table for each length: a step is forward, backward and Adam, c
 function of a donated state, the same function around every model. The Reformers take turns, step
 by step, so that whatever else the machine does falls on all of them; times are medians. The
 Transformer, whose long steps would leave the next in turn cold caches, is timed by itself at the
-end, at most three times.
+end, at most three times. Models are compiled beside each other, and their seconds say so.
 
 All have axial positions, the same dropout, and n_layers that cycle through local and LSH attention
 with as many buckets and hashes; the TransformerLM has full attention instead. Trax computes its LSH
@@ -32,6 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -183,10 +184,7 @@ def baseline(shape: Shape) -> dict[str, Callable[[], Model]]:
 
 
 class Runner:
-    """A compiled training step and its state.
-
-    Raises `ArithmeticError` if the loss is not that of a guess at first, or not finite later.
-    """
+    """A training step, and its state."""
 
     def __init__(self, model: Model, shape: Shape):
         optimizer = optax.adam(1e-4)
@@ -207,14 +205,19 @@ class Runner:
         )
         self.state = model.weights, optimizer.init(model.weights)
         self._n_steps = 0
-        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
+        self._lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
             *self.state, self._tokens, jax.random.PRNGKey(2)
         )
+        self.seconds = []
+
+    def compile(self) -> None:
         start = time.perf_counter()
-        self._step = lowered.compile()
+        self._step = self._lowered.compile()
         self.compile_seconds = time.perf_counter() - start
         self.temp_mib = self._step.memory_analysis().temp_size_in_bytes / MIB
-        self.seconds = []
+
+    def warm_up(self) -> None:
+        """Two steps; `ArithmeticError` if the first one's loss is not that of a guess."""
         first = self.step()
         if not abs(first - GUESS) < 1:
             raise ArithmeticError(f"first loss {first:.3f}, expected about {GUESS:.3f}")
@@ -222,7 +225,10 @@ class Runner:
         self.seconds.clear()
 
     def step(self) -> float:
-        """Takes a step, notes how long it took, and returns its loss in nats."""
+        """Takes a step, notes how long it took, and returns its loss in nats.
+
+        Raises `ArithmeticError` if that is not finite.
+        """
         rng = jax.block_until_ready(jax.random.PRNGKey(self._n_steps))
         start = time.perf_counter()
         *state, nats = jax.block_until_ready(self._step(*self.state, self._tokens, rng))
@@ -238,27 +244,43 @@ class Runner:
         return statistics.median(self.seconds)
 
 
-def measure(
-    rows: dict[str, Callable[[], Model]], shape: Shape, repeats: int
-) -> dict[str, Runner | Exception]:
-    """Compiles all the rows, then steps through them in turn; what failed is its exception."""
+Results = dict[str, Runner | Exception]  # what failed is its exception
+
+
+def each(results: Results, act: Callable[[Runner], None], threads: int = 1) -> Results:
+    """`act` on every runner; one that fails, in whatever way, leaves the others to go on."""
+
+    def attempt(runner: Runner | Exception) -> Runner | Exception:
+        try:
+            if isinstance(runner, Runner):
+                act(runner)
+            return runner
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(results, pool.map(attempt, results.values()), strict=True))
+
+
+def prepare(rows: dict[str, Callable[[], Model]], shape: Shape, threads: int) -> Results:
+    """All rows, traced one by one, compiled beside each other and warmed up."""
     results = {}
     for name, build in rows.items():
         try:
             results[name] = Runner(build(), shape)
-        except Exception as error:  # of any kind: the table has it, and the other rows
+        except Exception as error:
             results[name] = error
+    return each(each(results, Runner.compile, threads), Runner.warm_up)
+
+
+def measure(results: Results, repeats: int) -> Results:
+    """Steps through the rows in turn."""
     for _ in range(repeats):
-        for name, runner in results.items():
-            if isinstance(runner, Runner):
-                try:
-                    runner.step()
-                except Exception as error:
-                    results[name] = error
+        results = each(results, Runner.step)
     return results
 
 
-def table(results: dict[str, Runner | Exception], shape: Shape) -> str:
+def table(results: Results, shape: Shape) -> str:
     """The results in Markdown, with every model's speed as a multiple of each of Trax's."""
     peers = {
         name.removeprefix(f"{TRAX}, "): r for name, r in results.items() if name.startswith(TRAX)
@@ -293,19 +315,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no_peers", action="store_true", help="leave Trax's models out")
     parser.add_argument("--lengths", type=int, nargs="+", help="only the tables of these lengths")
     parser.add_argument("--repeats", type=int, default=10, help="steps timed of each model")
+    parser.add_argument("--threads", type=int, default=8, help="that compile at the same time")
     args = parser.parse_args(argv)
     backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
     shapes = [s for s in SHAPES[backend] if s.length in (args.lengths or [s.length])]
-    if not shapes or args.repeats < 1:
+    if not shapes or min(args.repeats, args.threads) < 1:
         lengths = [s.length for s in SHAPES[backend]]
-        parser.error(f"--lengths are of {lengths}, --repeats at least 1")
+        parser.error(f"--lengths are of {lengths}, --repeats and --threads at least 1")
 
     device = f"{os.cpu_count()} cores" if backend == "cpu" else jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, medians of {args.repeats} steps")
     failed = []
     for shape in shapes:
-        results = measure(candidates(shape, peers=not args.no_peers), shape, args.repeats)
-        results |= measure(baseline(shape), shape, min(args.repeats, 3))
+        in_turn, alone = candidates(shape, peers=not args.no_peers), baseline(shape)
+        ready = prepare(in_turn | alone, shape, args.threads)
+        results = measure({name: ready[name] for name in in_turn}, args.repeats)
+        results |= measure({name: ready[name] for name in alone}, min(args.repeats, 3))
         print(
             f"\n{shape.batch} x {shape.length:,} tokens, {shape.n_layers} layers "
             f"({', '.join(shape.cycle)}), d_model {shape.d_model}, d_ff {shape.d_ff}, "

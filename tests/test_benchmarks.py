@@ -41,10 +41,14 @@ TINY = step.Shape(
 OURS, TRAX = step.REFORMER, f"{step.TRAX}, n_parallel_heads=1"
 
 
+def measured(rows, repeats):
+    return step.measure(step.prepare(rows, TINY, threads=2), repeats)
+
+
 @pytest.fixture(scope="module")
 def results():
     rows = step.candidates(TINY)
-    return step.measure({name: rows[name] for name in (OURS, TRAX)}, TINY, repeats=2)
+    return measured({name: rows[name] for name in (OURS, TRAX)}, repeats=2)
 
 
 def cells(table: str, row: str) -> list[str]:
@@ -86,7 +90,7 @@ def constant_model(logit: float) -> step.Model:
 
 
 def test_every_step_starts_from_the_weights_of_the_last():
-    runner = step.measure({"row": lambda: constant_model(0.5)}, TINY, repeats=3)["row"]
+    runner = measured({"row": lambda: constant_model(0.5)}, repeats=3)["row"]
     # Adam moves a weight whose gradient keeps its sign by its learning rate, here in 2 + 3 steps.
     assert float(runner.state[0]["w"]) == pytest.approx(0.5 - 5 * 1e-4, abs=2e-5)
 
@@ -96,7 +100,7 @@ def test_every_step_starts_from_the_weights_of_the_last():
 )
 def test_a_model_whose_loss_is_wrong_gets_no_time(logit, reason):
     rows = {"right": lambda: constant_model(0.0), "wrong": lambda: constant_model(logit)}
-    results = step.measure(rows, TINY, repeats=1)
+    results = measured(rows, repeats=1)
     table = step.table(results, TINY)
     assert results["right"].seconds
     assert isinstance(results["wrong"], ArithmeticError)

@@ -50,7 +50,7 @@ def _kernel(x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: i
                     other=0.0,
                 )
                 product = lax.dot_general(
-                    x, rotation.astype(x.dtype), (((1,), (0,)), ((), ())),
+                    x, rotation, (((1,), (0,)), ((), ())),
                     preferred_element_type=jnp.float32,
                 )  # fmt: skip
                 real = (index < half)[None, :]
@@ -94,4 +94,4 @@ def hash_vectors(
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="angular_hash",
-    )(vectors, jnp.swapaxes(rotations, 1, 2))
+    )(vectors, jnp.swapaxes(rotations, 1, 2).astype(vectors.dtype))

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -463,11 +464,14 @@ def _launch(kernel, program: _Program, inputs, carried, out_shape, interpret: bo
     return result
 
 
-def _programs(chunks: Any, order: Array | None, tiles: Tiles | None) -> list[_Program]:
+def _programs(
+    chunks: Any, x: _Inputs, tiles: Tiles | None, fastest: Callable[[_Inputs, int], Tiles]
+) -> list[_Program]:
     """A program for each round; one where there is no order."""
     n_places = chunks.length + chunks.padding
-    n_rounds = 0 if order is None else order.shape[2]
-    return [_Program(chunks, tiles, r, n_rounds, n_places) for r in range(max(n_rounds, 1))]
+    n_rounds = 0 if x.order is None else x.order.shape[2]
+    rounds = range(max(n_rounds, 1))
+    return [_Program(chunks, tiles or fastest(x, r), r, n_rounds, n_places) for r in rounds]
 
 
 def _in_order(x: Array, order: Array | None) -> Array:
@@ -519,7 +523,7 @@ def forward(
     batch, length, n_heads, _ = q.shape
     number = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
-    for program in _programs(chunks, inputs.order, tiles or _forward_tiles(inputs)):
+    for program in _programs(chunks, inputs, tiles, _forward_tiles):
         shape = _Softmax(_like(v, program), number, number)
         state = _launch(_forward_kernel, program, (inputs,), state, shape, interpret)
     return tuple(state)
@@ -547,7 +551,7 @@ def backward(
     share = None if share is None else _in_order(share, inputs.order)
     row = _Row(d_out, dot, in_order_top, total, share)
     gradients = None
-    for program in _programs(chunks, inputs.order, tiles or _backward_tiles(inputs)):
+    for program in _programs(chunks, inputs, tiles, _backward_tiles):
         shape = _Gradients(*(None if x is None else _like(x, program) for x in (q, k, v)))
         gradients = _launch(_backward_kernel, program, (inputs, row), gradients, shape, interpret)
     return tuple(gradients)
@@ -560,16 +564,20 @@ def _like(x: Array, program: _Program) -> jax.ShapeDtypeStruct:
 
 # What was fastest on an H200: `own` and `other` of 16 to 128, 4 and 8 warps, 1 to 9 stages. Where
 # rows are found by an order, whose entries are read ahead as well, it takes five stages to have a
-# block of them on its way while one is worked on; with three it is waited for at once.
+# block of them on its way while one is worked on; with three it is waited for at once. Of the
+# forward pass's first round, which reads no state, more programs fit a processor with three.
 
 
-def _forward_tiles(x: _Inputs) -> Tiles:
+def _forward_tiles(x: _Inputs, round_: int) -> Tiles:
     if x.order is None:
         return Tiles(64, 64, 4, 3)
-    return Tiles(64, 64 if x.q.shape[3] <= 64 else 32, 4, 5)
+    if x.q.shape[3] > 64:
+        return Tiles(64, 32, 4, 5)
+    return Tiles(64, 64, 4, 5 if round_ else 3)
 
 
-def _backward_tiles(x: _Inputs) -> Tiles:
+def _backward_tiles(x: _Inputs, round_: int) -> Tiles:
+    del round_
     if x.order is None:
         return Tiles(64, 64, 4, 1)
     return Tiles(64, 64 if x.q.shape[3] <= 64 else 32, 4, 5)
