@@ -89,7 +89,7 @@ def test_the_kernel_lowers_for_a_gpu(d_ff, rate, monkeypatch):
     def loss(params, x):
         return jnp.sum(layer.apply(params, x, rng=RNG).astype(jnp.float32))
 
-    text = lower_for_gpu(jax.grad(loss), params, x)
+    text = lower_for_gpu(jax.value_and_grad(loss), params, x)
     assert "feed_forward_forward" in text
     (backward,) = [line for line in text.splitlines() if "feed_forward_backward" in line]
     assert backward.count("operand_index") == 2, "it does not write over what it reads"
