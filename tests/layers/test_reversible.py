@@ -12,7 +12,7 @@ from reformax.layers import reversible
 from reformax.ops import dense, local, lsh
 from tests.layers import plain
 from tests.layers.plain import fast_jit
-from tests.ops.fast import optimised_jit
+from tests.ops.fast import default_jit
 
 RNG = jax.random.PRNGKey(3)
 LSH = [lsh.lsh(chunk_len=4, n_hashes=2)]
@@ -117,7 +117,7 @@ def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, **options):
     params = plain.init(stack, x1.shape, x1.shape)
 
     # Where exactness is claimed, optimised as in use: what is fused with what is the question.
-    jit = optimised_jit if exact else fast_jit
+    jit = default_jit if exact else fast_jit
 
     @jit
     def rebuild(params, x1, x2):
