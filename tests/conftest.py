@@ -1,6 +1,8 @@
 """Settings that every test shares."""
 
+import gc
 import os
+from importlib import metadata
 
 import hypothesis
 
@@ -8,8 +10,22 @@ import hypothesis
 # a GPU, which is one process's.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# Most of a test's time is XLA compiling a program that runs once or twice. Here it does so without
+# LLVM's optimisation of the loops, and with its older, quicker emitter of fused ones where it has
+# that. `tests.ops.fast.default_jit` compiles as in use; XLA_FLAGS of one's own come after these.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+    if metadata.version("jaxlib").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+
 # An example's first run compiles, so its time says nothing. In CI every run draws the same ones.
 hypothesis.settings.register_profile(
     "reformax", deadline=None, derandomize=os.environ.get("CI") == "true"
 )
 hypothesis.settings.load_profile("reformax")
+
+
+def pytest_collection_finish():
+    """What is imported by now stays, so that no garbage collection need look through it again."""
+    gc.freeze()

@@ -1,8 +1,8 @@
 """Checkpoints that are either whole or noticed: a folder a step, written aside and then renamed.
 
     DIR/checkpoints/1200/arrays/        every tensor of the state, by name, as orbax writes them
-                         checkpoint.json  format, step, score, names and shapes, operative config,
-                                          package versions
+                         checkpoint.json  format, step, the step before that was saved, score,
+                                          names and shapes, operative config, package versions
                          manifest.json    size and CRC-32 of every other file
 
 A folder is written under a temporary name and renamed when its manifest is complete, so a run that
@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-# 1: without "config". 2: with it.
-FORMAT = 2
+# 1: without "config". 2: with it. 3: with "previous" too.
+FORMAT = 3
 _PACKAGES = ("reformax", "jax", "jaxlib", "optax", "orbax-checkpoint")
 
 
@@ -51,6 +51,9 @@ class Checkpoints:
         """The steps that have a checkpoint, ascending."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sorted(int(name) for name in names if name.isdigit())
+
+    def _before(self, step: int) -> int | None:
+        return max((other for other in self.steps() if other < step), default=None)
 
     def best_step(self) -> int | None:
         """The step with the lowest score; None if no checkpoint has one."""
@@ -110,6 +113,7 @@ class Checkpoints:
         described = {
             "format": FORMAT,
             "step": step,
+            "previous": self._before(step),
             "score": score,
             "config": config,
             "extra": extra,
@@ -181,26 +185,33 @@ class Checkpoints:
         Averaging along the trajectory: Attention Is All You Need, section 6.1, takes 5 checkpoints
         of its base models and 20 of its big ones.
 
+        The best checkpoint, kept while others after it were deleted, is not one of the last.
+
         Raises:
           ValueError: there are fewer, or as `restore_params` does.
         """
         if n < 1:
             raise ValueError(f"average:{n} must be of at least 1 checkpoint: average:5")
-        steps = self.steps()
-        if len(steps) < n:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ValueError(
-                f"average:{n} needs {n} checkpoints and {self.folder} has {len(steps)} "
-                f"({there}): average fewer, or train with loop.train.keep={n} and "
-                "loop.train.checkpoint_every"
-            )
-        total = None  # one checkpoint at a time is in memory, and sums are float64
-        for step in steps[-n:]:
+        there, steps, total = self.steps(), [], None
+        step = there[-1] if there else None
+        while len(steps) < n and step in there:
+            # One checkpoint at a time is in memory, and sums are float64.
             params, _ = self.restore_params(step, like)
             params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
             total = params if total is None else jax.tree.map(np.add, total, params)
+            steps.insert(0, step)
+            step = self._described(step)["previous"]
+        if len(steps) < n:
+            last = ", ".join(map(str, steps)) or "none"
+            if older := ", ".join(map(str, there[: -len(steps)])):  # the best is kept alone
+                last += f"; {older} is from before others that were deleted"
+            raise ValueError(
+                f"average:{n} needs the last {n} checkpoints and {self.folder} has {len(steps)} "
+                f"({last}): average fewer, or train with loop.train.keep={n} and "
+                "loop.train.checkpoint_every"
+            )
         mean = jax.tree.map(lambda x, old: (x / n).astype(old.dtype), total, like)
-        return mean, steps[-n:]
+        return mean, steps
 
     def check_vocabulary(self, step: int, fingerprint: str | None) -> None:
         """Raises ValueError if a checkpoint was trained with another vocabulary than this one.
@@ -238,6 +249,8 @@ class Checkpoints:
         if described["format"] == 1:  # the run's settings were in its folder alone
             run = self.folder.parent / "config.gin"
             described |= {"format": 2, "config": run.read_text() if run.is_file() else None}
+        if described["format"] == 2:  # what was saved before was not noted
+            described |= {"format": 3, "previous": self._before(step)}
         if described["format"] != FORMAT:
             raise ValueError(
                 f"{folder} has checkpoint format {described['format']} and this version reads 1 to "

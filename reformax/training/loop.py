@@ -26,6 +26,7 @@ from reformax.training import step as step_lib
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.evaluation import check_vocabulary, evaluate
 from reformax.training.interrupt import Interrupt
+from reformax.training.lock import alone_in
 from reformax.training.loss import bits_per_dim, metric_name
 from reformax.training.metrics import Progress, Record
 from reformax.training.prefetch import prefetch
@@ -104,7 +105,7 @@ def train(
 
     Raises:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.
-      OSError: the folder cannot be written.
+      OSError: the folder cannot be written, or another training writes into it.
       FloatingPointError: loss or parameters are no longer finite; the checkpoints are from before.
     """
     started = time.monotonic()
@@ -139,138 +140,141 @@ def train(
 
     train_model, eval_model = model(mode="train"), model(mode="eval")
     check_vocabulary(train_model, task)
-    done = checkpoints.steps()
-    vocabulary = None  # what the checkpoints know it by
-    if task.translation is not None:
-        task.translation.sentences(eval_split)  # before minutes are spent on the vocabulary
-        vocabulary = task.translation.vocabulary.keep_in(folder, begun=bool(done))
-        if done:
-            checkpoints.check_vocabulary(done[-1], vocabulary)
-    metric = metric_name(task)
-    task.n_targets(eval_split)  # a split that does not exist fails now
-    key = jax.random.PRNGKey(seed)
-    init = step_lib.init_fn(train_model, optimizer, (batch_size, length), ema_decay > 0)
-    like = jax.eval_shape(init, key)
-    longest = eval_length
-    if task.translation is not None and eval_model.max_length is not None:
-        # Pairs that are longer than a row are scored in longer rows.
-        scored = task.eval_batches(
-            eval_split, eval_batch_size, eval_length, eval_stride or eval_length
-        )
-        scored = itertools.islice(scored, eval_batches)
-        longest = max((batch.targets.shape[1] for batch in scored), default=eval_length)
-    _check_evaluates(eval_model, like.params, task, eval_batch_size, longest)
-
-    if done:
-        state, info = checkpoints.restore(done[-1], like)
-        state = jax.device_put(state, mesh_lib.replicated(mesh))
-    else:
-        state = jax.jit(init, out_shardings=mesh_lib.replicated(mesh))(key)
-        info = {"step": 0, "score": None, "window": []}
-    step, score = info["step"], info["score"]
-    checkpoints.remove_unfinished()  # only now: this config is known to be the run's own
     say = print if progress else _say_nothing
-    settings = None if config_text is None else config_text()
-    if settings is not None:
-        _write_config(folder / "config.gin", settings, say)
-    n_params = sum(x.size for x in jax.tree.leaves(like.params))
-    devices = f"{mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}"
-    begin = f"going on from step {step}" if step else "from step 1"
-    say(f"{task.name}: {n_params:,} parameters, {devices}, {begin} to {steps}, in {folder}")
+    with alone_in(folder, say):
+        done = checkpoints.steps()
+        vocabulary = None  # what the checkpoints know it by
+        if task.translation is not None:
+            task.translation.sentences(eval_split)  # before minutes are spent on the vocabulary
+            vocabulary = task.translation.vocabulary.keep_in(folder, begun=bool(done))
+            if done:
+                checkpoints.check_vocabulary(done[-1], vocabulary)
+        metric = metric_name(task)
+        task.n_targets(eval_split)  # a split that does not exist fails now
+        key = jax.random.PRNGKey(seed)
+        init = step_lib.init_fn(train_model, optimizer, (batch_size, length), ema_decay > 0)
+        like = jax.eval_shape(init, key)
+        longest = eval_length
+        if task.translation is not None and eval_model.max_length is not None:
+            # Pairs that are longer than a row are scored in longer rows.
+            scored = task.eval_batches(
+                eval_split, eval_batch_size, eval_length, eval_stride or eval_length
+            )
+            scored = itertools.islice(scored, eval_batches)
+            longest = max((batch.targets.shape[1] for batch in scored), default=eval_length)
+        _check_evaluates(eval_model, like.params, task, eval_batch_size, longest)
 
-    train_step = step_lib.step_fn(
-        train_model,
-        optimizer,
-        mesh,
-        accumulate=accumulate,
-        loss_chunk_len=loss_chunk_len,
-        label_smoothing=label_smoothing,
-        ema_decay=ema_decay,
-    )
-    rows = mesh_lib.over_batch(mesh)
-    batches = (
-        jax.device_put(tuple(task.train_batch(seed, s, batch_size, length)), rows)
-        for s in range(step, steps)
-    )
-    record = Record(folder, step, metric)
-    bar = Progress(step, steps, progress, metric)
-    log = _Log(record, bar, metric, log_every, steps, batch_size * length, list(info["window"]))
-    saved_step = step if done else None
+        if done:
+            state, info = checkpoints.restore(done[-1], like)
+            state = jax.device_put(state, mesh_lib.replicated(mesh))
+        else:
+            state = jax.jit(init, out_shardings=mesh_lib.replicated(mesh))(key)
+            info = {"step": 0, "score": None, "window": []}
+        step, score = info["step"], info["score"]
+        checkpoints.remove_unfinished()  # only now: this config is known to be the run's own
+        settings = None if config_text is None else config_text()
+        if settings is not None:
+            _write_config(folder / "config.gin", settings, say)
+        n_params = sum(x.size for x in jax.tree.leaves(like.params))
+        devices = f"{mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}"
+        begin = f"going on from step {step}" if step else "from step 1"
+        say(f"{task.name}: {n_params:,} parameters, {devices}, {begin} to {steps}, in {folder}")
 
-    def evaluated() -> float | None:
-        log.drain()
-        result = evaluate(
-            eval_model,
-            state.eval_params,
-            task,
-            eval_split,
-            batch_size=eval_batch_size,
-            length=eval_length,
-            stride=eval_stride,
-            seed=seed,
-            max_batches=eval_batches,
+        train_step = step_lib.step_fn(
+            train_model,
+            optimizer,
+            mesh,
+            accumulate=accumulate,
             loss_chunk_len=loss_chunk_len,
-            mesh=mesh,
-            progress=progress,
-            should_stop=lambda: bool(interrupt),
+            label_smoothing=label_smoothing,
+            ema_decay=ema_decay,
         )
-        log.pause()
-        if result is None:
-            return None
-        bits = result[metric]
-        if not math.isfinite(bits):
-            raise FloatingPointError(f"{eval_split} loss is {bits} after step {step}")
-        values = {metric: bits, "accuracy": result["accuracy"]}
-        record.write(step, eval_split, values, {"seconds": time.monotonic() - started})
-        record.plot()
-        if progress:
-            bar.say(f"step {step}: {eval_split} {bits:.4f} {metric.replace('_', ' ')}")
-        return bits
+        rows = mesh_lib.over_batch(mesh)
+        batches = (
+            jax.device_put(tuple(task.train_batch(seed, s, batch_size, length)), rows)
+            for s in range(step, steps)
+        )
+        record = Record(folder, step, metric)
+        bar = Progress(step, steps, progress, metric)
+        log = _Log(record, bar, metric, log_every, steps, batch_size * length, list(info["window"]))
+        saved_step = step if done else None
 
-    def save() -> None:
-        log.drain()
-        if not step_lib.all_finite(state):
-            raise FloatingPointError(f"parameters are not finite after step {step}")
-        extra = {} if vocabulary is None else {"vocabulary": vocabulary}
-        checkpoints.save(step, state, score, settings, window=log.window, **extra)
-        log.pause()
+        def evaluated() -> float | None:
+            log.drain()
+            result = evaluate(
+                eval_model,
+                state.eval_params,
+                task,
+                eval_split,
+                batch_size=eval_batch_size,
+                length=eval_length,
+                stride=eval_stride,
+                seed=seed,
+                max_batches=eval_batches,
+                loss_chunk_len=loss_chunk_len,
+                mesh=mesh,
+                progress=progress,
+                should_stop=lambda: bool(interrupt),
+            )
+            log.pause()
+            if result is None:
+                return None
+            bits = result[metric]
+            if not math.isfinite(bits):
+                raise FloatingPointError(f"{eval_split} loss is {bits} after step {step}")
+            values = {metric: bits, "accuracy": result["accuracy"]}
+            record.write(step, eval_split, values, {"seconds": time.monotonic() - started})
+            record.plot()
+            if progress:
+                bar.say(f"step {step}: {eval_split} {bits:.4f} {metric.replace('_', ' ')}")
+            return bits
 
-    with Interrupt() as interrupt, prefetch(batches) as ready:
-        try:
-            while True:
-                minutes = (time.monotonic() - started) / 60
-                # At least a step a run, or a limit below the compile time would never end.
-                late = max_minutes is not None and minutes > max_minutes and step > info["step"]
-                finished = step >= steps or late
-                due = finished or (eval_every is not None and step % eval_every == 0)
-                # A checkpoint without a score where one is due: the run was stopped right there.
-                if step > 0 and due and score is None and not interrupt:
-                    score = evaluated()
-                    if score is not None:
-                        saved_step = None
-                keep_step = (
-                    checkpoint_every is not None and step > 0 and not step % checkpoint_every
-                )
-                if step != saved_step and (score is not None or keep_step or interrupt):
-                    save()
-                    saved_step = step
-                if finished or interrupt:
-                    break
-                state, metrics = train_step(state, next(ready), key)
-                step, score = step + 1, None
-                log.add(step, metrics)
-        except FloatingPointError as error:
-            checkpoints.wait()
-            good = checkpoints.steps()
-            last = f"step {good[-1]} is the last good checkpoint" if good else "no checkpoint yet"
-            raise FloatingPointError(
-                f"{error}: {last} in {folder}; lower the learning rate or clip the gradient, then "
-                "run again to go on from there"
-            ) from None
-        finally:
-            checkpoints.wait()
-            record.close()
-            bar.close()
+        def save() -> None:
+            log.drain()
+            if not step_lib.all_finite(state):
+                raise FloatingPointError(f"parameters are not finite after step {step}")
+            extra = {} if vocabulary is None else {"vocabulary": vocabulary}
+            checkpoints.save(step, state, score, settings, window=log.window, **extra)
+            log.pause()
+
+        with Interrupt() as interrupt, prefetch(batches) as ready:
+            try:
+                while True:
+                    minutes = (time.monotonic() - started) / 60
+                    # At least a step a run, or a limit below the compile time would never end.
+                    late = max_minutes is not None and minutes > max_minutes and step > info["step"]
+                    finished = step >= steps or late
+                    due = finished or (eval_every is not None and step % eval_every == 0)
+                    # A checkpoint without a score where one is due: the run was stopped there.
+                    if step > 0 and due and score is None and not interrupt:
+                        score = evaluated()
+                        if score is not None:
+                            saved_step = None
+                    keep_step = (
+                        checkpoint_every is not None and step > 0 and not step % checkpoint_every
+                    )
+                    if step != saved_step and (score is not None or keep_step or interrupt):
+                        save()
+                        saved_step = step
+                    if finished or interrupt:
+                        break
+                    state, metrics = train_step(state, next(ready), key)
+                    step, score = step + 1, None
+                    log.add(step, metrics)
+            except FloatingPointError as error:
+                checkpoints.wait()
+                good = checkpoints.steps()
+                last = "no checkpoint yet"
+                if good:
+                    last = f"step {good[-1]} is the last good checkpoint"
+                raise FloatingPointError(
+                    f"{error}: {last} in {folder}; lower the learning rate or clip the gradient, "
+                    "then run again to go on from there"
+                ) from None
+            finally:
+                checkpoints.wait()
+                record.close()
+                bar.close()
     best = checkpoints.best_step()
     return {
         "step": step,
@@ -346,6 +350,8 @@ class _Log:
             return
         means = [sum(column) / len(column) for column in zip(*self.window, strict=True)]
         line = {self._metric: means[0], "accuracy": means[1], "grad_norm": values["grad_norm"]}
+        if "learning_rate" in values:
+            line["learning_rate"] = values["learning_rate"]
         timing = {} if speed is None else {"tokens_per_second": speed}
         self._record.write(step, "train", line, timing)
         self.window.clear()

@@ -1,7 +1,8 @@
 """Optimizers and learning-rate schedules over optax, each a factory that gin can fill in.
 
 A schedule counts steps from 0; update number n uses its value at n + 1 warm-up steps, so that the
-first update is not thrown away on a rate of zero.
+first update is not thrown away on a rate of zero. An optimizer with an attribute `learning_rate`,
+as all of these have, gets it into the record of a run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ import optax
 # Norms, biases, embeddings and positions: they are no matrix of a linear map, and shrinking them is
 # no prior of smooth functions. Names decide, because a scanned stack gives all tensors more axes.
 NO_DECAY = r"norm|bias|scale|embed|position|(^|\.)b(\d|_\w+)?$"
+
+
+class Optimizer(optax.GradientTransformationExtraArgs):
+    """A transformation of gradients that knows the learning rate of each of its steps."""
+
+    learning_rate: optax.Schedule
 
 
 def rsqrt(constant: float = 0.1, warmup_steps: int = 400) -> optax.Schedule:
@@ -61,7 +68,7 @@ def adam(
     b2: float = 0.98,
     eps: float = 1e-9,
     clip: float | None = None,
-) -> optax.GradientTransformation:
+) -> Optimizer:
     """Adam (Kingma & Ba, 2015), with the b2 and eps of Attention Is All You Need, section 5.3.
 
     Args:
@@ -71,7 +78,7 @@ def adam(
       eps: added to the root of the latter.
       clip: largest global norm of the gradient, which is scaled down to it; None for no clipping.
     """
-    return _clipped(clip, optax.adam(learning_rate, b1, b2, eps))
+    return _optimizer(learning_rate, clip, optax.adam(learning_rate, b1, b2, eps))
 
 
 def adamw(
@@ -82,7 +89,7 @@ def adamw(
     weight_decay: float = 0.1,
     clip: float | None = 1.0,
     no_decay: str = NO_DECAY,
-) -> optax.GradientTransformation:
+) -> Optimizer:
     """AdamW (Loshchilov & Hutter, 2019), algorithm 2: each step also shrinks the matrices.
 
     Args:
@@ -96,9 +103,8 @@ def adamw(
         of fewer than two axes.
     """
     mask = _decay_mask(no_decay)
-    return _clipped(
-        clip, optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
-    )
+    adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
+    return _optimizer(learning_rate, clip, adamw)
 
 
 def adafactor(
@@ -111,7 +117,7 @@ def adafactor(
     weight_decay: float = 0.0,
     clip: float | None = None,
     no_decay: str = NO_DECAY,
-) -> optax.GradientTransformation:
+) -> Optimizer:
     """Adafactor (Shazeer & Stern, 2018), algorithms 4 and 5: row and column means of squares.
 
     Args:
@@ -126,7 +132,8 @@ def adafactor(
       no_decay: as in `adamw`.
     """
     # optax.adafactor hands its weight_decay_rate on unscaled by the learning rate.
-    return _clipped(
+    return _optimizer(
+        learning_rate,
         clip,
         optax.adafactor(
             learning_rate,
@@ -141,11 +148,15 @@ def adafactor(
     )
 
 
-def _clipped(clip, optimizer):
-    if clip is None:
-        return optimizer
-    _check_positive(clip=clip)
-    return optax.chain(optax.clip_by_global_norm(clip), optimizer)
+def _optimizer(learning_rate, clip, optimizer) -> Optimizer:
+    """`optimizer` behind a clipped gradient, with its schedule."""
+    if clip is not None:
+        _check_positive(clip=clip)
+        optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
+    known = Optimizer(*optimizer)
+    constant = optax.constant_schedule(learning_rate)
+    known.learning_rate = learning_rate if callable(learning_rate) else constant
+    return known
 
 
 def _decay_mask(no_decay: str):

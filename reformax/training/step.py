@@ -69,7 +69,8 @@ def step_fn(
 
     Returns:
       (state, (inputs, targets, weights), key) -> (state, {'nats', 'accuracy', 'grad_norm'}), the
-      first two means over the batch's targets, before the update; inputs may be a tree of arrays
+      first two means over the batch's targets, before the update, and besides the update's
+      'learning_rate' if the optimizer has a schedule by that name; inputs may be a tree of arrays
       [B, ...]. The state given is used up. The step's randomness is key folded with the step's
       number, and in turn with the micro-batch's.
     """
@@ -85,6 +86,7 @@ def step_fn(
         return sums.loss / total_weight, means
 
     gradient = jax.grad(mean_loss, has_aux=True)
+    schedule = getattr(optimizer, "learning_rate", None)
 
     def step(state: State, batch, key):
         rng = jax.random.fold_in(key, state.step)
@@ -116,6 +118,8 @@ def step_fn(
             decay = jnp.minimum(ema_decay, (1.0 + done) / (10.0 + done))
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
         metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(grads)}
+        if schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return State(done, params, opt_state, ema), metrics
 
     whole = mesh_lib.replicated(mesh)

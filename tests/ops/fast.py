@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 
 import jax
 
@@ -9,6 +10,14 @@ import jax
 def fast_jit(function):
     """`jax.jit` without LLVM's optimisation of the loops, which takes half of the compile time."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def default_jit(function, optimization_level=3):
+    """`jax.jit` as in use: where what is fused with what matters, or a test computes for long."""
+    options = {"xla_backend_optimization_level": optimization_level}
+    if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
+        options["xla_cpu_use_fusion_emitters"] = True
+    return jax.jit(function, compiler_options=options)
 
 
 def lower_for_gpu(function, *args) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reformax import ops
 from reformax.ops import base, chunked
 from tests.ops import oracle
-from tests.ops.fast import fast_jit
+from tests.ops.fast import default_jit, fast_jit
 from tests.ops.rows import ROWS, Shape, visible
 
 over_rows = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
@@ -401,11 +401,14 @@ def test_equal_tokens_share_large_scores(row):
     q = np.full((2, 20, 2, 4), 1e3, np.float32)
     k = None if row.op().traits.shared_qk else q
     op = row.op()
-    attend = fast_jit(
-        lambda v, d_out: jax.vjp(lambda v: op(q, k, v, causal=True, rng=jax.random.key(0)), v)[1](
-            d_out
-        )
-    )
+
+    def gradient(v, d_out):
+        masks = dict(causal=True, rng=jax.random.key(0))
+        return jax.vjp(lambda v: op(q, k, v, **masks), v)[1](d_out)
+
+    # Scores of 1e6 differ by 0.1 where a pass rounds otherwise: of an interpreted kernel the two
+    # passes round alike as XLA's own emitter has them, and not once it is optimised.
+    attend = default_jit(gradient, optimization_level=0)
     (dv,) = attend(v, np.ones_like(v))
     np.testing.assert_allclose(np.sum(dv, axis=1), 20, rtol=1e-5)
 

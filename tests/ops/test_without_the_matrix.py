@@ -9,7 +9,7 @@ import pytest
 
 from reformax.ops import base, block_sparse, dense, flash, memory_efficient, tiles
 from tests.ops import oracle
-from tests.ops.fast import fast_jit
+from tests.ops.fast import default_jit, fast_jit
 
 KEY = jax.random.key(5)
 OPS = {"memory_efficient": memory_efficient.memory_efficient, "flash": flash.flash}
@@ -53,7 +53,7 @@ def test_the_papers_check_of_16384_tokens(name, draw, bound):
     some = np.random.default_rng(0).choice(length, 64, replace=False)
     with jax.default_matmul_precision("highest"):
         out, plain = (
-            np.asarray(jax.jit(lambda *x, op=op: op(*x))(queries, k, v))
+            np.asarray(default_jit(lambda *x, op=op: op(*x))(queries, k, v))
             for op, queries in ((OPS[name](), q), (dense.dense(impl="xla"), q[:, some]))
         )
         out = out[:, some]

@@ -91,6 +91,32 @@ def test_a_step_can_be_saved_again_with_its_score(tmp_path):
     assert not list(checkpoints.folder.glob("tmp*"))
 
 
+def test_an_average_is_of_the_last_without_a_gap(tmp_path):
+    like = jax.eval_shape(lambda: state().params)
+    checkpoints = saved(tmp_path, [1, 2, 3, 4], {1: 0.5}, keep=2)
+    assert checkpoints.steps() == [1, 3, 4]
+    mean, steps = checkpoints.restore_average(2, like)
+    assert steps == [3, 4]
+    np.testing.assert_array_equal(mean["w"], state(3.5).params["w"])
+    with pytest.raises(ValueError, match=r"average:3 needs the last 3 .* has 2 \(3, 4; 1 is") as e:
+        checkpoints.restore_average(3, like)
+    assert "loop.train.keep=3" in one_line(e)
+    # A run that goes on and keeps more does not close the gap.
+    later = saved(tmp_path, [5, 6], keep=5)
+    assert later.steps() == [1, 3, 4, 5, 6]
+    assert later.restore_average(4, like)[1] == [3, 4, 5, 6]
+    with pytest.raises(ValueError, match="average:5 needs the last 5"):
+        later.restore_average(5, like)
+    # Where the best is the one right before the others there is no gap.
+    near = saved(tmp_path / "near", [1, 2, 3], {1: 0.5}, keep=2)
+    assert near.restore_average(3, like)[1] == [1, 2, 3]
+    for step in (1, 2, 3):
+        as_format(2, near.folder / str(step))
+    assert near.restore_average(3, like)[1] == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"has 0 \(none\)"):
+        checkpoint.Checkpoints(tmp_path / "nothing").restore_average(1, like)
+
+
 def test_the_moving_average_is_what_is_scored(tmp_path):
     like = jax.eval_shape(lambda: state().params)
     plain, _ = saved(tmp_path / "plain").restore_params(3, like)
@@ -158,7 +184,7 @@ def test_another_optimizer_is_told(tmp_path):
 def test_another_format_is_told(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path)
     monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
-    with pytest.raises(ValueError, match="checkpoint format 2 and this version reads 1 to 3"):
+    with pytest.raises(ValueError, match="checkpoint format 3 and this version reads 1 to 4"):
         checkpoints.restore(3, jax.eval_shape(state))
 
 
@@ -170,11 +196,12 @@ def test_it_carries_the_settings(tmp_path):
     assert checkpoints.config(3) == "steps = 3\n" and checkpoints.config(4) is None
 
 
-def as_format_1(folder):
-    """A checkpoint as it was before it carried the settings."""
+def as_format(number, folder):
+    """A checkpoint as it was before it named the one before (2), or carried the settings (1)."""
     described = json.loads((folder / "checkpoint.json").read_text())
-    del described["config"]
-    (folder / "checkpoint.json").write_text(json.dumps(described | {"format": 1}))
+    for name in ("previous", "config")[: 3 - number]:
+        del described[name]
+    (folder / "checkpoint.json").write_text(json.dumps(described | {"format": number}))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["checkpoint.json"] = checkpoint._fingerprint(folder / "checkpoint.json")
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -182,7 +209,7 @@ def as_format_1(folder):
 
 def test_format_1_is_read_with_the_settings_of_its_folder(tmp_path):
     checkpoints = saved(tmp_path)
-    as_format_1(checkpoints.folder / "3")
+    as_format(1, checkpoints.folder / "3")
     restored, info = checkpoints.restore(3, jax.eval_shape(state))
     np.testing.assert_array_equal(restored.params["w"], state().params["w"])
     assert info == {"step": 3, "score": None} and checkpoints.config(3) is None

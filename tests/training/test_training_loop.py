@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from reformax.training import checkpoint, loop, optimizer
@@ -28,7 +29,8 @@ def run(folder, **settings):
 
 def start(folder, devices=1, **settings):
     """The same in a process of its own; returns its exit code."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += f" --xla_force_host_platform_device_count={devices}"
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.training.worker", str(folder), json.dumps(settings)]
     process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
@@ -247,6 +249,22 @@ def test_a_line_is_the_mean_since_the_last(tmp_path):
     _, means = run(tmp_path / "means", log_every=4, steps=8)
     bits = [x["bits_per_dim"] for x in each if x["split"] == "train"]
     assert means[1]["bits_per_dim"] == pytest.approx(np.mean(bits[4:]), rel=1e-12)
+
+
+def test_the_learning_rate_of_each_lines_step_is_in_the_record(tmp_path):
+    """Over an interruption too, and of no optimizer that does not tell it."""
+    schedule = optimizer.cosine(max_value=3e-2, steps=12, warmup_steps=6)
+    settings = {"optimizer": optimizer.adamw(schedule), "accumulate": 2}
+    run(tmp_path / "known", steps=6, **settings)
+    _, lines = run(tmp_path / "known", steps=12, **settings)
+    rates = {x["step"]: x.pop("learning_rate") for x in lines if x["split"] == "train"}
+    wanted = {step: float(schedule(step - 1)) for step in (4, 6, 8, 12)}
+    assert rates == pytest.approx(wanted, rel=1e-5)
+    assert rates[4] == pytest.approx(2e-2) and not any("learning_rate" in x for x in lines)
+    events = [p.read_bytes() for p in (tmp_path / "known" / "tensorboard").iterdir()]
+    assert b"train/learning_rate" in b"".join(events)
+    _, lines = run(tmp_path / "unknown", steps=4, optimizer=optax.sgd(schedule))
+    assert not any("learning_rate" in x for x in lines)
 
 
 def test_the_seed_the_batch_and_the_length_matter(tmp_path):

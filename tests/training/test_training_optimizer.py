@@ -76,6 +76,8 @@ def test_a_schedule_is_a_learning_rate(factory):
     dropped = optax.piecewise_constant_schedule(0.1, {2: 0.0})
     assert largest_difference(after(factory(dropped), 2), after(factory(0.1), 2)) < 1e-6
     assert largest_difference(after(factory(dropped), 4), after(factory(0.1), 4)) > 1e-3
+    assert factory(dropped).learning_rate is dropped
+    assert [factory(0.1, clip=1.0).learning_rate(step) for step in (0, 99)] == [0.1, 0.1]
 
 
 OPTIONS = [
@@ -110,7 +112,7 @@ def test_every_option_changes_the_updates(factory, option, base):
 
 
 def test_clipping_scales_the_whole_gradient_to_its_norm():
-    tx = optax.chain(optimizer._clipped(0.5, optax.identity()))
+    tx = optax.chain(optimizer._optimizer(1.0, 0.5, optax.identity()))
     grads = {"a": jnp.full((3,), 4.0), "b": jnp.full((2, 2), -2.0)}
     clipped, _ = tx.update(grads, tx.init(grads), grads)
     norm = np.sqrt(sum((np.asarray(x) ** 2).sum() for x in clipped.values()))

@@ -185,7 +185,7 @@ def test_an_average_is_the_mean_of_the_last_checkpoints(run):
         expected = np.mean([leaves(folder, step) for step in steps], axis=0)
         np.testing.assert_allclose(vector, expected, rtol=1e-6)
     with pytest.raises(
-        ValueError, match=r"average:4 needs 4 checkpoints and .* has 3 \(8, 10, 12"
+        ValueError, match=r"average:4 needs the last 4 checkpoints and .* has 3 \(8, 10, 12"
     ) as e:
         checkpoints.restore_average(4, like)
     assert "\n" not in str(e.value)
