@@ -12,9 +12,9 @@ def fast_jit(function):
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def default_jit(function, optimization_level=3):
+def default_jit(function):
     """`jax.jit` as in use: where what is fused with what matters, or a test computes for long."""
-    options = {"xla_backend_optimization_level": optimization_level}
+    options = {"xla_backend_optimization_level": 3}
     if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
         options["xla_cpu_use_fusion_emitters"] = True
     return jax.jit(function, compiler_options=options)

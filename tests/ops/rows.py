@@ -56,9 +56,13 @@ class Row(NamedTuple):
         return self.factory(**(self.first | options))
 
     @property
+    def in_kernel(self) -> bool:
+        return self.first.get("impl") == "pallas_interpret"
+
+    @property
     def bias(self) -> bool:
         """Whether the calls may have a bias, which no kernel of ours computes."""
-        return self.op().traits.bias and self.options.get("impl") != ("pallas_interpret",)
+        return self.op().traits.bias and not self.in_kernel
 
     def causal(self, causal: bool) -> bool:
         """`causal`, or True where the op can be nothing else."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reformax import ops
 from reformax.ops import base, chunked
 from tests.ops import oracle
-from tests.ops.fast import default_jit, fast_jit
+from tests.ops.fast import fast_jit
 from tests.ops.rows import ROWS, Shape, visible
 
 over_rows = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
@@ -402,15 +402,14 @@ def test_equal_tokens_share_large_scores(row):
     k = None if row.op().traits.shared_qk else q
     op = row.op()
 
+    @fast_jit
     def gradient(v, d_out):
-        masks = dict(causal=True, rng=jax.random.key(0))
-        return jax.vjp(lambda v: op(q, k, v, **masks), v)[1](d_out)
+        return jax.vjp(lambda v: op(q, k, v, causal=True, rng=jax.random.key(0)), v)[1](d_out)
 
-    # Scores of 1e6 differ by 0.1 where a pass rounds otherwise: of an interpreted kernel the two
-    # passes round alike as XLA's own emitter has them, and not once it is optimised.
-    attend = default_jit(gradient, optimization_level=0)
-    (dv,) = attend(v, np.ones_like(v))
-    np.testing.assert_allclose(np.sum(dv, axis=1), 20, rtol=1e-5)
+    # A kernel's two passes may round a score of 3e6 = 2e6 log2(e) up and down, by an eighth each.
+    bound = 2 ** (1 / 4) - 1 if row.in_kernel else 1e-5
+    dv = gradient(v, np.ones_like(v))[0]
+    np.testing.assert_allclose(np.sum(dv, axis=1), 20, rtol=bound)
 
 
 @pytest.mark.parametrize(
