@@ -337,7 +337,9 @@ def notes(spec: Spec) -> list[str]:
     """Where the function of `spec` differs from that of Trax's model with the same weights."""
     found = []
     if spec.arguments["dtype"] != "float32":
-        found.append(f"sublayers compute in {spec.arguments['dtype']}; Trax's in float32")
+        found.append(
+            f"sublayers and logits compute in {spec.arguments['dtype']}; Trax's in float32"
+        )
     if spec.arguments.get("exact"):
         found.append("exact=True rounds the streams to multiples of 2^-12")
     wanted = {"count_once": False, "wrap": True, "self_score": -1e5, "n_hashes_eval": None}

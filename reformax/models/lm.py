@@ -64,7 +64,9 @@ class LanguageModel(Layer):
         self._stack = stack
         self._reversible = isinstance(stack, ReversibleStack)
         self._dropout = rate_in(mode, dropout)
-        self._norm = LayerNorm(norm_epsilon, dtype)
+        self._dtype = dtype
+        # Of a mean over many targets float16 would lose the gradient: its features are float32.
+        self._norm = LayerNorm(norm_epsilon, "float32" if dtype == "float16" else dtype)
 
     @property
     def vocab_size(self) -> int:
@@ -122,9 +124,8 @@ class LanguageModel(Layer):
         return x if self._positions is None else self._positions.apply(params["positions"], x)
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
-        """Unnormalised log-probabilities, float32, of a product in the features' dtype."""
-        w, b = params["logits"]["w"].astype(features.dtype), params["logits"]["b"]
-        return scores(features, w.T) + b
+        """Unnormalised log-probabilities, float32, of a product in the sublayers' dtype."""
+        return scores(features, params["logits"]["w"].T, self._dtype) + params["logits"]["b"]
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
@@ -138,7 +139,8 @@ class LanguageModel(Layer):
 
     def for_decoding(self, params) -> Any:
         """The weights for `step`: layers apart, in the dtypes that they are used in."""
-        return params | {"stack": self._stack.for_decoding(params["stack"])}
+        logits = params["logits"] | {"w": params["logits"]["w"].astype(self._dtype)}
+        return params | {"stack": self._stack.for_decoding(params["stack"]), "logits": logits}
 
     def prefill(
         self, params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, rng=None

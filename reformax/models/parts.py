@@ -117,23 +117,25 @@ def added_positions(
     return SinusoidalPositionalEncoding() if pos_type == "sinusoidal" else None
 
 
-@jax.custom_vjp
-def scores(x: Float[Array, "*d D"], table: Float[Array, "V D"]) -> Float[Array, "*d V"]:
-    """Products with all rows of the table in float32, whose gradient is rounded to bfloat16.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def scores(x: Float[Array, "*d D"], table: Float[Array, "V D"], dtype: str) -> Float[Array, "*d V"]:
+    """Products with all rows of the table, of both rounded to `dtype`, in float32.
 
-    It would be float32 otherwise and make products of that, at half the speed of rounded ones.
-    Float16 would make nothing of the small numbers that a mean over many targets has.
+    Their gradient is rounded to bfloat16: in float32 it would make products of that, at half the
+    speed of rounded ones. Float16 would make nothing of the small numbers that a mean over many
+    targets has, and no room for sums over as many: what comes in as float32 has its gradient so.
     """
+    x, table = x.astype(dtype), table.astype(dtype)
     return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
 
 
-def _scores_backward(inputs, gradient):
-    x, table = inputs
+def _scores_backward(dtype, inputs, gradient):
+    x, table = (z.astype(dtype) for z in inputs)
     if x.dtype != jnp.float16:
-        gradient = gradient.astype(x.dtype)
+        gradient = gradient.astype(dtype)
     d_x = jnp.einsum("...v,vd->...d", gradient, table)
     d_table = jnp.einsum("...v,...d->vd", gradient, x)
-    return d_x.astype(x.dtype), d_table.astype(table.dtype)
+    return tuple(d.astype(like.dtype) for d, like in zip((d_x, d_table), inputs, strict=True))
 
 
-scores.defvjp(lambda x, table: (scores(x, table), (x, table)), _scores_backward)
+scores.defvjp(lambda x, table, dtype: (scores(x, table, dtype), (x, table)), _scores_backward)

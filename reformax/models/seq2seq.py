@@ -201,8 +201,7 @@ class EncoderDecoder(Layer):
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32, of a product in the sublayers' dtype."""
-        table = params["embedding"].astype(self._dtype)
-        return scores(features.astype(self._dtype), table)
+        return scores(features, params["embedding"], self._dtype)
 
     def apply(
         self,

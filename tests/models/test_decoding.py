@@ -134,7 +134,9 @@ def test_bfloat16(name):
     found = decode(model, params, tokens[:, :-1], [9, 9])
     errors = [np.abs(logits - whole[b, t]).max() for (b, t), logits in found.items()]
     assert np.median(errors) < 0.02 * np.abs(whole).max()
-    weights = model.for_decoding(params)["stack"]
+    weights = model.for_decoding(params)
+    assert weights["logits"]["w"].dtype == jnp.bfloat16
+    weights = weights["stack"]
     assert len(weights) == 2  # repeats of the cycle
     for name, block in weights[0].items():
         assert all(w.dtype == jnp.bfloat16 for w in jax.tree.leaves(block["attention"])), name

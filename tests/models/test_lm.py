@@ -326,6 +326,23 @@ def test_bfloat16_is_near_float32(model_fn):
 
 
 @both_models
+def test_gradients_of_float16_logits_may_be_small_or_large(model_fn):
+    """As those of a mean over many targets, which is a sum of many that is then divided."""
+    options = SMALL | dict(n_layers=1, attention_type=OPS["local"])
+    params, tokens = init(model_fn(**options)), some_tokens()
+    gradients = [
+        fast_jit(jax.grad(lambda p, factor, m=model: factor * loss_of(m, p, tokens)))
+        for model in (model_fn(**options, dtype=dtype) for dtype in ("float16", "float32"))
+    ]
+    for factor in (2.0**-22, 2.0**22):
+        got, want = (
+            [jax.tree.map(lambda x, by=factor: x / by, g[name]) for name in ("logits", "norm")]
+            for g in (gradient(params, factor) for gradient in gradients)
+        )
+        plain.assert_trees_close(got, want, 1e-3)
+
+
+@both_models
 def test_the_cycle_runs_in_the_order_given(model_fn):
     cycle = (OPS["local"], OPS["lsh"], OPS["lsh"])
     model = model_fn(**SMALL | dict(n_layers=6), attention_type=cycle)

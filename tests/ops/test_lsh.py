@@ -133,10 +133,23 @@ def test_given_rotations_are_the_hash():
 
 
 @pytest.mark.parametrize("segment_dtype", [None, np.int32, np.uint8])
-@pytest.mark.parametrize("n_buckets", [6, 2**31 // 45 + 1])
+@pytest.mark.parametrize(
+    "n_buckets, backend",
+    # Of 12 rows on a GPU: all keys in 16 bits, with the position in 32, beside it.
+    [
+        (6, "cpu"),
+        (2**31 // 45 + 1, "cpu"),
+        (2**16 // 12 - 1, "gpu"),
+        (2**16, "gpu"),
+        (2**27, "gpu"),
+    ],
+)
 @pytest.mark.parametrize("n_pad", [0, 5])
-def test_order_is_by_segment_then_bucket_then_position(n_buckets, segment_dtype, n_pad):
+def test_order_is_by_segment_then_bucket_then_position(
+    n_buckets, backend, segment_dtype, n_pad, monkeypatch
+):
     """Padding comes last, whether one packed word is sorted or keys with their positions."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     rng = np.random.default_rng(0)
     buckets = rng.integers(0, 6, (2, 3, 2, 40)).astype(np.int32) + n_buckets - 6
     segments, last = None, np.zeros((2, 1, 1, 40), int)

@@ -571,7 +571,7 @@ def _like(x: Array, program: _Program) -> jax.ShapeDtypeStruct:
 def _forward_tiles(x: _Inputs, round_: int) -> Tiles:
     if x.order is None:
         return Tiles(64, 64, 4, 3)
-    if x.q.shape[3] > 64:
+    if _row_bytes(x) > 128:
         return Tiles(64, 32, 4, 5)
     return Tiles(64, 64, 4, 5 if round_ else 3)
 
@@ -580,4 +580,9 @@ def _backward_tiles(x: _Inputs, round_: int) -> Tiles:
     del round_
     if x.order is None:
         return Tiles(64, 64, 4, 1)
-    return Tiles(64, 64 if x.q.shape[3] <= 64 else 32, 4, 5)
+    return Tiles(64, 64 if _row_bytes(x) <= 128 else 32, 4, 5)
+
+
+def _row_bytes(x: _Inputs) -> int:
+    """Of a row of keys or values, whichever is wider: stages of them share a chip's memory."""
+    return max(x.k.shape[3], x.v.shape[3]) * x.v.dtype.itemsize
