@@ -105,8 +105,8 @@ class _Block(NamedTuple):
 class Fields(NamedTuple):
     """The chunks of several rounds side by side in words, where three operations compare them all.
 
-    Below each number of `guard` bits stands nothing of its neighbour, so that sums do not meet:
-    a field is two bits wider, but for the last of a word, whose sums may lose their last carry.
+    Numbers have `guard` bits and fields two more, so that what is added in one does not reach the
+    next; the last field of a word has one more, for its carry may be lost.
     """
 
     guard: int  # 2^guard is above every number of a chunk and every distance that is near
@@ -340,7 +340,7 @@ def _forward_kernel(x: _Inputs, before: _Softmax | None, after: _Softmax, *, pro
         state = acc, top, jnp.zeros_like(top)
     else:
         acc, top = here.rows(before.acc, own), here.numbers(before.top, own, LOWEST)
-        state = acc.astype(jnp.float32), top, here.numbers(before.total, own, 0.0)
+        state = acc, top, here.numbers(before.total, own, 0.0)
     q = here.rows(x.q, own)
     # Maxima are of the plain products: scale and base go into the exponent, one multiply-add.
     scale = LOG2_E / math.sqrt(x.q.shape[3])
