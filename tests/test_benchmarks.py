@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -131,6 +132,29 @@ def test_a_length_that_no_table_has_is_refused(capsys):
     with pytest.raises(SystemExit):
         step.main(["--lengths", "7"])
     assert "--lengths" in capsys.readouterr().err
+
+
+def test_models_compile_beside_each_other(monkeypatch):
+    """As many as `--threads` says: each waits here until as many others compile too."""
+    barrier = threading.Barrier(3)
+    compile_one = step.Runner.compile
+
+    def compile_together(runner):
+        barrier.wait(timeout=30)
+        compile_one(runner)
+
+    monkeypatch.setattr(step.Runner, "compile", compile_together)
+    monkeypatch.setattr(step, "candidates", lambda shape, peers: dict.fromkeys((OURS, TRAX), guess))
+    monkeypatch.setattr(step, "baseline", lambda shape: {"Transformer": guess})
+    monkeypatch.setitem(step.SHAPES, "cpu", (TINY,))
+    monkeypatch.setattr(step.jax, "default_backend", lambda: "cpu")
+    step.main(["--repeats=1", "--threads=3"])
+    with pytest.raises(SystemExit):
+        step.main(["--threads=0"])
+
+
+def guess():
+    return constant_model(0.0)
 
 
 TINY_TEXT = generation.Shape(
