@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from reformax.training import config, script
+from reformax.cli import config, script
 
 # What an evaluation takes of the run's settings.
 READ = (

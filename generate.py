@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from reformax.training import config, script
+from reformax.cli import config, script
 
 # The flags of going on with a prompt and their values where they are not given.
 CONTINUE = {
@@ -63,7 +63,7 @@ def main() -> int:
     if args.num_samples is not None and args.num_samples < 1:
         raise ValueError(f"num_samples is {args.num_samples}: expected at least 1")
     script.parse_run(args)
-    from reformax.generation import loop as generation
+    from reformax.generation import decoding as generation
     from reformax.models import EncoderDecoder
     from reformax.training import loop as training
 

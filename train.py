@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from reformax.training import config, script
+from reformax.cli import config, script
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 

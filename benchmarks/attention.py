@@ -62,14 +62,13 @@ from benchmarks import rabe_staats
 from benchmarks.measuring import N_QUEUED, Times, reason, time_calls
 from reformax.ops import (
     AttentionOp,
-    angular_hash,
     base,
-    chunked,
     flash,
     local,
     lsh,
     memory_efficient,
 )
+from reformax.ops.parts import chunked, hashing
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -291,10 +290,8 @@ def sorted_share(row: Row, plan: chunked.Order, q: Array) -> float:
     found = jnp.take_along_axis(plan.order, plan.slot, axis=-1)
     if not jnp.array_equal(found, jnp.broadcast_to(jnp.arange(found.shape[-1]), found.shape)):
         raise ArithmeticError("the plan is no permutation")
-    sizes = angular_hash.auto_buckets(q.shape[1], row.options["chunk_len"])
-    buckets = jax.jit(angular_hash.hash_vectors, static_argnums=(1, 2))(
-        q, sizes, found.shape[2], RNG
-    )
+    sizes = hashing.auto_buckets(q.shape[1], row.options["chunk_len"])
+    buckets = jax.jit(hashing.hash_vectors, static_argnums=(1, 2))(q, sizes, found.shape[2], RNG)
     n_pad = found.shape[-1] - q.shape[1]
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=2**31 - 1)
     buckets = jnp.take_along_axis(buckets, plan.order, axis=-1)

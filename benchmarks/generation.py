@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from reformax import generation, models
-from reformax.ops import angular_hash, local, lsh
+from reformax.ops import local, lsh
+from reformax.ops.parts import hashing
 
 VOCAB_SIZE = 256
 # The two kinds of LSH, the last of which is compared with peers.
@@ -192,7 +193,7 @@ def hugging_face(shape: Shape, dtype: str):
         local_attn_chunk_length=shape.local_chunk_len,
         lsh_attn_chunk_length=shape.lsh_chunk_len,
         num_hashes=shape.n_hashes,
-        num_buckets=list(angular_hash.auto_buckets(shape.context, shape.lsh_chunk_len)),
+        num_buckets=list(hashing.auto_buckets(shape.context, shape.lsh_chunk_len)),
         vocab_size=VOCAB_SIZE,
         is_decoder=True,
         use_cache=True,

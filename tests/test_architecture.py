@@ -14,7 +14,7 @@ from pathlib import Path
 import gin
 import pytest
 
-from reformax.training import config
+from reformax.cli import config
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "reformax"
@@ -28,13 +28,14 @@ MAY_IMPORT = {
     "data": {"data"},
     "training": {"training"},
     "generation": {"generation"},
-    "convert": {"ops", "layers", "models", "training", "convert"},
+    "cli": {"cli", "training", "generation"},
+    "convert": {"ops", "layers", "models", "training", "cli", "convert"},
     "__init__.py": set(),
 }
 # The only module of the package that imports each of these.
 SOLE_IMPORTERS = {
     "trax": PACKAGE / "layers" / "_trax.py",
-    "gin": PACKAGE / "training" / "config.py",
+    "gin": PACKAGE / "cli" / "config.py",
 }
 
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reformax.training import config, script
+from reformax.cli import config, script
 
 # Beyond this share of the largest logit the command fails.
 TOLERANCE = 1e-4

@@ -18,7 +18,7 @@ import numpy as np
 from reformax.convert import trax_files
 from reformax.convert.spec import Op, Spec
 from reformax.layers._trax import ShapeDtype
-from reformax.ops import angular_hash
+from reformax.ops.parts import hashing
 
 # Beyond this length a comparison takes too long on a CPU.
 MAX_LENGTH = 4096
@@ -129,7 +129,7 @@ def _with_numbers_of_buckets(spec: Spec, length: int) -> Spec:
     ops = []
     for op in spec.attention:
         if op.name == "lsh" and op.option("n_buckets") == "auto":
-            sizes = angular_hash.auto_buckets(length, op.option("chunk_len"))
+            sizes = hashing.auto_buckets(length, op.option("chunk_len"))
             n_buckets = sizes[0] if len(sizes) == 1 else sizes
             op = Op(op.name, {**op.options, "n_buckets": n_buckets})
         ops.append(op)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from reformax.cli import config
 from reformax.convert.spec import Spec
-from reformax.training import config
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import State
 

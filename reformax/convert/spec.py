@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from reformax.cli import config
 from reformax.models import lm, parts
 from reformax.ops import dense, local, lsh, shared_qk
-from reformax.training import config, loop
+from reformax.training import loop
 
 MODELS = {"ReformerLM": lm.ReformerLM, "TransformerLM": lm.TransformerLM}
 OPS = {

@@ -1,6 +1,6 @@
 """Text from trained models: language models go on with a prompt, encoder-decoders translate."""
 
-from reformax.generation.loop import generate, stream
+from reformax.generation.decoding import generate, stream
 from reformax.generation.sampling import Sampler
 from reformax.generation.translation import prepare, translate, translate_lines
 

@@ -15,7 +15,7 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_mode, check_rate, dropout, rate_in
 from reformax.layers.positions import rotary
 from reformax.ops.base import AttentionOp, Dims, check_arguments
-from reformax.ops.cache import take_rows
+from reformax.ops.parts.cache import take_rows
 
 
 class Projections(NamedTuple):

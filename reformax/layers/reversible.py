@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.layers.attention import Attention, Projections
-from reformax.layers.blocks import Block, BlockStack
+from reformax.layers.stacks import Block, BlockStack
 
 GRID = 2.0**-12
 

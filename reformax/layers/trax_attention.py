@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention, Projections
 from reformax.layers.dropout import check_rate, dropout
-from reformax.ops import angular_hash, bucket_sort, dense, local, lsh, shared_qk
+from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
-from reformax.ops.chunked import in_a_circle
+from reformax.ops.parts import hashing, sorting
+from reformax.ops.parts.chunked import in_a_circle
 
 # What Trax scores a position's own key with, and hides it by.
 SELF_SCORE = -1e5
@@ -435,7 +436,7 @@ class LSHSelfAttention(_TraxAttention):
         vectors = jax.lax.stop_gradient(projections.q)  # [E, T, G, H]
         length = vectors.shape[1]
         if self._n_buckets is None:
-            factors = angular_hash.auto_buckets(length, self._chunk_len)
+            factors = hashing.auto_buckets(length, self._chunk_len)
         else:
             factors = (self._n_buckets,) if isinstance(self._n_buckets, int) else self._n_buckets
         n_buckets = math.prod(factors) + self._masked  # padding has one of its own
@@ -451,9 +452,9 @@ class LSHSelfAttention(_TraxAttention):
         if update:
 
             def hash_head(vectors, rng):  # [T, H] -> [n_hashes, T]
-                return angular_hash.hash_vectors(
-                    vectors[None, :, None], factors, self._n_hashes, rng
-                )[0, 0]
+                return hashing.hash_vectors(vectors[None, :, None], factors, self._n_hashes, rng)[
+                    0, 0
+                ]
 
             rngs, subrngs = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(rngs), 2, 0)
             buckets = jax.vmap(jax.vmap(hash_head))(jnp.swapaxes(vectors, 1, 2), subrngs)
@@ -464,7 +465,7 @@ class LSHSelfAttention(_TraxAttention):
         else:
             buckets = stored[..., : self._n_hashes * length]
             buckets = buckets.reshape(*stored.shape[:2], self._n_hashes, length) - first
-        plan = bucket_sort.sort_by_bucket(
+        plan = sorting.sort_by_bucket(
             buckets, n_buckets, segments, -length % min(self._chunk_len, length)
         )
         if length > self._chunk_len:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.layers import Layer, LayerNorm, ResidualStack, ReversibleStack
-from reformax.layers.blocks import BlockStack
 from reformax.layers.dropout import dropout, rate_in
+from reformax.layers.stacks import BlockStack
 from reformax.models.parts import (
     Activation,
     AttentionType,
@@ -29,7 +29,7 @@ from reformax.models.parts import (
 )
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
-from reformax.ops.cache import take_rows
+from reformax.ops.parts.cache import take_rows
 
 
 class Decoding(NamedTuple):

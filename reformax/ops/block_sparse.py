@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from reformax.ops import blocks, tiles
 from reformax.ops.base import (
     AttentionOp,
     Traits,
@@ -29,9 +28,10 @@ from reformax.ops.base import (
     segment_pair,
 )
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
-from reformax.ops.blocks import MIN_TILE, Everything, Layout, Rows
-from reformax.ops.cache import attend_to, keep, put
-from reformax.ops.chunked import KERNELS, chosen_impl, mixed_dtypes
+from reformax.ops.parts import block_lists, tiles
+from reformax.ops.parts.block_lists import MIN_TILE, Everything, Layout, Rows
+from reformax.ops.parts.cache import attend_to, keep, put
+from reformax.ops.parts.chunked import KERNELS, chosen_impl, mixed_dtypes
 
 BUTTERFLY = butterfly()
 
@@ -95,7 +95,7 @@ def block_sparse(
         rows = layout(capacity, capacity, n_heads, True, 0.0).rows(block_q, block_k)
         # The keys of the blocks that the query's own sees, [B, G, M].
         width = max(1, rows.count.max())
-        seen = blocks.padded_entries(rows, blocks.cut(rows, width), width, capacity)
+        seen = block_lists.padded_entries(rows, block_lists.cut(rows, width), width, capacity)
         seen = jnp.asarray(seen.reshape(-1, -(-capacity // block_q), width))
         seen = jnp.swapaxes(seen[:, position // block_q], 0, 1)[..., None]
         held = (seen * block_k + jnp.arange(block_k)).reshape(*seen.shape[:2], -1)

@@ -16,8 +16,8 @@ from reformax.ops.base import (
     reference_attention,
     visibility,
 )
-from reformax.ops.cache import ring_decoding
-from reformax.ops.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
+from reformax.ops.parts.cache import ring_decoding
+from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
 
 
 def dense(*, impl: str = "auto") -> AttentionOp:

@@ -14,7 +14,6 @@ import math
 import jax
 from jaxtyping import Array, Float
 
-from reformax.ops import chunked, tiles
 from reformax.ops.base import (
     AttentionOp,
     Traits,
@@ -25,9 +24,10 @@ from reformax.ops.base import (
     segment_pair,
 )
 from reformax.ops.block_sparse import in_kernel
-from reformax.ops.blocks import Everything
-from reformax.ops.cache import ring_decoding
-from reformax.ops.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
+from reformax.ops.parts import chunked, tiles
+from reformax.ops.parts.block_lists import Everything
+from reformax.ops.parts.cache import ring_decoding
+from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
 
 
 def flash(

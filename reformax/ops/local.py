@@ -9,8 +9,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from reformax.ops.base import AttentionOp, Traits, check_impl, no_params, no_plan
-from reformax.ops.cache import ring_decoding
-from reformax.ops.chunked import (
+from reformax.ops.parts.cache import ring_decoding
+from reformax.ops.parts.chunked import (
     KERNELS,
     Chunks,
     Order,
@@ -20,7 +20,7 @@ from reformax.ops.chunked import (
     in_a_circle,
     padding,
 )
-from reformax.ops.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
+from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
 
 
 def local(

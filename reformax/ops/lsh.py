@@ -15,16 +15,8 @@ from collections.abc import Sequence
 from jax import lax
 from jaxtyping import ArrayLike, Float
 
-from reformax.ops.angular_hash import (
-    auto_buckets,
-    bucket_factors,
-    check_rotations,
-    draw_rotations,
-    hash_by,
-)
 from reformax.ops.base import AttentionOp, Traits, check_impl, no_params
-from reformax.ops.bucket_sort import sort_by_bucket, within_buckets
-from reformax.ops.chunked import (
+from reformax.ops.parts.chunked import (
     KERNELS,
     Chunks,
     Order,
@@ -35,7 +27,15 @@ from reformax.ops.chunked import (
     inverse,
     padding,
 )
-from reformax.ops.lsh_decoding import lsh_decoding
+from reformax.ops.parts.hashing import (
+    auto_buckets,
+    bucket_factors,
+    check_rotations,
+    draw_rotations,
+    hash_by,
+)
+from reformax.ops.parts.lsh_decoding import lsh_decoding
+from reformax.ops.parts.sorting import sort_by_bucket, within_buckets
 
 
 def lsh(

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from reformax.ops import tiles
 from reformax.ops.base import AttentionOp, Traits, check_impl, check_sizes, no_params, no_plan
-from reformax.ops.blocks import MIN_TILE, Layout
-from reformax.ops.cache import ring_decoding
-from reformax.ops.chunked import KERNELS, chosen_impl, mixed_dtypes
+from reformax.ops.parts import tiles
+from reformax.ops.parts.block_lists import MIN_TILE, Layout
+from reformax.ops.parts.cache import ring_decoding
+from reformax.ops.parts.chunked import KERNELS, chosen_impl, mixed_dtypes
 
 
 def memory_efficient(

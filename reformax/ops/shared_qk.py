@@ -20,7 +20,7 @@ from reformax.ops.base import (
     reference_attention,
     visibility,
 )
-from reformax.ops.cache import ring_decoding
+from reformax.ops.parts.cache import ring_decoding
 
 
 def shared_qk() -> AttentionOp:

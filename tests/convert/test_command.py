@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import evaluate
+from reformax.cli import script
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face, run_folder, trax_files
 from reformax.convert.spec import Op, Spec
-from reformax.training import script
 
 CIRCLE = dict(count_once=False, wrap=True, self_score=-1e5)
 SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=2)
@@ -118,7 +118,7 @@ def test_a_run_without_its_config_has_it_in_the_checkpoint(tmp_path, run):
 
 def test_trax_to_a_run_and_back(tmp_path, run):
     (tmp_path / "model.gin").write_text(GIN)
-    from reformax.training import config
+    from reformax.cli import config
 
     config.parse([str(tmp_path / "model.gin")])
     spec = Spec.of_config()
@@ -135,7 +135,7 @@ def test_trax_to_a_run_and_back(tmp_path, run):
 def test_weights_that_here_compute_something_else(tmp_path, run):
     """Said in notes and in the check, and the exit code is 1."""
     (tmp_path / "model.gin").write_text(GIN)
-    from reformax.training import config
+    from reformax.cli import config
 
     config.parse([str(tmp_path / "model.gin")])
     spec = Spec.of_config()
@@ -184,7 +184,7 @@ def test_a_task_with_more_ids_than_the_model(tmp_path, run):
 
 @pytest.mark.parametrize("spec_of", [0, 1], ids=["scopes", "default cycle"])
 def test_a_spec_survives_its_gin_file(spec_of, tmp_path):
-    from reformax.training import config
+    from reformax.cli import config
 
     scoped = [Op("local", dict(chunk_len=4)), Op("local", dict(chunk_len=8)), Op("dense", {})]
     spec = [

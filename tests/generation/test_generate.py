@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from reformax import generation
-from reformax.generation import loop
+from reformax.generation import decoding
 from reformax.models import ReformerLM
 from reformax.ops import local, lsh
 from tests.layers import plain
@@ -91,7 +91,7 @@ def test_a_seed_reproduces_the_text(model, params):
 def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
     options = dict(max_length=64)
     generation.generate(model, params, PROMPTS, 2, **options)
-    before = loop._start._cache_size(), loop._go_on._cache_size()
+    before = decoding._start._cache_size(), decoding._go_on._cache_size()
     for prompts, n, more in [
         (PROMPTS, 1, {}),
         (PROMPTS, 57, dict(temperature=0)),
@@ -99,9 +99,9 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
         ([[1] * 33, [], []], 5, dict(hash_seed=3, top_p=0.5, temperature=1)),
     ]:
         generation.generate(model, params, prompts, n, **options, **more)
-    assert (loop._start._cache_size(), loop._go_on._cache_size()) == before
+    assert (decoding._start._cache_size(), decoding._go_on._cache_size()) == before
     generation.generate(model, params, PROMPTS[:2], 2, **options)  # fewer rows
-    assert loop._go_on._cache_size() == before[1] + 1
+    assert decoding._go_on._cache_size() == before[1] + 1
 
 
 def test_a_row_ends(model, params):
@@ -129,10 +129,10 @@ def test_hashes_are_those_of_their_seed(params):
 
 
 def test_lengths_are_rounded_to_a_few():
-    sizes = sorted({loop.rounded(n) for n in range(1, 20_000)})
-    assert all(loop.rounded(n) >= n and loop.rounded(n) <= max(64, 1.25 * n) for n in sizes)
+    sizes = sorted({decoding.rounded(n) for n in range(1, 20_000)})
+    assert all(decoding.rounded(n) >= n and decoding.rounded(n) <= max(64, 1.25 * n) for n in sizes)
     assert len(sizes) < 64
-    assert loop.rounded(0) == 0 and loop.rounded(64) == 64 and loop.rounded(65) == 128
+    assert decoding.rounded(0) == 0 and decoding.rounded(64) == 64 and decoding.rounded(65) == 128
 
 
 def test_errors(model, params):

@@ -12,9 +12,9 @@ import pytest
 import generate
 import train
 from reformax import generation
+from reformax.cli import config, script
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
-from reformax.training import config, script
 from tests.training.scripts import call
 
 RUN = """
@@ -181,7 +181,7 @@ def test_an_interrupt_keeps_what_was_written(run, monkeypatch):
         yield np.array([[98]])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("reformax.generation.loop.stream", stream)
+    monkeypatch.setattr("reformax.generation.decoding.stream", stream)
     code, out, err = run(*FLAGS, "--prompt=>")
     assert (code, out) == (130, ">ab\n") and err.startswith("2 tokens in")
 

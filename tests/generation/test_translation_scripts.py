@@ -13,7 +13,7 @@ import pytest
 import evaluate
 import generate
 import train
-from reformax.training import script
+from reformax.cli import script
 from tests.training.scripts import call
 
 RUN = """

@@ -12,10 +12,10 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
+from reformax.cli import config
 from reformax.layers import ReversibleStack, _trax, tl
 from reformax.models import ReformerLM, TransformerLM, parts
 from reformax.ops import dense, local, lsh, shared_qk
-from reformax.training import config
 from tests.layers import plain
 from tests.layers.plain import fast_jit
 

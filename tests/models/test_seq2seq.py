@@ -12,7 +12,7 @@ from reformax.layers import CrossAttention
 from reformax.layers._trax import signature
 from reformax.models import Reformer, Transformer
 from reformax.ops import dense, local, lsh, shared_qk
-from reformax.ops.cache import take_rows
+from reformax.ops.parts.cache import take_rows
 from tests.layers import plain
 from tests.layers.plain import fast_jit
 

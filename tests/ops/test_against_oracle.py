@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reformax import ops
-from reformax.ops import base, chunked
+from reformax.ops import base
+from reformax.ops.parts import chunked
 from tests.ops import oracle
 from tests.ops.fast import fast_jit
 from tests.ops.rows import ROWS, Shape, visible

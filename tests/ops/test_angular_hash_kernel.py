@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from reformax.ops import angular_hash
+from reformax.ops.parts import hashing
 from tests.ops.fast import fast_jit
 
 
@@ -20,8 +20,6 @@ def test_the_same_buckets(length, size, factors, n_rounds):
     @fast_jit
     def buckets(vectors):
         args = (vectors, factors, n_rounds, jax.random.key(0))
-        return angular_hash.hash_vectors(*args), angular_hash.hash_vectors(
-            *args, impl="pallas_interpret"
-        )
+        return hashing.hash_vectors(*args), hashing.hash_vectors(*args, impl="pallas_interpret")
 
     np.testing.assert_array_equal(*buckets(vectors))

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import base, block_patterns, block_sparse, blocks, tiles
+from reformax.ops import base, block_patterns, block_sparse
 from reformax.ops.kernels import block_sparse as kernel
+from reformax.ops.parts import block_lists, tiles
 from tests.ops.fast import fast_jit, lower_for_gpu
 
 KEY = jax.random.key(0)
@@ -74,7 +75,7 @@ def test_a_butterfly_has_a_logarithm_of_blocks_a_row():
 def layout(mask, block, length, causal=True, dropout=0.0):
     mask = np.asarray(mask)
     mask = mask if mask.ndim == 3 else mask[None]
-    return blocks.Layout(mask, block, block, length, length, causal, dropout)
+    return block_lists.Layout(mask, block, block, length, length, causal, dropout)
 
 
 def check_lists(rows, visible, tile_row, tile_column):
@@ -110,7 +111,7 @@ def test_lists_hold_each_tile_once(causal, tile_q, tile_k):
 @pytest.mark.parametrize("tile_q, tile_k", [(8, 8), (4, 2), (2, 8), (16, 4)])
 @pytest.mark.parametrize("n_queries, n_keys", [(32, 32), (37, 37), (32, 21), (9, 48), (50, 16)])
 def test_lists_of_everything_hold_each_tile_once(n_queries, n_keys, causal, tile_q, tile_k):
-    here = blocks.Everything(n_queries, n_keys, causal, 0.0)
+    here = block_lists.Everything(n_queries, n_keys, causal, 0.0)
     visible = np.tri(n_queries, n_keys) if causal else np.ones((n_queries, n_keys))
     for rows, seen, sizes in (
         (here.rows(tile_q, tile_k), visible, (tile_q, tile_k)),
@@ -126,7 +127,7 @@ def test_merging_parts_is_summing_them():
     per_row = np.array([1, 70, 2, 1, 9, 8])
     parts = rng.normal(size=(per_row.sum(), 3)).astype(np.float32)
     want = [part.sum(axis=0) for part in np.split(parts, np.cumsum(per_row)[:-1])]
-    np.testing.assert_allclose(blocks.merge_sums(jnp.asarray(parts), per_row), want, atol=1e-5)
+    np.testing.assert_allclose(block_lists.merge_sums(jnp.asarray(parts), per_row), want, atol=1e-5)
 
 
 # Cost.
@@ -246,7 +247,7 @@ def test_rows_in_parts_are_one_attention(
     mask, (q, k, v, d_out), segments = random_case(per_head, length=115, block=32)
     here = layout(mask, 32, q.shape[1], causal, dropout)
     if per_head is None:  # no mask at all
-        mask, here = np.ones_like(mask), blocks.Everything(115, 115, causal, dropout)
+        mask, here = np.ones_like(mask), block_lists.Everything(115, 115, causal, dropout)
         segments = np.sort(segments, axis=1) if causal else segments
     cut = kernel.Tiles(*sizes, 4, 2)
     ids = (segments, segments) if packed else (None, None)
@@ -267,7 +268,7 @@ def test_rows_in_parts_are_one_attention(
 def test_segments_leave_out_the_tiles_that_none_of_them_is_in(by_query):
     queries = np.repeat([1, 2, 3, 4, 0], [9, 1, 14, 5, 11]).astype(np.int32)
     keys = np.repeat([1, 2, 4, 7, 0], [8, 8, 3, 5, 8]).astype(np.int32)
-    here = blocks.Everything(40, 32, causal=False, dropout=0.0)
+    here = block_lists.Everything(40, 32, causal=False, dropout=0.0)
     entries = (here.rows if by_query else here.columns)(8, 8).entries
     ids = (queries, keys) if by_query else (keys, queries)
     spans = kernel._spans(*(kernel._range(jnp.asarray(x)[None], 8) for x in ids), entries)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import bucket_sort, chunked
 from reformax.ops.kernels import chunked as kernel
+from reformax.ops.parts import chunked, sorting
 from tests.ops.fast import fast_jit, lower_for_gpu
 
 KEY = jax.random.key(0)
@@ -50,7 +50,7 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
     if n_rounds:
         buckets = rng.integers(0, 6, (batch, n_heads, n_rounds, length)).astype(np.int32)
         ids = None if segments is None else segments[:, :length]
-        order = fast_jit(lambda b: bucket_sort.sort_by_bucket(b, 6, ids, n_pad))(buckets)
+        order = fast_jit(lambda b: sorting.sort_by_bucket(b, 6, ids, n_pad))(buckets)
 
     @fast_jit
     def arrays(q, k, v, d_out):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reformax.ops import cache, lsh
+from reformax.ops import lsh
+from reformax.ops.parts import cache
 from tests.ops.fast import fast_jit
 from tests.ops.rows import ROWS
 

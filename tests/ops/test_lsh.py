@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import angular_hash, bucket_sort, lsh, shared_qk
+from reformax.ops import lsh, shared_qk
+from reformax.ops.parts import hashing, sorting
 from tests.ops.fast import fast_jit
 
 KEY = jax.random.key(0)
@@ -30,7 +31,7 @@ def attend(op, q, v, **kwargs):
 
 
 def hash_vectors(x, factors, n_rounds):
-    return np.asarray(fast_jit(lambda x: angular_hash.hash_vectors(x, factors, n_rounds, KEY))(x))
+    return np.asarray(fast_jit(lambda x: hashing.hash_vectors(x, factors, n_rounds, KEY))(x))
 
 
 # Hashing
@@ -104,11 +105,11 @@ def test_automatic_bucket_counts(chunk_len):
     """Even factors, about two buckets a chunk, and no factor of more than a few hundred."""
     for length in (1, 63, 64, 65, 1000, 4096, 5000, 65_536, 10**6):
         wanted = 2 * -(-length // chunk_len)
-        factors = angular_hash.auto_buckets(length, chunk_len)
+        factors = hashing.auto_buckets(length, chunk_len)
         assert all(factor >= 2 and factor % 2 == 0 for factor in factors)
         assert 0.6 * wanted <= math.prod(factors) <= wanted
         assert max(factors) <= max(128, 2 * math.sqrt(wanted))
-    assert math.prod(angular_hash.auto_buckets(65_536, 64)) == 2048
+    assert math.prod(hashing.auto_buckets(65_536, 64)) == 2048
 
 
 def test_given_rotations_are_the_hash():
@@ -156,7 +157,7 @@ def test_order_is_by_segment_then_bucket_then_position(
     if segment_dtype is not None:
         segments = rng.integers(0, 4, (2, 40)).astype(segment_dtype)
         last = np.where(segments == 0, 99, segments.astype(int))[:, None, None]
-    sort = fast_jit(lambda buckets: bucket_sort.sort_by_bucket(buckets, n_buckets, segments, n_pad))
+    sort = fast_jit(lambda buckets: sorting.sort_by_bucket(buckets, n_buckets, segments, n_pad))
     order, slot = (np.asarray(x) for x in sort(buckets)[:2])
     position = np.broadcast_to(np.arange(40), buckets.shape)
     real = np.lexsort((position, buckets, np.broadcast_to(last, buckets.shape)), axis=-1)
@@ -177,9 +178,7 @@ def test_the_plan_sorts_the_hashes_of_the_queries():
     for ids in (None, segments):
         plan = make_plan(op, q, segments=ids)
         buckets = hash_vectors(q, (2, 4), 3)
-        np.testing.assert_array_equal(
-            plan.order, bucket_sort.sort_by_bucket(buckets, 8, ids, 8).order
-        )
+        np.testing.assert_array_equal(plan.order, sorting.sort_by_bucket(buckets, 8, ids, 8).order)
 
 
 # The options

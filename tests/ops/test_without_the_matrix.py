@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import base, block_sparse, dense, flash, memory_efficient, tiles
+from reformax.ops import base, block_sparse, dense, flash, memory_efficient
+from reformax.ops.parts import tiles
 from tests.ops import oracle
 from tests.ops.fast import default_jit, fast_jit
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from reformax.training import script
+from reformax.cli import script
 
 
 def call(main, monkeypatch, capsys, *arguments):

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.cli import script
 from reformax.data.text import text
-from reformax.training import metrics, script
+from reformax.training import metrics
 from reformax.training.evaluation import evaluate
 from reformax.training.prefetch import prefetch
 from tests.training import tiny

@@ -12,7 +12,7 @@ import pytest
 
 import evaluate
 import train
-from reformax.training import config
+from reformax.cli import config
 from tests.training import tiny, worker
 from tests.training.scripts import call
 

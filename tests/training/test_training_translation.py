@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import evaluate
+from reformax.cli import script
 from reformax.data import vocabulary
 from reformax.data.reverse import reverse
 from reformax.data.text_pairs import text_pairs
-from reformax.training import checkpoint, loop, optimizer, script
+from reformax.training import checkpoint, loop, optimizer
 from reformax.training.evaluation import evaluate as score
 from tests.training import tiny, worker
 from tests.training.scripts import call

@@ -30,10 +30,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops import blocks
 from reformax.ops.base import dropout_words, keep_multiplier
-from reformax.ops.blocks import Everything, Layout, Rows, Softmax
 from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, divided, power_of_two, product
+from reformax.ops.parts import block_lists
+from reformax.ops.parts.block_lists import Everything, Layout, Rows, Softmax
 
 # Tiles that a part has at least, and parts that all of a GPU's processors could share.
 LEAST_PART, N_SHARES = 16, 2048
@@ -351,7 +351,7 @@ def _cut(layout: Layout | Everything, rows: Rows, x: _Inputs, tiles: Tiles, by_q
     any_cut, per_head = x.query_segments is not None, layout.n_masks > 1
     n_heads = 1 if per_head else x.q.shape[2]
     share = int(rows.count.sum()) * x.q.shape[0] * n_heads // N_SHARES
-    parts = blocks.cut(rows, max(LEAST_PART, share))
+    parts = block_lists.cut(rows, max(LEAST_PART, share))
     n_tiles = len(rows.count) // layout.n_masks
     head, tile = np.divmod(parts.row, n_tiles)
     is_cut = parts.per_row > 1
@@ -473,7 +473,7 @@ def forward(
     shapes = Softmax(jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), number, number)
     (out, top, total), parts = _launch(_forward_kernel, cut, (x,), shapes, interpret)
     if parts is not None:
-        rows = blocks.merge_softmax(parts, cut.per_row, 1.0 / math.sqrt(q.shape[3]))
+        rows = block_lists.merge_softmax(parts, cut.per_row, 1.0 / math.sqrt(q.shape[3]))
         divisor = jnp.where(rows.total == 0.0, 1.0, rows.total)[..., None]
         out = _put(out, rows.acc / divisor, cut)
         top, total = (
@@ -513,7 +513,7 @@ def backward(
         results, parts = _launch(kernel, cut, (x, row), shapes, interpret)
         if parts is None:
             return results
-        merged = blocks.merge_sums(parts, cut.per_row)
+        merged = block_lists.merge_sums(parts, cut.per_row)
         return jax.tree.map(lambda x, new: _put(x, new, cut), results, merged)
 
     dq = differentiate(_queries_kernel, layout.rows(*by_query[:2]), by_query, q)

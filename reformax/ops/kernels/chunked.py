@@ -1,6 +1,6 @@
 """Attention within neighbouring chunks, as Pallas kernels for NVIDIA GPUs (Triton).
 
-What `reformax.ops.chunked` computes in array operations, in one kernel a hashing round and pass:
+What `reformax.ops.parts.chunked` computes in array operations, one kernel a hashing round and pass:
 
   * rows of q, k, v are read, and results written, at the positions that the order names, so that no
     sorted copy of them exists;

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from reformax.ops.chunked import Order, inverse
+from reformax.ops.parts.chunked import Order, inverse
 
 
 def sort_by_bucket(

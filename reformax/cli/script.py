@@ -103,7 +103,7 @@ def refuse(args: argparse.Namespace, flags: Collection[str], why: str) -> None:
 
 def parse_run(args: argparse.Namespace, data_dir: str | None = None) -> None:
     """Parses the config of the run that the flags name, and their settings."""
-    from reformax.training import config
+    from reformax.cli import config
 
     path = config_file(Path(args.output_dir))
     config.parse([str(path)], args.config, data_dir=data_dir)
@@ -176,7 +176,7 @@ def note_unused(args: argparse.Namespace, read: Collection[str], file=None) -> N
 
     Names in `read` are those of the run's settings, or of others as module.function.argument.
     """
-    from reformax.training import config
+    from reformax.cli import config
 
     used = [name if "." in name else f"loop.train.{name}" for name in read]
     for override in config.unused(args.config, also_used=used):
@@ -195,7 +195,7 @@ def run(main: Callable[[], int]) -> int:
         if line is None or _TRACEBACK in sys.argv:
             raise
         print(f"error: {line}", file=sys.stderr)
-        from reformax.training.config import ConfigError
+        from reformax.cli.config import ConfigError
 
         return 2 if isinstance(error, ConfigError) else 1
 

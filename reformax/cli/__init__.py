@@ -1,0 +1,1 @@
+"""What the scripts share: flags, gin files and the messages that both give."""
