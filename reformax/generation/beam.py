@@ -71,7 +71,7 @@ def search(
       beam_size: K.
       capacity: L, at least the largest limit.
     """
-    logits, decoding, remembered = model.prefill(params, weights, source, capacity, rng)
+    logits, decoding, memory = model.prefill(params, weights, source, capacity, rng)
     n_rows, n_words = logits.shape
     # Of so many candidates K do not end; greedy decoding takes the first and nothing else.
     n_candidates = 2 * beam_size if beam_size > 1 else 1
@@ -140,7 +140,7 @@ def search(
 
     def advance(state: _State) -> _State:
         last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, axis=2, keepdims=False)
-        logits, decoding = model.step(weights, last.reshape(-1), state.decoding, remembered)
+        logits, decoding = model.step(weights, last.reshape(-1), state.decoding, memory)
         state = state._replace(decoding=decoding)
         return choose(state, logits.reshape(n_rows, beam_size, n_words))
 

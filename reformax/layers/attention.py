@@ -18,7 +18,7 @@ from reformax.ops.base import AttentionOp, Dims, check_arguments
 from reformax.ops.parts.cache import take_rows
 
 
-class Projections(NamedTuple):
+class QKV(NamedTuple):
     """What the algorithm reads: `[B, T, N, H]` each, `k` None where queries and keys are one.
 
     In cross-attention `k` and `v` are as long as the memory.
@@ -114,21 +114,21 @@ class Attention(Layer):
         params["op"] = self._op.init(rng_op, Dims(n, h, v, length))
         return params
 
-    def project(self, params, x: Float[Array, "B T D"]) -> Projections:
+    def project(self, params, x: Float[Array, "B T D"]) -> QKV:
         """Queries, keys and values of all heads, turned by their positions if they are rotary.
 
         A plan is made of the turned ones: what hashing looks for are the largest scores.
         """
 
-        return self._turned(Projections(*(self._heads(params, letter, x) for letter in "qkv")))
+        return self._rotated(QKV(*(self._heads(params, letter, x) for letter in "qkv")))
 
-    def _project_merged(self, params, x: Float[Array, "B T D"], position=None) -> Projections:
+    def _project_merged(self, params, x: Float[Array, "B T D"], position=None) -> QKV:
         """`project` by the weights of `for_decoding`."""
         n, shared = self._n_heads, self._op.traits.shared_qk
         ends = n * self._d_qk * np.arange(1, 2 if shared else 3)
         parts = jnp.split(_affine(params, "in", x), ends, axis=-1)
         q, *k, v = (part.reshape(*x.shape[:2], n, -1) for part in parts)
-        return self._turned(Projections(q, k[0] if k else None, v), position)
+        return self._rotated(QKV(q, k[0] if k else None, v), position)
 
     def _heads(self, params, letter: str, x: Float[Array, "B T D"]) -> Array | None:
         """One of the projections of `x`; None if the algorithm has none of this letter."""
@@ -137,14 +137,14 @@ class Attention(Layer):
         y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{letter}"].astype(x.dtype))
         return y + params[f"b_{letter}"].astype(x.dtype) if self._bias else y
 
-    def _turned(self, projections: Projections, position=None) -> Projections:
+    def _rotated(self, projections: QKV, position=None) -> QKV:
         q, k, v = projections
         if self._use_rotary:
             q, k = rotary(q, position), None if k is None else rotary(k, position)
-        return Projections(q, k, v)
+        return QKV(q, k, v)
 
     def plan(
-        self, params, projections: Projections, segments=None, rng=None, length: int | None = None
+        self, params, projections: QKV, segments=None, rng=None, length: int | None = None
     ) -> Any:
         """Where each query will look: integers, through which no gradient flows.
 
@@ -171,7 +171,7 @@ class Attention(Layer):
         )
 
     def attend(
-        self, params, projections: Projections, plan, segments=None, rng=None
+        self, params, projections: QKV, plan, segments=None, rng=None
     ) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
         weight_rng, output_rng = (
@@ -184,7 +184,7 @@ class Attention(Layer):
             out = out + params["b_o"].astype(out.dtype)
         return dropout(out, rate_in(self._mode, self._output_dropout), output_rng)
 
-    def _attended(self, params, projections: Projections, plan, segments, rng):
+    def _attended(self, params, projections: QKV, plan, segments, rng):
         return self._op.apply(
             params["op"],
             *projections,
@@ -261,7 +261,7 @@ class Attention(Layer):
         out, cache = self._op.step(params["op"], *projections, cache, position=position, **beams)
         return _affine(params, "o", out.reshape(*x.shape[:2], -1)), cache
 
-    def moved(self, cache: Any, rows: Int[Array, " R"]) -> Any:
+    def reorder_cache(self, cache: Any, rows: Int[Array, " R"]) -> Any:
         """The cache of beams that go on from others; as it is where `step` will find its way."""
         return cache if self._op.traits.beams else take_rows(cache, rows)
 
@@ -350,15 +350,13 @@ class CrossAttention(Attention):
                 "one whose traits say cross=True, such as dense.dense()"
             )
 
-    def project(
-        self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]
-    ) -> Projections:
+    def project(self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> QKV:
         """Queries of `x`, keys and values of the memory."""
         memory = memory.astype(x.dtype)
         k, v = (self._heads(params, letter, memory) for letter in "kv")
-        return Projections(self._heads(params, "q", x), k, v)
+        return QKV(self._heads(params, "q", x), k, v)
 
-    def remember(
+    def precompute_kv(
         self, params, memory: Float[Array, "B S D"], dtype: str
     ) -> tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]]:
         """Keys and values of the memory for `step`, in the order that its products read them.
@@ -377,29 +375,29 @@ class CrossAttention(Attention):
         self,
         params,
         x: Float[Array, "R 1 D"],
-        remembered: tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]],
+        memory_kv: tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]],
         memory_segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "R 1 D"]:
-        """The layer at one position of each row, of what `remember` made.
+        """The layer at one position of each row, of what `precompute_kv` made.
 
         Args:
           params: those of `for_decoding`.
           x: R / B rows for each memory, one after the other.
-          remembered: keys and values of each memory.
+          memory_kv: keys and values of each memory.
           memory_segments: 0 is padding; every row reads the rest.
         """
-        batch = remembered[0].shape[0]
+        batch = memory_kv[0].shape[0]
         q = _affine(params, "in", x).reshape(batch, -1, self._n_heads, self._d_qk)
         segments = None
         if memory_segments is not None:
             segments = jnp.ones(q.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
-        projections = Projections(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in remembered))
+        projections = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in memory_kv))
         plan = self.plan(params, projections, segments)
         out = self._attended(params, projections, plan, segments, None)
         return _affine(params, "o", out.reshape(*x.shape[:2], -1))
 
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
-        """The weights for `remember` and `step`: a product for all heads of each projection.
+        """The weights for `precompute_kv` and `step`: a product for all heads of each projection.
 
         `w_in [D, N * H]` of queries, `w_k [D, N * H]`, `w_v [D, N * V]` of the memory, and the rest
         as `Attention` has it.

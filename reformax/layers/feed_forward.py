@@ -130,10 +130,10 @@ class FeedForward(Layer):
         return self._chunk_size
 
     def cast(self, params, dtype: str):
-        """The weights with those of the products in `dtype`, as `at` uses them for such inputs."""
+        """The weights, those of the two products in `dtype`, as `apply_chunk` needs them."""
         return params | {name: params[name].astype(dtype) for name in ("w1", "w2")}
 
-    def at(
+    def apply_chunk(
         self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None
     ) -> Float[Array, "B C D"]:
         """The layer at the positions from `start` on, all of a sequence or a part of it."""
@@ -165,7 +165,7 @@ class FeedForward(Layer):
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         length, size = x.shape[1], self._chunk_size
         if size == 0 or size >= length:
-            return self.at(params, x, rng=rng)
+            return self.apply_chunk(params, x, rng=rng)
         n_chunks = -(-length // size)
         padded = jnp.pad(x, ((0, 0), (0, n_chunks * size - length), (0, 0)))
         chunks = jnp.moveaxis(padded.reshape(x.shape[0], n_chunks, size, -1), 1, 0)
@@ -173,7 +173,7 @@ class FeedForward(Layer):
         @jax.checkpoint
         def one_chunk(start_and_x):
             start, x = start_and_x
-            return self.at(params, x, start, rng)
+            return self.apply_chunk(params, x, start, rng)
 
         out = jax.lax.map(one_chunk, (size * jnp.arange(n_chunks), chunks))
         return jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :length]

@@ -50,7 +50,7 @@ class LayerNorm(Layer):
         """The norm of `x + y`, the sum in float32, in each of the dtypes; `y` None is 0."""
         return self._norms(params, x, y, dtypes)[0]
 
-    def beside(
+    def with_residual(
         self, params, x: Float[Array, "*d D"]
     ) -> tuple[Float[Array, "*d D"], Float[Array, "*d D"]]:
         """The norm of `x`, and `x` for whatever else reads it.

@@ -58,7 +58,7 @@ class AxialPositionalEncoding(Layer):
     def max_length(self) -> int:
         return math.prod(self._shape)
 
-    def at(
+    def apply_at(
         self, params, x: Float[Array, "B C D"], position: Int[Array, "B C"]
     ) -> Float[Array, "B C D"]:
         """The layer at any positions below the grid's size."""
@@ -95,7 +95,7 @@ class SinusoidalPositionalEncoding(Layer):
 
     max_length = None
 
-    def at(
+    def apply_at(
         self, params, x: Float[Array, "B C D"], position: Int[Array, "*B C"]
     ) -> Float[Array, "B C D"]:
         """The layer at any positions."""
@@ -105,7 +105,7 @@ class SinusoidalPositionalEncoding(Layer):
         return x + table.astype(x.dtype)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
-        return self.at(params, x, jnp.arange(x.shape[1]))
+        return self.apply_at(params, x, jnp.arange(x.shape[1]))
 
 
 def _angles(
@@ -119,9 +119,9 @@ def _angles(
 def rotary(
     x: Float[Array, "B T N H"], position: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T N H"]:
-    """Turns pairs of features by angles that grow with the position (Su et al. 2021, eq. 34).
+    """Rotates pairs of features by angles that grow with the position (Su et al. 2021, eq. 34).
 
-    Products of two turned vectors then depend on the distance of their positions alone. Feature i
+    Products of two rotated vectors then depend on the distance of their positions alone. Feature i
     is paired with feature i + H // 2; an odd last feature stays as it is.
 
     Args:
@@ -134,5 +134,5 @@ def rotary(
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     x32 = x.astype(jnp.float32)
     a, b, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+    return rotated.astype(x.dtype)

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.layers.attention import Attention, Projections
+from reformax.layers.attention import QKV, Attention
 from reformax.layers.stacks import Block, BlockStack
 
 GRID = 2.0**-12
@@ -135,7 +135,7 @@ class ReversibleStack(BlockStack):
         x = x.astype(jnp.float32)
         return to_grid(x) if self._exact else x
 
-    def _project(self, layer: Attention, name: str, params, x, *memory) -> Projections:
+    def _project(self, layer: Attention, name: str, params, x, *memory) -> QKV:
         return layer.project(params[name], self._read(params, name, (x,))[0], *memory)
 
     def _attend(self, layer: Attention, name: str, params, projections, plan, segments, rng):
@@ -148,7 +148,9 @@ class ReversibleStack(BlockStack):
 
     def _fed(self, block: Block, params, x, start, rng):
         h, (x,) = self._read(params, "feed_forward", (x,))
-        return self._residual(block.feed_forward.at(params["feed_forward"], h, start, rng)), x
+        return self._residual(
+            block.feed_forward.apply_chunk(params["feed_forward"], h, start, rng)
+        ), x
 
     def _alone(self, function, *args):
         """`function(*args)`, compiled apart from everything around it if exact."""

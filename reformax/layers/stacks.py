@@ -138,7 +138,7 @@ class BlockStack(Layer):
         *others, stream = streams
         if self._post_norm:
             return (stream.astype(self._dtype) if normed is None else normed), streams
-        h, stream = self._norm.beside(params[f"{name}_norm"], stream)
+        h, stream = self._norm.with_residual(params[f"{name}_norm"], stream)
         return h, (*others, stream)
 
     def _add(
@@ -191,13 +191,13 @@ class BlockStack(Layer):
     ) -> tuple[tuple[Array, ...], Any, Any]:
         """The streams after the stack, and what `step` reads: every layer's cache and memory.
 
-        See `Attention.prefill` and `CrossAttention.remember`. With a memory the streams have one
-        position, that of the token which a target starts with, `params` are those of `for_decoding`
-        and the layers are written out, as in `step`; without one None is remembered.
+        See `Attention.prefill` and `CrossAttention.precompute_kv`. With a memory the streams have
+        one position, that of the token which a target starts with, `params` are those of
+        `for_decoding` and the layers are written out as in `step`; without one `memory_kv` is None.
         """
 
         def repeat(streams, this):
-            caches, remembered = [], []
+            caches, memory_kv = [], []
             for i, block in enumerate(self._blocks):
                 rngs = self._rngs(rng, this, i)
                 attend = functools.partial(
@@ -208,13 +208,13 @@ class BlockStack(Layer):
                 )
 
                 def cross(p, h, layer=block.cross_attention):
-                    remembered.append(layer.remember(p, memory, self._dtype))
-                    return layer.step(p, h, remembered[-1], memory_segments)
+                    memory_kv.append(layer.precompute_kv(p, memory, self._dtype))
+                    return layer.step(p, h, memory_kv[-1], memory_segments)
 
                 p = this.params[f"block_{i}"]
                 streams, cache = self._layer(block, p, streams, attend, cross)
                 caches.append(cache)
-            return streams, (tuple(caches), tuple(remembered))
+            return streams, (tuple(caches), tuple(memory_kv))
 
         streams = tuple(map(self._residual, streams))
         if not self._cross:
@@ -233,12 +233,12 @@ class BlockStack(Layer):
         caches: Any,
         position: Int[Array, " B"],
         origins: Int[Array, "G K C"] | None = None,
-        remembered: Any = None,
+        memory_kv: Any = None,
         memory_segments: Int[Array, "E S"] | None = None,
     ) -> tuple[tuple[Array, ...], Any]:
         """The streams `[B, 1, D]` of each row's next position, and the caches with it.
 
-        `params` are those of `for_decoding`, `remembered` what `prefill` gave; for `origins` see
+        `params` are those of `for_decoding`, `memory_kv` what `prefill` gave; for `origins` see
         `Attention.step`. A scan would copy each layer's weights and cache, all of it, for the
         little that a step reads and writes: the layers are written out instead.
         """
@@ -256,7 +256,7 @@ class BlockStack(Layer):
                 if self._cross:
                     cross = functools.partial(
                         block.cross_attention.step,
-                        remembered=remembered[repeat][i],
+                        memory_kv=memory_kv[repeat][i],
                         memory_segments=memory_segments,
                     )
                 p = params_here[f"block_{i}"]
@@ -264,11 +264,11 @@ class BlockStack(Layer):
                 after[-1].append(cache)
         return streams, tuple(map(tuple, after))
 
-    def moved(self, caches: Any, rows: Int[Array, " R"]) -> Any:
-        """The caches of beams that go on from others; see `Attention.moved`."""
+    def reorder_cache(self, caches: Any, rows: Int[Array, " R"]) -> Any:
+        """The caches of beams that go on from others; see `Attention.reorder_cache`."""
         return tuple(
             tuple(
-                block.attention.moved(cache, rows)
+                block.attention.reorder_cache(cache, rows)
                 for block, cache in zip(self._blocks, repeat, strict=True)
             )
             for repeat in caches

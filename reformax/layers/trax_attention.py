@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from reformax.layers._trax import Layer
-from reformax.layers.attention import Attention, Projections
+from reformax.layers.attention import QKV, Attention
 from reformax.layers.dropout import check_rate, dropout
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
@@ -220,7 +220,7 @@ class _TraxAttention(Layer):
         """The state of a fresh layer."""
         raise NotImplementedError
 
-    def _plan(self, projections: Projections, segments, state, update: bool):
+    def _plan(self, projections: QKV, segments, state, update: bool):
         """The op's plan for a block, and the block's new state, `[examples, heads, ...]`."""
         raise NotImplementedError
 

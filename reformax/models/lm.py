@@ -21,7 +21,7 @@ from reformax.models.parts import (
     AttentionType,
     added_positions,
     cycle_of_blocks,
-    scores,
+    logits_product,
 )
 from reformax.ops import dense, local, lsh
 
@@ -125,7 +125,9 @@ class LanguageModel(Layer):
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32, of a product in the sublayers' dtype."""
-        return scores(features, params["logits"]["w"].T, self._dtype) + params["logits"]["b"]
+        return (
+            logits_product(features, params["logits"]["w"].T, self._dtype) + params["logits"]["b"]
+        )
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
@@ -194,7 +196,7 @@ class LanguageModel(Layer):
         position, caches = decoding
         x = params["embedding"][tokens[:, None]]
         if self._positions is not None:
-            x = self._positions.at(params["positions"], x, position[:, None])
+            x = self._positions.apply_at(params["positions"], x, position[:, None])
         streams, caches = self._stack.step(
             params["stack"], [x] * self._stack.n_out, caches, position
         )

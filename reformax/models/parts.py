@@ -118,7 +118,9 @@ def added_positions(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def scores(x: Float[Array, "*d D"], table: Float[Array, "V D"], dtype: str) -> Float[Array, "*d V"]:
+def logits_product(
+    x: Float[Array, "*d D"], table: Float[Array, "V D"], dtype: str
+) -> Float[Array, "*d V"]:
     """Products with all rows of the table, of both rounded to `dtype`, in float32.
 
     Their gradient is rounded to bfloat16: in float32 it would make products of that, at half the
@@ -129,7 +131,7 @@ def scores(x: Float[Array, "*d D"], table: Float[Array, "V D"], dtype: str) -> F
     return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
 
 
-def _scores_backward(dtype, inputs, gradient):
+def _logits_product_backward(dtype, inputs, gradient):
     x, table = (z.astype(dtype) for z in inputs)
     if x.dtype != jnp.float16:
         gradient = gradient.astype(dtype)
@@ -138,4 +140,6 @@ def _scores_backward(dtype, inputs, gradient):
     return tuple(d.astype(like.dtype) for d, like in zip((d_x, d_table), inputs, strict=True))
 
 
-scores.defvjp(lambda x, table, dtype: (scores(x, table, dtype), (x, table)), _scores_backward)
+logits_product.defvjp(
+    lambda x, table, dtype: (logits_product(x, table, dtype), (x, table)), _logits_product_backward
+)

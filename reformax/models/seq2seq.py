@@ -25,7 +25,7 @@ from reformax.models.parts import (
     AttentionType,
     added_positions,
     cycle_of_blocks,
-    scores,
+    logits_product,
 )
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
@@ -40,7 +40,7 @@ class Decoding(NamedTuple):
     origins: Int[Array, "B K C"] | None  # in beam search: see `EncoderDecoder.beams`
 
 
-class Remembered(NamedTuple):
+class Memory(NamedTuple):
     """What decoding keeps of each of the B sources, the same at every step."""
 
     keys_values: Any  # of every layer's cross-attention
@@ -191,7 +191,7 @@ class EncoderDecoder(Layer):
                     f"a row has {length} positions and the model's hold {self.max_length}: enlarge "
                     "pos_axial_shape or shorten the rows"
                 )
-            x = self._positions.at(params["positions"], x, position)
+            x = self._positions.apply_at(params["positions"], x, position)
         return dropout(x, self._dropout, rng)
 
     def _merged(self, params, streams: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
@@ -201,7 +201,7 @@ class EncoderDecoder(Layer):
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32, of a product in the sublayers' dtype."""
-        return scores(features, params["embedding"], self._dtype)
+        return logits_product(features, params["embedding"], self._dtype)
 
     def apply(
         self,
@@ -239,7 +239,7 @@ class EncoderDecoder(Layer):
         capacity: int,
         rng=None,
         source_segments: Int[Array, "B S"] | None = None,
-    ) -> tuple[Float[Array, "B V"], Decoding, Remembered]:
+    ) -> tuple[Float[Array, "B V"], Decoding, Memory]:
         """Reads sources in one forward pass.
 
         Args:
@@ -283,10 +283,10 @@ class EncoderDecoder(Layer):
             segments,
         )
         logits = self._next(weights, streams)
-        return logits, Decoding(position + 1, caches, None), Remembered(keys_values, segments)
+        return logits, Decoding(position + 1, caches, None), Memory(keys_values, segments)
 
     def step(
-        self, params, tokens: Int[Array, " R"], decoding: Decoding, remembered: Remembered
+        self, params, tokens: Int[Array, " R"], decoding: Decoding, memory: Memory
     ) -> tuple[Float[Array, "R V"], Decoding]:
         """The logits of the token after the one given, for each row.
 
@@ -294,7 +294,7 @@ class EncoderDecoder(Layer):
           params: the weights as `for_decoding` has them.
           tokens: the last token of each row; R / B rows for each source, one after the other.
           decoding: what `prefill`, `beams`, `select` or the step before gave.
-          remembered: what `prefill` gave.
+          memory: what `prefill` gave.
         """
         position, caches, origins = decoding
         if origins is not None:  # the next position of a beam will be in its own row
@@ -304,7 +304,7 @@ class EncoderDecoder(Layer):
         decoder, stack = params["decoder"], self._stacks["decoder"]
         x = self._embed(decoder, params["embedding"], tokens[:, None], position[:, None])
         streams, caches = stack.step(
-            decoder["stack"], [x] * stack.n_out, caches, position, origins, *remembered
+            decoder["stack"], [x] * stack.n_out, caches, position, origins, *memory
         )
         return self._next(params, streams), Decoding(position + 1, caches, origins)
 
@@ -331,7 +331,7 @@ class EncoderDecoder(Layer):
         rows = (parents + n_beams * jnp.arange(n_rows)[:, None]).reshape(-1)
         return Decoding(
             decoding.position[rows],
-            self._stacks["decoder"].moved(decoding.caches, rows),
+            self._stacks["decoder"].reorder_cache(decoding.caches, rows),
             jnp.take_along_axis(decoding.origins, parents[..., None], axis=1),
         )
 

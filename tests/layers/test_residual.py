@@ -124,7 +124,7 @@ def test_the_gradient_beside_a_norm_is_added_in_its_kernel(dtype):
     params = {"scale": weights[0][0, 0], "bias": weights[1][0, 0]}
 
     def loss(params, x, impl):
-        normed, x = layers.LayerNorm(1e-3, dtype, impl).beside(params, x)
+        normed, x = layers.LayerNorm(1e-3, dtype, impl).with_residual(params, x)
         assert (normed.dtype, x.dtype) == (dtype, jnp.float32)
         return jnp.sum(weights[0] * normed) + jnp.sum(weights[1] * jnp.sin(x)), (normed, x)
 
@@ -152,7 +152,7 @@ def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, monkeypatch):
     assert lower_for_gpu(jax.grad(loss, (0, 1)), params, x, y).count("layer_norm") >= 2
 
     def loss_beside(params, x):
-        return sum(jnp.sum(jnp.sin(out)) for out in norm.beside(params, x))
+        return sum(jnp.sum(jnp.sin(out)) for out in norm.with_residual(params, x))
 
     text = lower_for_gpu(jax.grad(loss_beside, (0, 1)), params, x)
     (backward,) = [line for line in text.splitlines() if "layer_norm_backward" in line]

@@ -259,12 +259,12 @@ def test_every_step_is_that_of_the_forward(name):
     want = fast_jit(model.apply)(params, source[rows], padded, rng=RNG)
     weights, capacity = model.for_decoding(params), padded.shape[1]
     start = fast_jit(lambda p, w, s: model.prefill(p, w, s, capacity, RNG))
-    logits, decoding, remembered = start(params, weights, source)
+    logits, decoding, memory = start(params, weights, source)
     logits, decoding = logits[rows], take_rows(decoding, rows)
     step = fast_jit(model.step)
     for t in range(target.shape[1]):
         np.testing.assert_allclose(logits, want[:, t], atol=1e-5 * np.abs(want).max())
-        logits, decoding = step(weights, target[:, t], decoding, remembered)
+        logits, decoding = step(weights, target[:, t], decoding, memory)
 
 
 @pytest.mark.parametrize(
