@@ -30,7 +30,6 @@ import matplotlib
 import numpy as np
 
 from reformax.layers import Attention, Block, FeedForward, ReversibleStack
-from reformax.layers.reversible import Streams, to_grid
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import local, lsh
 
@@ -100,8 +99,8 @@ def drift(shape: Shape, n_layers: int, dtype: str, exact: bool) -> Drift:
     direction = jax.random.normal(jax.random.fold_in(RNG, 2), (2, *shape))
 
     def kept(params, x1, x2):
-        streams = Streams(to_grid(x1), to_grid(x2)) if exact else Streams(x1, x2)
-        return stack._forward(params, streams, None, RNG)[0]
+        streams, context = stack._inputs(x1, x2)
+        return stack._forward(params, streams, *context, RNG)[0]
 
     def gradient(run):
         def loss(params):
