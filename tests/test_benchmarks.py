@@ -25,7 +25,6 @@ from benchmarks import (
 )
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, lsh
-from tests.ops.fast import fast_jit
 
 TINY = step.Shape(
     batch=2,
@@ -438,7 +437,7 @@ def test_the_peers_of_exact_attention_compute_attention(name, monkeypatch):
     monkeypatch.setattr(rabe_staats, "KEY_CHUNK_SIZE", 16)
     q, k, v, d = attention.inputs(TINY_ATTENTION, 2, 64, "float32")
     want, got = (
-        fast_jit(attention.output_and_gradient(attend))(d, q, k, v)
+        jax.jit(attention.output_and_gradient(attend))(d, q, k, v)
         for attend in (lambda *x: dense.dense()(*x, causal=True), getattr(rabe_staats, name))
     )
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -466,7 +465,7 @@ def test_the_longest_gradient_is_checked(capsys):
 )
 def test_models_with_exact_attention_have_the_losses_of_dense_attention(model_fn, steps, names):
     sizes = dict(steps=steps, length=32, d_model=16, n_layers=1)
-    train = functools.partial(exact_attention.loss_curve, **sizes, model_fn=model_fn, jit=fast_jit)
+    train = functools.partial(exact_attention.loss_curve, **sizes, model_fn=model_fn, jit=jax.jit)
     want = train(dense.dense())
     assert want[-1] < want[0] - 0.05
     for name in names:

@@ -13,7 +13,6 @@ from reformax.convert import hugging_face, tables
 from reformax.convert.spec import Op, Spec
 from tests.convert import make_hugging_face_fixture as fixture
 from tests.convert.hugging_face_models import CONFIGS, FIXTURE, PUBLISHED, saved, weights
-from tests.ops.fast import fast_jit
 
 HAS_TRANSFORMERS = all(importlib.util.find_spec(x) for x in ("torch", "transformers"))
 
@@ -30,7 +29,7 @@ def encoder(spec, params, rotations=None):
         features = model.encode(params, tokens, segments)
         return model.logits(params, features) - params["logits"]["b"]
 
-    return fast_jit(logits)
+    return jax.jit(logits)
 
 
 def difference(ours, theirs, real):
@@ -72,7 +71,7 @@ def test_shifted_logits_are_those_of_tokens_behind_a_zero():
     tokens = FIXTURE[f"{name}/8/tokens"].astype(np.int32)
     behind = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
     want = encoder(spec, params, FIXTURE[f"{name}/rotations"])(behind, None) + params["logits"]["b"]
-    np.testing.assert_allclose(fast_jit(model.apply)(params, tokens), want, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(model.apply)(params, tokens), want, atol=1e-6)
 
 
 # There and back

@@ -12,7 +12,6 @@ from reformax.generation import beam, scores, translation
 from reformax.models import Reformer, Transformer
 from reformax.ops import dense, local, lsh
 from tests.layers import plain
-from tests.layers.plain import fast_jit
 
 RNG = jax.random.fold_in(jax.random.PRNGKey(0), 0)  # that of hash_seed=0
 EXTRA = 5
@@ -80,7 +79,7 @@ def translated(name, some, **options):
 def forward(name):
     model, params, _ = make(name)
     # Token 0 is a token like others among those that are read.
-    return fast_jit(lambda *x: jax.nn.log_softmax(model.apply(params, *x, rng=RNG)))
+    return jax.jit(lambda *x: jax.nn.log_softmax(model.apply(params, *x, rng=RNG)))
 
 
 def next_log_p(name, source, tokens):

@@ -7,17 +7,10 @@ import numpy as np
 from reformax import layers
 from reformax.ops import local, lsh
 
-# Most of a test's time is compilation, and most of that LLVM polishing loops that run once.
-FAST = {"xla_backend_optimization_level": 0}
-
-
-def fast_jit(function):
-    return jax.jit(function, compiler_options=FAST)
-
 
 def init(layer, *shapes, seed=0):
     """A layer's parameters, none of them at its initial 0 or 1."""
-    params = fast_jit(lambda key: layer.init_params(key, *shapes))(jax.random.PRNGKey(seed))
+    params = jax.jit(lambda key: layer.init_params(key, *shapes))(jax.random.PRNGKey(seed))
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda w: w + 0.1 * rng.normal(size=w.shape).astype(np.float32), params)
 
@@ -90,14 +83,3 @@ def some_segments(batch, length):
     segments[0, length // 3 :] = 2
     segments[0, -2:] = 0
     return segments
-
-
-def assert_trees_close(got, want, tolerance=1e-5):
-    """Every array is off by at most `tolerance` of its largest number, or of 1 if that is more."""
-    got, want = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, want))
-    assert [path for path, _ in got] == [path for path, _ in want]
-    for (path, x), (_, y) in zip(got, want, strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert x.shape == y.shape, path
-        error = np.abs(x - y).max() / max(1, np.abs(y).max())
-        assert error <= tolerance, f"{jax.tree_util.keystr(path)} is off by {error:.2g}"

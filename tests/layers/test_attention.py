@@ -8,7 +8,6 @@ import pytest
 from reformax import layers
 from reformax.ops import base, dense, local, lsh
 from tests.layers import plain
-from tests.layers.plain import fast_jit
 from tests.ops import oracle
 from tests.ops.rows import ROWS, Shape
 
@@ -41,7 +40,7 @@ def test_equals_an_independent_computation(row, everything):
     segments = plain.some_segments(*x.shape[:2]) if everything else None
     mask = (segments,) if everything else ()
     params = plain.init(layer, x.shape, *(m.shape for m in mask))
-    got = fast_jit(lambda params: layer.apply(params, x, *mask, rng=RNG))(params)
+    got = jax.jit(lambda params: layer.apply(params, x, *mask, rng=RNG))(params)
 
     def head(letter):
         if f"w_{letter}" not in params:
@@ -108,7 +107,7 @@ def test_a_boolean_mask_is_one_segment(row):
     layer = layers.Attention(row.op(), **SIZES, causal=row.causal(False), masked=True)
     mask = np.arange(13) >= np.array([[0], [7]])
     params = plain.init(layer, x.shape, mask.shape)
-    apply = fast_jit(lambda mask, x: layer.apply(params, x, mask, rng=RNG))
+    apply = jax.jit(lambda mask, x: layer.apply(params, x, mask, rng=RNG))
     out = apply(mask, x)
     np.testing.assert_array_equal(out, apply(mask.astype(np.int32), x))
     assert not np.any(out[~mask])
@@ -133,7 +132,7 @@ def test_dropout_is_a_function_of_the_rng(op):
 
     def apply(**options):
         layer = layers.Attention(op, **SIZES, **options)
-        return fast_jit(lambda seed: layer.apply(params, x, rng=jax.random.PRNGKey(seed)))
+        return jax.jit(lambda seed: layer.apply(params, x, rng=jax.random.PRNGKey(seed)))
 
     without = apply()(0)
     np.testing.assert_array_equal(without, apply()(1))
@@ -185,7 +184,7 @@ def test_mode_selects_the_hashes_of_evaluation():
     assert plan(op, "eval").order.shape[2] == 3
     three = layers.Attention(lsh.lsh(chunk_len=4, n_hashes=3), **SIZES)
     one = layers.Attention(op, **SIZES, mode="eval")
-    outs = (fast_jit(layer.apply)(params, x, rng=RNG) for layer in (one, three))
+    outs = (jax.jit(layer.apply)(params, x, rng=RNG) for layer in (one, three))
     np.testing.assert_array_equal(*outs)
 
 
@@ -275,13 +274,13 @@ def test_prefill_and_steps_are_apply(name, rotate):
     )
     x, lengths = numbers(), np.array([6, 3])
     params = plain.init(layer, x.shape)
-    whole = fast_jit(lambda x: layer.apply(params, x, rng=RNG))(x)
-    prefill = fast_jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))
+    whole = jax.jit(lambda x: layer.apply(params, x, rng=RNG))(x)
+    prefill = jax.jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))
     out, cache = prefill(x[:, :6], lengths)
     np.testing.assert_allclose(out[0], whole[0, :6], atol=1e-5)
     np.testing.assert_allclose(out[1, :3], whole[1, :3], atol=1e-5)
     merged = layer.for_decoding(params, "float32")
-    step = fast_jit(layer.step)
+    step = jax.jit(layer.step)
     for n in range(7):
         position = lengths + n
         out, cache = step(merged, x[np.arange(2), position][:, None], cache, position)

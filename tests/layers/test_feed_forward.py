@@ -9,9 +9,8 @@ import pytest
 
 from reformax import layers
 from reformax.ops import base
+from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.layers import plain
-from tests.layers.plain import fast_jit
-from tests.ops.fast import lower_for_gpu
 
 RNG = jax.random.PRNGKey(2)
 KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
@@ -48,9 +47,9 @@ def test_chunks_change_neither_output_nor_gradients(length, chunk_size):
             y = layer.apply(params, x, rng=RNG)
             return jnp.sum(jnp.sin(y)), y
 
-        return fast_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
 
-    plain.assert_trees_close(value_and_gradient(chunk_size), value_and_gradient(0))
+    assert_trees_close(value_and_gradient(chunk_size), value_and_gradient(0))
 
 
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu], ids=["gelu", "relu"])
@@ -73,10 +72,10 @@ def test_the_kernel_is_the_same_function(dtype, d_ff, rate, chunk_size, activati
             out = layer.apply(params, x, rng=RNG)
             return jnp.sum(weights * out), out
 
-        return fast_jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
 
     tolerance = 1e-5 if dtype == "float32" else 2e-2
-    plain.assert_trees_close(output_and_gradients(KERNEL), output_and_gradients("xla"), tolerance)
+    assert_trees_close(output_and_gradients(KERNEL), output_and_gradients("xla"), tolerance)
 
 
 @pytest.mark.parametrize("d_ff, rate", [(512, 0.1), (1000, 0.0), (513, 0.1)])
@@ -106,7 +105,7 @@ def test_the_gradient_alone_runs_one_kernel():
             out, vjp = jax.vjp(lambda *args: layer.apply(*args, rng=RNG), params, x)
             return vjp(x), out if also_output else None
 
-        text = fast_jit(gradient).lower(params, x).compile().as_text()
+        text = jax.jit(gradient).lower(params, x).compile().as_text()
         return {name for name in ("forward", "backward") if f"feed_forward_{name}" in text}
 
     assert kernels(also_output=False) == {"backward"}
@@ -126,7 +125,7 @@ def test_gradients_are_those_of_the_formula():
         jax.grad(lambda *args, f=f: jnp.sum(jnp.sin(f(*args))), (0, 1))(params, x)
         for f in (layer.apply, formula)
     )
-    plain.assert_trees_close(got, want)
+    assert_trees_close(got, want)
 
 
 def test_chunks_never_hold_the_hidden_layer():
@@ -138,7 +137,7 @@ def test_chunks_never_hold_the_hidden_layer():
         params = jax.eval_shape(lambda: layer.init_params(RNG, shape))
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
         gradient = jax.jit(jax.grad(lambda *a: jnp.sum(layer.apply(*a, rng=RNG)), (0, 1)))
-        return gradient.lower(params, x).compile(plain.FAST).memory_analysis().temp_size_in_bytes
+        return gradient.lower(params, x).compile().memory_analysis().temp_size_in_bytes
 
     hidden_layer = length * d_ff * 4
     assert memory(0) >= hidden_layer

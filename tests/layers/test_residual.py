@@ -9,9 +9,8 @@ import pytest
 
 from reformax import layers
 from reformax.ops import base, dense, local
+from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.layers import plain
-from tests.layers.plain import fast_jit
-from tests.ops.fast import lower_for_gpu
 
 RNG = jax.random.PRNGKey(3)
 KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
@@ -42,9 +41,9 @@ def test_output_and_gradients_are_the_equations(remat, packed, scan_layers):
             y = function(params, x)
             return jnp.sum(weights * y), y
 
-        return fast_jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
 
-    plain.assert_trees_close(gradient_and_value(by_stack), gradient_and_value(by_loop))
+    assert_trees_close(gradient_and_value(by_stack), gradient_and_value(by_loop))
 
 
 def test_remat_keeps_less():
@@ -54,7 +53,7 @@ def test_remat_keeps_less():
         params = jax.eval_shape(lambda: stack.init_params(RNG, (1, 1024, 8)))
         x = jax.ShapeDtypeStruct((1, 1024, 8), jnp.float32)
         gradient = jax.jit(jax.grad(lambda p, x: jnp.sum(stack.apply(p, x, rng=RNG))))
-        return gradient.lower(params, x).compile(plain.FAST).memory_analysis().temp_size_in_bytes
+        return gradient.lower(params, x).compile().memory_analysis().temp_size_in_bytes
 
     assert memory(True) < 0.5 * memory(False)
 
@@ -63,7 +62,7 @@ def test_dtype_is_what_sublayers_compute_in():
     cycle, x = plain.blocks([dense.dense()]), stream(5)
     wide, narrow = (layers.ResidualStack(cycle, 2, dtype=d) for d in ("float32", "bfloat16"))
     params = plain.init(wide, x.shape)
-    wide, narrow = (fast_jit(s.apply)(params, x, rng=RNG) for s in (wide, narrow))
+    wide, narrow = (jax.jit(s.apply)(params, x, rng=RNG) for s in (wide, narrow))
     assert wide.dtype == narrow.dtype == jnp.float32
     assert 1e-4 < np.abs(wide - narrow).max() < 0.1
 
@@ -108,14 +107,14 @@ def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes):
             assert [out.dtype for out in outs] == dtypes
             return sum(jnp.sum(w * out) for w, out in zip(weights, outs, strict=False)), outs
 
-        return fast_jit(jax.grad(loss, (0, 1) if y is None else (0, 1, 2), has_aux=True))(
+        return jax.jit(jax.grad(loss, (0, 1) if y is None else (0, 1, 2), has_aux=True))(
             params, x, y
         )
 
     got, want = output_and_gradients(kernel), output_and_gradients(plain_norm)
     assert jax.tree.map(lambda z: z.dtype, got) == jax.tree.map(lambda z: z.dtype, want)
     exact = dtypes == ["float32"] and added != "bfloat16"
-    plain.assert_trees_close(got, want, 1e-5 if exact else 2e-2)
+    assert_trees_close(got, want, 1e-5 if exact else 2e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -131,8 +130,8 @@ def test_the_gradient_beside_a_norm_is_added_in_its_kernel(dtype):
     by_kernel, plainly = (
         functools.partial(jax.grad(loss, (0, 1), has_aux=True), impl=i) for i in (KERNEL, "xla")
     )
-    got, want = (fast_jit(f)(params, x) for f in (by_kernel, plainly))
-    plain.assert_trees_close(got, want, 1e-5 if dtype == "float32" else 2e-2)
+    got, want = (jax.jit(f)(params, x) for f in (by_kernel, plainly))
+    assert_trees_close(got, want, 1e-5 if dtype == "float32" else 2e-2)
     assert "add_any" in str(jax.make_jaxpr(plainly)(params, x))
     assert "add_any" not in str(jax.make_jaxpr(by_kernel)(params, x))
 

@@ -10,9 +10,8 @@ import pytest
 from reformax import layers
 from reformax.layers import reversible
 from reformax.ops import dense, local, lsh
+from tests.helpers import assert_trees_close, default_jit
 from tests.layers import plain
-from tests.layers.plain import fast_jit
-from tests.ops.fast import default_jit
 
 KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
 RNG = jax.random.PRNGKey(3)
@@ -41,7 +40,7 @@ def by_plain_autodiff():
         out = plain.reversible(cycle, 4, params, x1, x2, segments, RNG)
         return sum(jnp.sum(w * y) for w, y in zip(weights, out, strict=True)), out
 
-    gradient = fast_jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
     return (params, x1, x2), segments, weights, gradient(params, x1, x2)
 
 
@@ -68,8 +67,8 @@ def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatc
         out = stack.apply(params, x1, x2, segments, rng=RNG)
         return sum(jnp.sum(w * y) for w, y in zip(weights, out, strict=True)), out
 
-    got = fast_jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)
-    plain.assert_trees_close(got, want)
+    got = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)
+    assert_trees_close(got, want)
     assert all(np.any(g) for g in jax.tree.leaves(got[1]))
 
 
@@ -89,10 +88,10 @@ def test_kernels_of_norms_and_feed_forward_layers_change_no_gradient(
             out = stack.apply(params, x1, x2, rng=RNG)
             return sum(jnp.sum(jnp.sin(y)) for y in out), out
 
-        return fast_jit(jax.grad(loss, (0, 1, 2), has_aux=True))(params, x1, x2)
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(params, x1, x2)
 
     got = gradient([block._replace(feed_forward=by_kernel)], layers.LayerNorm(impl=KERNEL))
-    plain.assert_trees_close(got, gradient([block], layers.LayerNorm()))
+    assert_trees_close(got, gradient([block], layers.LayerNorm()))
 
 
 def test_exact_gradients_are_autodiffs_of_the_rounded_forward():
@@ -110,10 +109,10 @@ def test_exact_gradients_are_autodiffs_of_the_rounded_forward():
 
     rebuilt = functools.partial(stack.apply, rng=RNG)
     got, want = (
-        fast_jit(jax.grad(functools.partial(loss, run), (0, 1, 2)))(params, x1, x2)
+        jax.jit(jax.grad(functools.partial(loss, run), (0, 1, 2)))(params, x1, x2)
         for run in (rebuilt, kept)
     )
-    plain.assert_trees_close(got, want)
+    assert_trees_close(got, want)
 
 
 class Witness(layers.ReversibleStack):
@@ -140,7 +139,7 @@ def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, **options):
     params = plain.init(stack, x1.shape, x1.shape)
 
     # Where exactness is claimed, optimised as in use: what is fused with what is the question.
-    jit = default_jit if exact else fast_jit
+    jit = default_jit if exact else jax.jit
 
     @jit
     def rebuild(params, x1, x2):
@@ -212,8 +211,7 @@ def compiled_gradient(n_layers, exact, length=4096, d_model=128):
 def test_memory_does_not_grow_with_depth(exact):
     """Temporary memory: without parameters and gradients, which are arguments and outputs."""
     shallow, deep = (
-        compiled_gradient(n, exact).compile(plain.FAST).memory_analysis().temp_size_in_bytes
-        for n in (2, 12)
+        compiled_gradient(n, exact).compile().memory_analysis().temp_size_in_bytes for n in (2, 12)
     )
     assert shallow > 4096 * 128 * 4
     assert deep <= 1.1 * shallow
@@ -256,7 +254,7 @@ def test_dtype_is_what_sublayers_compute_in():
     cycle, (x1, x2) = plain.blocks([dense.dense()]), streams(5)
     wide, params = stack_and_params(cycle, 2, x1)
     narrow = layers.ReversibleStack(cycle, 2, dtype="bfloat16")
-    wide, narrow = (fast_jit(s.apply)(params, x1, x2, rng=RNG) for s in (wide, narrow))
+    wide, narrow = (jax.jit(s.apply)(params, x1, x2, rng=RNG) for s in (wide, narrow))
     for x, y in zip(wide, narrow, strict=True):
         assert x.dtype == y.dtype == jnp.float32
         assert 1e-4 < np.abs(x - y).max() < 0.1
@@ -266,7 +264,7 @@ def test_each_layer_draws_its_own_dropout():
     cycle, (x1, x2) = plain.blocks([dense.dense()]), streams(5)
     stack, params = stack_and_params(cycle, 2, x1)
     same_weights = jax.tree.map(lambda w: jnp.broadcast_to(w[:1], w.shape), params)
-    apply = fast_jit(stack.apply)
+    apply = jax.jit(stack.apply)
     one, again, other = (
         apply(same_weights, x1, x2, rng=jax.random.PRNGKey(seed)) for seed in (0, 0, 1)
     )

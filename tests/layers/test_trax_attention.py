@@ -10,17 +10,13 @@ import pytest
 
 from reformax.layers._trax import signature, tl
 from reformax.layers.trax_attention import LSHSelfAttention, SelfAttention
+from tests.helpers import assert_trees_close
 
 LENGTH = 32
 SIZES = dict(n_heads=2, d_qk=8, d_v=4)
 X = jax.random.normal(jax.random.PRNGKey(0), (2, LENGTH, 16))
 MASK = jnp.arange(LENGTH) < jnp.array([[20], [LENGTH]])
 RNG = jax.random.PRNGKey(3)
-
-
-def assert_close(ours, theirs, atol=1e-5):
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), ours, theirs)
 
 
 def run(layer, mask, rows):
@@ -48,7 +44,7 @@ def assert_equals_trax(ours, theirs, masked=False, rows=None):
     shapes = [jax.tree.map(jnp.shape, (layer.weights, layer.state)) for layer in (ours, theirs)]
     assert shapes[0] == shapes[1]
     ours.weights, ours.state = theirs.weights, theirs.state
-    assert_close(run(ours, mask, rows), run(theirs, mask, rows))
+    assert_trees_close(run(ours, mask, rows), run(theirs, mask, rows))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +136,7 @@ def test_blocks_of_heads_compute_the_same(layer, n_parallel_heads):
         of_layer = functools.partial(loss, layer)
         return jax.jit(jax.value_and_grad(of_layer, (0, 1), has_aux=True))(x, at_once.weights)
 
-    assert_close(results(in_blocks), results(at_once))
+    assert_trees_close(results(in_blocks), results(at_once))
 
 
 def dropping(n_parallel_heads, **options):
@@ -174,7 +170,7 @@ def test_the_backward_pass_attends_to_what_the_forward_pass_did():
     y, grads, left_behind = forward(layer.state)
     again, grads_again = backward(left_behind)
     np.testing.assert_allclose(again, y, atol=1e-6)
-    assert_close(grads_again, grads)
+    assert_trees_close(grads_again, grads)
     # A forward pass from there hashes anew.
     new, _, left_behind_next = forward(left_behind)
     assert not np.array_equal(left_behind[0], left_behind_next[0])
@@ -300,7 +296,7 @@ def test_traxs_reformer_takes_our_layers_and_weights_saved_from_its_own(tmp_path
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(model.weights)
 
-    assert_close(results(ours), results(theirs))
+    assert_trees_close(results(ours), results(theirs))
 
 
 @pytest.mark.skipif(

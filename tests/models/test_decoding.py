@@ -10,7 +10,6 @@ import pytest
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, local, lsh, shared_qk
 from tests.layers import plain
-from tests.layers.plain import fast_jit
 
 RNG = jax.random.PRNGKey(4)
 LENGTH = 23
@@ -51,8 +50,8 @@ def some_tokens(batch=2, length=LENGTH, seed=0):
 
 @functools.cache
 def programs(model, capacity):
-    start = fast_jit(lambda params, t, n: model.prefill(params, t, n, capacity, RNG))
-    return start, fast_jit(model.step)
+    start = jax.jit(lambda params, t, n: model.prefill(params, t, n, capacity, RNG))
+    return start, jax.jit(model.step)
 
 
 def decode(model, params, tokens, lengths, capacity=LENGTH, n_prompt=None):
@@ -76,7 +75,7 @@ def test_every_position_is_that_of_the_forward(name):
     """Rows of different lengths, an empty one among them, padded further than the longest."""
     model, params = make(name)
     tokens = some_tokens(3)
-    whole = fast_jit(model.apply)(params, np.pad(tokens, ((0, 0), (0, 1))), RNG)
+    whole = jax.jit(model.apply)(params, np.pad(tokens, ((0, 0), (0, 1))), RNG)
     found = decode(model, params, tokens, [9, 0, 4], capacity=LENGTH + 1, n_prompt=11)
     assert {t for b, t in found if b == 1} == set(range(LENGTH - 9 + 1))
     for (b, t), logits in found.items():
@@ -91,7 +90,7 @@ def test_ordinary_lsh_in_one_layer_is_the_last_row_of_each_forward():
     found = decode(model, params, tokens, [6, 6])
     for n in (6, 7, 13, 22):
         # The token at n is not read by its own prediction, but its position is hashed.
-        logits = fast_jit(model.apply)(params, tokens[:, : n + 1], RNG)
+        logits = jax.jit(model.apply)(params, tokens[:, : n + 1], RNG)
         np.testing.assert_allclose(found[0, n], logits[0, n], atol=1e-5)
         np.testing.assert_allclose(found[1, n], logits[1, n], atol=1e-5)
 
@@ -101,7 +100,7 @@ def test_a_prompt_is_the_forward_whatever_the_algorithm():
     op = lsh.lsh(chunk_len=4, n_hashes=2, n_hashes_eval=3, n_buckets=4)
     model = ReformerLM(**SMALL, attention_type=(LOCAL, op))
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
-    logits = fast_jit(model.apply)(params, tokens, RNG)
+    logits = jax.jit(model.apply)(params, tokens, RNG)
     found = decode(model, params, tokens[:, :-1], [LENGTH - 1] * 2)
     np.testing.assert_allclose(found[0, LENGTH - 1], logits[0, -1], atol=1e-5)
 
@@ -121,7 +120,7 @@ def test_exact_streams_are_on_the_grid():
     """Rounding to 2^-12 makes of the last bit's difference a step of the grid, not more."""
     model, params = make("reformer, rotary", exact=True)
     tokens = some_tokens()
-    whole = fast_jit(model.apply)(params, tokens, RNG)
+    whole = jax.jit(model.apply)(params, tokens, RNG)
     for (b, t), logits in decode(model, params, tokens[:, :-1], [9, 9]).items():
         np.testing.assert_allclose(logits, whole[b, t], atol=5e-3)
 
@@ -130,7 +129,7 @@ def test_exact_streams_are_on_the_grid():
 def test_bfloat16(name):
     model, params = make(name, dtype="bfloat16")
     tokens = some_tokens()
-    whole = np.asarray(fast_jit(model.apply)(params, tokens, RNG))
+    whole = np.asarray(jax.jit(model.apply)(params, tokens, RNG))
     found = decode(model, params, tokens[:, :-1], [9, 9])
     errors = [np.abs(logits - whole[b, t]).max() for (b, t), logits in found.items()]
     assert np.median(errors) < 0.02 * np.abs(whole).max()
@@ -148,7 +147,7 @@ def test_hashes_are_those_of_the_rng():
     model = ReformerLM(**SMALL, attention_type=op)
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
     lengths = np.array([22, 22])
-    start = fast_jit(lambda rng: model.prefill(params, tokens[:, :22], lengths, LENGTH, rng)[0])
+    start = jax.jit(lambda rng: model.prefill(params, tokens[:, :22], lengths, LENGTH, rng)[0])
     one, other = start(RNG), start(jax.random.PRNGKey(9))
     np.testing.assert_array_equal(one, start(RNG))
     assert np.abs(one - other).max() > 1e-3

@@ -16,8 +16,8 @@ from reformax.cli import config
 from reformax.layers import ReversibleStack, _trax, tl
 from reformax.models import ReformerLM, TransformerLM, parts
 from reformax.ops import dense, local, lsh, shared_qk
+from tests.helpers import assert_trees_close
 from tests.layers import plain
-from tests.layers.plain import fast_jit
 
 RNG = jax.random.PRNGKey(4)
 LENGTH = 12
@@ -51,7 +51,7 @@ def some_tokens(length=LENGTH, seed=0):
 
 def logits_of(model, tokens=None, rng=RNG):
     tokens = some_tokens() if tokens is None else tokens
-    return np.asarray(fast_jit(model.apply)(init(model), tokens, rng))
+    return np.asarray(jax.jit(model.apply)(init(model), tokens, rng))
 
 
 def loss_of(model, params, tokens, rng=RNG):
@@ -75,7 +75,7 @@ def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, na
         return model.apply(params | {"embedding": embedding}, tokens, RNG).sum(axis=(0, 2))
 
     # [T, V, D] -> whether position t's logits depend on the embedding of a token.
-    gradient = np.asarray(fast_jit(jax.jacrev(by_position))(params["embedding"]))
+    gradient = np.asarray(jax.jit(jax.jacrev(by_position))(params["embedding"]))
     depends = np.abs(gradient).max(axis=-1) > 0
     start, others = depends[:, 0], depends[:, 1:]
     assert not np.any(np.triu(others))
@@ -97,7 +97,7 @@ def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, na
 def test_the_future_changes_nothing(model_fn, op, tolerance):
     """Where no plan chooses among the keys."""
     model = model_fn(**SMALL, attention_type=op)
-    params, apply = init(model), fast_jit(model.apply)
+    params, apply = init(model), jax.jit(model.apply)
     tokens, now = some_tokens(), 7
     other = tokens.copy()
     other[:, now:] = (tokens[:, now:] + 5) % 16
@@ -135,11 +135,11 @@ def test_the_first_position_reads_no_token(model_fn):
 def test_apply_is_logits_of_features(model_fn):
     model = model_fn(**SMALL | dict(dropout=0.1))
     params, tokens = init(model), some_tokens()
-    features = fast_jit(model.features)(params, tokens, RNG)
+    features = jax.jit(model.features)(params, tokens, RNG)
     assert features.shape == (2, LENGTH, 8 * (2 if model_fn is ReformerLM else 1))
     logits = model.logits(params, features)
     assert logits.shape == (2, LENGTH, model.vocab_size) and logits.dtype == jnp.float32
-    np.testing.assert_allclose(fast_jit(model.apply)(params, tokens, RNG), logits, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(model.apply)(params, tokens, RNG), logits, atol=1e-5)
     # A loss may take the logits in pieces.
     np.testing.assert_allclose(model.logits(params, features[:, 3:5]), logits[:, 3:5], atol=1e-5)
 
@@ -154,7 +154,7 @@ def test_positions_tell_where_a_token_stands():
         axial = AXIAL if pos_type == "axial" else {}
         options = SMALL | dict(pos_type=pos_type, attention_type=OPS["dense"], n_layers=1) | axial
         model = ReformerLM(**options)
-        params, apply = init(model), fast_jit(model.apply)
+        params, apply = init(model), jax.jit(model.apply)
         difference = apply(params, tokens, RNG) - apply(params, swapped, RNG)
         differences[pos_type] = np.abs(difference)[:, -1].max()
     assert differences.pop("none") < 1e-5
@@ -167,7 +167,7 @@ def test_features_are_of_the_tokens_shifted_right(model_fn):
     params, tokens = init(model), some_tokens()
     shifted = np.concatenate([np.zeros_like(tokens[:, :1]), tokens[:, :-1]], axis=1)
     np.testing.assert_array_equal(
-        fast_jit(model.features)(params, tokens), fast_jit(model.encode)(params, shifted)
+        jax.jit(model.features)(params, tokens), jax.jit(model.encode)(params, shifted)
     )
 
 
@@ -178,7 +178,7 @@ def test_padding_changes_no_token(model_fn, name):
     params, tokens = init(model), some_tokens()
     segments = (np.arange(LENGTH) < 9).astype(np.int32)[None].repeat(2, axis=0)
     junk = np.where(segments, tokens, 3)
-    encode = fast_jit(lambda t, s: model.encode(params, t, s, rng=RNG))
+    encode = jax.jit(lambda t, s: model.encode(params, t, s, rng=RNG))
     one, other = encode(tokens, segments), encode(junk, segments)
     np.testing.assert_array_equal(one[:, :9], other[:, :9])
     assert np.abs(one[:, 9:] - other[:, 9:]).max() > 0.1
@@ -204,7 +204,7 @@ def test_activations_by_name():
 def test_one_models_weights_serve_every_length(positions):
     model = ReformerLM(**SMALL, attention_type=OPS["local"], **positions)
     params, tokens = init(model), some_tokens(19)
-    short, long = (fast_jit(model.apply)(params, tokens[:, :n], RNG) for n in (1, 19))
+    short, long = (jax.jit(model.apply)(params, tokens[:, :n], RNG) for n in (1, 19))
     np.testing.assert_allclose(short, long[:, :1], atol=1e-5)
 
 
@@ -317,7 +317,7 @@ def test_bfloat16_is_near_float32(model_fn):
     params, tokens = init(models[1]), some_tokens()
 
     def gradient(model):
-        gradient = fast_jit(jax.grad(lambda p: loss_of(model, p, tokens)))(params)
+        gradient = jax.jit(jax.grad(lambda p: loss_of(model, p, tokens)))(params)
         return ravel_pytree(gradient)[0]
 
     narrow, wide = map(gradient, models)
@@ -331,7 +331,7 @@ def test_gradients_of_float16_logits_may_be_small_or_large(model_fn):
     options = SMALL | dict(n_layers=1, attention_type=OPS["local"])
     params, tokens = init(model_fn(**options)), some_tokens()
     gradients = [
-        fast_jit(jax.grad(lambda p, factor, m=model: factor * loss_of(m, p, tokens)))
+        jax.jit(jax.grad(lambda p, factor, m=model: factor * loss_of(m, p, tokens)))
         for model in (model_fn(**options, dtype=dtype) for dtype in ("float16", "float32"))
     ]
     for factor in (2.0**-22, 2.0**22):
@@ -339,7 +339,7 @@ def test_gradients_of_float16_logits_may_be_small_or_large(model_fn):
             [jax.tree.map(lambda x, by=factor: x / by, g[name]) for name in ("logits", "norm")]
             for g in (gradient(params, factor) for gradient in gradients)
         )
-        plain.assert_trees_close(got, want, 1e-3)
+        assert_trees_close(got, want, 1e-3)
 
 
 @both_models
@@ -402,15 +402,15 @@ def test_in_trax():
         log_probabilities, _ = net.pure_fn(tokens, weights, state, rng)
         return -jnp.take_along_axis(log_probabilities, tokens[..., None], axis=-1).mean()
 
-    value, gradient = fast_jit(jax.value_and_grad(nats))(weights, RNG)
+    value, gradient = jax.jit(jax.value_and_grad(nats))(weights, RNG)
     # Trax hands each layer of a Serial its own part of the rng.
     layer_rng = jax.random.split(RNG, 2)[0]
     params = weights[0]
-    want_value, want = fast_jit(jax.value_and_grad(lambda p: loss_of(model, p, tokens, layer_rng)))(
+    want_value, want = jax.jit(jax.value_and_grad(lambda p: loss_of(model, p, tokens, layer_rng)))(
         params
     )
     np.testing.assert_allclose(value, want_value, atol=1e-6)
-    plain.assert_trees_close(gradient[0], want, 1e-6)
+    assert_trees_close(gradient[0], want, 1e-6)
     assert all(np.any(g) for g in jax.tree.leaves(gradient))
     assert net(tokens).shape == (2, LENGTH, 16)
 
@@ -431,11 +431,11 @@ def test_the_stack_among_traxs_layers():
         return jnp.concatenate(stack.apply(params, x, x, rng=rng), axis=-1) @ w + b
 
     got, want = (
-        fast_jit(jax.value_and_grad(lambda w, f=f: jnp.sum(jnp.sin(f(w)))))(weights)
+        jax.jit(jax.value_and_grad(lambda w, f=f: jnp.sum(jnp.sin(f(w)))))(weights)
         for f in (outputs, by_hand)
     )
     assert outputs(weights).shape == (2, LENGTH, 5)
-    plain.assert_trees_close(got, want)
+    assert_trees_close(got, want)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_learns_a_batch_by_heart(model_fn, options):
     params = model.init_params(RNG, (2, LENGTH))
     opt_state = optimizer.init(params)
 
-    @fast_jit
+    @jax.jit
     def step(params, opt_state, rng):
         loss, gradient = jax.value_and_grad(lambda p: loss_of(model, p, tokens, rng))(params)
         updates, opt_state = optimizer.update(gradient, opt_state)

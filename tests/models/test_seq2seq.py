@@ -13,8 +13,8 @@ from reformax.layers._trax import signature
 from reformax.models import Reformer, Transformer
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.parts.cache import take_rows
+from tests.helpers import assert_trees_close
 from tests.layers import plain
-from tests.layers.plain import fast_jit
 
 RNG = jax.random.PRNGKey(5)
 SMALL = dict(
@@ -89,7 +89,7 @@ def test_a_packed_batch_trains_like_its_sentences_one_by_one(name):
     (source, source_segments), (target, target_segments) = (
         packed([x[:3], x[3:]], 16) for x in (sources, targets)
     )
-    gradient = fast_jit(jax.value_and_grad(functools.partial(nats, model)))
+    gradient = jax.jit(jax.value_and_grad(functools.partial(nats, model)))
     got = gradient(params, (source, target, source_segments, target_segments), target_segments > 0)
     parts = []
     for pair in zip(sources, targets, strict=True):
@@ -99,7 +99,7 @@ def test_a_packed_batch_trains_like_its_sentences_one_by_one(name):
     want = jax.tree.map(lambda *x: sum(x), *parts)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     # On the grid of exact=True the two round now and then to another multiple.
-    plain.assert_trees_close(got[1], want[1], 2e-3 if "windows" in name else 2e-5)
+    assert_trees_close(got[1], want[1], 2e-3 if "windows" in name else 2e-5)
     assert all(np.any(g) for g in jax.tree.leaves(got[1]))
 
 
@@ -108,7 +108,7 @@ def test_padding_changes_nothing(name):
     """Neither how much there is nor, on either side, what stands there."""
     model, params = make(name)
     (source, segments), (target, target_segments) = (packed([[s]], 12) for s in sentences([5, 7]))
-    features = fast_jit(lambda *inputs: model.features(params, inputs, RNG))
+    features = jax.jit(lambda *inputs: model.features(params, inputs, RNG))
     want = features(source, target, segments, target_segments)[:, :7]
     short = features(source[:, :5], target[:, :7], segments[:, :5], target_segments[:, :7])
     np.testing.assert_allclose(short, want, atol=1e-5)
@@ -122,7 +122,7 @@ def test_padding_changes_nothing(name):
 def test_no_target_is_read_before_its_time():
     model, params = make("reformer")
     source, target = (np.stack(sentences([6, 6], seed)) for seed in (0, 1))
-    apply = fast_jit(lambda t: model.apply(params, source, t, rng=RNG))
+    apply = jax.jit(lambda t: model.apply(params, source, t, rng=RNG))
     other = target.copy()
     other[:, 3] = (other[:, 3] - 2 + 1) % 11 + 2
     before, after = apply(target), apply(other)
@@ -191,7 +191,7 @@ def test_logits_are_the_equations(order):
     model = constructor(**SMALL, **(dict(post_norm=True) if order == "post" else {}))
     params = plain.init(model, (1, 7))
     source, target = sentences([5, 7])
-    got = fast_jit(model.apply)(params, source[None], target[None])[0]
+    got = jax.jit(model.apply)(params, source[None], target[None])[0]
     want = by_hand(params, source, target, order)
     np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
 
@@ -200,7 +200,7 @@ def test_a_fresh_model_guesses():
     model = Transformer(**SMALL | dict(input_vocab_size=1000, d_model=64, d_ff=128))
     params = model.init_params(RNG, (1, 12))
     source, target = np.random.default_rng(0).integers(2, 1000, (2, 8, 12), np.int32)
-    loss = fast_jit(functools.partial(nats, model))(params, (source, target), 1) / target.size
+    loss = jax.jit(functools.partial(nats, model))(params, (source, target), 1) / target.size
     assert abs(loss - math.log(1000)) < 1
 
 
@@ -208,7 +208,7 @@ def test_dtype_is_what_sublayers_and_logits_compute_in():
     source, target = (np.stack(sentences([6, 6], seed)) for seed in (0, 1))
     params = make("reformer")[1]
     wide, narrow = (
-        fast_jit(Reformer(**SMALL, pos_type="rotary", dtype=dtype).apply)(params, source, target)
+        jax.jit(Reformer(**SMALL, pos_type="rotary", dtype=dtype).apply)(params, source, target)
         for dtype in ("float32", "bfloat16")
     )
     assert wide.dtype == narrow.dtype == jnp.float32
@@ -221,11 +221,11 @@ def test_dropout_is_in_training_alone():
     train = Transformer(**SMALL | dict(dropout=0.3, mode="train"))
     evaluation = Transformer(**SMALL | dict(dropout=0.3))
     one, other = (
-        fast_jit(train.features)(params, (source, target), jax.random.PRNGKey(i)) for i in (0, 1)
+        jax.jit(train.features)(params, (source, target), jax.random.PRNGKey(i)) for i in (0, 1)
     )
     assert np.abs(one - other).max() > 0.1
-    want = fast_jit(make("transformer")[0].features)(params, (source, target))
-    np.testing.assert_array_equal(fast_jit(evaluation.features)(params, (source, target)), want)
+    want = jax.jit(make("transformer")[0].features)(params, (source, target))
+    np.testing.assert_array_equal(jax.jit(evaluation.features)(params, (source, target)), want)
 
 
 def test_in_trax():
@@ -256,12 +256,12 @@ def test_every_step_is_that_of_the_forward(name):
     rows = np.repeat(np.arange(2), 2)
     # The capacity is the length by which automatic settings go.
     padded = np.pad(target, ((0, 0), (0, 3)))
-    want = fast_jit(model.apply)(params, source[rows], padded, rng=RNG)
+    want = jax.jit(model.apply)(params, source[rows], padded, rng=RNG)
     weights, capacity = model.for_decoding(params), padded.shape[1]
-    start = fast_jit(lambda p, w, s: model.prefill(p, w, s, capacity, RNG))
+    start = jax.jit(lambda p, w, s: model.prefill(p, w, s, capacity, RNG))
     logits, decoding, memory = start(params, weights, source)
     logits, decoding = logits[rows], take_rows(decoding, rows)
-    step = fast_jit(model.step)
+    step = jax.jit(model.step)
     for t in range(target.shape[1]):
         np.testing.assert_allclose(logits, want[:, t], atol=1e-5 * np.abs(want).max())
         logits, decoding = step(weights, target[:, t], decoding, memory)

@@ -15,25 +15,11 @@ from hypothesis import strategies as st
 from reformax import ops
 from reformax.ops import base
 from reformax.ops.parts import chunked
+from tests.helpers import assert_trees_close
 from tests.ops import oracle
-from tests.ops.fast import fast_jit
 from tests.ops.rows import ROWS, Shape, visible
 
 over_rows = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-
-
-def assert_close(got, want, tolerance, name, more=0.0):
-    """The largest error is at most `tolerance` times the largest of the numbers wanted, or 1.
-
-    Relative to the array's scale, because a gradient sums over the length: its rounding grows with
-    its largest entry, not with each one. `more` is an error allowed besides.
-    """
-    got, want = np.asarray(got, np.float64), np.asarray(want)
-    assert got.shape == want.shape, name
-    assert np.isfinite(got).all(), f"{name} has a NaN or an infinity"
-    error = np.abs(got - want).max(initial=0) / max(1, np.abs(want).max(initial=0))
-    allowed = tolerance + more / max(1, np.abs(want).max(initial=0))
-    assert error <= allowed, f"{name} is off by {error:.2g} of its scale"
 
 
 LENGTHS = (1, 2, 7, 16, 23, 37)
@@ -46,7 +32,7 @@ def attend_and_differentiate(op, causal, dropout):
     Inputs are q, k, v and the bias; None where there is none.
     """
 
-    @fast_jit
+    @jax.jit
     def run(inputs, segments, rng, d_out):
         q, k, *_ = inputs
         plan = op.plan((), q, k, segments=segments, causal=causal, rng=rng, train=True)
@@ -95,7 +81,7 @@ def calls(draw, row):
     )
 
 
-@fast_jit
+@jax.jit
 def largest_dropout(key):
     """The mask of the largest call; a smaller one's is its corner, for a weight has an address."""
     return base.full_dropout_multiplier(key, DROPOUT, (2, 4, max(LENGTHS), max(LENGTHS)))
@@ -149,17 +135,19 @@ def check(
         if bias is not None:
             # A bias that is shared adds up as many of these differences as share it.
             shared = np.prod(full) / bias.size
-            assert_close(d_bias, want_d_bias, tolerance, "db", rounded * shared)
+            assert_trees_close({"db": d_bias}, {"db": want_d_bias}, tolerance, rounded * shared)
         vectors = [scaled[0], np.ones(1) if k is None else scaled[1]]
         rounded *= max(np.abs(x).max() for x in vectors) / np.sqrt(d_qk)
         assert out.dtype == dtype
-        assert_close(out, want, tolerance, "out")
+        assert_trees_close({"out": out}, {"out": want}, tolerance)
         for name, x, y in zip(("dq", "dk", "dv"), gradients, want_gradients, strict=True):
             if y is None:
                 assert x is None
             else:
                 assert x.dtype == dtype
-                assert_close(x, y, tolerance, name, 0.0 if name == "dv" else rounded)
+                assert_trees_close(
+                    {name: x}, {name: y}, tolerance, 0.0 if name == "dv" else rounded
+                )
     # Scores of 1e8 are beyond what float32 tells apart, but must not leave it.
     for x in jax.tree.leaves(run_at(1e4)):
         assert np.isfinite(np.asarray(x, np.float64)).all()
@@ -196,7 +184,7 @@ def draw_inputs(row, length, d_v=4, seed=0):
 
 def make_plan(op, q, k):
     plan = functools.partial(op.plan, segments=None, causal=True, train=True)
-    return fast_jit(lambda q, k: plan((), q, k, rng=jax.random.key(0)))(q, k)
+    return jax.jit(lambda q, k: plan((), q, k, rng=jax.random.key(0)))(q, k)
 
 
 @over_rows
@@ -207,7 +195,7 @@ def test_padding_changes_no_real_position(row):
     segments = np.repeat([[1, 0]], [length, n_pad], axis=1).repeat(2, axis=0)
     op, key = row.op(), jax.random.key(0)
 
-    @fast_jit
+    @jax.jit
     def padded(inputs, junk):
         def attend(inputs, junk):
             joined = (
@@ -220,7 +208,7 @@ def test_padding_changes_no_real_position(row):
         return jax.value_and_grad(attend, argnums=(0, 1), has_aux=True)(inputs, junk)
 
     (_, out), (gradients, junk_gradients) = padded(inputs, junk)
-    alone = fast_jit(lambda q, k, v: op(q, k, v, causal=True, rng=key, dropout=0.2))(*inputs)
+    alone = jax.jit(lambda q, k, v: op(q, k, v, causal=True, rng=key, dropout=0.2))(*inputs)
     np.testing.assert_allclose(out[:, :length], alone, atol=1e-6)
     assert not np.any(out[:, length:])
     assert all(np.any(x) for x in jax.tree.leaves(gradients))
@@ -233,7 +221,7 @@ def test_segments_do_not_leak(row):
     segments = np.repeat([[2, 1, 3]], [9, 13, 6], axis=1).repeat(2, axis=0)
     op, key = row.op(), jax.random.key(0)
     masks = dict(causal=row.causal(False), segments=segments, rng=key)
-    attend = fast_jit(lambda q, k, v: op(q, k, v, **masks))
+    attend = jax.jit(lambda q, k, v: op(q, k, v, **masks))
     one, other = draw_inputs(row, 28), draw_inputs(row, 28, seed=1)
     change = (segments == 1)[..., None, None]
     mixed = (None if x is None else np.where(change, y, x) for x, y in zip(one, other, strict=True))
@@ -250,7 +238,7 @@ def test_packed_segments_equal_one_by_one(row):
     lengths = (9, 1, 9)
     op, inputs = row.op(), draw_inputs(row, sum(lengths))
     segments = np.repeat([[1, 2, 3]], lengths, axis=1).repeat(2, axis=0)
-    attend = fast_jit(lambda q, k, v, segments: op(q, k, v, causal=True, segments=segments))
+    attend = jax.jit(lambda q, k, v, segments: op(q, k, v, causal=True, segments=segments))
     packed = attend(*inputs, segments)
     for end, n in zip(np.cumsum(lengths), lengths, strict=True):
         one = (None if x is None else x[:, end - n : end] for x in inputs)
@@ -265,7 +253,7 @@ def test_with_the_plan_given_nothing_reads_the_future(row):
     one, other = draw_inputs(row, 30), draw_inputs(row, 30, seed=1)
     plan = make_plan(op, *one[:2])
 
-    @fast_jit
+    @jax.jit
     def attend(q, k, v):
         return op.apply((), q, k, v, plan=plan, segments=None, causal=True, dropout=0.0, rng=None)
 
@@ -290,8 +278,8 @@ def test_dropout_drops_and_scales(row):
         )
 
     keys = jax.random.split(jax.random.key(1), 2000)
-    dropped = fast_jit(jax.vmap(lambda key: attend(key, 0.25)))(keys)
-    whole = fast_jit(lambda key: attend(key, 0.0))(keys[0])
+    dropped = jax.jit(jax.vmap(lambda key: attend(key, 0.25)))(keys)
+    whole = jax.jit(lambda key: attend(key, 0.0))(keys[0])
     assert np.abs(dropped[0] - whole).max() > 0.05
     # Five standard errors of the mean, for values of 2.
     tolerance = 5 * 2 * np.sqrt(0.25 / 0.75 / len(keys))
@@ -349,7 +337,7 @@ def test_reference_attention_is_the_oracle(dropout):
     if dropout:
         keep = np.asarray(base.full_dropout_multiplier(key, dropout, keep.shape))
 
-    @fast_jit
+    @jax.jit
     def attend(d_out, *inputs):
         out, vjp = jax.vjp(
             lambda *x: base.reference_attention(*x, mask, dropout=dropout, rng=key), *inputs
@@ -360,10 +348,10 @@ def test_reference_attention_is_the_oracle(dropout):
     want, want_gradients = oracle.attention(
         *(x.astype(np.float64) for x in (q, k, v)), mask.astype(int), keep, d_out
     )
-    assert_close(out, want, 1e-6, "out")
+    assert_trees_close({"out": out}, {"out": want}, 1e-6)
     assert not np.any(out[0, 2, 1])
     for got, gradient in zip(gradients, want_gradients[:3], strict=True):
-        assert_close(got, gradient, 1e-6, "gradient")
+        assert_trees_close({"gradient": got}, {"gradient": gradient}, 1e-6)
 
 
 def test_visibility_and_except_self_are_the_tables():
@@ -403,7 +391,7 @@ def test_equal_tokens_share_large_scores(row):
     k = None if row.op().traits.shared_qk else q
     op = row.op()
 
-    @fast_jit
+    @jax.jit
     def gradient(v, d_out):
         return jax.vjp(lambda v: op(q, k, v, causal=True, rng=jax.random.key(0)), v)[1](d_out)
 

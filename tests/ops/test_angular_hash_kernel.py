@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from reformax.ops.parts import hashing
-from tests.ops.fast import fast_jit
 
 
 @pytest.mark.parametrize(
@@ -17,7 +16,7 @@ def test_the_same_buckets(length, size, factors, n_rounds):
     vectors = np.random.default_rng(0).normal(size=(2, length, 3, size)).astype(np.float32)
     vectors[0, 3] = 0
 
-    @fast_jit
+    @jax.jit
     def buckets(vectors):
         args = (vectors, factors, n_rounds, jax.random.key(0))
         return hashing.hash_vectors(*args), hashing.hash_vectors(*args, impl="pallas_interpret")

@@ -11,7 +11,7 @@ import pytest
 from reformax.ops import base, block_patterns, block_sparse
 from reformax.ops.kernels import block_sparse as kernel
 from reformax.ops.parts import block_lists, tiles
-from tests.ops.fast import fast_jit, lower_for_gpu
+from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 KEY = jax.random.key(0)
 
@@ -151,8 +151,8 @@ def test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never(
 
     monkeypatch.setattr(tiles, "scores", counted)
     op = block_sparse.block_sparse(pattern=pattern, block_size=2, impl="xla")
-    arrays = np.random.default_rng(0).normal(size=(4, 1, 32, 1, 2)).astype(np.float32)
-    jax.block_until_ready(output_and_gradients(functools.partial(op, causal=causal), *arrays))
+    *arrays, d_out = np.random.default_rng(0).normal(size=(4, 1, 32, 1, 2)).astype(np.float32)
+    jax.block_until_ready(with_gradients(functools.partial(op, causal=causal))(d_out, *arrays))
     jax.effects_barrier()
     mask = pattern(16, 16) & (np.tri(16, dtype=bool) if causal else True)
     want = [(2 * i, 2 * j) for i, j in np.argwhere(mask)]
@@ -174,15 +174,6 @@ def random_case(per_head=True, n_heads=3, length=83, block=16):
     return mask, tuple(arrays), segments
 
 
-def output_and_gradients(attend, q, k, v, d_out):
-    @fast_jit
-    def run(q, k, v, d_out):
-        out, vjp = jax.vjp(attend, q, k, v)
-        return out, vjp(d_out)
-
-    return run(q, k, v, d_out)
-
-
 def reference(mask, block, causal, segments, dropout):
     def attend(q, k, v):
         full = np.kron(mask, np.ones((block, block))).astype(bool)
@@ -193,17 +184,13 @@ def reference(mask, block, causal, segments, dropout):
     return attend
 
 
-def assert_trees_close(got, want, atol=1e-5):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=atol), got, want)
-
-
 @pytest.mark.parametrize("causal, packed", [(True, False), (False, True)])
 def test_heads_have_masks_of_their_own(causal, packed):
-    mask, arrays, segments = random_case()
+    mask, (*arrays, d_out), segments = random_case()
     masks = dict(causal=causal, segments=segments if packed else None, dropout=0.2)
     op = block_sparse.block_sparse(pattern=mask, block_size=16, impl="xla")
-    got = output_and_gradients(functools.partial(op, **masks, rng=KEY), *arrays)
-    assert_trees_close(got, output_and_gradients(reference(mask, 16, **masks), *arrays))
+    got = with_gradients(functools.partial(op, **masks, rng=KEY))(d_out, *arrays)
+    assert_trees_close(got, with_gradients(reference(mask, 16, **masks))(d_out, *arrays))
 
 
 def test_a_step_sees_the_blocks_of_its_head():
@@ -213,9 +200,9 @@ def test_a_step_sees_the_blocks_of_its_head():
     patterns = block_patterns.butterfly(), block_patterns.fixed(stride=3)
     op = block_sparse.block_sparse(pattern=pattern, block_size=4)
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 33, 2, 4)).astype(np.float32)
-    want = fast_jit(functools.partial(op, causal=True))(q, k, v)[0, -1]
+    want = jax.jit(functools.partial(op, causal=True))(q, k, v)[0, -1]
 
-    @fast_jit
+    @jax.jit
     def step(q, k, v):
         lengths = jnp.array([32])
         cache = op.init_cache((), q, k, v, plan=(), lengths=lengths, capacity=40, rng=None)
@@ -252,7 +239,7 @@ def test_rows_in_parts_are_one_attention(
     cut = kernel.Tiles(*sizes, 4, 2)
     ids = (segments, segments) if packed else (None, None)
 
-    @fast_jit
+    @jax.jit
     def run(q, k, v, d_out):
         inputs = (here, q, k, v, ids, KEY)
         results = kernel.forward(*inputs, tiles=cut, interpret=True)
@@ -260,7 +247,7 @@ def test_rows_in_parts_are_one_attention(
         return results[0], gradients
 
     attend = reference(mask, 32, causal, segments if packed else None, dropout)
-    want = output_and_gradients(attend, q, k, v, d_out)
+    want = with_gradients(attend)(d_out, q, k, v)
     assert_trees_close(run(q, k, v, d_out), want)
 
 

@@ -1,7 +1,5 @@
 """The kernel of chunked attention, interpreted, against the array operations."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 from reformax.ops.kernels import chunked as kernel
 from reformax.ops.parts import chunked, sorting
-from tests.ops.fast import fast_jit, lower_for_gpu
+from tests.helpers import assert_trees_close, lower_for_gpu
 
 KEY = jax.random.key(0)
 ONE_BEFORE = dict(chunk_len=16, n_chunks_before=1, n_chunks_after=0, causal=True, shared_qk=True)
@@ -50,9 +48,9 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
     if n_rounds:
         buckets = rng.integers(0, 6, (batch, n_heads, n_rounds, length)).astype(np.int32)
         ids = None if segments is None else segments[:, :length]
-        order = fast_jit(lambda b: sorting.sort_by_bucket(b, 6, ids, n_pad))(buckets)
+        order = jax.jit(lambda b: sorting.sort_by_bucket(b, 6, ids, n_pad))(buckets)
 
-    @fast_jit
+    @jax.jit
     def arrays(q, k, v, d_out):
         out, vjp = jax.vjp(
             lambda q, k, v: chunked.chunked_attention(
@@ -62,7 +60,7 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
         )
         return out, vjp(d_out)
 
-    @fast_jit
+    @jax.jit
     def blocks(q, k, v, d_out):
         inputs = (chunks, q, k, v, order, segments, KEY)
         results = kernel.forward(*inputs, tiles=tiles, interpret=True)
@@ -70,7 +68,7 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
         return results[0], gradients
 
     want, got = arrays(q, k, v, d_out), blocks(q, k, v, d_out)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+    assert_trees_close(got, want)
 
 
 @pytest.mark.parametrize(

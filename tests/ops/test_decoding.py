@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from reformax.ops import lsh
 from reformax.ops.parts import cache
-from tests.ops.fast import fast_jit
 from tests.ops.rows import ROWS
 
 KEY = jax.random.key(3)
@@ -50,7 +49,7 @@ def run(op, inputs, lengths, n_prompt, capacity):
     prompt = cut(inputs, slice(None), slice(0, n_prompt))
     segments = jnp.asarray(np.arange(n_prompt) < lengths[:, None], jnp.int32)
 
-    @fast_jit
+    @jax.jit
     def start(prompt, lengths):
         plan = op.plan(
             (),
@@ -63,7 +62,7 @@ def run(op, inputs, lengths, n_prompt, capacity):
         )
         return op.init_cache((), *prompt, plan=plan, lengths=lengths, capacity=capacity, rng=KEY)
 
-    @fast_jit
+    @jax.jit
     def step(new, cache, position):
         return op.step((), *new, cache, position=position)
 
@@ -82,7 +81,7 @@ def run(op, inputs, lengths, n_prompt, capacity):
 def forward(op, length):
     """Attention of arrays of `length` whose first n positions are tokens and the rest padding."""
 
-    @fast_jit
+    @jax.jit
     def run(inputs, n):
         segments = jnp.broadcast_to(jnp.arange(length) < n, inputs[0].shape[:2]).astype(jnp.int32)
         return op(*inputs, causal=True, segments=segments, rng=KEY, train=False)
@@ -114,7 +113,7 @@ def test_arrays_without_padding(row):
     inputs = draw_inputs(op, 2, 24)
     outs = run(op, inputs, lengths, n_prompt=5, capacity=40)
     now = cut(inputs, slice(0, 1), slice(0, 17))
-    want = fast_jit(lambda x: op(*x, causal=True, rng=KEY, train=False))(now)[0, -1]
+    want = jax.jit(lambda x: op(*x, causal=True, rng=KEY, train=False))(now)[0, -1]
     np.testing.assert_allclose(outs[0, 16], want, atol=1e-5)
 
 
@@ -136,7 +135,7 @@ def test_all_steps_are_one_forward(row):
     """Where nothing later decides what a position sees: one call over all tokens has every step."""
     op, lengths = row.op(), np.array([9, 4], np.int32)
     inputs = draw_inputs(op, 2, 37)
-    whole = fast_jit(lambda *x: op(*x, causal=True, rng=KEY, train=False))(*inputs)
+    whole = jax.jit(lambda *x: op(*x, causal=True, rng=KEY, train=False))(*inputs)
     for (b, t), out in run(op, inputs, lengths, n_prompt=9, capacity=37).items():
         np.testing.assert_allclose(out, whole[b, t], atol=1e-5)
 
@@ -145,7 +144,7 @@ def test_ordinary_lsh_at_once_is_another_function():
     """What `strictly_causal` is for: a later token moves a border, and an earlier row changes."""
     op, lengths = lsh.lsh(chunk_len=4, n_hashes=1, n_buckets=4), np.array([1], np.int32)
     inputs = draw_inputs(op, 1, 37)
-    whole = fast_jit(lambda q, v: op(q, None, v, causal=True, rng=KEY))(inputs[0], inputs[2])
+    whole = jax.jit(lambda q, v: op(q, None, v, causal=True, rng=KEY))(inputs[0], inputs[2])
     outs = run(op, inputs, lengths, n_prompt=1, capacity=37)
     errors = [np.abs(out - whole[b, t]).max() for (b, t), out in outs.items()]
     assert max(errors) > 1e-2
@@ -197,7 +196,7 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
     outs = run(op, inputs, np.array([3, 6]), 6, 25)
     for n in (4, 5, 8, 9, 12, 13, 16):
         so_far = cut(inputs, slice(None), slice(0, n))
-        want = fast_jit(lambda q, k, v: op(q, k, v, causal=True, rng=KEY, train=False))(*so_far)
+        want = jax.jit(lambda q, k, v: op(q, k, v, causal=True, rng=KEY, train=False))(*so_far)
         for b in range(2):
             if (b, n - 1) in outs:
                 np.testing.assert_allclose(outs[b, n - 1], want[b, n - 1], atol=1e-5)
@@ -218,7 +217,7 @@ def test_beams_share_their_past(row):
     masks = dict(plan=plan, lengths=lengths, capacity=capacity, rng=KEY)
     first = cache.take_rows(op.init_cache((), *prompt, **masks), np.arange(n_rows) // n_beams)
 
-    @fast_jit
+    @jax.jit
     def steps(new, copied, shared, origins, position):
         here = jnp.arange(n_beams)[:, None]
         origins = jnp.where(jnp.arange(capacity) == position[0], here, origins)
@@ -254,7 +253,7 @@ def test_beams_find_their_past_as_if_their_caches_were_moved(row):
     start = dict(plan=(), lengths=jnp.ones(n_rows, jnp.int32), capacity=capacity, rng=None)
     moved = shared = op.init_cache((), *cut(inputs, slice(None), slice(0, 1)), **start)
     origins = np.broadcast_to(np.arange(n_beams)[:, None], (n_searches, n_beams, capacity)).copy()
-    step = fast_jit(lambda *args, **more: op.step((), *args, **more))
+    step = jax.jit(lambda *args, **more: op.step((), *args, **more))
     for t in range(1, capacity):
         parents = rng.integers(0, n_beams, (n_searches, n_beams))
         rows = (parents + n_beams * np.arange(n_searches)[:, None]).ravel()

@@ -10,7 +10,6 @@ import pytest
 
 from reformax.ops import lsh, shared_qk
 from reformax.ops.parts import hashing, sorting
-from tests.ops.fast import fast_jit
 
 KEY = jax.random.key(0)
 
@@ -23,15 +22,15 @@ def draw(*sizes, seed=0):
 
 def make_plan(op, q, *, segments=None, train=True):
     plan = functools.partial(op.plan, causal=False, rng=KEY, train=train)
-    return fast_jit(lambda q: plan((), q, None, segments=segments))(q)
+    return jax.jit(lambda q: plan((), q, None, segments=segments))(q)
 
 
 def attend(op, q, v, **kwargs):
-    return fast_jit(lambda q, v: op(q, None, v, **({"rng": KEY} | kwargs)))(q, v)
+    return jax.jit(lambda q, v: op(q, None, v, **({"rng": KEY} | kwargs)))(q, v)
 
 
 def hash_vectors(x, factors, n_rounds):
-    return np.asarray(fast_jit(lambda x: hashing.hash_vectors(x, factors, n_rounds, KEY))(x))
+    return np.asarray(jax.jit(lambda x: hashing.hash_vectors(x, factors, n_rounds, KEY))(x))
 
 
 # Hashing
@@ -157,7 +156,7 @@ def test_order_is_by_segment_then_bucket_then_position(
     if segment_dtype is not None:
         segments = rng.integers(0, 4, (2, 40)).astype(segment_dtype)
         last = np.where(segments == 0, 99, segments.astype(int))[:, None, None]
-    sort = fast_jit(lambda buckets: sorting.sort_by_bucket(buckets, n_buckets, segments, n_pad))
+    sort = jax.jit(lambda buckets: sorting.sort_by_bucket(buckets, n_buckets, segments, n_pad))
     order, slot = (np.asarray(x) for x in sort(buckets)[:2])
     position = np.broadcast_to(np.arange(40), buckets.shape)
     real = np.lexsort((position, buckets, np.broadcast_to(last, buckets.shape)), axis=-1)
@@ -193,7 +192,7 @@ def test_a_plan_made_for_the_kernel_serves_array_operations():
     op = lsh.lsh(**options, impl="xla")
     masks = dict(segments=None, causal=True, dropout=0.0, rng=None)
     outs = [
-        fast_jit(lambda plan: op.apply((), q, None, v, plan=plan, **masks))(plan)
+        jax.jit(lambda plan: op.apply((), q, None, v, plan=plan, **masks))(plan)
         for plan in (plan, make_plan(op, q))
     ]
     np.testing.assert_array_equal(*outs)
@@ -253,7 +252,7 @@ def test_every_option_of_apply_changes_the_output():
 
 def test_same_rng_same_result():
     q, v = draw(8, 3)
-    op = fast_jit(
+    op = jax.jit(
         lambda rng: lsh.lsh(chunk_len=8, n_hashes=2)(q, None, v, rng=rng, dropout=0.2, causal=True)
     )
     np.testing.assert_array_equal(op(KEY), op(jax.random.key(0)))
@@ -278,7 +277,7 @@ def test_one_chunk_is_full_shared_qk_attention(causal, packed, count_once):
         shared_qk.shared_qk(),
     ):
 
-        @fast_jit
+        @jax.jit
         def run(q, v, op=op):
             masks = dict(causal=causal, segments=ids, rng=KEY, dropout=0.2)
             out, vjp = jax.vjp(lambda q, v: op(q, None, v, **masks), q, v)
@@ -296,7 +295,7 @@ def test_future_values_never_reach_the_past():
     """Outright, plan and all: hashes are of the queries, so no value decides where anyone looks."""
     q, v, other = draw(8, 3, 3)
     now = 22
-    op = fast_jit(
+    op = jax.jit(
         lambda v: lsh.lsh(chunk_len=8, n_hashes=2)(q, None, v, causal=True, rng=KEY, dropout=0.2)
     )
     changed = np.concatenate([v[:, :now], other[:, now:]], axis=1)
@@ -378,7 +377,7 @@ def test_backward_drops_the_weights_that_forward_dropped(count_once):
     op = lsh.lsh(chunk_len=8, n_hashes=3, count_once=count_once)
     plan = make_plan(op, q)
 
-    @fast_jit
+    @jax.jit
     def run(rng):
         masks = dict(plan=plan, segments=None, causal=True, dropout=0.5, rng=rng)
         out, vjp = jax.vjp(lambda v: op.apply((), q, None, v, **masks), v)

@@ -9,8 +9,8 @@ import pytest
 
 from reformax.ops import base, block_sparse, dense, flash, memory_efficient
 from reformax.ops.parts import tiles
+from tests.helpers import assert_trees_close, default_jit, with_gradients
 from tests.ops import oracle
-from tests.ops.fast import default_jit, fast_jit
 
 KEY = jax.random.key(5)
 OPS = {"memory_efficient": memory_efficient.memory_efficient, "flash": flash.flash}
@@ -24,23 +24,6 @@ both = pytest.mark.parametrize("name", OPS)
 
 def numbers(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
-
-
-def with_gradient(attend):
-    """`(d_out, *inputs) -> (out, gradients)`."""
-
-    def run(d_out, *inputs):
-        out, vjp = jax.vjp(attend, *inputs)
-        return out, vjp(d_out.astype(out.dtype))
-
-    return run
-
-
-def assert_trees_close(got, want, tolerance=1e-5):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert np.isfinite(x).all()
-        assert np.abs(x - y).max() <= tolerance * max(1.0, np.abs(y).max())
 
 
 @both
@@ -76,7 +59,7 @@ def temp_bytes(op, length, n_heads, gradient, bias_shape=None, causal=True):
         return op(q, k, v, causal=causal, bias=bias)
 
     args = (x, *inputs) if gradient else inputs
-    program = fast_jit(with_gradient(attend) if gradient else attend)
+    program = with_gradients(attend) if gradient else jax.jit(attend)
     return program.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -116,8 +99,8 @@ def test_a_bias_hides(name):
     mask[..., 0] = True
     q, k, v, d_out = (numbers(2, n, 3, 4, seed=i) for i, n in enumerate((23, 31, 31, 23)))
     op = OPS[name](**SIZES[name])
-    run = fast_jit(with_gradient(lambda q, k, v, bias: op(q, k, v, bias=bias)))
-    reference = fast_jit(with_gradient(lambda q, k, v: base.reference_attention(q, k, v, mask)))
+    run = with_gradients(lambda q, k, v, bias: op(q, k, v, bias=bias))
+    reference = with_gradients(lambda q, k, v: base.reference_attention(q, k, v, mask))
     want, want_gradients = reference(d_out, q, k, v)
     for hidden in (-np.inf, np.finfo(np.float32).min, -1e9):
         bias = np.where(mask, 0, hidden).astype(np.float32)
@@ -139,7 +122,7 @@ def test_the_gradient_of_a_bias_keeps_its_dtype(name):
         return jnp.sum(jnp.sin(op(q, k, v, bias=bias, causal=True, dropout=0.2, rng=KEY)))
 
     got, want = (
-        fast_jit(jax.grad(functools.partial(loss, op=x)))(bias) for x in (op, dense.dense())
+        jax.jit(jax.grad(functools.partial(loss, op=x)))(bias) for x in (op, dense.dense())
     )
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.02)
@@ -160,7 +143,7 @@ def test_chunks_above_the_diagonal_cost_nothing(name, n_queries, n_keys, monkeyp
     q, k, v, d_out = (
         numbers(2, 1, n, 1, 4, seed=i) for i, n in enumerate((n_queries, n_keys, n_keys, n_queries))
     )
-    run = fast_jit(jax.vmap(with_gradient(functools.partial(op, causal=True))))
+    run = jax.jit(jax.vmap(with_gradients(functools.partial(op, causal=True))))
     jax.block_until_ready(run(d_out, q, k, v))
     jax.effects_barrier()
     assert all(np.min(keys) <= np.max(queries) for queries, keys in ran)
@@ -189,7 +172,7 @@ def test_a_few_heads_at_a_time(name, monkeypatch):
             *inputs, bias = inputs
             return op(*inputs, segments=segments, bias=bias, dropout=0.3, rng=KEY)
 
-        return fast_jit(with_gradient(attend))(d_out, q, k, v, bias)
+        return with_gradients(attend)(d_out, q, k, v, bias)
 
     whole = run(2**30)
     for n_heads in (12, 3):  # three heads of four examples, one head of two
@@ -220,7 +203,7 @@ def test_tiles_of_any_block_mask():
         x = tiles.inputs(q, k, v, None, None, 0.0, None)
         return tiles.attend(tiles.forward, tiling, x, plan)
 
-    out, gradients = fast_jit(with_gradient(attend))(d_out, q, k, v)
+    out, gradients = with_gradients(attend)(d_out, q, k, v)
     counts = mask.repeat(sizes[0], axis=1).repeat(sizes[1], axis=2)[:, :29, :31]
     want, want_gradients = oracle.attention(
         *(x.astype(np.float64) for x in (q, k, v)), np.tile(counts, (2, 1, 1, 1)) * 1, 1, d_out
@@ -232,7 +215,7 @@ def test_scale():
     q, k, v, d_out = (numbers(2, 23, 3, 4, seed=i) for i in range(4))
     scale = 0.8
     op = flash.flash(scale=scale, query_block_size=8, key_block_size=8)
-    out, (dq, dk, dv) = fast_jit(with_gradient(functools.partial(op, causal=True)))(d_out, q, k, v)
+    out, (dq, dk, dv) = with_gradients(functools.partial(op, causal=True))(d_out, q, k, v)
     counts = np.broadcast_to(np.tril(np.ones((23, 23), int)), (2, 3, 23, 23))
     scaled = q.astype(np.float64) * scale * 2  # for the oracle divides by the square root of 4
     want, (wq, wk, wv, *_) = oracle.attention(
@@ -240,7 +223,7 @@ def test_scale():
     )
     assert_trees_close((out, dq, dk, dv), (want, wq * scale * 2, wk, wv))
 
-    @fast_jit
+    @jax.jit
     def last(q, k, v):
         lengths = jnp.full(2, 22)
         held = op.init_cache((), q, k, v, plan=(), lengths=lengths, capacity=23, rng=None)
@@ -266,9 +249,7 @@ def test_the_kernel_is_the_same_function(dtype, size, n_keys, options):
     lengths = (69, n_keys, n_keys, 69)
     q, k, v, d_out = (numbers(1, n, 2, size, seed=i).astype(dtype) for i, n in enumerate(lengths))
     got, want = (
-        fast_jit(with_gradient(functools.partial(flash.flash(impl=impl), **options)))(
-            d_out, q, k, v
-        )
+        with_gradients(functools.partial(flash.flash(impl=impl), **options))(d_out, q, k, v)
         for impl in ("pallas_interpret", "xla")
     )
     assert_trees_close(got, want, 1e-5 if dtype == np.float32 else 2e-2)
@@ -285,7 +266,7 @@ def test_cudnn_is_the_same_function(n_queries, n_keys, causal):
         numbers(2, n, 4, 64, seed=i).astype(jnp.bfloat16) for i, n in enumerate(lengths)
     )
     got, want = (
-        jax.jit(with_gradient(functools.partial(flash.flash(impl=impl, scale=0.1), causal=causal)))(
+        with_gradients(functools.partial(flash.flash(impl=impl, scale=0.1), causal=causal))(
             d_out, q, k, v
         )
         for impl in ("cudnn", "xla")
@@ -299,8 +280,8 @@ def test_a_kernels_summaries_are_merged(causal):
     sizes = dict(query_chunk_size=32, key_chunk_size=64)
 
     def run(op):
-        attend = with_gradient(lambda *x: op(*x, causal=causal))
-        return fast_jit(attend)(v, q, k, v)
+        attend = with_gradients(lambda *x: op(*x, causal=causal))
+        return jax.jit(attend)(v, q, k, v)
 
     want = run(dense.dense(impl="xla"))
     kernel = memory_efficient.memory_efficient(impl="pallas_interpret", **sizes)
@@ -326,7 +307,7 @@ def test_kernels_keep_the_small_gradients_of_float16(op):
     """An even share of a small cotangent is below what float16 has: 1e-4 / 256."""
     q, k, v, d_out = numbers(4, 1, 256, 1, 16) * np.array([0.01, 1, 1, 1e-4]).reshape(4, 1, 1, 1, 1)
     inputs = [x.astype(np.float16) for x in (d_out, q, k, v)]
-    _, (*_, got) = fast_jit(with_gradient(op))(*inputs)
-    plain = fast_jit(with_gradient(dense.dense(impl="xla")))
+    _, (*_, got) = with_gradients(op)(*inputs)
+    plain = with_gradients(dense.dense(impl="xla"))
     _, (*_, want) = plain(*(x.astype(np.float32) for x in inputs))
     assert np.abs(np.asarray(got, np.float32) - want).max() < 0.02 * np.abs(want).max()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.training import loss
+from tests.helpers import assert_trees_close
 
 
 def problem(length, vocab=11, d=5, batch=3):
@@ -46,7 +47,7 @@ def test_sums_and_gradients_equal_the_plain_ones(length, chunk_len):
     (sums, expected_sums), (grads, expected_grads) = both(*args)
     np.testing.assert_allclose(sums[:3], expected_sums, rtol=1e-5)
     assert sums.loss == sums.nats
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
+    assert_trees_close(grads, expected_grads)
 
 
 def test_the_logits_may_be_of_masks_and_tables_too():
@@ -68,7 +69,7 @@ def test_the_logits_may_be_of_masks_and_tables_too():
     expected = jax.grad(want, (0, 1))(*inputs)
     for function in (jax.checkpoint(ours), jax.jit(ours)):
         got = jax.jit(jax.grad(function, (0, 1)))(*inputs)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
+        assert_trees_close(got, expected)
 
 
 def test_of_equals_the_first_is_the_prediction():
@@ -125,7 +126,7 @@ def test_smoothing_is_the_cross_entropy_to_the_smoothed_targets(smoothing, chunk
     grads = jax.grad(lambda *a: ours(*a).loss, (0, 1))(features, matrix)
     assert not any(jnp.any(g) for g in jax.grad(lambda *a: ours(*a).nats, (0, 1))(features, matrix))
     expected = jax.grad(smoothed, (0, 1))(features, matrix)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected)
+    assert_trees_close(grads, expected)
 
 
 def test_a_vocabulary_of_32000_is_never_in_memory_for_all_tokens():
