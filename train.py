@@ -8,38 +8,27 @@ done; 1: stopped by an error; 2: the command or its config is wrong; 143 or 130:
 by SIGTERM or SIGINT.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from reformax.cli import config, script
+from reformax.cli import config, errors, flags, report
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
 def main() -> int:
     """Flags, then gin, then one call."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = flags.parser(__doc__)
     parser.add_argument(
         "--config_file",
         action="append",
         help="a gin file, by path or by name in configs/; may be repeated, later ones win "
         "(default: configs/quickstart.gin)",
     )
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="one setting; repeatable",
-    )
+    flags.add_config(parser)
     parser.add_argument("--output_dir", help="default: runs/<name of the last config file>")
     parser.add_argument("--data_dir", help="where the task finds its data")
-    script.add_traceback_flag(parser)
+    flags.add_traceback(parser)
     args = parser.parse_args()
     files = args.config_file or [str(CONFIGS / "quickstart.gin")]
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
@@ -50,10 +39,9 @@ def main() -> int:
     loop.make_output_dir(output_dir)
     train = config.configured(loop.train)
     result = train(output_dir, config_text=config.operative)
-    for override in config.unused(args.config):
-        print(f"note: --config={override!r} set something that this run did not use")
-    return script.report(result)
+    report.note_unused(args.config)
+    return report.training(result)
 
 
 if __name__ == "__main__":
-    sys.exit(script.run(main))
+    sys.exit(errors.exit_code(main))

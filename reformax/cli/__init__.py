@@ -1,1 +1,1 @@
-"""What the scripts share: flags, gin files and the messages that both give."""
+"""What the scripts share: gin files, flags, a run's folder, errors in one line, reports."""

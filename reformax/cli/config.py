@@ -1,20 +1,18 @@
-"""Gin files and overrides, parsed once, with every mistake told in one line.
+"""Gin files and overrides, parsed once; every mistake is one line.
 
-A gin file that enables dynamic registration (`from __gin__ import dynamic_registration`) names what
-it imports; those names hold in that file only. Overrides get the names of all files parsed before
-them, so `--config='loop.train.steps=10'` works where the file has
+A gin file that enables dynamic registration (`from __gin__ import dynamic_registration`) imports
+the modules that it names, for itself alone. Overrides see the imports of all files parsed before
+them, so `--config='loop.train.steps=10'` works where a file has
 `from reformax.training import loop`.
 
-This is the only module of the package that imports gin; only the scripts and `script` import it.
+No other module of the package imports gin.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util  # noqa: F401  gin looks for includes with it and does not import it
 import inspect
 import logging
-import re
 import sys
 import tokenize
 from collections.abc import Callable, Collection, Sequence
@@ -24,9 +22,11 @@ from typing import Any, NamedTuple
 
 import gin
 
+from reformax.cli import gin_text, messages
+
 
 class ConfigError(ValueError):
-    """A config that cannot be: one line with the name that is wrong and what would be right."""
+    """The config is wrong. One line gives the wrong name and the nearest right ones."""
 
 
 class Reference(NamedTuple):
@@ -49,24 +49,25 @@ def parse(
       config_files: gin files; later ones win.
       overrides: bindings such as 'loop.train.steps=10', or 'd_model=64' for a macro that a file
         defines.
-      folders: where files and their includes are looked for, besides the working directory and the
-        files' own folders.
-      data_dir: bound to the `data_dir` of the task that the config chose.
+      folders: more folders to find files and their includes in; the working directory and the
+        files' own folders come first.
+      data_dir: bound to the `data_dir` of the config's task.
 
     Raises:
-      ConfigError: a file, module, function, parameter or macro that does not exist, or a line that
-        cannot be read.
+      ConfigError: a file, module, function, parameter or macro does not exist, or a line cannot be
+        read.
     """
     gin.clear_config()
     for folder in [*(Path(f).absolute().parent for f in config_files), *folders]:
         # gin takes a relative path for a package's name.
         gin.add_config_file_search_path(str(Path(folder).absolute()))
     for config_file in config_files:
-        _parsed(gin.parse_config_file, _found(config_file, folders))
+        _parse_with(gin.parse_config_file, _find(config_file, folders))
     for override in overrides:
         _check_macro(override)
         # config_str begins with the imports of all files, under names that do not collide.
-        _parsed(gin.parse_config, "\n".join([*_imports(gin.config_str()), override]))
+        imports = gin_text.imports(gin.config_str())
+        _parse_with(gin.parse_config, "\n".join([*imports, override]))
     if data_dir is not None:
         _bind_data_dir(data_dir)
 
@@ -91,23 +92,23 @@ def configured(function):
 
 
 def bindings(function, names: Collection[str] | None = None) -> dict:
-    """What the config sets of a function's arguments, with the objects it names built.
+    """The arguments that the config sets, with the objects that it names built.
 
     Args:
-      function: what the config configures.
-      names: only these arguments, so that nothing else is built; None for all.
+      function: a function that the config configures.
+      names: only these arguments, and only their objects are built; None for all.
     """
     configured(function)
     bound = gin.get_bindings(function, resolve_references=False)
-    # A copy is how gin turns a reference into what it refers to.
+    # gin resolves a reference when it is copied.
     return {name: deepcopy(x) for name, x in bound.items() if names is None or name in names}
 
 
 def described(function, argument: str):
-    """What the config sets an argument to, without calling anything.
+    """The value that the config gives an argument, as data: nothing is called.
 
     A reference to a configurable becomes a `Reference`, whether it stands for the function or for
-    what a call of it returns; macros have their values.
+    its result. A macro becomes its value.
 
     Raises:
       ConfigError: the config does not set the argument.
@@ -138,63 +139,35 @@ def _described(value):
 def operative() -> str:
     """The values in use, defaults included, as text that `parse` reads.
 
-    Functions of modules that no file imported are left out: Trax configures some of its own by gin,
-    and they are no setting of this run.
+    Trax configures some of its own functions by gin. No file imports their modules, and the text
+    leaves them out.
     """
     text = gin.operative_config_str()
-    asked = set(_imports(gin.config_str()))
-    for line in set(_imports(text)) - asked:
-        text = text.replace(line + "\n", "")
-        section = rf"# Parameters for (\S+/)?{_bound_name(line)}\..*:\n(.+\n)*\n?"
-        text = re.sub(section, "", text)
-    return text
+    imported = set(gin_text.imports(gin.config_str()))
+    return gin_text.without(text, set(gin_text.imports(text)) - imported)
 
 
 def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[str]:
-    """The overrides of an argument of something that this run has not called.
+    """The overrides whose function this run has not called.
 
     Args:
       overrides: bindings, as `parse` takes them.
       also_used: 'module.function.argument' names that were read without a call.
     """
-    targets = {text: _target(text) for text in overrides}
+    targets = {override: gin_text.argument_of(override) for override in overrides}
     return [
-        text
-        for text, target in targets.items()
-        if target and ".".join(target) not in also_used and not _is_used(*target)
+        override
+        for override, target in targets.items()
+        if target and ".".join(target) not in also_used and not gin_text.sets(operative(), *target)
     ]
 
 
-def _imports(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith(("from ", "import "))]
-
-
-def _bound_name(import_line: str) -> str:
-    """`c` of 'from a.b import c', 'import a as c' and 'import c'; `a` of 'import a.b'."""
-    last = import_line.split()[-1]
-    return last if " as " in import_line else last.partition(".")[0]
-
-
-def _target(override: str) -> tuple[str, str] | None:
-    """('scope/module.function', 'argument') of a binding; None of anything else."""
-    match = re.match(r"\s*([\w./]+)\.(\w+)\s*=", override)
-    return match and match.groups()
-
-
-def _is_used(selector: str, argument: str) -> bool:
-    pattern = rf"^(\S+/)?(\S+\.)?{re.escape(selector)}\.{argument} = "
-    return re.search(pattern, operative(), re.MULTILINE) is not None
-
-
 def _check_macro(override: str) -> None:
-    # gin takes any name for a new macro, so a misspelt one would change nothing, silently.
-    match = re.match(r"\s*([\w/]+)\s*=", override)
-    if match is None:
-        return
-    macros = [m[1] for m in re.finditer(r"^([\w/]+) = ", gin.config_str(), re.MULTILINE)]
-    if match[1] not in macros:
+    # gin takes any name for a new macro, so a misspelt one would silently change nothing.
+    name, macros = gin_text.macro_of(override), gin_text.macros(gin.config_str())
+    if name is not None and name not in macros:
         raise ConfigError(
-            f"--config={override!r}: no config file defines {match[1]}{_nearest(match[1], macros)}"
+            f"--config={override!r}: no config file defines {name}{messages.nearest(name, macros)}"
         )
 
 
@@ -215,16 +188,16 @@ def _bind_data_dir(data_dir: str) -> None:
         ) from None
 
 
-def _found(config_file: str, folders: Sequence[str | Path]) -> str:
+def _find(config_file: str, folders: Sequence[str | Path]) -> str:
     for path in [Path(config_file), *(Path(folder) / config_file for folder in folders)]:
         if path.is_file():
             return str(path.absolute())
     names = sorted({path.name for folder in folders for path in Path(folder).glob("*.gin")})
-    raise ConfigError(f"no config file {config_file}{_nearest(config_file, names)}")
+    raise ConfigError(f"no config file {config_file}{messages.nearest(config_file, names)}")
 
 
-def _parsed(parser, source: str) -> None:
-    logging.disable(logging.ERROR)  # gin logs every folder in which an include is not
+def _parse_with(parser, source: str) -> None:
+    logging.disable(logging.ERROR)  # gin logs every folder that it does not find an include in
     try:
         parser(source)
     except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
@@ -239,35 +212,23 @@ def _parsed(parser, source: str) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """gin's message in one line: what is wrong, where, and the nearest names."""
-    text = str(error)
-    first = text.strip().splitlines()[0].rstrip(".")
-    place = re.search(r'In file "([^"]+)", line (\d+)', text)
-    where = f" ({place[1]}, line {place[2]})" if place else ""
-    quoted = re.search(r"\n  In .* line \d+\n    (.*)", text)
-    source = quoted[1].strip() if quoted else ""
-    near = ""
-    if match := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", first):
-        function = gin.get_configurable(match[1])
-        function = function.__init__ if inspect.isclass(function) else function
-        names = [name for name in inspect.signature(function).parameters if name != "self"]
-        first, near = f"{match[1]} has no parameter {match[2]}", _nearest(match[2], names)
-    elif match := re.match(r"Couldn't resolve selector (\S+);.*has no attribute (\w+)", first):
-        place_of = re.search(r"<(?:module|class) '([\w.]+)'", first)
-        owner = place_of[1] if place_of else match[1].rpartition(".")[0]
-        first = f"{owner} has no {match[2]}"
-        if owner in sys.modules:
-            public = [name for name in dir(sys.modules[owner]) if name[0] != "_"]
-            near = _nearest(match[2], public)
-    elif match := re.match(r"'(\w+)' was not provided by an import statement", first):
-        names = [_bound_name(line) for line in _imports(gin.config_str())]
-        first = f"{match[1]} is not the name of an imported module"
-        near = _nearest(match[1], names)
+    """An error of gin's parser in one line: what is wrong, where, and the nearest names."""
+    first, near = str(error).strip().splitlines()[0].rstrip("."), ""
+    if found := messages.find(error):
+        first = found.line
+        if found.choices:
+            near = messages.nearest(found.names["name"], _choices(found.choices, found.names))
+    where, source = messages.place(error)
     return f"{first}{where}{': ' + source if source and source not in first else ''}{near}"
 
 
-def _nearest(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; there is {', '.join(names)}" if names else ""
+def _choices(kind: str, names: dict[str, str]) -> list[str]:
+    """The names that could have been meant; see `messages.Message.choices`."""
+    if kind == "modules":
+        return [gin_text.bound_name(line) for line in gin_text.imports(gin.config_str())]
+    if kind == "parameters":
+        function = gin.get_configurable(names["owner"])
+        function = function.__init__ if inspect.isclass(function) else function
+        return [name for name in inspect.signature(function).parameters if name != "self"]
+    module = sys.modules.get(names["owner"])
+    return [] if module is None else [name for name in dir(module) if name[0] != "_"]

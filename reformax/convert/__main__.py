@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reformax.cli import config, script
+from reformax.cli import config, errors, flags
 
 # Beyond this share of the largest logit the command fails.
 TOLERANCE = 1e-4
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument(
         "--length", type=int, help="to Trax: of the input signature (default: two chunks)"
     )
-    script.add_traceback_flag(parser)
+    flags.add_traceback(parser)
     args = parser.parse_args()
     source_path, target_path = (Path(p).expanduser() for p in (args.source, args.target))
     if target_path.is_file() or (target_path.is_dir() and any(target_path.iterdir())):
@@ -175,4 +175,4 @@ def _check(source: Source, source_path: Path, kind: str, target_path: Path) -> i
 
 
 if __name__ == "__main__":
-    sys.exit(script.run(main))
+    sys.exit(errors.exit_code(main))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import evaluate
-from reformax.cli import script
+from reformax.cli import errors
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face, run_folder, trax_files
 from reformax.convert.spec import Op, Spec
@@ -66,7 +66,7 @@ def run(monkeypatch, capsys):
 
     def call(main, *flags):
         monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
-        code = script.run(main)
+        code = errors.exit_code(main)
         out, err = capsys.readouterr()
         return code, out, err
 

@@ -12,7 +12,7 @@ import pytest
 import generate
 import train
 from reformax import generation
-from reformax.cli import config, script
+from reformax.cli import config, errors, prompts, saved_run
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from tests.training.scripts import call
@@ -68,7 +68,7 @@ def runs(tmp_path_factory):
             patch.setattr(
                 sys, "argv", ["train.py", "--config_file=run.gin", f"--output_dir={name}", *flags]
             )
-            assert script.run(train.main) == 0
+            assert errors.exit_code(train.main) == 0
         (folder / "corpus.txt").unlink()
     gin.clear_config()
     return folder
@@ -99,9 +99,9 @@ def test_the_text_is_that_of_the_function(run):
     from reformax.training import loop
 
     config.parse(["bytes/config.gin"])
-    settings = config.bindings(loop.train, script.MODEL)
+    settings = config.bindings(loop.train, saved_run.MODEL)
     args = type("Args", (), dict(output_dir="bytes", checkpoint="best"))
-    model, params, _ = script.restore_model(args, settings)
+    model, params, _ = saved_run.restore_model(args, settings)
     prompt = list("grü".encode())
     (row,) = generation.generate(
         model, params, [prompt], 24, seed=4, temperature=0.9, top_k=40, max_length=32
@@ -167,11 +167,11 @@ def test_a_model_of_bytes_behind_reserved_ids(runs, run):
 
 
 def test_utf8_is_valid_at_every_moment(capsys):
-    write = generate._writer(offset=0)
+    writer = prompts.Writer(offset=0)
     for byte in "ü€".encode():
-        write([byte])
-    write([0xFF, 0xC3])
-    write([], final=True)
+        writer.write([byte])
+    writer.write([0xFF, 0xC3])
+    writer.write([], final=True)
     assert capsys.readouterr().out == "ü€\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}\n"
 
 

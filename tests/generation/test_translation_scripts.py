@@ -13,7 +13,7 @@ import pytest
 import evaluate
 import generate
 import train
-from reformax.cli import script
+from reformax.cli import errors, translations
 from tests.training.scripts import call
 
 RUN = """
@@ -67,7 +67,7 @@ def runs(tmp_path_factory):
             patch.setattr(
                 sys, "argv", ["train.py", "--config_file=run.gin", f"--output_dir={name}", *flags]
             )
-            assert script.run(train.main) == 0
+            assert errors.exit_code(train.main) == 0
     gin.clear_config()
     return folder
 
@@ -115,7 +115,7 @@ def test_an_evaluation_translates_and_scores(run, runs, monkeypatch):
     assert run(generate.main, *flags, stdin=marked)[1] == out
     assert run(generate.main, *flags, stdin=b"")[:2] == (0, "")
     # A block at a time, with what the model has not been trained on counted.
-    monkeypatch.setattr(generate, "LINES", 4)
+    monkeypatch.setattr(translations, "LINES", 4)
     code, blocks, err = run(generate.main, *flags, stdin=f"{source}{'a' * 20}\n".encode())
     assert code == 0 and blocks.count("\n") == 7 and "note: 1 lines have more than 16 tok" in err
 

@@ -2,14 +2,14 @@
 
 import sys
 
-from reformax.cli import script
+from reformax.cli import errors
 
 
 def call(main, monkeypatch, capsys, *arguments):
     """(exit code, stdout, stderr) of a script's main with these flags."""
     monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
     try:
-        code = script.run(main)
+        code = errors.exit_code(main)
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()

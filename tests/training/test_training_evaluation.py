@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.cli import script
+from reformax.cli import errors
 from reformax.data.text import text
 from reformax.training import metrics
 from reformax.training.evaluation import evaluate
@@ -171,12 +171,12 @@ def test_the_bar_shows_loss_speed_and_time_left(capsys):
 
 
 def test_an_error_of_the_user_is_a_line_and_a_fault_of_the_program_is_not():
-    assert script.one_line(ValueError("a=1\n  In call to configurable 'f' (<f>)")) == "a=1"
-    assert script.one_line(FileNotFoundError("no data")) == "no data"
+    assert errors.one_line(ValueError("a=1\n  In call to configurable 'f' (<f>)")) == "a=1"
+    assert errors.one_line(FileNotFoundError("no data")) == "no data"
     with pytest.raises(TypeError) as left_out:
         text()
-    assert "give --data_dir" in script.one_line(left_out.value)
-    assert "out of memory" in script.one_line(RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"))
-    assert script.one_line(RuntimeError("broken")) is None
-    assert script.one_line(TypeError("'int' object is not callable")) is None
-    assert np.isscalar(script.one_line(NotImplementedError("cross attention")))
+    assert "give --data_dir" in errors.one_line(left_out.value)
+    assert "out of memory" in errors.one_line(RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"))
+    assert errors.one_line(RuntimeError("broken")) is None
+    assert errors.one_line(TypeError("'int' object is not callable")) is None
+    assert np.isscalar(errors.one_line(NotImplementedError("cross attention")))

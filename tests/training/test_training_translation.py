@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import evaluate
-from reformax.cli import script
+from reformax.cli import saved_run
 from reformax.data import vocabulary
 from reformax.data.reverse import reverse
 from reformax.data.text_pairs import text_pairs
@@ -198,13 +198,13 @@ def test_the_scripts_take_an_average(run):
     _, folder, _ = run
     args = argparse.Namespace(output_dir=str(folder), checkpoint="average:2")
     settings = {"model": partial(TinyTranslator, vocab_size=20), "batch_size": 4, "length": 32}
-    _, params, steps = script.restore_model(args, settings)
-    assert steps == [10, 12] and script.named(steps) == "mean of the checkpoints of steps 10, 12"
+    _, params, steps = saved_run.restore_model(args, settings)
+    assert steps == [10, 12] and saved_run.named(steps) == "mean of the checkpoints of steps 10, 12"
     vector = np.concatenate([x.ravel() for x in jax.tree.leaves(params)])
     np.testing.assert_allclose(vector, (leaves(folder, 10) + leaves(folder, 12)) / 2, rtol=1e-6)
     args.checkpoint = "average"
     with pytest.raises(ValueError, match="checkpoint=average must be best, latest, average:N or"):
-        script.restore_model(args, settings)
+        saved_run.restore_model(args, settings)
 
 
 CONFIG = """

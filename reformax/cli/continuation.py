@@ -1,0 +1,62 @@
+"""Writes prompts and their continuations to stdout, and the speed to stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from reformax.cli.prompts import Writer
+
+
+def write(
+    blocks: Iterable[np.ndarray], prompts: Sequence[Sequence[int]], offset: int | None
+) -> int:
+    """Writes a single row as it comes, and several one after the other when they are done.
+
+    Args:
+      blocks: the new tokens of all rows, arrays [B, n]; see `generation.stream`.
+      prompts: the B prompts, tokens each.
+      offset: see `prompts`.
+
+    Returns:
+      The exit code: 0, or 130 after Ctrl-C, which keeps what was computed.
+    """
+    rows, alone, code = [list(prompt) for prompt in prompts], len(prompts) == 1, 0
+    sys.stdout.reconfigure(encoding="utf-8")
+    writer = Writer(offset)
+    if alone:
+        writer.write(rows[0])
+    progress = [(0, time.perf_counter())]
+    try:
+        for block in blocks:
+            progress.append((progress[-1][0] + block.shape[1], time.perf_counter()))
+            for row, new in zip(rows, block.tolist(), strict=True):
+                row.extend(new)
+            if alone:
+                writer.write(block[0].tolist())
+    except KeyboardInterrupt:
+        code = 130
+    if alone:
+        writer.write([], final=True)
+    else:
+        for i, row in enumerate(rows):
+            print(f"--- {i + 1} of {len(rows)}")
+            Writer(offset).write(row, final=True)
+    print(_speed(progress, len(rows)), file=sys.stderr)
+    return code
+
+
+def _speed(progress: list[tuple[int, float]], n_rows: int) -> str:
+    """The speed in words, from (new tokens of a row, time) after each block."""
+    (_, start), *_, (n_new, end) = progress
+    text = f"{n_rows * n_new:,} tokens in {end - start:.1f} s"
+    if len(progress) < 4:
+        return f"{text}, compilation included"
+    done, ready = progress[2]  # the first two blocks compile the two programs
+    return (
+        f"{text}: {ready - start:.1f} s until the second block, with compilation, then "
+        f"{n_rows * (n_new - done) / (end - ready):,.1f} tokens/s"
+    )

@@ -1,0 +1,42 @@
+"""Errors of a script: one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from reformax.cli import messages
+from reformax.cli.flags import TRACEBACK
+
+# Errors that the user can mend. All others are faults of the program.
+MENDABLE = (ValueError, OSError, NotImplementedError, FloatingPointError, ImportError)
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Calls `main`; an error that the user can mend becomes one line on stderr.
+
+    Returns:
+      What `main` returns; 2 for a wrong config, 1 for any other error, 130 for Ctrl-C.
+    """
+    try:
+        return main()
+    except KeyboardInterrupt:  # before the first step or during an evaluation; nothing is lost
+        print("stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        line = one_line(error)
+        if line is None or TRACEBACK in sys.argv:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        from reformax.cli.config import ConfigError  # gin: only where there is an error
+
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def one_line(error: Exception) -> str | None:
+    """The error in one line, without gin's appendix; None for a fault of the program."""
+    if found := messages.find(error):
+        return found.line
+    if isinstance(error, MENDABLE):
+        return " ".join(messages.own_text(error).split()) or type(error).__name__
+    return None

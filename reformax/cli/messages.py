@@ -1,0 +1,126 @@
+"""What gin, JAX and Python say of a mistake, and what we say: one table.
+
+gin words a mistake for whoever wrote gin, over several lines. A row of `TABLE` finds the error by
+what it says and replaces it by a line with the name that is wrong and, if possible, the fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Message(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+      pattern: a regular expression that the error's text matches somewhere.
+      line: our line. Braces hold groups of the pattern, or `first`, the error's own first line.
+      choices: the kind of names that `name`, a group of the pattern, was probably meant to be one
+        of: 'parameters' or 'attributes' of the group `owner`, or imported 'modules'.
+      kind: the errors that the row is for.
+    """
+
+    pattern: str
+    line: str
+    choices: str | None = None
+    kind: type[Exception] = Exception
+
+
+TABLE = (
+    # Parsing a config.
+    Message(
+        r"^Configurable '(?P<owner>.+)' doesn't have a parameter named '(?P<name>.+)'",
+        "{owner} has no parameter {name}",
+        "parameters",
+    ),
+    Message(
+        r"^Couldn't resolve selector .*<(module|class) '(?P<owner>[\w.]+)'.*"
+        r"has no attribute (?P<name>\w+)",
+        "{owner} has no {name}",
+        "attributes",
+    ),
+    Message(
+        r"^Couldn't resolve selector (?P<owner>\S+)\.\w+;.*has no attribute (?P<name>\w+)",
+        "{owner} has no {name}",
+        "attributes",
+    ),
+    Message(
+        r"^'(?P<name>\w+)' was not provided by an import statement",
+        "{name} is not the name of an imported module",
+        "modules",
+    ),
+    # Running what it describes.
+    Message(
+        "RESOURCE_EXHAUSTED",
+        "out of memory: lower batch_size, length or loss_chunk_len ({first})",
+    ),
+    Message(
+        r"call to configurable 'macro' .* in scope '(?P<name>[^']+)'",
+        "the config uses %{name}, which no file and no --config sets: set {name}",
+    ),
+    Message(
+        "required positional argument: 'data_dir'",
+        "the task reads files and is not told which: give --data_dir",
+        kind=TypeError,
+    ),
+    Message(
+        "No values supplied by Gin|required keyword-only argument",
+        "the config leaves out an argument: {first}",
+        kind=TypeError,
+    ),
+)
+
+
+class Found(NamedTuple):
+    """Our line for an error, and what it takes to look for the nearest name."""
+
+    line: str
+    choices: str | None
+    names: dict[str, str]  # the groups of the row's pattern
+
+
+def find(error: Exception) -> Found | None:
+    """The first row of the table that fits, filled in; None if no row fits."""
+    for row in TABLE:
+        match = re.search(row.pattern, str(error).strip())
+        if match and isinstance(error, row.kind):
+            names = match.groupdict()
+            return Found(row.line.format(first=first_line(error), **names), row.choices, names)
+    return None
+
+
+def own_text(error: Exception) -> str:
+    """The error's text without gin's appendix, which says where the function was called from."""
+    return str(error).split("\n  In call to configurable")[0].strip()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of `own_text`."""
+    return next(iter(own_text(error).splitlines()), "")
+
+
+class Place(NamedTuple):
+    """Where gin stopped reading."""
+
+    where: str  # ' (FILE, line N)', or empty
+    source: str  # the line itself, or empty
+
+
+def place(error: Exception) -> Place:
+    """What gin's appendix says of the place."""
+    file = re.search(r'In file "([^"]+)", line (\d+)', str(error))
+    source = re.search(r"\n  In .* line \d+\n    (.*)", str(error))
+    return Place(
+        f" ({file[1]}, line {file[2]})" if file else "", source[1].strip() if source else ""
+    )
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """'; did you mean A or B?', or all names where none is near."""
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; there is {', '.join(names)}" if names else ""

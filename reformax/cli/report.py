@@ -1,0 +1,47 @@
+"""The last lines of a script: how the run ended, what to do next, which settings went unused."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def note_unused(overrides: Sequence[str], read: Collection[str] = (), file=None) -> None:
+    """Prints a note for each setting of --config that nothing used.
+
+    Args:
+      overrides: the settings, NAME=VALUE.
+      read: settings that were read without a call: arguments of `loop.train`, or
+        module.function.argument.
+      file: gets the notes; None for stdout.
+    """
+    from reformax.cli import config
+
+    used = [name if "." in name else f"loop.train.{name}" for name in read]
+    for override in config.unused(overrides, also_used=used):
+        print(f"note: --config={override!r} set something that this run did not use", file=file)
+
+
+def training(result: dict[str, Any]) -> int:
+    """Prints how a run of `loop.train` ended and what to do next; returns the exit code."""
+    folder = result["output_dir"]
+    if result["interrupted_by"] is not None:
+        again = shlex.join(["python", *sys.argv])
+        print(f"stopped by {result['interrupted_by'].name}; saved at step {result['step']}")
+        print(f"to go on: {again}")
+        return 128 + result["interrupted_by"]
+    if result["step"] < result["steps"]:
+        print(f"out of time at step {result['step']} of {result['steps']}")
+    metric = result["metric"]
+    print(
+        f"{result['eval_split']} {metric.replace('_', ' ')}: {result[metric]:.4f} at step "
+        f"{result['step']}; best {result['best_' + metric]:.4f} at step {result['best_step']}"
+    )
+    kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
+    print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
+    script = Path(sys.argv[0]).with_name("evaluate.py")
+    print(f"next: {shlex.join(['python', str(script), f'--output_dir={folder}', '--split=test'])}")
+    return 0

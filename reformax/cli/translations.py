@@ -1,0 +1,88 @@
+"""Translates lines for a script: to stdout as they come, or a split to files with its scores."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LINES = 10_000  # translated, and then written, together
+
+
+def write_lines(
+    model, params, vocabulary, lines: Sequence[str], trained_length: int, **options
+) -> None:
+    """Writes the translation of each line to stdout, in order, and the speed to stderr.
+
+    Args:
+      model: as in `generation.translate_lines`, and the next two.
+      params: its weights.
+      vocabulary: encodes and decodes lines.
+      lines: the text.
+      trained_length: the longest source that the model was trained on, in tokens.
+      **options: those of `generation.translate`.
+    """
+    from reformax.generation import prepare, translate_lines
+
+    start = time.perf_counter()
+    sys.stdout.reconfigure(encoding="utf-8")
+    n_tokens = n_long = 0
+    params = prepare(model, params)
+    for first in range(0, len(lines), LINES):
+        block = lines[first : first + LINES]
+        found = translate_lines(
+            model, params, vocabulary, block, first_line=first + 1, progress=True, **options
+        )
+        sys.stdout.write("".join(f"{line.text}\n" for line in found))
+        sys.stdout.flush()
+        n_tokens += sum(line.n_tokens for line in found)
+        n_long += sum(line.n_source > trained_length for line in found)
+    taken = time.perf_counter() - start
+    if n_long:
+        print(
+            f"note: {n_long:,} lines have more than {trained_length} tokens, the longest that the "
+            "model was trained on",
+            file=sys.stderr,
+        )
+    print(
+        f"{len(lines):,} lines, {n_tokens:,} tokens in {taken:.1f} s, compilation included",
+        file=sys.stderr,
+    )
+
+
+def score_split(
+    model, params, translation, split: str, folder: str | Path, **options
+) -> dict[str, Any]:
+    """Translates a split, writes translations_SPLIT.txt and .tsv, and scores them.
+
+    Args:
+      model: an encoder-decoder built for evaluation.
+      params: its weights.
+      translation: a `reformax.data.base.Translation`.
+      split: 'train', 'valid' or 'test'.
+      folder: where the files go.
+      **options: those of `generation.translate`.
+
+    Returns:
+      What `generation.scores.score` returns, and n_sentences.
+    """
+    from reformax.generation import translate_lines
+    from reformax.generation.scores import score
+
+    sources, references = translation.sentences(split)
+    lines = translate_lines(
+        model, params, translation.vocabulary, sources, progress=True, **options
+    )
+    path = Path(folder) / f"translations_{split}"
+    texts = [line.text for line in lines]
+    path.with_suffix(".txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    with path.with_suffix(".tsv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, "excel-tab", lineterminator="\n")
+        table.writerow(["score", "log_p", "tokens", "translation", "source", "reference"])
+        for line, source, reference in zip(lines, sources, references, strict=True):
+            numbers = [f"{line.score:.4f}", f"{line.log_p:.4f}", line.n_tokens]
+            table.writerow([*numbers, line.text, source, reference])
+    return score(texts, references) | {"n_sentences": len(lines)}
