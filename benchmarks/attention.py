@@ -62,13 +62,15 @@ from benchmarks import rabe_staats
 from benchmarks.measuring import N_QUEUED, Times, reason, time_calls
 from reformax.ops import (
     AttentionOp,
-    base,
     flash,
     local,
     lsh,
     memory_efficient,
 )
 from reformax.ops.parts import chunked, hashing
+from reformax.ops.parts.masks import visibility
+from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.reference import reference_attention
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -206,8 +208,8 @@ def oracle(row: Row, plan: chunked.Order | None, q: Array, k: Array | None, v: A
     """The row's function of a plan in O(T^2), by the oracle over the mask of what is seen."""
     length = q.shape[1]
     if row.op().traits.exact:
-        mask = base.visibility(length, length, causal=True)
-        return base.reference_attention(q, k, v, mask)
+        mask = visibility(length, length, causal=True)
+        return reference_attention(q, k, v, mask)
     options = dict(row.options)
     options.pop("n_hashes", None)
     options["chunk_len"] = min(options["chunk_len"], length)
@@ -219,10 +221,10 @@ def oracle(row: Row, plan: chunked.Order | None, q: Array, k: Array | None, v: A
         rounds = [jax.tree.map(lambda x, r=r: x[:, :, r : r + 1], plan) for r in range(n_rounds)]
     masks = [chunked.visible_union(chunks, one, None) for one in rounds]
     if shared:
-        k, masks = base.length_normalize(q), _except_self(masks)
+        k, masks = length_normalize(q), _except_self(masks)
     # A key that counts in several rounds stands in the sequence several times.
     k, v = (jnp.concatenate([x] * len(masks), axis=1) for x in (k, v))
-    return base.reference_attention(q, k, v, jnp.concatenate(masks, axis=-1))
+    return reference_attention(q, k, v, jnp.concatenate(masks, axis=-1))
 
 
 def _except_self(masks: list[Bool[Array, "B N T T"]]) -> list[Bool[Array, "B N T T"]]:

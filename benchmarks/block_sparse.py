@@ -47,7 +47,8 @@ from jaxtyping import Array
 
 from benchmarks.attention import MIB, RNG, head, line, output_and_gradient, relative_error
 from benchmarks.measuring import reason, time_calls
-from reformax.ops import base, block_patterns, block_sparse
+from reformax.ops import block_patterns, block_sparse
+from reformax.ops.parts.reference import reference_attention
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -158,7 +159,7 @@ def check(row: Row, shape: Shape, dtype: str) -> tuple[float, float]:
     mask = jnp.asarray(np.tril(mask) if row.causal else mask)[None, None]
 
     def reference(*inputs):
-        return base.reference_attention(*(x.astype(jnp.float32) for x in inputs), mask)
+        return reference_attention(*(x.astype(jnp.float32) for x in inputs), mask)
 
     with jax.default_matmul_precision("highest"):
         attend = functools.partial(row.op(shape), causal=row.causal)

@@ -19,7 +19,10 @@ import matplotlib
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from reformax.ops import base, lsh
+from reformax.ops import lsh
+from reformax.ops.parts.masks import except_self, visibility
+from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.reference import reference_attention
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -75,9 +78,9 @@ def recall(
     """
     data_rng, hash_rng = jax.random.split(rng)
     q = clustered_queries(data_rng, length, size, noise=noise)
-    mask = base.except_self(base.visibility(length, length, causal=causal))
+    mask = except_self(visibility(length, length, causal=causal))
     names = jnp.eye(length)[None, :, None]
-    truth = base.reference_attention(q, base.length_normalize(q), names, mask)
+    truth = reference_attention(q, length_normalize(q), names, mask)
     attend = lsh.lsh(chunk_len=chunk_len, n_hashes=n_hashes)
     shown = attend(q, None, names, causal=causal, rng=hash_rng) > 0
     return jnp.mean(jnp.sum(truth, where=shown, axis=-1)), jnp.sum(shown) / jnp.sum(mask)

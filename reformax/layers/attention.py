@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_mode, check_rate, dropout, rate_in
 from reformax.layers.positions import rotary
-from reformax.ops.base import AttentionOp, Dims, check_arguments
+from reformax.ops.base import AttentionOp, Dims
+from reformax.ops.parts.arguments import check_arguments
 from reformax.ops.parts.cache import take_rows
 
 
@@ -152,7 +153,7 @@ class Attention(Layer):
         """
         q, k, v = projections
         check_arguments(
-            self._op.traits,
+            self._op,
             *(q, k, v),
             causal=self._causal,
             segments=segments,
@@ -346,7 +347,7 @@ class CrossAttention(Attention):
         if not op.traits.cross:
             why = "its keys are its own queries" if op.traits.shared_qk else "it reads one sequence"
             raise NotImplementedError(
-                f"op has {op.traits}: it cannot attend from one sequence to another, as {why}; use "
+                f"op is {op!r}: it cannot attend from one sequence to another, as {why}; use "
                 "one whose traits say cross=True, such as dense.dense()"
             )
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.layers._trax import Layer
-from reformax.ops.base import dropout_bits, dropout_words
+from reformax.ops.parts.dropout import dropout_bits, seed_words
 
 # Two columns this far apart share a hash, which is half of the arithmetic of a kernel and has bits
 # enough for both: the left one goes by the upper 16, the right one by the lower. A power of two.
@@ -48,7 +48,7 @@ def dropout(
     index = sum(i * int(np.prod(shape[axis + 1 : -2], initial=1)) for axis, i in enumerate(leading))
     column = column.astype(jnp.uint32)
     right = column & APART  # a bit
-    bits = dropout_bits(dropout_words(rng), index, 0, position + start, column ^ right)
+    bits = dropout_bits(seed_words(rng), index, 0, position + start, column ^ right)
     # In float32: 1 / (1 - rate) rounded to the eight bits of a bfloat16 would be another mean.
     return (x * multiplier(bits << right // (APART // 16), rate)).astype(x.dtype)
 

@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_mode, check_rate, check_rng, dropout, rate_in
-from reformax.ops.base import check_impl, dropout_words, use_kernel
+from reformax.ops.base import use_kernel
+from reformax.ops.parts.arguments import check_impl
+from reformax.ops.parts.dropout import seed_words
 
 glorot = jax.nn.initializers.glorot_uniform()
 
@@ -156,7 +158,7 @@ class FeedForward(Layer):
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
             return _narrow(hidden, params["w2"])
         how = self._activation, pre.shape[1], rate, self._impl == "pallas_interpret"
-        words = dropout_words(check_rng(rng, rate)) if rate else None
+        words = seed_words(check_rng(rng, rate)) if rate else None
         rows = pre.reshape(-1, pre.shape[-1])
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
         out = _in_kernel(how, rows, params["b1"], words, start, params["w2"])

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.layers._trax import Layer
-from reformax.ops.base import check_impl, length_normalize, use_kernel
+from reformax.ops.base import use_kernel
+from reformax.ops.parts.arguments import check_impl
+from reformax.ops.parts.normalization import length_normalize
 
 # With fewer rows, as in a step of decoding, XLA makes one kernel of the norm and what is around it;
 # with more numbers the kernel was never run.

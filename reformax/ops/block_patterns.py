@@ -42,13 +42,13 @@ def butterfly(*, n_factors: int | None = None, n_global: int = 0) -> Pattern:
         _check(n_factors=(n_factors, 1))
     _check(n_global=(n_global, 0))
 
-    def pattern(query, key):
+    def rule(query, key):
         differs = query ^ key
         is_power_or_0 = (differs & (differs - 1)) == 0
         near = True if n_factors is None else differs < 2**n_factors
         return (is_power_or_0 & near) | _global(query, key, n_global)
 
-    return _blockwise(pattern)
+    return _blockwise(rule)
 
 
 def strided(*, stride: int = 8) -> Pattern:
@@ -65,11 +65,11 @@ def strided(*, stride: int = 8) -> Pattern:
     """
     _check(stride=(stride, 1))
 
-    def pattern(query, key):
+    def rule(query, key):
         distance = np.abs(query - key)
         return (distance <= stride) | (distance % stride == 0)
 
-    return _blockwise(pattern)
+    return _blockwise(rule)
 
 
 def fixed(*, stride: int = 8, n_summary: int = 1) -> Pattern:
@@ -89,10 +89,10 @@ def fixed(*, stride: int = 8, n_summary: int = 1) -> Pattern:
     if n_summary > stride:
         raise ValueError(f"n_summary is {n_summary}: expected at most the stride, {stride}")
 
-    def pattern(query, key):
+    def rule(query, key):
         return (query // stride == key // stride) | (key % stride >= stride - n_summary)
 
-    return _blockwise(pattern)
+    return _blockwise(rule)
 
 
 def local_global(*, n_before: int = 1, n_after: int = 1, n_global: int = 1) -> Pattern:
@@ -111,24 +111,25 @@ def local_global(*, n_before: int = 1, n_after: int = 1, n_global: int = 1) -> P
     """
     _check(n_before=(n_before, 0), n_after=(n_after, 0), n_global=(n_global, 0))
 
-    def pattern(query, key):
+    def rule(query, key):
         near = (key >= query - n_before) & (key <= query + n_after)
         return near | _global(query, key, n_global)
 
-    return _blockwise(pattern)
+    return _blockwise(rule)
 
 
 def _global(query, key, n_global: int):
     return (query < n_global) | (key < n_global)
 
 
-def _blockwise(pattern: Callable) -> Pattern:
-    """The mask of a rule for the numbers of two blocks, which broadcast."""
+def _blockwise(rule: Callable) -> Pattern:
+    """The pattern of a rule for the numbers of two blocks, which broadcast."""
 
-    def mask(n_blocks_q: int, n_blocks_k: int) -> Bool[np.ndarray, "n_blocks_q n_blocks_k"]:
-        return pattern(*np.indices((n_blocks_q, n_blocks_k), np.int32, sparse=True))
+    def pattern(n_blocks_q: int, n_blocks_k: int) -> Bool[np.ndarray, "n_blocks_q n_blocks_k"]:
+        return rule(*np.indices((n_blocks_q, n_blocks_k), np.int32, sparse=True))
 
-    return mask
+    pattern.__name__ = rule.__qualname__.partition(".")[0]  # the pattern's name in an op's repr
+    return pattern
 
 
 def _check(**numbers: tuple[int, int]) -> None:

@@ -19,23 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from reformax.ops.base import (
-    AttentionOp,
-    Traits,
-    check_impl,
-    no_params,
-    no_plan,
-    segment_pair,
-)
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
 from reformax.ops.parts import block_lists, tiles
+from reformax.ops.parts.arguments import check_impl
 from reformax.ops.parts.block_lists import MIN_TILE, Everything, Layout, Rows
 from reformax.ops.parts.cache import attend_to, keep, put
 from reformax.ops.parts.chunked import KERNELS, chosen_impl, mixed_dtypes
+from reformax.ops.parts.masks import segment_pair
 
 BUTTERFLY = butterfly()
 
 
+@named
 def block_sparse(
     *,
     pattern: Pattern | Mask = BUTTERFLY,

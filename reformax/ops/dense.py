@@ -7,19 +7,15 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from reformax.ops.base import (
-    AttentionOp,
-    Traits,
-    check_impl,
-    no_params,
-    no_plan,
-    reference_attention,
-    visibility,
-)
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.parts.arguments import check_impl
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
+from reformax.ops.parts.masks import visibility
+from reformax.ops.parts.reference import reference_attention
 
 
+@named
 def dense(*, impl: str = "auto") -> AttentionOp:
     """Attention of each query to every visible key.
 

@@ -14,22 +14,17 @@ import math
 import jax
 from jaxtyping import Array, Float
 
-from reformax.ops.base import (
-    AttentionOp,
-    Traits,
-    check_impl,
-    check_sizes,
-    no_params,
-    no_plan,
-    segment_pair,
-)
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_sparse import in_kernel
 from reformax.ops.parts import chunked, tiles
+from reformax.ops.parts.arguments import check_impl, check_sizes
 from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
+from reformax.ops.parts.masks import segment_pair
 
 
+@named
 def flash(
     *,
     query_block_size: int | None = None,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from reformax.ops.base import AttentionOp, Traits, check_impl, no_params, no_plan
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.parts.arguments import check_impl
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.chunked import (
     KERNELS,
@@ -23,6 +24,7 @@ from reformax.ops.parts.chunked import (
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
 
 
+@named
 def local(
     *,
     chunk_len: int = 64,

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from jax import lax
 from jaxtyping import ArrayLike, Float
 
-from reformax.ops.base import AttentionOp, Traits, check_impl, no_params
+from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.parts.arguments import check_impl
 from reformax.ops.parts.chunked import (
     KERNELS,
     Chunks,
@@ -38,6 +39,7 @@ from reformax.ops.parts.lsh_decoding import lsh_decoding
 from reformax.ops.parts.sorting import sort_by_bucket, within_buckets
 
 
+@named
 def lsh(
     *,
     chunk_len: int = 64,

@@ -21,13 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from reformax.ops.base import AttentionOp, Traits, check_impl, check_sizes, no_params, no_plan
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import tiles
+from reformax.ops.parts.arguments import check_impl, check_sizes
 from reformax.ops.parts.block_lists import MIN_TILE, Layout
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.chunked import KERNELS, chosen_impl, mixed_dtypes
 
 
+@named
 def memory_efficient(
     *,
     query_chunk_size: int | str = 1024,

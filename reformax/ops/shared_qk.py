@@ -10,19 +10,14 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float
 
-from reformax.ops.base import (
-    AttentionOp,
-    Traits,
-    except_self,
-    length_normalize,
-    no_params,
-    no_plan,
-    reference_attention,
-    visibility,
-)
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import ring_decoding
+from reformax.ops.parts.masks import except_self, visibility
+from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.reference import reference_attention
 
 
+@named
 def shared_qk() -> AttentionOp:
     """Dense attention with shared queries and keys: what LSH attention approximates.
 

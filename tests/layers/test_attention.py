@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from reformax import layers
-from reformax.ops import base, dense, local, lsh
+from reformax.ops import dense, local, lsh
+from reformax.ops.parts.dropout import full_dropout_mask
 from tests.layers import plain
 from tests.ops import oracle
 from tests.ops.rows import ROWS, Shape
@@ -65,7 +66,7 @@ def test_equals_an_independent_computation(row, everything):
     counts = row.counts(row.first, plan, shape, causal, segments)
     keep = np.ones(counts.shape)
     if everything:
-        keep = base.full_dropout_multiplier(jax.random.fold_in(RNG, 1), rate, counts.shape)
+        keep = full_dropout_mask(jax.random.fold_in(RNG, 1), rate, counts.shape)
     out, _ = oracle.attention(q, k, v, counts, np.asarray(keep), np.zeros_like(v))
     want = np.einsum("btnv,nvd->btd", out, np.asarray(params["w_o"], np.float64))
     np.testing.assert_allclose(got, want, atol=1e-5 * max(1, np.abs(want).max()))

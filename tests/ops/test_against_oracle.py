@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from reformax import ops
 from reformax.ops import base
 from reformax.ops.parts import chunked
+from reformax.ops.parts.dropout import full_dropout_mask
+from reformax.ops.parts.masks import except_self, visibility
+from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close
 from tests.ops import oracle
 from tests.ops.rows import ROWS, Shape, visible
@@ -84,7 +87,7 @@ def calls(draw, row):
 @jax.jit
 def largest_dropout(key):
     """The mask of the largest call; a smaller one's is its corner, for a weight has an address."""
-    return base.full_dropout_multiplier(key, DROPOUT, (2, 4, max(LENGTHS), max(LENGTHS)))
+    return full_dropout_mask(key, DROPOUT, (2, 4, max(LENGTHS), max(LENGTHS)))
 
 
 def check(
@@ -335,12 +338,12 @@ def test_reference_attention_is_the_oracle(dropout):
     mask[0, 1, 2] = False
     keep = np.ones(mask.shape)
     if dropout:
-        keep = np.asarray(base.full_dropout_multiplier(key, dropout, keep.shape))
+        keep = np.asarray(full_dropout_mask(key, dropout, keep.shape))
 
     @jax.jit
     def attend(d_out, *inputs):
         out, vjp = jax.vjp(
-            lambda *x: base.reference_attention(*x, mask, dropout=dropout, rng=key), *inputs
+            lambda *x: reference_attention(*x, mask, dropout=dropout, rng=key), *inputs
         )
         return out, vjp(d_out)
 
@@ -358,10 +361,10 @@ def test_visibility_and_except_self_are_the_tables():
     segments = np.array([[1, 1, 2, 0, 2], [0, 0, 0, 0, 0]])
     shape = Shape(batch=2, n_queries=5, n_keys=5, n_heads=1)
     for causal in (False, True):
-        mask = base.visibility(5, 5, causal=causal, segments=jnp.asarray(segments))
+        mask = visibility(5, 5, causal=causal, segments=jnp.asarray(segments))
         np.testing.assert_array_equal(mask, visible(shape, causal, segments))
     # The first of a segment sees itself for want of others; padding sees nothing.
-    alone = np.asarray(base.except_self(mask))[0, 0]
+    alone = np.asarray(except_self(mask))[0, 0]
     np.testing.assert_array_equal(
         alone,
         [[1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0]],
@@ -370,7 +373,7 @@ def test_visibility_and_except_self_are_the_tables():
 
 def test_dropout_masks_are_fair_coins():
     """The rate is right, and no axis of the address repeats another's coins."""
-    keep = np.asarray(base.full_dropout_multiplier(jax.random.key(0), 0.25, (4, 4, 64, 64)))
+    keep = np.asarray(full_dropout_mask(jax.random.key(0), 0.25, (4, 4, 64, 64)))
     assert set(np.unique(keep)) == {0, np.float32(1 / 0.75)}
     dropped = keep == 0
     assert abs(dropped.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / keep.size)

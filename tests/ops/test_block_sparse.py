@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import base, block_patterns, block_sparse
+from reformax.ops import block_patterns, block_sparse
 from reformax.ops.kernels import block_sparse as kernel
 from reformax.ops.parts import block_lists, tiles
+from reformax.ops.parts.masks import visibility
+from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 KEY = jax.random.key(0)
@@ -178,8 +180,8 @@ def reference(mask, block, causal, segments, dropout):
     def attend(q, k, v):
         full = np.kron(mask, np.ones((block, block))).astype(bool)
         full = full.reshape(-1, *full.shape[-2:])[:, : q.shape[1], : k.shape[1]]
-        visible = full & base.visibility(q.shape[1], k.shape[1], causal=causal, segments=segments)
-        return base.reference_attention(q, k, v, visible, dropout=dropout, rng=KEY)
+        visible = full & visibility(q.shape[1], k.shape[1], causal=causal, segments=segments)
+        return reference_attention(q, k, v, visible, dropout=dropout, rng=KEY)
 
     return attend
 

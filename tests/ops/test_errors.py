@@ -131,7 +131,7 @@ CALLS = [
     ("local", (x(), None, x()), {}, "k is None"),
     ("shared_qk", (x(), x(), x()), {}, "pass k=None"),
     ("lsh", (x(), x(), x()), {}, "pass k=None"),
-    ("lsh", (x(), None, x()), dict(rng=None), "rng is None: an op that draws its plan at random"),
+    ("lsh", (x(), None, x()), dict(rng=None), "rng is None: lsh draws its plan and needs one"),
     ("local", (x(), x(), x()), dict(rng=None, dropout=0.1), "rng is None: dropout > 0 needs one"),
     ("local", (x(), x(), x()), dict(dropout=1.0), "dropout is 1.0: expected a rate in [0, 1)"),
     ("lsh", (x(), None, x()), dict(dropout=-0.1), "dropout is -0.1: expected a rate in [0, 1)"),
@@ -151,7 +151,7 @@ CALLS = [
         dict(bias=x(1, 1, 8, 8) > 0),
         "bias has dtype bool: expected floats",
     ),
-    ("flash", (x(), x(), x()), dict(segments=(None, INTEGERS)), "segments is a tuple, but no pair"),
+    ("flash", (x(), x(), x()), dict(segments=(None, INTEGERS)), "segments is a tuple, but not a"),
     ("flash", (x(2, 0, 2, 4),) * 3, {}, "q has shape (2, 0, 2, 4): expected at least one of each"),
     ("dense", (x(), x(), x()), dict(bias=x(2, 2, 8, 4)), "bias has shape (2, 2, 8, 4): expected"),
     (

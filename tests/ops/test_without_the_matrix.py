@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import base, block_sparse, dense, flash, memory_efficient
+from reformax.ops import block_sparse, dense, flash, memory_efficient
 from reformax.ops.parts import tiles
+from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close, default_jit, with_gradients
 from tests.ops import oracle
 
@@ -100,7 +101,7 @@ def test_a_bias_hides(name):
     q, k, v, d_out = (numbers(2, n, 3, 4, seed=i) for i, n in enumerate((23, 31, 31, 23)))
     op = OPS[name](**SIZES[name])
     run = with_gradients(lambda q, k, v, bias: op(q, k, v, bias=bias))
-    reference = with_gradients(lambda q, k, v: base.reference_attention(q, k, v, mask))
+    reference = with_gradients(lambda q, k, v: reference_attention(q, k, v, mask))
     want, want_gradients = reference(d_out, q, k, v)
     for hidden in (-np.inf, np.finfo(np.float32).min, -1e9):
         bias = np.where(mask, 0, hidden).astype(np.float32)

@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.layers.dropout import APART, multiplier
-from reformax.ops.base import dropout_bits
+from reformax.ops.parts.dropout import dropout_bits
 
 # Rows and columns of a tile, and warps. A program has two tiles, whose columns are `APART` apart.
 FORWARD, BACKWARD = (16, 256, 8), (32, 128, 8)

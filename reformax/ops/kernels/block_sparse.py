@@ -30,10 +30,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.base import dropout_words, keep_multiplier
 from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, divided, power_of_two, product
 from reformax.ops.parts import block_lists
 from reformax.ops.parts.block_lists import Everything, Layout, Rows, Softmax
+from reformax.ops.parts.dropout import dropout_mask, seed_words
 
 # Tiles that a part has at least, and parts that all of a GPU's processors could share.
 LEAST_PART, N_SHARES = 16, 2048
@@ -224,7 +224,7 @@ class _Program(NamedTuple):
         if x.words is None:
             return 1.0
         words = x.words[0], x.words[1]
-        return keep_multiplier(words, self.dropout, self.batch, head, q.position, k.position)
+        return dropout_mask(words, self.dropout, self.batch, head, q.position, k.position)
 
 
 def _full(mask: Array, shape: tuple[int, ...]) -> Array:
@@ -443,7 +443,7 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
 
 
 def _inputs(layout: Layout | Everything, q, k, v, segments, rng) -> _Inputs:
-    return _Inputs(q, k, v, *segments, dropout_words(rng) if layout.dropout > 0.0 else None)
+    return _Inputs(q, k, v, *segments, seed_words(rng) if layout.dropout > 0.0 else None)
 
 
 def forward(

@@ -34,8 +34,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.base import dropout_words, keep_multiplier, length_normalize
 from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, divided, power_of_two, product
+from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.normalization import length_normalize
 
 
 class Tiles(NamedTuple):
@@ -319,7 +320,7 @@ class _Program(NamedTuple):
         if x.words is None:
             return 1.0
         words, rate = (x.words[0], x.words[1]), self.chunks.dropout
-        return keep_multiplier(words, rate, self.batch, self.head, query_position, key_position)
+        return dropout_mask(words, rate, self.batch, self.head, query_position, key_position)
 
     def lone_weight(self, x: _Inputs, block: _Block, total: Array) -> Array:
         """The weight of a position's own value, where it sees nothing else."""
@@ -495,7 +496,7 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> _Inputs:
         seen = jnp.stack([_in_order(word, order) for word in words])
     if segments is not None:
         segment = _in_order(segments[:, None], order)
-    words = dropout_words(rng) if chunks.dropout > 0.0 else None
+    words = seed_words(rng) if chunks.dropout > 0.0 else None
     return _Inputs(q, length_normalize(q) if k is None else k, v, order, seen, segment, words)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.base import length_normalize
+from reformax.ops.parts.normalization import length_normalize
 
 
 class KeyValues(NamedTuple):

@@ -28,7 +28,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.ops.base import dropout_multiplier, gpu_obstacle, length_normalize, mean_product
+from reformax.ops.base import gpu_obstacle
+from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.normalization import length_normalize, mean_product
 
 # Stands for minus infinity where a difference of two of them must not be NaN.
 HIDDEN = -1e30
@@ -386,8 +388,8 @@ def _dropout(chunks: Chunks, order, length, head, rng) -> Float[Array, "N B C L 
     if chunks.dropout == 0.0:
         return 1.0
     position = _positions(chunks, order, length)
-    return dropout_multiplier(
-        rng,
+    return dropout_mask(
+        seed_words(rng),
         chunks.dropout,
         jnp.arange(head.shape[1])[:, None, None, None],
         head[..., None, None, None],
@@ -404,7 +406,7 @@ def _lone_weight(chunks: Chunks, total, order, segments, rng) -> Float[Array, "N
     if chunks.dropout > 0.0:
         head, batch, position = jnp.ogrid[tuple(slice(n) for n in total.shape)]
         address = (batch, head, position, position)
-        weight = weight * dropout_multiplier(rng, chunks.dropout, *address)
+        weight = weight * dropout_mask(seed_words(rng), chunks.dropout, *address)
     return weight[..., None]
 
 

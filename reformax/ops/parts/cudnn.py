@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.ops.base import Segments, gpu_obstacle
+from reformax.ops.base import gpu_obstacle
+from reformax.ops.parts.masks import Segments
 
 # cuDNN is asked for whole blocks of so many positions.
 BLOCK = 64

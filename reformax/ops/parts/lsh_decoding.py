@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.ops.base import length_normalize
 from reformax.ops.parts.cache import KeyValues, Shared, attend_to, keep, put
 from reformax.ops.parts.hashing import hash_by
+from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.sorting import sort_by_bucket
 
 _take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")

@@ -26,7 +26,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.ops.base import Segments, dropout_words, keep_multiplier, segment_pair
+from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.masks import Segments, segment_pair
 
 # The maximum of a row that has seen nothing: a hidden score, minus infinity, less it is no NaN.
 LOWEST = -1e30
@@ -64,7 +65,7 @@ class Inputs(NamedTuple):
     bias: Float[Array, "#B #N #T #S"] | None
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
-    words: Int[Array, 2] | None  # `dropout_words` of the rng
+    words: Int[Array, 2] | None  # `seed_words` of the rng
 
 
 class Visits(NamedTuple):
@@ -294,7 +295,7 @@ def keep(
     example = group.batch + jnp.arange(group.n_batch)[:, None, None, None]
     head = group.head + jnp.arange(group.n_heads)[:, None, None]
     address = example, head, queries.position[:, None], keys.position
-    return keep_multiplier(x.words, tiling.dropout, *address)
+    return dropout_mask(x.words, tiling.dropout, *address)
 
 
 class Softmax(NamedTuple):
@@ -494,5 +495,5 @@ def inputs(
     rng: PRNGKeyArray | None,
 ) -> Inputs:
     """The arrays of an op's call."""
-    words = dropout_words(rng) if dropout > 0.0 else None
+    words = seed_words(rng) if dropout > 0.0 else None
     return Inputs(q, k, v, bias, *segment_pair(segments), words)

@@ -1,0 +1,123 @@
+"""Checks of an op's options and of its call: one line with the argument, its value and the fix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from reformax.ops.parts.masks import segment_pair
+
+if TYPE_CHECKING:
+    from reformax.ops.base import AttentionOp
+
+
+def check_arguments(op: AttentionOp, q, k, v, *, causal, segments, dropout, rng, bias=None) -> None:
+    """Checks the arguments of a call before any tracing.
+
+    Raises:
+      ValueError: a shape or a value that does not fit.
+      NotImplementedError: the op cannot do what is asked.
+    """
+    _check_shapes(op, q, k, v)
+    keys = q if k is None else k
+    if causal and not op.traits.causal:
+        raise NotImplementedError(f"causal=True: {op.name} cannot hide the future")
+    if not causal and not op.traits.bidirectional:
+        raise NotImplementedError(f"causal=False: {op.name} is causal only")
+    _check_segments(op, segments, q, keys, "q" if k is None else "k")
+    if bias is not None:
+        _check_bias(op, bias, (q.shape[0], q.shape[2], q.shape[1], keys.shape[1]))
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is {dropout}: expected a rate in [0, 1)")
+    if rng is None and (dropout > 0.0 or op.traits.random_plan):
+        needs = "dropout > 0 needs" if dropout > 0.0 else f"{op.name} draws its plan and needs"
+        raise ValueError(f"rng is None: {needs} one, such as jax.random.key(0)")
+
+
+def _check_shapes(op: AttentionOp, q, k, v) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None and x.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {x.shape}: expected 4 axes, [batch, length, heads, size]"
+            )
+        if x is not None and 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: expected at least one of each axis")
+    if op.traits.shared_qk and k is not None:
+        raise ValueError(f"k is given, but {op.name} makes its keys of the queries: pass k=None")
+    if not op.traits.shared_qk and k is None:
+        raise ValueError(f"k is None, but {op.name} does not make its keys of the queries: pass k")
+    keys, source = (q, "q") if k is None else (k, "k")
+    if v.shape[:3] != keys.shape[:3]:
+        raise ValueError(
+            f"v has shape {v.shape}: expected [batch, length, heads] as in {source}, "
+            f"{keys.shape[:3]}"
+        )
+    if (q.shape[0], *q.shape[2:]) != (keys.shape[0], *keys.shape[2:]):
+        raise ValueError(
+            f"k has shape {keys.shape}: expected batch, heads and size as in q, {q.shape}"
+        )
+    if q.shape[1] != keys.shape[1] and not op.traits.cross:
+        raise NotImplementedError(
+            f"q and k have lengths {q.shape[1]} and {keys.shape[1]}, but {op.name} attends within "
+            "one sequence: use an op whose traits say cross=True"
+        )
+
+
+def _check_segments(op: AttentionOp, segments, q, keys, source: str) -> None:
+    is_pair = isinstance(segments, tuple)
+    if is_pair and not op.traits.cross:
+        raise NotImplementedError(
+            f"segments is a pair, but {op.name} attends within one sequence: pass one array"
+        )
+    if is_pair and (len(segments) != 2 or any(ids is None for ids in segments)):
+        raise ValueError(
+            "segments is a tuple, but not a pair of ids of queries and ids of keys: pass both, "
+            "ones where everything is visible"
+        )
+    for ids, x, name in zip(segment_pair(segments), (q, keys), ("q", source), strict=True):
+        if ids is None:
+            continue
+        if ids.shape != x.shape[:2]:
+            pair = "" if is_pair else ", or a pair of arrays if keys are of another sequence"
+            raise ValueError(
+                f"segments has shape {ids.shape}: expected [batch, length] of {name}, "
+                f"{x.shape[:2]}{pair}"
+            )
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"segments has dtype {ids.dtype}: expected integers")
+
+
+def _check_bias(op: AttentionOp, bias, full: tuple[int, int, int, int]) -> None:
+    if not op.traits.bias:
+        raise NotImplementedError(
+            f"bias is given, but {op.name} adds none: use an op whose traits say bias=True"
+        )
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(
+            f"bias has dtype {bias.dtype}: expected floats to add; turn a mask into "
+            "jnp.where(mask, 0.0, -jnp.inf)"
+        )
+    if bias.ndim != 4 or any(n not in (1, m) for n, m in zip(bias.shape, full, strict=True)):
+        raise ValueError(
+            f"bias has shape {bias.shape}: expected [batch, heads, queries, keys], {full}, "
+            "each or 1"
+        )
+
+
+def check_impl(impl: str, *others: str) -> None:
+    """Raises `ValueError` for an implementation that an op does not have."""
+    known = ("auto", "xla", *others)
+    if impl not in known:
+        names = ", ".join(repr(name) for name in known[:-1])
+        raise ValueError(f"impl is {impl!r}: expected {names} or {known[-1]!r}")
+
+
+def check_sizes(*others: str, **sizes: int | str | None) -> None:
+    """Raises `ValueError` for a size that is neither 1 or more, nor None, nor one of `others`."""
+    also = "".join(f", or {other!r}" for other in others)
+    for name, size in sizes.items():
+        if size is None or size in others:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}: expected at least 1{also}")

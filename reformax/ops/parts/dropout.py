@@ -1,0 +1,65 @@
+"""Dropout of attention weights as a function of which weight it is.
+
+A weight is addressed by its batch, head, query and key position, so any tiling, any order and both
+passes see the same mask, and none of it is stored.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
+    """Mixes 32-bit words: a bijection, where each input bit flips each output bit half the time."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def seed_words(rng: PRNGKeyArray) -> Int[Array, 2]:
+    """The seed of a dropout mask: two uint32 words, which a kernel can read."""
+    return jax.random.bits(rng, (2,), jnp.uint32)
+
+
+def dropout_mask(
+    seed: Int[Array, 2],
+    rate: float,
+    batch: Int[Array, "*d"],
+    head: Int[Array, "*d"],
+    query: Int[Array, "*d"],
+    key: Int[Array, "*d"],
+) -> Float[Array, "*d"]:
+    """The factor of each weight: 0 where it is dropped, `1 / (1 - rate)` where it is kept.
+
+    Args:
+      seed: the words that `seed_words` makes of an rng.
+      rate: the probability that a weight is dropped.
+      batch, head, query, key: the weights' addresses, integers that broadcast.
+    """
+    bits = dropout_bits(seed, batch, head, query, key)
+    kept = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return jnp.where(kept, np.float32(1 / (1 - rate)), np.float32(0))
+
+
+def dropout_bits(
+    seed: Int[Array, 2],
+    batch: Int[Array, "*d"],
+    head: Int[Array, "*d"],
+    query: Int[Array, "*d"],
+    key: Int[Array, "*d"],
+) -> Int[Array, "*d"]:
+    """The 32 random bits of each address."""
+    first, second = seed
+    batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
+    row = _mix(query ^ _mix(head ^ _mix(batch ^ first)))
+    return _mix(row ^ _mix(key ^ second))
+
+
+def full_dropout_mask(
+    rng: PRNGKeyArray, rate: float, shape: tuple[int, int, int, int]
+) -> Float[Array, "B N T S"]:
+    """The `dropout_mask` of every weight of a `[B, N, T, S]` attention matrix."""
+    return dropout_mask(seed_words(rng), rate, *jnp.ogrid[tuple(slice(n) for n in shape)])

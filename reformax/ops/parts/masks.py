@@ -1,0 +1,41 @@
+"""Which key each query may see, by causality, segment and shared queries."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+Segments = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+
+
+def segment_pair(
+    segments: Segments | None,
+) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | tuple[None, None]:
+    """The segments of the queries and those of the keys."""
+    return segments if isinstance(segments, tuple) else (segments, segments)
+
+
+def visibility(
+    n_queries: int,
+    n_keys: int,
+    *,
+    causal: bool,
+    segments: Segments | None = None,
+) -> Bool[Array, "#B 1 T S"]:
+    """Which keys each query may see, by causality and by segment."""
+    mask = jnp.ones((1, 1, n_queries, n_keys), bool)
+    if causal:
+        mask = jnp.tril(mask)
+    if segments is not None:
+        of_query, of_key = segment_pair(segments)
+        same = of_query[:, None, :, None] == of_key[:, None, None, :]
+        mask = mask & same & (of_key != 0)[:, None, None, :]
+    return mask
+
+
+def except_self(mask: Bool[Array, "#B #N T T"]) -> Bool[Array, "#B #N T T"]:
+    """Hides each position from itself unless it sees nothing else (Reformer, sec. 2)."""
+    itself = jnp.eye(mask.shape[-1], dtype=bool)
+    others = mask & ~itself
+    alone = ~others.any(axis=-1, keepdims=True)
+    return others | (mask & itself & alone)

@@ -1,0 +1,43 @@
+"""The reference: softmax attention over an explicit mask, in O(T * S) time and memory."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from reformax.ops.parts.dropout import full_dropout_mask
+
+
+def reference_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    mask: Bool[Array, "#B #N T S"],
+    *,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    dropout: float = 0.0,
+    rng: PRNGKeyArray | None = None,
+) -> Float[Array, "B T N V"]:
+    """`softmax(q k^T / sqrt(H) + bias) v` over the keys that a mask shows.
+
+    Scores and weights are float32 whatever the inputs are. A row that sees nothing is zeros.
+    """
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    scores = scores / math.sqrt(q.shape[-1])
+    if bias is not None:
+        scores = scores + bias
+    # The maximum is of visible scores only, so that a fully masked row stays finite. It cancels in
+    # the softmax, so its gradient is 0.
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-1e30))
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    if dropout > 0.0:
+        weights = weights * full_dropout_mask(rng, dropout, weights.shape)
+    out = jnp.einsum(
+        "bnts,bsnv->btnv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return out.astype(v.dtype)
