@@ -151,13 +151,13 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
 
     @functools.wraps(factory)
     def make(*args, **options) -> AttentionOp:
+        op = factory(*args, **options)
         given = signature.bind(*args, **options).arguments
         changed = [
             f"{name}={_shown(value)}"
             for name, value in given.items()
             if not _equal(value, signature.parameters[name].default)
         ]
-        op = factory(*args, **options)
         return op._replace(name=factory.__name__, options=", ".join(changed))
 
     make.__signature__ = signature  # inspect.getfullargspec asks for it and not for the wrapped

@@ -244,7 +244,7 @@ def test_errors_of_construction(options, message):
 @pytest.mark.parametrize(
     "options, mask, message",
     [
-        (dict(op=lsh.lsh()), None, "rng is None: an op that draws its plan at random needs one"),
+        (dict(op=lsh.lsh()), None, "rng is None: lsh, which draws its plan at random, needs one"),
         (dict(attention_dropout=0.1), None, "rng is None: dropout > 0 needs one"),
         (dict(masked=True), np.ones((2, 12), bool), "segments has shape (2, 12): expected"),
     ],

@@ -131,7 +131,12 @@ CALLS = [
     ("local", (x(), None, x()), {}, "k is None"),
     ("shared_qk", (x(), x(), x()), {}, "pass k=None"),
     ("lsh", (x(), x(), x()), {}, "pass k=None"),
-    ("lsh", (x(), None, x()), dict(rng=None), "rng is None: lsh draws its plan and needs one"),
+    (
+        "lsh",
+        (x(), None, x()),
+        dict(rng=None),
+        "rng is None: lsh, which draws its plan at random, needs",
+    ),
     ("local", (x(), x(), x()), dict(rng=None, dropout=0.1), "rng is None: dropout > 0 needs one"),
     ("local", (x(), x(), x()), dict(dropout=1.0), "dropout is 1.0: expected a rate in [0, 1)"),
     ("lsh", (x(), None, x()), dict(dropout=-0.1), "dropout is -0.1: expected a rate in [0, 1)"),

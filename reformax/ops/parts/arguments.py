@@ -31,8 +31,8 @@ def check_arguments(op: AttentionOp, q, k, v, *, causal, segments, dropout, rng,
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is {dropout}: expected a rate in [0, 1)")
     if rng is None and (dropout > 0.0 or op.traits.random_plan):
-        needs = "dropout > 0 needs" if dropout > 0.0 else f"{op.name} draws its plan and needs"
-        raise ValueError(f"rng is None: {needs} one, such as jax.random.key(0)")
+        why = "dropout > 0" if dropout > 0.0 else f"{op.name}, which draws its plan at random,"
+        raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
 
 
 def _check_shapes(op: AttentionOp, q, k, v) -> None:
