@@ -67,7 +67,7 @@ from reformax.ops import (
     lsh,
     memory_efficient,
 )
-from reformax.ops.parts import chunked, hashing
+from reformax.ops.parts import chunked, dispatch, hashing
 from reformax.ops.parts.masks import visibility
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.reference import reference_attention
@@ -256,7 +256,7 @@ def check(row: Row, shape: Shape, dtype: str) -> Errors:
 
         def reference(q, k, v):
             hashed = not op.traits.exact  # those have no exact implementation to be compared with
-            if hashed and chunked.chosen_impl(row.impl, q, v) != "xla":
+            if hashed and dispatch.choose(row.impl, **dispatch.kernel_obstacles(q, k, v)) != "xla":
                 return exact.apply((), q, k, v, **arguments)
             q, k, v = jax.tree.map(lambda x: x.astype(jnp.float32), (q, k, v))
             return oracle(row, plan if share is not None else None, q, k, v)

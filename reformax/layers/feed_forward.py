@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_mode, check_rate, check_rng, dropout, rate_in
-from reformax.ops.base import use_kernel
-from reformax.ops.parts.arguments import check_impl
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.dropout import seed_words
 
 glorot = jax.nn.initializers.glorot_uniform()
@@ -45,31 +42,6 @@ IN_KERNELS = (jax.nn.gelu, jax.nn.relu)
 LEAST_SIZE, MOST = 2**20, 2**31
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_kernel(how: tuple[Any, ...], pre, bias, words, start, w2) -> Float[Array, "R D"]:
-    """`hidden @ w2`, whose gradient has the hidden layer again from the pass that needs `pre`."""
-    return _kernel_forward(how, pre, bias, words, start, w2)[0]
-
-
-def _kernel_forward(how, *inputs_and_w2):
-    from reformax.layers.kernels import feed_forward as kernel
-
-    *inputs, w2 = inputs_and_w2
-    inputs = kernel.Inputs(*inputs)
-    return kernel.forward(inputs, kernel.How(*how)) @ w2, (inputs, w2)
-
-
-def _kernel_backward(how, residuals, dy):
-    from reformax.layers.kernels import feed_forward as kernel
-
-    inputs, w2 = residuals
-    hidden, d_pre, d_bias = kernel.backward(inputs, dy @ w2.T, kernel.How(*how))
-    return d_pre, d_bias, None, None, hidden.T @ dy
-
-
-_in_kernel.defvjp(_kernel_forward, _kernel_backward)
-
-
 class FeedForward(Layer):
     """`activation(x w1 + b1) w2 + b2` at each position, `[B, T, D] -> [B, T, D]`.
 
@@ -99,8 +71,8 @@ class FeedForward(Layer):
           slowly, for tests. "auto" takes the kernel on one such GPU for bfloat16 and float16.
         """
         super().__init__()
-        check_impl(impl, "pallas", "pallas_interpret")
-        if impl.startswith("pallas") and activation not in IN_KERNELS:
+        check_impl(impl, *KERNELS)
+        if impl in KERNELS and activation not in IN_KERNELS:
             raise ValueError(
                 f"impl is {impl!r} and activation {activation}: expected jax.nn.gelu or "
                 "jax.nn.relu, or impl='auto'"
@@ -153,15 +125,19 @@ class FeedForward(Layer):
         rate = rate_in(self._mode, self._hidden_dropout)
         narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
         fits = narrow and LEAST_SIZE <= pre.size < MOST and self._activation in IN_KERNELS
-        if not (pre.size and use_kernel(self._impl, fits)):
+        wanted = "xla" if self._impl == "auto" and not fits else self._impl
+        chosen = choose(wanted, pallas=None) if pre.size else "xla"
+        if chosen == "xla":
             hidden = self._activation(pre.astype(jnp.float32) + params["b1"])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
             return _narrow(hidden, params["w2"])
-        how = self._activation, pre.shape[1], rate, self._impl == "pallas_interpret"
+        from reformax.layers.kernels import feed_forward as kernel
+
+        how = kernel.How(self._activation, pre.shape[1], rate, chosen == "pallas_interpret")
         words = seed_words(check_rng(rng, rate)) if rate else None
         rows = pre.reshape(-1, pre.shape[-1])
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
-        out = _in_kernel(how, rows, params["b1"], words, start, params["w2"])
+        out = kernel.project(how, kernel.Inputs(rows, params["b1"], words, start), params["w2"])
         return out.reshape(*pre.shape[:-1], -1)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.layers._trax import Layer
-from reformax.ops.base import use_kernel
-from reformax.ops.parts.arguments import check_impl
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.normalization import length_normalize
 
 # With fewer rows, as in a step of decoding, XLA makes one kernel of the norm and what is around it;
@@ -35,7 +32,7 @@ class LayerNorm(Layer):
           such GPU if the rows are many.
         """
         super().__init__()
-        check_impl(impl, "pallas", "pallas_interpret")
+        check_impl(impl, *KERNELS)
         self._epsilon = epsilon
         self._dtype = dtype
         self._impl = impl
@@ -68,12 +65,16 @@ class LayerNorm(Layer):
         inputs = (*rows, params["scale"], params["bias"])
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
         fits = len(rows[0]) >= LEAST_ROWS and x.size < MOST
-        if x.size and use_kernel(self._impl, fits):
-            how = self._epsilon, dtypes, pass_on, self._impl == "pallas_interpret"
-            outputs, passed = _in_kernel(how, *inputs)
-            x = passed.reshape(x.shape) if pass_on else x
-        else:
+        wanted = "xla" if self._impl == "auto" and not fits else self._impl
+        chosen = choose(wanted, pallas=None) if x.size else "xla"
+        if chosen == "xla":
             outputs = _in_array_operations(self._epsilon, dtypes, *inputs)
+        else:
+            from reformax.layers.kernels import layer_norm as kernel
+
+            how = kernel.How(self._epsilon, dtypes, pass_on, chosen == "pallas_interpret")
+            outputs, passed = kernel.normalize(how, kernel.Inputs(*inputs))
+            x = passed.reshape(x.shape) if pass_on else x
         return tuple(out.reshape(x.shape) for out in outputs), x
 
 
@@ -84,29 +85,3 @@ def _in_array_operations(epsilon: float, dtypes: tuple, x, y, scale, bias) -> tu
     centred = x - x.mean(axis=-1, keepdims=True)
     out = length_normalize(centred, epsilon) * scale + bias
     return tuple(out.astype(dtype) for dtype in dtypes)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_kernel(
-    how: tuple[float, tuple, bool, bool], x, y, scale, bias
-) -> tuple[tuple[Array, ...], Array | None]:
-    return _kernel_forward(how, x, y, scale, bias)[0]
-
-
-def _kernel_forward(how, *inputs):
-    from reformax.layers.kernels import layer_norm as kernel
-
-    epsilon, dtypes, pass_on, interpret = how
-    inputs = kernel.Inputs(*inputs)
-    outputs = kernel.forward(inputs, dtypes, epsilon, interpret)
-    return (outputs, inputs.x if pass_on else None), inputs
-
-
-def _kernel_backward(how, inputs, d_outputs):
-    from reformax.layers.kernels import layer_norm as kernel
-
-    epsilon, _, _, interpret = how
-    return tuple(kernel.backward(inputs, *d_outputs, epsilon, interpret))
-
-
-_in_kernel.defvjp(_kernel_forward, _kernel_backward)

@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.ops.parts.arguments import check_arguments
@@ -186,27 +185,3 @@ def no_plan(params, q, k, *, segments, causal, rng, train, length=None) -> tuple
     """`AttentionOp.plan` of an algorithm whose places do not depend on what it reads."""
     del params, q, k, segments, causal, rng, train, length
     return ()
-
-
-def gpu_obstacle() -> str | None:
-    """What is not an NVIDIA GPU that kernels run on, in words; None on one of Ampere or later."""
-    if jax.default_backend() != "gpu":
-        return f"the backend {jax.default_backend()!r}"
-    device = jax.local_devices()[0]
-    if float(getattr(device, "compute_capability", None) or 0) < 8.0:
-        return f"the device {device.device_kind!r}, which is not an NVIDIA GPU of Ampere or later"
-    return None
-
-
-def use_kernel(impl: str, fits: bool) -> bool:
-    """Whether a layer's kernel computes a call; `fits` says that "auto" may take it.
-
-    Raises:
-      NotImplementedError: `impl` is "pallas" and there is no GPU for it.
-    """
-    if impl != "pallas":
-        one_gpu = jax.device_count() == 1 and not gpu_obstacle()
-        return impl == "pallas_interpret" or (impl == "auto" and fits and one_gpu)
-    if obstacle := gpu_obstacle():
-        raise NotImplementedError(f"impl='pallas' with {obstacle}: use impl='auto' or 'xla'")
-    return True

@@ -10,7 +10,6 @@ NVIDIA GPUs that of `kernels.block_sparse`.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -22,10 +21,9 @@ from jaxtyping import Array, Float
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
 from reformax.ops.parts import block_lists, tiles
-from reformax.ops.parts.arguments import check_impl
-from reformax.ops.parts.block_lists import MIN_TILE, Everything, Layout, Rows
+from reformax.ops.parts.block_lists import MIN_TILE, Layout, Rows
 from reformax.ops.parts.cache import attend_to, keep, put
-from reformax.ops.parts.chunked import KERNELS, chosen_impl, mixed_dtypes
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.masks import segment_pair
 
 BUTTERFLY = butterfly()
@@ -74,11 +72,13 @@ def block_sparse(
         del params, plan
         here = layout(q.shape[1], k.shape[1], q.shape[2], causal, dropout)
         odd = None if block_q % MIN_TILE == block_k % MIN_TILE == 0 else (block_q, block_k)
-        which = chosen_impl(impl, q, v, block_size=odd, dtypes=mixed_dtypes(q, k))
-        if which == "xla":
+        chosen = choose(impl, **kernel_obstacles(q, k, v, block_size=odd))
+        if chosen == "xla":
             return _in_tiles(here, q, k, v, segments, rng)
-        pair = segment_pair(segments)
-        return in_kernel((here, which == "pallas_interpret"), q, k, v, pair, rng)
+        from reformax.ops.kernels import block_sparse as kernel
+
+        interpret = chosen == "pallas_interpret"
+        return kernel.attend(here, interpret, q, k, v, segment_pair(segments), rng)
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng):
         del params, plan, rng
@@ -153,42 +153,3 @@ def _visits(rows: Rows, n_masks: int) -> tiles.Visits:
     place = place + (np.cumsum(stop[:, -1]) - stop[:, -1])[:, None]
     index = np.append(rows.entries, 0)[np.minimum(place, len(rows.entries))]
     return tiles.Visits(*(jnp.asarray(x, jnp.int32) for x in (start, stop, index)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_kernel(
-    how: tuple[Layout | Everything, bool], q, k, v, segments, rng
-) -> Float[Array, "B T N V"]:
-    """The attention of a layout by the kernels of `kernels.block_sparse`.
-
-    Args:
-      how: the layout, and whether the kernels are interpreted.
-      q, k, v: queries, keys, values.
-      segments: the ids of queries and of keys, or twice None.
-      rng: the source of dropout, needed where there is some.
-    """
-    return _kernel_forward(how, q, k, v, segments, rng)[0]
-
-
-def _kernel_forward(how, q, k, v, segments, rng):
-    from reformax.ops.kernels import block_sparse as kernel
-
-    layout, interpret = how
-    inputs = (q, k, v, segments, rng)
-    results = kernel.forward(layout, *inputs, interpret=interpret)
-    return results[0], (inputs, results)
-
-
-def _kernel_backward(how, residuals, d_out):
-    from reformax.ops.kernels import block_sparse as kernel
-
-    layout, interpret = how
-    inputs, results = residuals
-    return (
-        *kernel.backward(layout, *inputs, *results, d_out, interpret=interpret),
-        None,
-        None,
-    )
-
-
-in_kernel.defvjp(_kernel_forward, _kernel_backward)

@@ -8,9 +8,9 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.arguments import check_impl
 from reformax.ops.parts.cache import ring_decoding
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
+from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.parts.dispatch import check_impl, choose
 from reformax.ops.parts.masks import visibility
 from reformax.ops.parts.reference import reference_attention
 
@@ -40,7 +40,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
 
 def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=None):
     del params, plan
-    if use_cudnn(impl, cudnn_obstacle(q, k, v, segments, dropout, bias)):
+    if choose(impl, cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias)) == "cudnn":
         return cudnn_attention(q, k, v, causal=causal)
 
     @jax.checkpoint

@@ -15,12 +15,12 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.block_sparse import in_kernel
-from reformax.ops.parts import chunked, tiles
-from reformax.ops.parts.arguments import check_impl, check_sizes
+from reformax.ops.parts import tiles
+from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import ring_decoding
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
+from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.masks import segment_pair
 
 
@@ -50,27 +50,27 @@ def flash(
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
     check_sizes(query_block_size=query_block_size, key_block_size=key_block_size)
-    check_impl(impl, "cudnn", *chunked.KERNELS)
+    check_impl(impl, "cudnn", *KERNELS)
     if scale is not None and not 0.0 < scale < math.inf:
         raise ValueError(f"scale is {scale}: expected a number above 0, or None for 1 / sqrt(H)")
 
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None):
         del params, plan
-        if use_cudnn(impl, cudnn_obstacle(q, k, v, segments, dropout, bias)):
-            return cudnn_attention(q, k, v, causal=causal, scale=scale)
-        which = chunked.chosen_impl(
+        bias_shape = None if bias is None else bias.shape
+        chosen = choose(
             impl,
-            q,
-            v,
-            bias=None if bias is None else bias.shape,
-            scale=scale,
-            dtypes=chunked.mixed_dtypes(q, k),
+            cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias),
+            **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
         )
-        if which == "xla":
+        if chosen == "cudnn":
+            return cudnn_attention(q, k, v, causal=causal, scale=scale)
+        if chosen == "xla":
             return in_tiles(q, k, v, bias, segments, causal, dropout, rng)
+        from reformax.ops.kernels import block_sparse as kernel
+
         layout = Everything(q.shape[1], k.shape[1], causal, dropout)
-        how = layout, which == "pallas_interpret"
-        return in_kernel(how, q, k, v, segment_pair(segments), rng)
+        interpret = chosen == "pallas_interpret"
+        return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)
 
     def in_tiles(q, k, v, bias, segments, causal, dropout, rng):
         tiling = tiles.Tiling(

@@ -9,19 +9,17 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.arguments import check_impl
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.chunked import (
-    KERNELS,
     Chunks,
     Order,
     check_chunks,
-    chosen_impl,
     chunked_attention,
     in_a_circle,
     padding,
 )
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle, use_cudnn
+from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 
 
 @named
@@ -78,7 +76,7 @@ def local(
             f"chunk_len={chunk_len}; raise n_chunks_before to {reach}"
         )
 
-    def obstacle(q, k, v, segments, causal, dropout):
+    def not_for_cudnn(q, k, v, segments, causal, dropout):
         if window is None or shared_qk or not causal:
             return f"window={window}, shared_qk={shared_qk}, causal={causal}"
         return cudnn_obstacle(q, k, v, segments, dropout)
@@ -90,7 +88,12 @@ def local(
                 f"window is {window} and causal=False, but n_chunks_after is {n_chunks_after}: "
                 f"raise it to {reach}"
             )
-        if use_cudnn(impl, obstacle(q, k, v, segments, causal, dropout)):
+        chosen = choose(
+            impl,
+            cudnn=not_for_cudnn(q, k, v, segments, causal, dropout),
+            **kernel_obstacles(q, k, v, wrap=wrap),
+        )
+        if chosen == "cudnn":
             return cudnn_attention(q, k, v, causal=True, window=window)
         batch, length, n_heads = q.shape[:3]
         chunks = Chunks(
@@ -113,8 +116,7 @@ def local(
             order = in_a_circle(
                 Order(position, position), chunk_len, n_chunks_before, n_chunks_after
             )
-        which = chosen_impl(impl, q, v, wrap=wrap)
-        return chunked_attention(q, k, v, chunks, order, segments, rng, which)
+        return chunked_attention(q, k, v, chunks, order, segments, rng, chosen)
 
     def first(now):
         chunk = (now // chunk_len - n_chunks_before) * chunk_len

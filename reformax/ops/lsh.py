@@ -16,18 +16,16 @@ from jax import lax
 from jaxtyping import ArrayLike, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.parts.arguments import check_impl
 from reformax.ops.parts.chunked import (
-    KERNELS,
     Chunks,
     Order,
     check_chunks,
-    chosen_impl,
     chunked_attention,
     in_a_circle,
     inverse,
     padding,
 )
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.hashing import (
     auto_buckets,
     bucket_factors,
@@ -123,9 +121,8 @@ def lsh(
         raise ValueError("rotations are given and n_buckets is 'auto': give the number of buckets")
 
     def implementation(q, v=None):
-        return chosen_impl(
-            impl, q, v, strictly_causal=strictly_causal, wrap=wrap, self_score=self_score
-        )
+        options = dict(strictly_causal=strictly_causal, wrap=wrap, self_score=self_score)
+        return choose(impl, **kernel_obstacles(q, None, v, **options))
 
     def sizes_for(length):
         return factors or auto_buckets(length, chunk_len)

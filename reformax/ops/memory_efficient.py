@@ -23,10 +23,10 @@ from jax import lax
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import tiles
-from reformax.ops.parts.arguments import check_impl, check_sizes
+from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.block_lists import MIN_TILE, Layout
 from reformax.ops.parts.cache import ring_decoding
-from reformax.ops.parts.chunked import KERNELS, chosen_impl, mixed_dtypes
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 
 
 @named
@@ -69,19 +69,16 @@ def memory_efficient(
             scale=1 / math.sqrt(q.shape[-1]),
             dropout=dropout,
         )
-        which = chosen_impl(
-            impl,
-            q,
-            v,
+        options = dict(
             segments="given" if segments is not None else None,
             bias=None if bias is None else bias.shape,
             dropout=dropout,
-            dtypes=mixed_dtypes(q, k),
             chunks=_uneven(tiling, key_size, q.shape[1], k.shape[1]),
         )
+        chosen = choose(impl, **kernel_obstacles(q, k, v, **options))
         summary = tiles.summary
-        if which != "xla":
-            summary = functools.partial(kernel_summary, which == "pallas_interpret")
+        if chosen != "xla":
+            summary = functools.partial(kernel_summary, chosen == "pallas_interpret")
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
         x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
         return tiles.attend(functools.partial(forward, key_size, summary), tiling, x, every)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from reformax import layers
-from reformax.ops import base, dense, local
+from reformax.ops import dense, local
+from reformax.ops.parts import dispatch
 from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.layers import plain
 
@@ -138,7 +139,7 @@ def test_the_gradient_beside_a_norm_is_added_in_its_kernel(dtype):
 
 @pytest.mark.parametrize("size, added", [(512, "bfloat16"), (1000, None)])
 def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, monkeypatch):
-    monkeypatch.setattr(base, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     norm = layers.LayerNorm(impl="pallas")
     x = jax.ShapeDtypeStruct((4, 100, size), jnp.float32)
     y = None if added is None else jax.ShapeDtypeStruct(x.shape, added)

@@ -191,6 +191,25 @@ def _launch(kernel, inputs: Inputs, others, shapes, sizes, how: How, aliases=Non
     )(inputs, *others)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def project(how: How, inputs: Inputs, w2: Float[Array, "F D"]) -> Float[Array, "R D"]:
+    """`hidden @ w2`; its gradient takes the hidden layer from the pass that needs `pre`."""
+    return _project_forward(how, inputs, w2)[0]
+
+
+def _project_forward(how, inputs, w2):
+    return forward(inputs, how) @ w2, (inputs, w2)
+
+
+def _project_backward(how, residuals, d_out):
+    inputs, w2 = residuals
+    hidden, d_pre, d_bias = backward(inputs, d_out @ w2.T, how)
+    return Inputs(d_pre, d_bias, None, None), hidden.T @ d_out
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
 def forward(inputs: Inputs, how: How) -> Float[Array, "R F"]:
     """The hidden layer, in the dtype of `pre`."""
     shape = jax.ShapeDtypeStruct(inputs.pre.shape, inputs.pre.dtype)

@@ -37,6 +37,23 @@ class Inputs(NamedTuple):
     bias: Float[Array, " D"]
 
 
+class How(NamedTuple):
+    """The static part of a call.
+
+    Attributes:
+      epsilon: added to the variance.
+      dtypes: of the outputs.
+      pass_on: whether `x` is returned too, so that the gradient of what else reads it is added
+        in the backward pass.
+      interpret: whether to run anywhere, slowly.
+    """
+
+    epsilon: float
+    dtypes: tuple[Any, ...]
+    pass_on: bool = False
+    interpret: bool = False
+
+
 class _Rows(NamedTuple):
     """How a program reads and writes rows of D numbers."""
 
@@ -119,6 +136,26 @@ def _launch(
         interpret=interpret,
         name="layer_norm" + kernel.__name__.removesuffix("_kernel"),
     )(inputs, *others)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def normalize(
+    how: How, inputs: Inputs
+) -> tuple[tuple[Float[Array, "R D"], ...], Float[Array, "R D"] | None]:
+    """The layer norm of `x + y` in each of the dtypes; and `x`, or None unless `how.pass_on`."""
+    return _normalize_forward(how, inputs)[0]
+
+
+def _normalize_forward(how, inputs):
+    outputs = forward(inputs, how.dtypes, how.epsilon, how.interpret)
+    return (outputs, inputs.x if how.pass_on else None), inputs
+
+
+def _normalize_backward(how, inputs, d_outputs):
+    return (backward(inputs, *d_outputs, how.epsilon, how.interpret),)
+
+
+normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 def forward(

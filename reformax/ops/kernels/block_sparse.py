@@ -446,6 +446,37 @@ def _inputs(layout: Layout | Everything, q, k, v, segments, rng) -> _Inputs:
     return _Inputs(q, k, v, *segments, seed_words(rng) if layout.dropout > 0.0 else None)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(
+    layout: Layout | Everything,
+    interpret: bool,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+    segments: tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None],
+    rng: Array | None,
+) -> Float[Array, "B T N V"]:
+    """The attention of a layout by these kernels, with its gradient.
+
+    Arguments are those of `forward`.
+    """
+    return _attend_forward(layout, interpret, q, k, v, segments, rng)[0]
+
+
+def _attend_forward(layout, interpret, *inputs):
+    results = forward(layout, *inputs, interpret=interpret)
+    return results[0], (inputs, results)
+
+
+def _attend_backward(layout, interpret, residuals, d_out):
+    inputs, results = residuals
+    gradients = backward(layout, *inputs, *results, d_out, interpret=interpret)
+    return *gradients, None, None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
 def forward(
     layout: Layout | Everything,
     q: Float[Array, "B T N H"],

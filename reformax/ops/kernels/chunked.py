@@ -500,6 +500,38 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> _Inputs:
     return _Inputs(q, length_normalize(q) if k is None else k, v, order, seen, segment, words)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(
+    chunks: Any,
+    interpret: bool,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"] | None,
+    v: Float[Array, "B T N V"],
+    order: Any,
+    segments: Int[Array, "B Tp"] | None,
+    rng: Array | None,
+) -> Float[Array, "B T N V"]:
+    """`ops.parts.chunked.chunked_attention` by these kernels, with its gradient.
+
+    Arguments are those of `forward`.
+    """
+    return _attend_forward(chunks, interpret, q, k, v, order, segments, rng)[0]
+
+
+def _attend_forward(chunks, interpret, *inputs):
+    results = forward(chunks, *inputs, interpret=interpret)
+    return results[0], (inputs, results)
+
+
+def _attend_backward(chunks, interpret, residuals, d_out):
+    inputs, results = residuals
+    dq, dk, dv = backward(chunks, *inputs, *results, d_out, interpret=interpret)
+    return dq, dk, dv, None, None, None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
 def forward(
     chunks: Any,
     q: Float[Array, "B T N H"],

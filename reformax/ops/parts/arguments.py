@@ -105,14 +105,6 @@ def _check_bias(op: AttentionOp, bias, full: tuple[int, int, int, int]) -> None:
         )
 
 
-def check_impl(impl: str, *others: str) -> None:
-    """Raises `ValueError` for an implementation that an op does not have."""
-    known = ("auto", "xla", *others)
-    if impl not in known:
-        names = ", ".join(repr(name) for name in known[:-1])
-        raise ValueError(f"impl is {impl!r}: expected {names} or {known[-1]!r}")
-
-
 def check_sizes(*others: str, **sizes: int | str | None) -> None:
     """Raises `ValueError` for a size that is neither 1 or more, nor None, nor one of `others`."""
     also = "".join(f", or {other!r}" for other in others)

@@ -28,18 +28,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.ops.base import gpu_obstacle
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.normalization import length_normalize, mean_product
 
 # Stands for minus infinity where a difference of two of them must not be NaN.
 HIDDEN = -1e30
-
-# Values of `impl` that ask for the kernel.
-KERNELS = ("pallas", "pallas_interpret")
-
-# Rows of the kernel's tiles must fit on the chip.
-MAX_HEAD_SIZE = 128
 
 # Scores of one round that a CPU computes at a time: 2 MiB of float32.
 SCORES_IN_CACHE = 2**19
@@ -150,7 +143,7 @@ def chunked_attention(
       order: the rounds' orders of the padded sequence; None keeps the sequence as it is.
       segments: ids; a position sees its own id only, and 0 is padding.
       rng: the source of dropout, needed where `chunks.dropout > 0`.
-      impl: what `chosen_impl` returned.
+      impl: what `dispatch.choose` returned.
 
     Returns:
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
@@ -159,50 +152,9 @@ def chunked_attention(
         segments = jnp.pad(segments, ((0, 0), (0, chunks.padding)))
     if impl == "xla":
         return _attend(chunks, q, k, v, order, segments, rng)
-    return _attend_in_kernel((chunks, impl), q, k, v, order, segments, rng)
+    from reformax.ops.kernels import chunked as kernel
 
-
-def chosen_impl(impl: str, q: Array, v: Array | None = None, **options: Any) -> str:
-    """`impl`, or what "auto" stands for: the kernel where it runs, or else "xla".
-
-    Among several devices "auto" is "xla", which the compiler knows how to divide between them.
-
-    Args:
-      impl: what was asked for.
-      q: queries.
-      v: values, if they are known.
-      **options: those that only the array operations have, by name.
-
-    Raises:
-      NotImplementedError: a kernel is asked for what it cannot do.
-    """
-    if impl == "xla":
-        return impl
-    obstacle = next((f"{name}={value}" for name, value in options.items() if value), None)
-    if impl != "pallas_interpret":
-        obstacle = obstacle or _kernel_obstacle(q, v)
-    if impl == "auto" and jax.device_count() > 1:
-        obstacle = obstacle or "several devices"
-    if obstacle and impl in KERNELS:
-        raise NotImplementedError(f"impl={impl!r} with {obstacle}: use impl='auto' or 'xla'")
-    return "xla" if obstacle else "pallas" if impl == "auto" else impl
-
-
-def mixed_dtypes(q: Array, k: Array) -> str | None:
-    """The dtypes of queries and keys that no kernel multiplies; None if they are the same."""
-    return None if q.dtype == k.dtype else f"{q.dtype} and {k.dtype}"
-
-
-def _kernel_obstacle(q: Array, v: Array | None) -> str | None:
-    """What keeps the kernel from computing a call, in words; None if nothing does."""
-    if device := gpu_obstacle():
-        return device
-    for x in (q, q if v is None else v):
-        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            return f"dtype {x.dtype}"
-        if x.shape[-1] > MAX_HEAD_SIZE:
-            return f"head size {x.shape[-1]}, which is above {MAX_HEAD_SIZE}"
-    return None
+    return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, segments, rng)
 
 
 def _heads_first(x: Float[Array, "B T N H"], chunks: Chunks) -> Float[Array, "N B Tp H"]:
@@ -471,33 +423,6 @@ def _attend_backward(chunks, residuals, d_out):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_in_kernel(how, q, k, v, order, segments, rng):
-    return _kernel_forward(how, q, k, v, order, segments, rng)[0]
-
-
-def _kernel_forward(how, q, k, v, order, segments, rng):
-    from reformax.ops.kernels import chunked as kernel
-
-    chunks, impl = how
-    inputs = (q, k, v, order, segments, rng)
-    out, top, total = kernel.forward(chunks, *inputs, interpret=impl == "pallas_interpret")
-    return out, (inputs, (out, top, total))
-
-
-def _kernel_backward(how, residuals, d_out):
-    from reformax.ops.kernels import chunked as kernel
-
-    chunks, impl = how
-    inputs, results = residuals
-    interpret = impl == "pallas_interpret"
-    dq, dk, dv = kernel.backward(chunks, *inputs, *results, d_out, interpret=interpret)
-    return dq, dk, dv, None, None, None
-
-
-_attend_in_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 
 def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:

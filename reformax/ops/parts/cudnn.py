@@ -6,18 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.ops.base import gpu_obstacle
 from reformax.ops.parts.masks import Segments
 
 # cuDNN is asked for whole blocks of so many positions.
 BLOCK = 64
-
-
-def use_cudnn(impl: str, obstacle: str | None) -> bool:
-    """Whether cuDNN computes a call; `NotImplementedError` if it was asked to and cannot."""
-    if impl == "cudnn" and obstacle:
-        raise NotImplementedError(f"impl='cudnn' with {obstacle}: use impl='auto' or 'xla'")
-    return impl in ("auto", "cudnn") and not obstacle
 
 
 def cudnn_obstacle(
@@ -28,9 +20,7 @@ def cudnn_obstacle(
     dropout: float,
     bias: Array | None = None,
 ) -> str | None:
-    """What keeps cuDNN from computing this call, in words; None if nothing does."""
-    if device := gpu_obstacle():
-        return device
+    """What in this call cuDNN cannot compute, in words; None if it can."""
     if segments is not None:
         return "segments"
     if bias is not None:

@@ -1,0 +1,112 @@
+"""Which implementation computes a call: array operations, a kernel of ours, or NVIDIA's cuDNN."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+class Implementation(NamedTuple):
+    """What an implementation needs of the machine.
+
+    Attributes:
+      on_gpu: whether it needs an NVIDIA GPU of Ampere or later.
+      divisible: whether the compiler can divide it between several devices. `"auto"` takes no
+        other there.
+    """
+
+    on_gpu: bool
+    divisible: bool
+
+
+# In the order in which "auto" tries them. It takes "xla" at the latest: nothing stands in its way.
+IMPLEMENTATIONS = {
+    "cudnn": Implementation(on_gpu=True, divisible=True),
+    "pallas": Implementation(on_gpu=True, divisible=False),
+    "xla": Implementation(on_gpu=False, divisible=True),
+    "pallas_interpret": Implementation(on_gpu=False, divisible=False),
+}
+
+# Kernels of ours, compiled and interpreted.
+KERNELS = ("pallas", "pallas_interpret")
+
+# A row of an attention kernel's tile must fit on the chip.
+MAX_HEAD_SIZE = 128
+
+
+def check_impl(impl: str, *others: str) -> None:
+    """Raises `ValueError` unless `impl` is "auto", "xla" or one of `others`."""
+    known = ("auto", "xla", *others)
+    if impl not in known:
+        names = ", ".join(repr(name) for name in known[:-1])
+        raise ValueError(f"impl is {impl!r}: expected {names} or {known[-1]!r}")
+
+
+def choose(impl: str, **obstacles: str | None) -> str:
+    """The implementation that computes a call: "cudnn", "pallas", "pallas_interpret" or "xla".
+
+    `"auto"` takes the first one without an obstacle. Any other `impl` is taken as it is, or raises.
+
+    Args:
+      impl: what the user asked for, checked by `check_impl`.
+      **obstacles: for each implementation but "xla", what in the call it cannot compute; None if
+        it can. `"auto"` tries no others. The machine's obstacles are found here.
+
+    Raises:
+      NotImplementedError: the implementation asked for cannot compute the call.
+    """
+    if impl != "auto":
+        if obstacle := _machine_obstacle(impl) or obstacles.get(impl):
+            raise NotImplementedError(f"impl={impl!r} with {obstacle}: use impl='auto' or 'xla'")
+        return impl
+    alone = jax.device_count() == 1
+    for name, implementation in IMPLEMENTATIONS.items():
+        if name not in ("xla", *obstacles) or obstacles.get(name) or _machine_obstacle(name):
+            continue
+        if alone or implementation.divisible:
+            return name
+    raise AssertionError("nothing stands in the way of 'xla'")
+
+
+def _machine_obstacle(impl: str) -> str | None:
+    return gpu_obstacle() if IMPLEMENTATIONS[impl].on_gpu else None
+
+
+def gpu_obstacle() -> str | None:
+    """Why kernels for NVIDIA GPUs do not run on this machine; None where they do."""
+    if jax.default_backend() != "gpu":
+        return f"the backend {jax.default_backend()!r}"
+    device = jax.local_devices()[0]
+    if float(getattr(device, "compute_capability", None) or 0) < 8.0:
+        return f"the device {device.device_kind!r}, which is not an NVIDIA GPU of Ampere or later"
+    return None
+
+
+def kernel_obstacles(
+    q: Array, k: Array | None, v: Array | None, **options: Any
+) -> dict[str, str | None]:
+    """What an attention kernel of ours cannot compute, as `choose` takes it.
+
+    Args:
+      q: queries.
+      k: keys; None where they are made of the queries.
+      v: values; None if they are not known yet.
+      **options: those that no kernel has, by name. None, False and 0 are not set.
+    """
+    if k is not None and k.dtype != q.dtype:
+        options["dtypes"] = f"{q.dtype} and {k.dtype}"
+    option = next((f"{name}={value}" for name, value in options.items() if value), None)
+    return {"pallas": option or _chip_obstacle(q, v), "pallas_interpret": option}
+
+
+def _chip_obstacle(q: Array, v: Array | None) -> str | None:
+    """What does not fit on a GPU's chip, though the interpreter computes it."""
+    for x in (q, q if v is None else v):
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"dtype {x.dtype}"
+        if x.shape[-1] > MAX_HEAD_SIZE:
+            return f"head size {x.shape[-1]}, which is above {MAX_HEAD_SIZE}"
+    return None

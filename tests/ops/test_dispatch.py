@@ -1,0 +1,62 @@
+"""Which implementation a call gets."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from reformax.ops.parts import dispatch
+
+ANY = {"cudnn": None, "pallas": None, "pallas_interpret": None}
+
+
+@pytest.mark.parametrize(
+    "gpu, n_devices, obstacles, want",
+    [
+        (True, 1, ANY, "cudnn"),
+        (True, 1, ANY | {"cudnn": "segments"}, "pallas"),
+        (True, 1, ANY | {"cudnn": "segments", "pallas": "a bias"}, "xla"),
+        (True, 1, {"pallas": None}, "pallas"),
+        (True, 1, {}, "xla"),
+        (True, 2, ANY, "cudnn"),
+        (True, 2, ANY | {"cudnn": "segments"}, "xla"),
+        (False, 1, ANY, "xla"),
+    ],
+)
+def test_auto_takes_the_first_without_an_obstacle(monkeypatch, gpu, n_devices, obstacles, want):
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None if gpu else "the backend 'cpu'")
+    monkeypatch.setattr(jax, "device_count", lambda: n_devices)
+    assert dispatch.choose("auto", **obstacles) == want
+
+
+@pytest.mark.parametrize("impl", dispatch.IMPLEMENTATIONS)
+def test_an_explicit_implementation_never_falls_back(monkeypatch, impl):
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert dispatch.choose(impl, **ANY) == impl
+    if impl != "xla":
+        message = f"^impl='{impl}' with scale=2: use impl='auto' or 'xla'$"
+        with pytest.raises(NotImplementedError, match=message):
+            dispatch.choose(impl, **ANY | {impl: "scale=2"})
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "the backend 'cpu'")
+    if impl in ("xla", "pallas_interpret"):
+        assert dispatch.choose(impl, **ANY) == impl
+    else:
+        with pytest.raises(NotImplementedError, match=f"^impl='{impl}' with the backend 'cpu': "):
+            dispatch.choose(impl, **ANY)
+
+
+def test_what_keeps_a_kernel_from_a_call():
+    def x(size=64, dtype="float16"):
+        return jax.ShapeDtypeStruct((1, 8, 2, size), jnp.dtype(dtype))
+
+    def obstacles(*inputs, **options):
+        found = dispatch.kernel_obstacles(*inputs, **options)
+        return found["pallas"], found["pallas_interpret"]
+
+    assert obstacles(x(), x(), x(), bias=None, wrap=False, dropout=0.0) == (None, None)
+    assert obstacles(x(), None, None) == (None, None)
+    assert obstacles(x(), x(), x(), bias=None, scale=0.5) == ("scale=0.5", "scale=0.5")
+    mixed = "dtypes=float16 and float32"
+    assert obstacles(x(), x(dtype="float32"), x()) == (mixed, mixed)
+    assert obstacles(x(), None, x(136)) == ("head size 136, which is above 128", None)
+    assert obstacles(x(dtype="float8_e5m2"), None, None) == ("dtype float8_e5m2", None)
