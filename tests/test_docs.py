@@ -256,7 +256,7 @@ def _write_data(folder: Path) -> None:
 def _write_checkpoints(folder: Path) -> None:
     """A checkpoint of Hugging Face and one of Trax, under the names that the pages have."""
     from reformax.cli import config
-    from reformax.convert import hugging_face, trax_files
+    from reformax.convert import hugging_face, trax_models
     from reformax.convert.spec import Spec
     from tests.convert.test_command import ENWIK8_LIKE, GIN, random_params
 
@@ -264,7 +264,7 @@ def _write_checkpoints(folder: Path) -> None:
     (folder / "my.gin").write_text(GIN)
     config.parse([str(folder / "my.gin")])
     spec = Spec.of_config()
-    trax_files.write_params(folder / "model.pkl.gz", spec, random_params(spec), 32)
+    trax_models.write_params(folder / "model.pkl.gz", spec, random_params(spec), 32)
 
 
 def _guide() -> list[str]:

@@ -1,6 +1,6 @@
-"""Checkpoints of Trax and of Hugging Face's Reformer, read and written.
+"""Reads and writes the checkpoints of Trax and of Hugging Face's Reformer.
 
     python -m reformax.convert --from=model.safetensors --to=runs/enwik8
 
-A file of names, shapes and transposes for each format, and none of them runs code of a checkpoint.
+Each format has a file of names, shapes and transposes. No code of a checkpoint runs.
 """

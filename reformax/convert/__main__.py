@@ -1,13 +1,13 @@
 """Converts a checkpoint: `python -m reformax.convert --from=PATH --to=PATH`.
 
-    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, config.json beside
+    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, with config.json
     --from=model.pkl.gz --config_file=FILE.gin    trax.models.ReformerLM or TransformerLM; the gin
                                          file says which model, as for train.py
     --from=RUN                           a folder of train.py or of this command
 
 A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
-Hugging Face; whatever it is, --to=NAME.pkl.gz writes it for Trax. What was written is read again,
-and compared on random tokens with what it was converted from.
+Hugging Face. --to=NAME.pkl.gz writes any model for Trax. The command then reads the result and
+compares its logits of random tokens with the source's.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any, NamedTuple
 
 from reformax.cli import config, errors, flags
 
-# Beyond this share of the largest logit the command fails.
+# The command fails if logits differ by more than this share of the largest.
 TOLERANCE = 1e-4
 
 
 class Source(NamedTuple):
-    """A model that was read."""
+    """A model as it was read."""
 
     kind: str  # "hugging_face", "trax" or "run"
     spec: Any
     params: Any
-    details: dict[str, Any]  # what a run keeps of where it is from
-    notes: list[str]
+    details: dict[str, Any]  # the origin, as a run keeps it
+    notes: list[str]  # differences from the original, one line each
 
 
 def main() -> int:
-    """Flags, one reading, one writing, and the check."""
+    """Reads, writes and checks; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m reformax.convert",
         description=__doc__,
@@ -44,14 +44,17 @@ def main() -> int:
     parser.add_argument("--from", required=True, dest="source", help="what to read")
     parser.add_argument("--to", required=True, dest="target", help="what to write")
     parser.add_argument(
-        "--config_file", action="append", default=[], help="for Trax: what model it is; repeatable"
+        "--config_file",
+        action="append",
+        default=[],
+        help="from Trax: the model's config; repeatable",
     )
     parser.add_argument(
         "--config", action="append", default=[], metavar="NAME=VALUE", help="one setting of it"
     )
-    parser.add_argument("--step", type=int, help="of a run: which checkpoint (default: the best)")
+    parser.add_argument("--step", type=int, help="from a run: a checkpoint (default: the best)")
     parser.add_argument(
-        "--length", type=int, help="to Trax: of the input signature (default: two chunks)"
+        "--length", type=int, help="to Trax: length of the input signature (default: two chunks)"
     )
     flags.add_traceback(parser)
     args = parser.parse_args()
@@ -73,7 +76,7 @@ def main() -> int:
 
 
 def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
-    """Refuses flags that this conversion would not read."""
+    """Raises `ValueError` for a flag that this conversion does not read."""
     for name, is_read, where in (
         ("config_file", source == "trax", "--from=model.pkl.gz"),
         ("config", source == "trax", "--from=model.pkl.gz"),
@@ -94,19 +97,19 @@ def _read(path: Path, args: argparse.Namespace) -> Source:
         run = run_folder.read(path, args.step)
         return Source("run", run.spec, run.params, run.source, [])
     if path.is_file() and path.name.endswith((".pkl.gz", ".pkl")):
-        from reformax.convert import trax_files
+        from reformax.convert import trax_models
         from reformax.convert.spec import Spec
 
         if not args.config_file:
             raise ValueError(
-                f"--from={path} has weights and no names: say what model it is with "
+                f"--from={path} holds weights without names: say what model it is with "
                 "--config_file=FILE.gin, as for train.py"
             )
         folders = [Path(file).absolute().parent for file in args.config_file]
         config.parse(args.config_file, args.config, folders=[*folders, Path("configs"), Path(".")])
         spec = Spec.of_config()
-        params = trax_files.read_params(path, spec)
-        return Source("trax", spec, params, {"format": "trax"}, trax_files.notes(spec))
+        params = trax_models.read_params(path, spec)
+        return Source("trax", spec, params, {"format": "trax"}, trax_models.notes(spec))
     from reformax.convert import hugging_face
 
     read = hugging_face.read(path)
@@ -115,7 +118,7 @@ def _read(path: Path, args: argparse.Namespace) -> Source:
 
 
 def _write(kind: str, path: Path, source: Source, length: int | None) -> list[str]:
-    """Writes, and returns notes on what differs."""
+    """Writes a model; returns notes on the differences."""
     if kind == "hugging_face":
         from reformax.convert import hugging_face
 
@@ -123,13 +126,13 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
         hugging_face.write(path, source.spec, source.params, like)
         return []
     if kind == "trax":
-        from reformax.convert import check, trax_files
+        from reformax.convert import check, trax_models
 
         if length is not None and length < 1:
             raise ValueError(f"--length is {length}: expected at least 1")
         length = length or check.trax_length(source.spec) or check.length_for(source.spec)
-        trax_files.write_params(path, source.spec, source.params, length)
-        return trax_files.notes(source.spec) if source.kind != "trax" else []
+        trax_models.write_params(path, source.spec, source.params, length)
+        return trax_models.notes(source.spec) if source.kind != "trax" else []
     from reformax.convert import run_folder
 
     names = {"hugging_face": "Hugging Face's Reformer", "trax": "Trax"}
@@ -139,24 +142,24 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
 
 
 def _check(source: Source, source_path: Path, kind: str, target_path: Path) -> int:
-    from reformax.convert import check, hugging_face, run_folder, trax_files
+    from reformax.convert import check, hugging_face, run_folder, trax_models
 
-    again = {
+    reread = {
         "run": lambda: run_folder.read(target_path).params,
-        "trax": lambda: trax_files.read_params(target_path, source.spec),
+        "trax": lambda: trax_models.read_params(target_path, source.spec),
         "hugging_face": lambda: hugging_face.read(target_path).params,
     }[kind]()
-    what = f"what {target_path} says when read again"
-    found = [check.against_params(source.spec, source.params, again, what)]
+    what = f"{target_path} as read again"
+    found = [check.against_params(source.spec, source.params, reread, what)]
     paths = {source.kind: source_path, kind: target_path}
     if "hugging_face" in paths:
         if check.has_transformers():
             path = paths["hugging_face"]
-            found.append(check.against_transformers(source.spec, again, path))
+            found.append(check.against_transformers(source.spec, reread, path))
         else:
             print("check: not against transformers, which is not installed with torch")
     if "trax" in paths:
-        compared = check.against_trax(source.spec, again, paths["trax"])
+        compared = check.against_trax(source.spec, reread, paths["trax"])
         if compared is None:
             print("check: not against Trax's own model, whose length is too long for here")
         else:

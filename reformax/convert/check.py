@@ -1,7 +1,4 @@
-"""What a converted model computes against what it was converted from, on random tokens.
-
-Each comparison is `(the largest difference of the logits, what was compared)`.
-"""
+"""Compares the logits of a converted model with those of its source, on random tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reformax.convert import trax_files
+from reformax.convert import trax_files, trax_models
 from reformax.convert.spec import Op, Spec
 from reformax.layers._trax import ShapeDtype
 from reformax.ops.parts import hashing
@@ -25,22 +22,27 @@ MAX_LENGTH = 4096
 
 
 class Comparison(NamedTuple):
-    """What a check found."""
+    """The result of a check."""
 
-    difference: float  # the largest of the logits
+    difference: float  # the largest difference of two logits
     scale: float  # the largest logit
-    what: str
+    what: str  # the other model
 
 
 def length_for(spec: Spec) -> int:
-    """Two and a half chunks of the longest, if positions hold so many."""
+    """A length to compare at: two and a half of the longest chunks, if positions hold so many."""
     chunk_lens = [op.option("chunk_len") for op in spec.attention if op.name in ("local", "lsh")]
     length = max([5 * n // 2 for n in chunk_lens], default=64) + 1
     return min(length, spec.max_length() or length, MAX_LENGTH)
 
 
 def logits_of(spec: Spec, rotations=None) -> Callable[[Any, np.ndarray], np.ndarray]:
-    """`(params, inputs) -> logits` of inputs as they are, float32, hashed with given rotations."""
+    """A function `(params, inputs) -> logits` in float32, of inputs that are not shifted.
+
+    Args:
+      spec: the model.
+      rotations: of LSH attention; None draws them.
+    """
     model = _in_float32(spec).build(rotations=rotations)
 
     def logits(params, inputs):
@@ -51,12 +53,12 @@ def logits_of(spec: Spec, rotations=None) -> Callable[[Any, np.ndarray], np.ndar
 
 
 def _jit(function: Callable) -> Callable:
-    """What runs once or twice is compiled without polishing its loops."""
+    """Compiles a function quickly: it runs once or twice."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def random_inputs(spec: Spec, length: int) -> np.ndarray:
-    """Tokens `[1, T]`, 0 first, as where a model shifts its input right."""
+    """Random tokens `[1, T]` with 0 in front, like an input that was shifted right."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, spec.arguments["vocab_size"], (1, length)).astype(np.int32)
     tokens[:, 0] = 0
@@ -64,7 +66,7 @@ def random_inputs(spec: Spec, length: int) -> np.ndarray:
 
 
 def against_params(spec: Spec, params: Any, other: Any, what: str) -> Comparison:
-    """The same model with other weights, such as those read back from what was written."""
+    """Compares two sets of weights of one model, such as those written and those read again."""
     inputs = random_inputs(spec, length_for(spec))
     logits = logits_of(spec)
     ours, theirs = (logits(p, inputs) for p in (params, other))
@@ -72,28 +74,28 @@ def against_params(spec: Spec, params: Any, other: Any, what: str) -> Comparison
 
 
 def trax_length(spec: Spec) -> int | None:
-    """A length at which Trax's model runs; None if its positions ask for more than `MAX_LENGTH`."""
+    """A length that Trax's model accepts; None if it has none up to `MAX_LENGTH`."""
     shape = spec.arguments["pos_axial_shape"]
     chunk_lens = [op.option("chunk_len") for op in spec.attention if op.name in ("local", "lsh")]
     multiple = math.lcm(*chunk_lens)
     length = 2 * multiple if chunk_lens else min(64, spec.max_length() or 64)
-    if len(shape) > 1:  # Trax's axial positions know one length alone
+    if len(shape) > 1:  # Trax's axial positions accept one length only
         length = math.prod(shape)
     fits = length <= MAX_LENGTH and not length % multiple
     return length if fits and length <= (spec.max_length() or length) else None
 
 
 def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None:
-    """Trax's own model with the weights of a file; None where its length is out of reach."""
+    """Compares with Trax's own model and the weights of a file; None if `trax_length` is None."""
     length = trax_length(spec)
     if length is None:
         return None
     spec = _with_numbers_of_buckets(spec, length)
-    model = trax_files.model_of(spec)
+    model = trax_models.model_of(spec)
     trax_files.load(model, path, ShapeDtype((1, length), np.int32))
     n_heads = spec.arguments["n_heads"]
     keys = jax.random.split(jax.random.PRNGKey(0), n_heads)
-    # Every LSH layer hashes with the same rotations, those of one rng for each head.
+    # Every LSH layer hashes with the same rotations, drawn by one rng for each head.
     state = jax.tree.map(lambda s: keys if _is_rngs(s, n_heads) else s, model.state)
     inputs = random_inputs(spec, length)
     shifted_back = np.roll(inputs, -1, axis=1)  # Trax shifts right, and puts 0 in front
@@ -125,7 +127,7 @@ def _n_rotations(op: Op) -> int:
 
 
 def _with_numbers_of_buckets(spec: Spec, length: int) -> Spec:
-    """The spec with the numbers that "auto" stands for at a length."""
+    """The spec with numbers of buckets in place of "auto", for a length."""
     ops = []
     for op in spec.attention:
         if op.name == "lsh" and op.option("n_buckets") == "auto":
@@ -146,7 +148,7 @@ def has_transformers() -> bool:
 
 
 def against_transformers(spec: Spec, params: Any, folder: str | Path) -> Comparison:
-    """`transformers`' own model of a folder of `save_pretrained`, and its rotations."""
+    """Compares with `transformers`' own model of a folder, given its rotations."""
     import torch
     import transformers
 

@@ -1,6 +1,6 @@
-"""A run's folder, as evaluate.py reads it: config.gin, and the weights as a checkpoint of step 0.
+"""A run's folder as evaluate.py reads it: config.gin, and the weights as a checkpoint of step 0.
 
-A converted model has no optimizer's state: it can be scored, but not trained on from there.
+A converted model has no optimizer's state. It can be scored, but training cannot resume from it.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from reformax.convert.spec import Spec
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import State
 
-# Of the windows that a converted model is scored on, unless evaluate.py is told otherwise.
+# The context that a converted model is scored with, unless --length says otherwise.
 LENGTH = 2048
 
 
 class Run(NamedTuple):
-    """What is read of a run's folder."""
+    """The model of a run's folder."""
 
     spec: Spec
     params: Any
-    source: dict[str, Any]  # what the model was converted from; empty if it was trained here
+    source: dict[str, Any]  # the origin of a converted model; empty if it was trained here
 
 
 def read(folder: str | Path, step: int | None = None) -> Run:
     """Reads the model of a run and its weights, the moving average if there is one.
 
     Args:
-      folder: what train.py or `write` wrote.
-      step: which checkpoint; None is the best, or the latest where none has a score.
+      folder: a folder of train.py or of `write`.
+      step: the checkpoint's step; None: the best, or the latest if none has a score.
 
     Raises:
-      ValueError: no run, no checkpoint, or a model that is not this package's own.
+      ValueError: the folder has no run or no checkpoint, or its model is not of this package.
     """
     folder = Path(folder).expanduser()
     if not (folder / "config.gin").is_file():
@@ -59,11 +59,11 @@ def write(folder: str | Path, spec: Spec, params: Any, source: dict[str, Any], n
     """Writes a model and its weights.
 
     Args:
-      folder: made if it is not there; must not hold a run.
+      folder: created if it does not exist; must not hold a run.
       spec: the model.
       params: its weights.
-      source: JSON values that `read` gives back.
-      note: a comment for config.gin, one line: where the model is from.
+      source: JSON values that `read` returns.
+      note: one line for config.gin that says where the model is from.
 
     Raises:
       ValueError: the folder holds a run already.
@@ -83,8 +83,8 @@ def write(folder: str | Path, spec: Spec, params: Any, source: dict[str, Any], n
 def gin(spec: Spec, note: str) -> str:
     """The config of a converted model: its arguments, and a task of bytes to score it on.
 
-    Ids below the vocabulary's excess over the 256 bytes are reserved, as in google/reformer-enwik8,
-    whose 258 ids are padding, another, and the bytes from 2 on.
+    A vocabulary of 257 or 258 ids has its bytes at the end, like google/reformer-enwik8, where
+    bytes begin at id 2.
     """
     length = min(LENGTH, spec.max_length() or LENGTH)
     offset = spec.arguments["vocab_size"] - 256

@@ -1,12 +1,11 @@
-"""Pickles of arrays and containers, read without running anything that they hold.
+"""Reads pickles of arrays and containers without running their code.
 
-A pickle is a program: it names functions and calls them. This reader gives it none. Each name that
-it knows stands for a class below that builds an array or a record from plain values; every other
-name is refused before anything is looked up, and no module is ever imported for a pickle. NumPy's
-own functions are not called either: an array is made of its bytes, its dtype and its shape once
-these fit each other.
+A pickle is a program: it names functions and calls them. This reader gives it none. Each name it
+knows stands for a class below that builds an array or a record from plain values. Every other name
+is refused before it is looked up, and no module is imported for a pickle. NumPy's own functions are
+not called either: an array is made from its bytes, dtype and shape, after a check that they fit.
 
-Names of Trax's own modules become a `Record`, which holds what it is given and does nothing.
+Names of Trax's modules become a `Record`, which stores its arguments and does nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-# What a file may unpack to: this, or so many times its own size, whichever is more.
+# A file may unpack to so many bytes, or to so many times its own size, whichever is more.
 MAX_UNPACKED = 2**30
 MAX_INFLATION = 20
 
@@ -31,13 +30,13 @@ _NUMBER = re.compile(r"[<>=|]?(?:b1|[iu][1248]|f[248]|c8|c16)")
 
 
 class UnsafePickle(ValueError):
-    """A pickle that names something other than arrays and containers."""
+    """A pickle that names more than arrays and containers."""
 
 
 class Record:
-    """An object of one of Trax's classes: what it was made with, and its state."""
+    """An object of one of Trax's classes: its arguments and its state."""
 
-    name = "Record"  # the class's own, with its module
+    name = "Record"  # module and class in Trax
 
     def __new__(cls, *args, **kwargs):
         record = object.__new__(cls)
@@ -48,7 +47,7 @@ class Record:
         pass
 
     def __setstate__(self, state):
-        # Of a class with __slots__: (what is in its dict, what is in its slots).
+        # A class with __slots__ has two states: its dict and its slots.
         parts = state if isinstance(state, tuple) else (state,)
         for part in parts:
             if isinstance(part, dict):
@@ -66,7 +65,7 @@ class _Fixed(type):
 
 
 class _Stub:
-    """What a name stands for: called by a pickle, and nothing else can be done with it."""
+    """Stands for a function: a pickle can call it and do nothing else with it."""
 
     __slots__ = ()
 
@@ -84,7 +83,7 @@ class _Dtype:
         self._dtype = np.dtype(jnp.bfloat16 if spec is _BFLOAT16 else spec)
 
     def __setstate__(self, state):
-        # (version, byte order, fields and the like, which numbers do not have, ...)
+        # (version, byte order, then fields, which numbers do not have)
         if state[1] in ("<", ">") and self._dtype.itemsize > 1:
             self._dtype = self._dtype.newbyteorder(state[1])
 
@@ -96,11 +95,11 @@ class _Dtype:
         if not all(isinstance(n, int) and n >= 0 for n in shape) or len(data) != size:
             raise UnsafePickle(f"an array of shape {shape} and {self._dtype} has {len(data)} bytes")
         array = np.frombuffer(data, self._dtype).reshape(shape, order="F" if order == "F" else "C")
-        return array.astype(self._dtype.newbyteorder("="))  # a copy that can be written to
+        return array.astype(self._dtype.newbyteorder("="))  # a writable copy
 
 
 class _Array:
-    """An array whose content comes after it."""
+    """An array that is filled after it is made."""
 
     def __init__(self):
         self.value = None
@@ -147,14 +146,14 @@ class _Encode(_Stub):
 
 
 class _NoBytes(_Stub):
-    """Protocol 2's way to the empty bytes."""
+    """Makes empty bytes, as protocol 2 does."""
 
     def __call__(self):
         return b""
 
 
 class _Reconstruct(_Stub):
-    """Protocol 1's way to an instance of a class."""
+    """Makes an instance of a class, as protocol 1 does."""
 
     def __call__(self, cls, base, state):
         if not (isinstance(cls, type) and issubclass(cls, Record)):
@@ -163,7 +162,7 @@ class _Reconstruct(_Stub):
 
 
 class _Token(_Stub):
-    """A name that is handed on and never called."""
+    """Stands for a type: passed on as an argument, never called."""
 
     def __call__(self, *args):
         raise UnsafePickle("it calls a type")
@@ -213,26 +212,26 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(data: bytes, where: str) -> Any:
-    """What a pickle holds: plain values, containers, NumPy arrays, `Record`s.
+    """Reads a pickle of plain values, containers, NumPy arrays and `Record`s.
 
     Args:
       data: the pickle.
-      where: what errors call it.
+      where: its name in errors.
 
     Raises:
-      ValueError: it names anything else, is cut short, or is no pickle; nothing of it was run.
+      ValueError: it names anything else, is cut short, or is no pickle. None of its code ran.
     """
     try:
         return _finished(_Unpickler(io.BytesIO(data)).load())
     except UnsafePickle as error:
         raise UnsafePickle(f"{where} is refused: {error}") from None
-    except Exception as error:  # whatever bytes that are no pickle can raise
+    except Exception as error:  # bytes that are no pickle may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{where} is damaged or is no pickle ({reason}): copy it again") from None
 
 
 def _finished(tree: Any) -> Any:
-    """The tree with arrays where the pickle filled them in later."""
+    """The tree with an array in place of each `_Array`."""
     done: dict[int, Any] = {}
 
     def walk(node):
@@ -268,11 +267,11 @@ def unpacked(path: Path, max_bytes: int | None = None) -> bytes:
 
     Args:
       path: the file.
-      max_bytes: how much it may hold; by default 1 GiB or 20 times its own size, whichever is more.
+      max_bytes: the most it may unpack to; None: 1 GiB or 20 times its size, whichever is more.
 
     Raises:
-      ValueError: it is cut short, is no gzip file, or holds more.
-      OSError: it cannot be read.
+      ValueError: the file is cut short, is no gzip file, or unpacks to more.
+      OSError: the file cannot be read.
     """
     packed = path.read_bytes()
     if max_bytes is None:

@@ -1,4 +1,4 @@
-"""A model of this package as plain values: what a converter reads, builds and writes down."""
+"""A model of this package as plain values, which converters read, build and write."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ OPS = {
     "lsh": lsh.lsh,
     "shared_qk": shared_qk.shared_qk,
 }
-# The cycles that the models have where `attention_type` is not given.
+# The cycle of a model whose config does not set `attention_type`.
 DEFAULT_CYCLES = {"ReformerLM": ("local", "lsh"), "TransformerLM": ("dense",)}
 
 
 class Op(NamedTuple):
-    """One attention of the cycle: a name in `OPS`, and those of its options that are set."""
+    """One attention of the cycle: a name in `OPS`, and the options that are set."""
 
     name: str
     options: Mapping[str, Any]
 
     def option(self, name: str) -> Any:
-        """An option as it is set, or its default."""
+        """The value of an option, or its default."""
         default = inspect.signature(OPS[self.name]).parameters[name].default
         return self.options.get(name, default)
 
@@ -44,7 +44,7 @@ class Spec(NamedTuple):
 
     @classmethod
     def make(cls, model: str, attention, **arguments) -> Spec:
-        """A spec with the model's defaults for what is not given."""
+        """A spec with the model's defaults for arguments that are not given."""
         defaults = {
             name: parameter.default
             for name, parameter in inspect.signature(MODELS[model]).parameters.items()
@@ -60,7 +60,7 @@ class Spec(NamedTuple):
         """The spec of the model that the parsed config trains.
 
         Raises:
-          ValueError: the config's model or one of its attentions is not this package's own.
+          ValueError: the model or one of its attentions is not in `MODELS` or `OPS`.
         """
         model, arguments = config.described(loop.train, "model")
         if MODELS.get(model.__name__) is not model:
@@ -78,21 +78,21 @@ class Spec(NamedTuple):
 
     @property
     def n_repeats(self) -> int:
-        """How often the cycle of attentions repeats over the depth."""
+        """The number of times that the cycle of attentions repeats over the depth."""
         return self.arguments["n_layers"] // len(self.attention)
 
     def layers(self):
-        """`(layer, block, repeat, op)` of each layer in turn: where the stack keeps its weights."""
+        """Yields `(layer, block, repeat, op)`; a layer's weights are at its block and repeat."""
         for layer in range(self.arguments["n_layers"]):
             repeat, block = divmod(layer, len(self.attention))
             yield layer, block, repeat, self.attention[block]
 
     def build(self, mode: str = "eval", **op_options):
-        """The model.
+        """Makes the model.
 
         Args:
           mode: "train" or "eval".
-          **op_options: for LSH attention alone, such as `rotations`.
+          **op_options: further options of LSH attention, such as `rotations`.
         """
         ops = []
         for op in self.attention:
@@ -127,7 +127,7 @@ class Spec(NamedTuple):
         return "\n".join(lines) + "\n"
 
     def max_length(self) -> int | None:
-        """The largest length that the positions hold; None if there is no bound."""
+        """The longest sequence that the positions hold; None if there is no bound."""
         shape = self.arguments["pos_axial_shape"]
         return math.prod(shape) if shape else None
 

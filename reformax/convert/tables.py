@@ -1,12 +1,12 @@
-"""Which tensor of another format is which weight here: a table read in both directions.
+"""Tables that say which tensor of another format is which weight here, for reading and writing.
 
-A weight here may be a slice of a larger array, since layers of the same place in the cycle are
-stacked; nothing else is done to numbers but transposing, so a round trip gives the same bits.
+Layers at the same place of the cycle are stacked here, so a tensor may be a slice of a weight.
+Numbers are reshaped and transposed, never computed with: a round trip gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def same(x: np.ndarray) -> np.ndarray:
-    """What is done to a tensor that has the same shape in both formats."""
+    """Leaves a tensor as it is, because it has the same shape in both formats."""
     return x
 
 
@@ -23,12 +23,12 @@ class Tensor(NamedTuple):
     """One tensor of the other format.
 
     Attributes:
-      name: there.
-      path: here, the keys from the model's parameters down.
-      shape: there.
-      repeat: which slice of the stacked weight it is; None if the weight is not stacked.
-      read: from there to here.
-      write: from here to there.
+      name: its name there.
+      path: its keys here, from the model's parameters down.
+      shape: its shape there.
+      repeat: the index of its slice in the stacked weight; None if the weight is not stacked.
+      read: turns its array there into the weight here.
+      write: turns the weight here into its array there.
     """
 
     name: str
@@ -43,13 +43,13 @@ def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str)
     """The parameters of a model, float32, from tensors of the other format.
 
     Args:
-      table: what the tensors are.
-      tensors: by name.
-      where: what errors call their source.
+      table: a row for each tensor.
+      tensors: the arrays by name.
+      where: the name of their source in errors.
 
     Raises:
       ValueError: a tensor is missing, is not in the table, has another shape or is not of floating
-        point; the line names it and both shapes.
+        point; the error names it and both shapes.
     """
     check(table, tensors, where)
     slices: dict[tuple[str, ...], list[np.ndarray]] = {}
@@ -64,7 +64,7 @@ def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str)
             branch = branch.setdefault(key, {})
         branch[path[-1]] = np.stack(arrays) if path in stacked else arrays[0]
     for block in params["stack"].values():
-        block["attention"]["op"] = ()  # what an op without weights of its own has
+        block["attention"]["op"] = ()  # an op without weights of its own
     return jax.tree.map(jnp.asarray, params)
 
 
@@ -81,7 +81,7 @@ def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:
 
 
 def check(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str) -> None:
-    """Raises `ValueError` unless the tensors are those of the table; see `read`."""
+    """Raises `ValueError` unless the tensors are those of the table, as `read` says."""
     expected = {tensor.name: tuple(tensor.shape) for tensor in table}
     check_shapes(expected, {name: np.shape(x) for name, x in tensors.items()}, where)
     for name in expected:
@@ -93,18 +93,14 @@ def check(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str
 def check_shapes(
     expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Raises `ValueError` naming the first tensor whose shape, or being there, differs."""
+    """Raises `ValueError` for the first tensor that is missing, superfluous or of another shape."""
 
     def described(shapes, name):
         return f"shape {tuple(shapes[name])}" if name in shapes else "no such tensor"
 
-    for name in _in_turn(expected, found):
+    for name in dict.fromkeys([*expected, *found]):
         there, here = described(found, name), described(expected, name)
         if there != here:
             raise ValueError(
                 f"{where} is of another model: {name} has {there} there and {here} here"
             )
-
-
-def _in_turn(expected: Iterable[str], found: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys([*expected, *found]))

@@ -1,8 +1,8 @@
-"""What a task is, and the language model over the bytes of a text.
+"""The interface of a task, and the task of modelling the bytes of a text.
 
-Letters in the shapes: B batch, T length, S length of the source in translation. Text is modelled as
-its bytes, 256 symbols, so that a loss of l nats a target is l / ln 2 bits per dim ("bits per
-character" of enwik8 in the literature).
+Letters in the shapes: B batch, T length, S length of the source in translation. A text is its
+bytes, 256 symbols. A loss of l nats a byte is l / ln 2 bits per dim, which the literature on enwik8
+calls bits per character.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Float32, Int32, UInt8
 SPLITS = ("train", "valid", "test")
 
 
-# The ids that every vocabulary of sentences begins with. 0 also stands before the first token.
+# The first ids of every vocabulary of sentences. 0 also stands before the first token.
 PAD, EOS, UNKNOWN = 0, 1, 2
 
 
@@ -35,56 +35,56 @@ class SentencePairs(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A batch: position t predicts targets[t] from inputs[<t], in translation of its own segment.
+    """A batch: position t predicts targets[t] from inputs[<t] of its own segment.
 
-    The shift is the model's, so `inputs`, or `inputs.target`, and `targets` are the same array: do
-    not write to it.
+    The model shifts the inputs. So `inputs` (in translation `inputs.target`) and `targets` are the
+    same array: do not write to it.
     """
 
     inputs: Int32[np.ndarray, "B T"] | SentencePairs
     targets: Int32[np.ndarray, "B T"]
-    weights: Float32[np.ndarray, "B T"]  # 1 where the loss counts, else 0
+    weights: Float32[np.ndarray, "B T"]  # 1 where the loss counts, 0 elsewhere
 
 
 class Vocabulary(Protocol):
-    """Sentences as ids, and back; see `reformax.data.vocabulary`."""
+    """Turns sentences into ids and back; see `reformax.data.vocabulary`."""
 
     size: int
 
     def encode(self, sentence: str) -> list[int]:
-        """The ids of a sentence, ended by `EOS`."""
+        """The ids of a sentence and `EOS`."""
 
     def decode(self, ids: list[int]) -> str:
-        """The sentence of ids, which ends before the first `EOS` if there is one."""
+        """The sentence of the ids before the first `EOS`."""
 
     def keep_in(self, folder: str | os.PathLike, begun: bool) -> str | None:
-        """Reads what was learnt from data in a run's folder, or learns it and writes it there.
+        """Reads the vocabulary from a run's folder, or learns it and writes it there.
 
         Args:
-          folder: of the run.
-          begun: whether the run has trained on it: then it must be there.
+          folder: the run's folder.
+          begun: whether the run has trained with it; the file must then exist.
 
         Returns:
-          A fingerprint of what was learnt; None of a vocabulary that learns nothing.
+          A fingerprint; None for a vocabulary that learns nothing.
 
         Raises:
-          ValueError: it is not there and should be, is damaged or is another's.
+          ValueError: the file is missing though the run has begun, damaged, or another vocabulary.
         """
 
 
 class Translation(NamedTuple):
-    """What a task of sentence pairs has besides its batches."""
+    """The vocabulary and the sentences of a task of sentence pairs."""
 
     vocabulary: Vocabulary
-    # split -> (sources, references), every sentence of it as it was read, in order
+    # split -> (sources, references), all its sentences in order
     sentences: Callable[[str], tuple[list[str], list[str]]]
 
 
 class Task(NamedTuple):
-    """What a model is trained on and scored on.
+    """The data that a model is trained on and scored on.
 
-    `train_batch` is a pure function: who resumes at step n sees the batches that an uninterrupted
-    run sees. `eval_batches` checks its arguments when it is called, not at the first batch.
+    `train_batch` is a pure function, so a resumed run sees the batches of an uninterrupted one.
+    `eval_batches` checks its arguments when it is called, not at the first batch.
     """
 
     name: str
@@ -93,21 +93,20 @@ class Task(NamedTuple):
     train_batch: Callable[[int, int, int, int], Batch]
     # (split, batch_size, length, stride) -> batches in which each target has weight 1 exactly once
     eval_batches: Callable[[str, int, int, int], Iterator[Batch]]
-    # split -> how many targets it has
+    # split -> its number of targets
     n_targets: Callable[[str], int]
-    # of a task of sentence pairs, whose inputs are `SentencePairs`
+    # set if the inputs are `SentencePairs`
     translation: Translation | None = None
 
 
 def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[np.ndarray, " n"]]:
     """The first 90% of `data` to train on, the next 5% to choose by, the last 5% to report.
 
-    The customary split of enwik8: its 10^8 bytes give 90M, 5M and 5M. Fractions are rounded in
-    favour of train.
+    This is the usual split of enwik8, 90M, 5M and 5M bytes. Fractions go to train.
 
     Args:
       data: the bytes of the text, in order.
-      source: what the bytes are, for the error.
+      source: the name of the text in errors.
 
     Returns:
       {'train': ..., 'valid': ..., 'test': ...}, views of `data`.
@@ -130,21 +129,19 @@ def byte_language_model(
     """The task of predicting each byte of a text from those before it.
 
     Training batches are windows at uniformly random places of `splits['train']`. Evaluation moves a
-    window of `length` by `stride` <= `length`; each window is scored on its last `stride` bytes, so
-    that every byte is predicted once and, but for the first `length` of a split, from at least
-    `length - stride` bytes before it. The first window is scored on all of its bytes. The last is
-    moved back to lie inside the split. Rows that fill up the last batch have weight 0, and so has
-    the right padding of a split that is shorter than a window.
+    window of `length` by `stride` <= `length` and scores its last `stride` bytes, so every byte is
+    predicted once, and from at least `length - stride` bytes after the first window. The first
+    window is scored whole; the last is moved back to lie inside the split. Rows that fill the last
+    batch have weight 0, and so has the padding of a split that is shorter than a window.
 
     Args:
-      name: of the task, for logs and errors.
+      name: the task's name in logs and errors.
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
-      offset: a byte's id is the byte plus this; the ids below are some model's own.
+      offset: a byte's id is the byte plus this; lower ids are reserved.
 
     Returns:
-      a Task with vocab_size 256 + offset. Its functions raise ValueError for an unknown split, for
-      a stride outside 1..length, for another size below 1, and for a training length above the
-      text's.
+      A Task with vocab_size 256 + offset. Its functions raise ValueError for an unknown split, a
+      stride outside 1..length, another size below 1, and a training length above the text's.
     """
 
     def bytes_of(split: str) -> np.ndarray:
@@ -194,8 +191,7 @@ def byte_language_model(
 def generator(seed: int, step: int) -> np.random.Generator:
     """The random numbers of a step: Philox keyed by (seed, step), each from 0 up to 2^63 - 1.
 
-    A counter-based generator has independent streams for neighbouring keys and needs no state from
-    the steps before.
+    A counter-based generator has independent streams for neighbouring keys and keeps no state.
 
     Raises:
       ValueError: seed or step out of range.
@@ -207,12 +203,12 @@ def generator(seed: int, step: int) -> np.random.Generator:
 
 
 def philox(high: int, low: int) -> np.random.Generator:
-    """A generator for a key of two words below 2^64; `generator` uses high words below 2^63."""
+    """A generator keyed by two words below 2^64; `generator` takes high words below 2^63."""
     return np.random.Generator(np.random.Philox(key=np.array([high, low], np.uint64)))
 
 
 def full_batch(tokens: np.ndarray, weights: np.ndarray, batch_size: int) -> Batch:
-    """A batch of `tokens` [b, T] scored at `weights` [b, T], filled up to B rows of weight 0."""
+    """A batch of `tokens` [b, T] scored at `weights` [b, T], filled to B rows with weight 0."""
     fill = ((0, batch_size - len(tokens)), (0, 0))
     tokens = np.pad(tokens.astype(np.int32), fill)
     return Batch(tokens, tokens, np.pad(weights.astype(np.float32), fill))

@@ -1,8 +1,8 @@
-"""Duplicate a sequence of symbols: the task on which the Reformer's paper studies LSH attention.
+"""Duplicate a sequence of symbols: the task on which the Reformer paper studies LSH attention.
 
 Kitaev, Kaiser, Levskaya 2020, "Reformer", section 2, "Analysis on a synthetic task": 0w0w for a
-random word w of 511 symbols from 1 to 127. To write the second w, a position must find the one
-place, half the length before, where its symbol's predecessor stood.
+random word w of 511 symbols from 1 to 127. To write the second w, a position must find the same
+place in the first, half the length before.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from reformax.data.base import (
 def duplication(length: int = 1024, vocab_size: int = 128, n_eval: int = 512) -> Task:
     """Predict the second w of 0w0w; the loss counts nowhere else.
 
-    Training examples are fresh at every step. 'valid' and 'test' are `n_eval` fixed examples each;
-    their random keys begin at 2^63, above every seed of training.
+    Every step draws new training examples. 'valid' and 'test' are `n_eval` fixed examples each,
+    drawn by keys from 2^63 on, above every seed of training.
 
     Args:
-      length: of an example, even; w has length / 2 - 1 symbols. Batches have this length and no
-        other, and as examples stand apart, evaluation moves by one: its stride is the length.
+      length: tokens of an example, even; w has length / 2 - 1 symbols. Batches have this length,
+        and the stride of an evaluation is the length too.
       vocab_size: symbols of w are uniform in 1..vocab_size - 1.
       n_eval: examples of 'valid' and of 'test'.
 
     Raises:
       ValueError: length is odd or below 4, vocab_size below 2 or n_eval below 1. The task's
-        functions raise it for another length or stride, and for the split 'train', which has no
-        end.
+        functions raise it for another length or stride, and for the endless split 'train'.
     """
     check_sizes(n_eval=n_eval)
     if length < 4 or length % 2:
@@ -69,7 +68,7 @@ def duplication(length: int = 1024, vocab_size: int = 128, n_eval: int = 512) ->
         check_split("duplication", split, held_out)
         check_length("length", length)
         check_length("stride", stride)
-        # One draw for the split, so that its examples do not depend on the batch size.
+        # One draw for the split: its examples do not depend on the batch size.
         tokens, weights = examples(philox(2**63, held_out.index(split)), n_eval)
         starts = range(0, n_eval, batch_size)
         parts = (slice(start, start + batch_size) for start in starts)

@@ -1,7 +1,7 @@
 """enwik8: the first 10^8 bytes of an English Wikipedia dump of 2006.
 
-The benchmark of the Reformer's language models (Kitaev et al. 2020, section 5) and of most
-byte-level ones; described at http://mattmahoney.net/dc/textdata.html.
+The benchmark of byte-level language models, the Reformer's among them (Kitaev et al. 2020, section
+5). http://mattmahoney.net/dc/textdata.html describes it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ def enwik8(data_dir: str | None = None) -> Task:
     """The byte language model of enwik8: 90M bytes to train on, 5M to choose by, 5M to report.
 
     Args:
-      data_dir: a file, plain or .gz, .xz or .zip, or a folder with one that is named `enwik8` and
-        then any of these endings, or else begins with `enwik8`. A part of enwik8 will do: it is
-        split 90/5/5 in proportion, which a warning says, as its figures compare with no published
-        ones. None: tensorflow-datasets downloads it once, to TFDS_DATA_DIR or
-        ~/tensorflow_datasets.
+      data_dir: a file, plain or .gz, .xz or .zip, or a folder with one whose name begins with
+        `enwik8`. A part of enwik8 is split 90/5/5 in proportion, and a warning says so, because its
+        figures compare with no published ones. None: tensorflow-datasets downloads it once, to
+        TFDS_DATA_DIR or ~/tensorflow_datasets.
 
     Raises:
-      FileNotFoundError: nothing is there.
-      ValueError: the file is empty, damaged or too short, or the folder leaves a choice.
+      FileNotFoundError: data_dir does not exist or holds no enwik8.
+      ValueError: the file is empty, damaged or too short, or the folder holds several.
       OSError: the download failed.
     """
     if data_dir is None:
-        # Only here, so that local files need no tensorflow-datasets.
+        # Imported here, so that local files need no tensorflow-datasets.
         from reformax.data import enwik8_builder
 
         return byte_language_model("enwik8", enwik8_builder.load())

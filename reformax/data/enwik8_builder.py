@@ -1,7 +1,7 @@
 """enwik8 as a tensorflow-datasets builder; importing this module registers it as 'enwik8'.
 
-Downloaded, checked and written once, it is read back by random access from ArrayRecord files,
-which needs no TensorFlow.
+It is downloaded, checked and written once, as ArrayRecord files, which need no TensorFlow to be
+read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BLOCK = 1 << 16  # bytes an example
 
 
 class Enwik8(tfds.core.GeneratorBasedBuilder):
-    """The splits 'train', 'valid' and 'test' in blocks that, joined in order, are its bytes."""
+    """Blocks of bytes of the splits 'train', 'valid' and 'test', in the order of the text."""
 
     VERSION = tfds.core.Version("1.0.0")
-    # In place of a checksums.tsv beside this file, which an installed package might lack.
+    # In place of a file checksums.tsv, which an installed package might lack.
     url_infos = {
         URL: UrlInfo(
             size=tfds.core.utils.Size(36_445_475),
@@ -58,8 +58,7 @@ def load(data_dir: str | None = None) -> dict[str, UInt8[np.ndarray, " n"]]:
     """The splits of enwik8 in memory, 100 MB; downloaded (36 MB) and prepared the first time.
 
     Args:
-      data_dir: where tensorflow-datasets keeps its datasets. None: its default, TFDS_DATA_DIR or
-        ~/tensorflow_datasets.
+      data_dir: the folder of tensorflow-datasets. None: TFDS_DATA_DIR or ~/tensorflow_datasets.
 
     Raises:
       OSError: enwik8 could not be downloaded, checked, written or read.

@@ -1,4 +1,4 @@
-"""Reading text as bytes: a file, plain or compressed, or the files of a folder joined.
+"""Reads text as bytes: a file, plain or compressed, or the files of a folder, joined.
 
 Every error is an OSError or a ValueError of one line that names the path and says what to do.
 """
@@ -21,7 +21,7 @@ _DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile, zlib
 
 
 def existing(data_dir: str | os.PathLike) -> Path:
-    """The path, '~' expanded, of what is there; FileNotFoundError if nothing is."""
+    """The path with '~' expanded; raises `FileNotFoundError` if it does not exist."""
     path = Path(data_dir).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: set data_dir to a file or folder of text")
@@ -32,8 +32,8 @@ def read_file(path: Path) -> bytes:
     """The content of a file, unpacked if its name ends in .gz, .xz or .zip.
 
     Raises:
-      ValueError: the file is empty or damaged, or a .zip that does not hold exactly one file.
-      OSError: it cannot be read.
+      ValueError: the file is empty or damaged, or is a .zip that does not hold exactly one file.
+      OSError: the file cannot be read.
     """
     readers = {".gz": _read_gz, ".xz": _read_xz, ".zip": _read_zip}
     try:
@@ -62,9 +62,9 @@ def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> l
     """The files below a folder, sorted by their relative paths written with '/'.
 
     Args:
-      folder: where to look, at any depth. Links to folders are not followed.
-      pattern: of the file's name, with the wildcards of a shell.
-      skip: names of folders that are passed over; hidden files and folders always are.
+      folder: searched to any depth. Links to folders are not followed.
+      pattern: matches file names, with the wildcards of a shell.
+      skip: names of folders to leave out. Hidden files and folders are always left out.
     """
     found = []
     for here, folders, names in os.walk(folder):
@@ -75,12 +75,12 @@ def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> l
 
 
 def join(texts: Iterable[bytes]) -> bytes:
-    """One text of many, each ending in a newline: a file without one gets it."""
+    """Joins texts. A text that does not end in a newline gets one."""
     return b"".join(t if t.endswith(b"\n") else t + b"\n" for t in texts if t)
 
 
 def as_array(data: bytes) -> UInt8[np.ndarray, " n"]:
-    """The bytes as an array, read-only and not copied."""
+    """The bytes as a read-only array, not copied."""
     return np.frombuffer(data, np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Datasets of tensorflow-datasets, downloaded and written once, with errors in one line."""
+"""Prepares datasets of tensorflow-datasets once, with errors in one line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def load(
     url: str,
     instead: str,
 ) -> T:
-    """What `read` makes of a dataset, which is prepared first if it is not yet.
+    """Prepares a dataset if that was not done before, and returns the result of `read`.
 
     Args:
-      name: of the data, for the error.
+      name: the dataset's name in errors.
       builder: makes the dataset's builder.
-      read: reads what is prepared.
-      url: where the data, or the greater part of them, come from.
-      instead: what to do where there is no network, for the error.
+      read: reads the prepared dataset.
+      url: the source of the data, or of the greater part.
+      instead: the advice of the error where there is no network.
 
     Raises:
       OSError: the data could not be downloaded, checked, written or read.
@@ -36,13 +36,13 @@ def load(
     try:
         made = builder()
         if not made.is_prepared():
-            # tensorflow-datasets retries for minutes where there is no network: ask first.
+            # Without a network tensorflow-datasets retries for minutes, so ask first.
             with contextlib.suppress(urllib.error.HTTPError):
                 urllib.request.urlopen(url, timeout=_TIMEOUT).close()
             made.download_and_prepare(
                 download_config=tfds.download.DownloadConfig(force_checksums_validation=True)
             )
         return read(made)
-    except Exception as error:  # tensorflow-datasets and its downloader have no common one
+    except Exception as error:  # tensorflow-datasets has no base class of its errors
         reason = str(error).strip().partition("\n")[0].rstrip(":") or type(error).__name__
         raise OSError(f"{name} could not be prepared from {url} ({reason}): {instead}") from error

@@ -1,7 +1,7 @@
-"""Reverse a sequence of symbols: the toy of translation, which needs no data.
+"""Reverse a sequence of symbols: a toy of translation that needs no data.
 
-The first target depends on the last symbol of the source, so nothing but attention from the decoder
-to the encoder, at distances up to the sentence's length, can learn it.
+The first target is the last symbol of the source. Only attention from the decoder to the encoder,
+at distances up to the length, can learn that.
 """
 
 from __future__ import annotations
@@ -29,20 +29,18 @@ from reformax.data.vocabulary import Numbers
 def reverse(max_symbols: int = 15, vocab_size: int = 32, n_eval: int = 512) -> Task:
     """The pairs (w, w reversed) of random words of 1 to `max_symbols` symbols, one pair a row.
 
-    Training pairs are fresh at every step. 'valid' and 'test' are `n_eval` fixed pairs each; their
-    random keys begin at 2^63, above every seed of training. As text a word is its ids apart by
-    spaces.
+    Every step draws new training pairs. 'valid' and 'test' are `n_eval` fixed pairs each, drawn by
+    keys from 2^63 on, above every seed of training. As text, a word is its ids separated by spaces.
 
     Args:
-      max_symbols: of a word. Batches must be longer than this, for EOS, and as pairs stand apart,
-        evaluation moves by one: its stride is the length.
-      vocab_size: symbols are uniform in 3..vocab_size - 1, behind the ids of padding, EOS and
-        unknown.
+      max_symbols: the longest word. Batches must be longer, for EOS, and the stride of an
+        evaluation is the length.
+      vocab_size: symbols are uniform in 3..vocab_size - 1, after padding, EOS and unknown.
       n_eval: pairs of 'valid' and of 'test'.
 
     Raises:
       ValueError: max_symbols or n_eval below 1, vocab_size below 4. The task's functions raise it
-        for a length that is too short, another stride, and for the split 'train', which has no end.
+        for a length that is too short, another stride, and the endless split 'train'.
     """
     check_sizes(max_symbols=max_symbols, n_eval=n_eval)
     if vocab_size < UNKNOWN + 2:
@@ -75,7 +73,7 @@ def reverse(max_symbols: int = 15, vocab_size: int = 32, n_eval: int = 512) -> T
 
     def fixed(split: str, length: int) -> SentencePairs:
         check_split("reverse", split, held_out)
-        # One draw for the split, so that its pairs do not depend on the batch size.
+        # One draw for the split: its pairs do not depend on the batch size.
         return pairs(philox(2**63, held_out.index(split)), n_eval, length)
 
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:

@@ -1,8 +1,8 @@
-"""The task of translating sentences: encoded once, packed into rows, shuffled by the epoch.
+"""The task of translating sentences: encoded once, packed into rows, shuffled in every epoch.
 
-A row holds several pairs, numbered by segments, so that a batch of fixed shape is nearly full of
-tokens. Which pairs share a row is settled once for a seed and a length; every epoch takes the rows
-in another order. Letters in the shapes: P pairs, R rows, B batch, T length.
+A row holds several pairs, numbered by segments, so a batch of fixed shape is nearly full of tokens.
+A seed and a length decide which pairs share a row; every epoch takes the rows in another order.
+Letters in the shapes: P pairs, R rows, B batch, T length.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from reformax.data.base import (
 )
 from reformax.data.vocabulary import SentencePieces
 
-# Of the rows that packing begins with: leaving 2% of room spares most pairs a second attempt.
+# Packing starts with rows for 98% fill: the room that is left spares most pairs a second attempt.
 _FILL = 0.98
-_BLOCK = 1 << 16  # sentences encoded together, whose ids are Python's integers meanwhile
+_BLOCK = 1 << 16  # sentences encoded together: their ids are Python integers until they are joined
 
 
 class Rows(NamedTuple):
@@ -58,90 +58,113 @@ def sentence_pairs(
 ) -> Task:
     """The task of translating the first sentence of a pair into the second.
 
-    Training leaves out pairs with an empty side and those longer than a row, and says how many in
-    a warning. Evaluation leaves out none: pairs longer than its rows are scored in rows of twice
-    the length, or four times and so on, which a warning says too. An empty line is an end of
-    sentence alone.
+    Training leaves out pairs with an empty side and pairs longer than a row; a warning counts them.
+    Evaluation leaves out none: it scores long pairs in rows of twice the length, four times and so
+    on, and a warning counts these too. An empty line is `EOS` alone.
 
     Args:
-      name: of the task, for logs and errors.
+      name: the task's name in logs and errors.
       sentences: split -> (sources, targets), read when it is called.
-      vocabulary: of both languages; what it is trained on is the caller's choice.
+      vocabulary: the vocabulary of both languages; the caller chooses its training text.
 
     Returns:
-      a Task whose functions raise ValueError for an unknown split, for a stride other than the
-      length, for another size below 1, and where no training pair is as short as the length.
+      A Task whose functions raise ValueError for an unknown split, a stride other than the length,
+      another size below 1, and a length below every training pair's.
     """
-    log = logging.getLogger(__name__)
+    pairs = _Pairs(name, sentences, vocabulary)
+    translation = Translation(vocabulary, pairs.sentences)
+    return Task(
+        name,
+        vocabulary.size,
+        pairs.train_batch,
+        pairs.eval_batches,
+        lambda split: len(pairs.encoded(split)[1].ids),
+        translation,
+    )
 
-    @functools.cache
-    def encoded(split: str) -> tuple[_Side, _Side]:
-        check_split(name, split, SPLITS)
-        sources, targets = sentences(split)
+
+class _Pairs:
+    """The pairs of a task: read and encoded once a split, packed once for a seed and a length."""
+
+    def __init__(self, name: str, sentences: Callable, vocabulary: SentencePieces):
+        self._name, self._sentences, self._vocabulary = name, sentences, vocabulary
+        self._log = logging.getLogger(__name__)
+        self.encoded = functools.cache(self._encoded)
+        self._training_rows = functools.lru_cache(maxsize=1)(self._pack_training_pairs)
+        # A batch may begin in one epoch and end in the next.
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+
+    def sentences(self, split: str) -> tuple[list[str], list[str]]:
+        check_split(self._name, split, SPLITS)
+        return self._sentences(split)
+
+    def _encoded(self, split: str) -> tuple[_Side, _Side]:
+        sources, targets = self.sentences(split)
         if split == "train":
-            kept = [
-                pair for pair in zip(sources, targets, strict=True) if all(map(str.strip, pair))
-            ]
-            if len(kept) < len(sources):
-                log.warning(
-                    f"{name}: {len(sources) - len(kept):,} of {len(sources):,} training pairs have "
-                    "an empty side and are left out"
-                )
-            if not kept:
-                raise ValueError(f"{name}: every training pair has an empty side: give it text")
-            sources, targets = zip(*kept, strict=True)
-        return _encode(vocabulary, sources), _encode(vocabulary, targets)
+            sources, targets = self._without_empty(sources, targets)
+        return _encode(self._vocabulary, sources), _encode(self._vocabulary, targets)
 
-    def lengths_of(split: str) -> Int[np.ndarray, "P 2"]:
-        return np.stack([side.lengths for side in encoded(split)], axis=1)
+    def _without_empty(self, sources: Sequence[str], targets: Sequence[str]):
+        kept = [pair for pair in zip(sources, targets, strict=True) if all(map(str.strip, pair))]
+        if len(kept) < len(sources):
+            self._log.warning(
+                f"{self._name}: {len(sources) - len(kept):,} of {len(sources):,} training pairs "
+                "have an empty side and are left out"
+            )
+        if not kept:
+            raise ValueError(f"{self._name}: every training pair has an empty side: give it text")
+        return zip(*kept, strict=True)
 
-    @functools.lru_cache(maxsize=1)
-    def training_rows(seed: int, length: int) -> Rows:
-        lengths = lengths_of("train")
+    def _lengths(self, split: str) -> Int[np.ndarray, "P 2"]:
+        return np.stack([side.lengths for side in self.encoded(split)], axis=1)
+
+    def _pack_training_pairs(self, seed: int, length: int) -> Rows:
+        lengths = self._lengths("train")
         fits = np.flatnonzero(lengths.max(axis=1) <= length)
         if len(fits) < len(lengths):
-            log.warning(
-                f"{name}: {len(lengths) - len(fits):,} of {len(lengths):,} training pairs are "
-                f"longer than length={length} tokens and are left out"
+            self._log.warning(
+                f"{self._name}: {len(lengths) - len(fits):,} of {len(lengths):,} training pairs "
+                f"are longer than length={length} tokens and are left out"
             )
         if not len(fits):
             raise ValueError(
                 f"length={length} must be at least {lengths.max(axis=1).min()}, the tokens of "
-                f"{name}'s shortest training pair"
+                f"{self._name}'s shortest training pair"
             )
         fits = philox(seed, 2**63).permutation(fits)  # 2^63 is no epoch
         return pack(lengths, fits, length)
 
-    @functools.lru_cache(maxsize=2)  # a batch may begin in one epoch and end in the next
-    def order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
+    def _shuffled(self, seed: int, epoch: int, n_rows: int) -> np.ndarray:
         return philox(seed, epoch).permutation(n_rows)
 
-    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
+    def train_batch(self, seed: int, step: int, batch_size: int, length: int) -> Batch:
         check_sizes(batch_size=batch_size, length=length)
-        generator(seed, step)  # their range
-        rows = training_rows(seed, length)
+        generator(seed, step)  # checks the range of both
+        rows = self._training_rows(seed, length)
         n_rows = len(rows.starts) - 1
-        # The epochs' rows are one endless sequence, and a step takes the next batch of it.
+        # The epochs' rows are one endless sequence, and each step takes its next batch.
         chosen: list[np.ndarray] = []
         first, end = step * batch_size, (step + 1) * batch_size
         while first < end:
             epoch, begin = divmod(first, n_rows)
-            chosen.append(order(seed, epoch, n_rows)[begin : begin + end - first])
+            chosen.append(self._order(seed, epoch, n_rows)[begin : begin + end - first])
             first += len(chosen[-1])
-        return _batch(encoded("train"), rows, np.concatenate(chosen), batch_size, length)
+        return _batch(self.encoded("train"), rows, np.concatenate(chosen), batch_size, length)
 
-    def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
+    def eval_batches(
+        self, split: str, batch_size: int, length: int, stride: int
+    ) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size, length=length)
         if stride != length:
             raise ValueError(f"stride={stride} must be length={length}: sentences stand apart")
-        lengths = lengths_of(split)
+        lengths = self._lengths(split)
         longest = lengths.max(axis=1)
         row_lengths = [length]
         while row_lengths[-1] < longest.max():
             row_lengths.append(2 * row_lengths[-1])
         if n_long := int((longest > length).sum()):
-            log.warning(
-                f"{name}: {n_long:,} of {len(lengths):,} {split} pairs are longer than "
+            self._log.warning(
+                f"{self._name}: {n_long:,} of {len(lengths):,} {split} pairs are longer than "
                 f"length={length} tokens, up to {longest.max()}, and are scored in longer rows"
             )
 
@@ -152,31 +175,21 @@ def sentence_pairs(
                 n_rows = len(rows.starts) - 1
                 for first in range(0, n_rows, batch_size):
                     chosen = np.arange(first, min(first + batch_size, n_rows))
-                    yield _batch(encoded(split), rows, chosen, batch_size, row_length)
+                    yield _batch(self.encoded(split), rows, chosen, batch_size, row_length)
 
         return batches()
-
-    def n_targets(split: str) -> int:
-        return len(encoded(split)[1].ids)
-
-    def checked_sentences(split: str) -> tuple[list[str], list[str]]:
-        check_split(name, split, SPLITS)
-        return sentences(split)
-
-    translation = Translation(vocabulary, checked_sentences)
-    return Task(name, vocabulary.size, train_batch, eval_batches, n_targets, translation)
 
 
 def pack(lengths: Int[np.ndarray, "P 2"], pairs: Int[np.ndarray, " N"], length: int) -> Rows:
     """Puts pairs into rows that hold `length` tokens of either language.
 
-    By falling length, as many pairs as there are rows are dealt at a time, the longest to the row
-    with most room. Those that do not fit are packed again by themselves, into further rows.
+    Pairs are dealt by falling length, one to each row at a time, the longest to the row with most
+    room. Pairs that do not fit are packed by themselves into further rows.
 
     Args:
-      lengths: of both sentences of every pair, from 1 to `length` for those that are packed.
-      pairs: which to pack; among pairs of equal length their order decides.
-      length: of a row.
+      lengths: tokens of both sentences of every pair; from 1 to `length` for the packed ones.
+      pairs: the pairs to pack; among equal lengths their order decides.
+      length: tokens of a row.
     """
     longest = lengths.max(axis=1)
     row_of = np.empty(len(lengths), np.int64)
@@ -213,7 +226,7 @@ def _encode(vocabulary: SentencePieces, sentences: Sequence[str]) -> _Side:
 def _batch(
     sides: tuple[_Side, _Side], rows: Rows, chosen: np.ndarray, batch_size: int, length: int
 ) -> Batch:
-    """The chosen rows as a batch, filled up with empty ones."""
+    """The chosen rows as a batch, filled with empty rows."""
     slots, row, k = _ranges(rows.starts[chosen], rows.starts[chosen + 1])
     pairs = rows.pairs[slots]
     parts = []
@@ -233,7 +246,7 @@ def _batch(
 
 
 def _ranges(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The integers of all ranges [begin, end): themselves, their range's index, place in it."""
+    """All integers of the ranges [begin, end), each with its range's index and its place there."""
     counts = ends - begins
     index = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)

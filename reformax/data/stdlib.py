@@ -8,7 +8,7 @@ from pathlib import Path
 from reformax.data import files
 from reformax.data.base import Task, byte_language_model, check_sizes, split_bytes
 
-# Packages that were installed beside the library, and compiled files.
+# Installed packages, and compiled files.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -16,13 +16,13 @@ def stdlib(max_bytes: int | None = None) -> Task:
     """A byte language model of all .py files of the standard library, split 90/5/5 by bytes.
 
     The files are joined in the order of their relative paths ('__future__.py' to
-    'zoneinfo/_zoneinfo.py'), with a newline after one that ends without. The bytes, and so the
-    figures, are those of the Python that runs: 31.5 MB in 3.11.7 and 31.7 MB in 3.12.1 with the
+    'zoneinfo/_zoneinfo.py'), with a newline after a file that ends without one. The text, and so
+    every figure, depends on the Python that runs: 31.5 MB in 3.11.7 and 31.7 MB in 3.12.1 with the
     library's own tests (folder `test`), which some distributions leave out.
 
-    The held-out tail of the alphabet is ordinary text of the library: unittest, tkinter and typing
-    in valid, urllib, xml and zipfile in test. In bits per byte, with the counts of train and 0.1
-    added to each:
+    The end of the alphabet, which is held out, is ordinary text of the library: unittest, tkinter
+    and typing in valid, urllib, xml and zipfile in test. Bits per byte of n-gram models with the
+    counts of train, 0.1 added to each:
 
         bytes                     bigram valid / test    trigram valid / test
         3.11.7                    3.59 / 3.49            2.77 / 2.58
@@ -30,12 +30,12 @@ def stdlib(max_bytes: int | None = None) -> Task:
         3.11.7 without `test`     3.53 / 3.57            2.63 / 2.71
 
     Args:
-      max_bytes: keep about so many bytes, the beginning of each split in proportion, so that the
-        splits of a part lie inside the splits of the whole. Below 16 MB the beginnings are less
-        alike than the wholes are: with 4 MB, bigram 3.68 and trigram 2.99 on valid.
+      max_bytes: keeps about so many bytes: the beginning of each split, in proportion. The splits
+        of a part lie inside the splits of the whole. Below 16 MB the beginnings of train and valid
+        are less alike: with 4 MB, bigram 3.68 and trigram 2.99 on valid.
 
     Raises:
-      FileNotFoundError: this Python has its library in an archive, or not at all.
+      FileNotFoundError: this Python has its library in an archive, or has none.
       ValueError: max_bytes is too small to split.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])

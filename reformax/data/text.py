@@ -10,14 +10,14 @@ def text(data_dir: str, pattern: str = "*", offset: int = 0) -> Task:
     """A byte language model of your own text, split 90/5/5 by bytes.
 
     Args:
-      data_dir: a file, plain or .gz, .xz or .zip; or a folder, of which all files are joined in the
-        order of their relative paths, with a newline after a file that ends without one. Hidden
+      data_dir: a file, plain or .gz, .xz or .zip, or a folder. The files of a folder are joined in
+        the order of their relative paths, with a newline after a file that ends without one. Hidden
         files and folders are left out.
-      pattern: in a folder, which file names to take, such as '*.txt' or '*.md'.
-      offset: a byte's id is the byte plus this, for models that keep the first ids for themselves.
+      pattern: the names of a folder's files to take, such as '*.txt' or '*.md'.
+      offset: a byte's id is the byte plus this, for models that reserve the first ids.
 
     Raises:
-      FileNotFoundError: nothing is there.
+      FileNotFoundError: data_dir does not exist.
       ValueError: the text is empty, damaged or too short, or no file matches.
     """
     path = files.existing(data_dir)

@@ -27,26 +27,26 @@ def text_pairs(
 ) -> Task:
     """Translation from one language of a folder into another, line by line.
 
-    Files are UTF-8, one sentence a line, and plain or with the ending .gz, .xz or .zip. The
-    vocabulary is learnt from the lines of both training files. A split is read when it is needed:
-    to score a test set, the others need not be there.
+    Files are UTF-8 with one sentence a line, plain or packed as .gz, .xz or .zip. The vocabulary is
+    learnt from the lines of both training files. A split is read when it is needed, so scoring a
+    test set needs no other file.
 
     Args:
       data_dir: the folder.
-      source: what stands for {language} in the names of the files to translate.
-      target: and of those to translate into.
-      train: the files' names without their endings; a pattern with the wildcards of a shell that
-        one file matches.
-      valid: of the pairs to choose by.
-      test: of those to report.
+      source: replaces {language} in the names of the files to translate.
+      target: replaces {language} in the names of the translations.
+      train: the name of the training files without .gz, .xz or .zip, with the wildcards of a shell.
+        It matches one file of each language.
+      valid: the name of the files to choose by.
+      test: the name of the files to report.
       vocab_size: pieces of the vocabulary.
-      model_type: 'unigram' or 'bpe'; also 'char' and 'word'.
-      character_coverage: of the text's characters, the share that is not unknown.
+      model_type: 'unigram', 'bpe', 'char' or 'word'.
+      character_coverage: the share of the text's characters that is not unknown.
 
     Raises:
-      FileNotFoundError: the folder does not exist; when a split is read, a file that does not.
-      ValueError: a pattern that several files match or that has no {language}, files of different
-        lengths, empty or damaged ones, or bytes that are no UTF-8, when a split is read.
+      FileNotFoundError: the folder does not exist; when a split is read, a file does not.
+      ValueError: a name has no {language}; when a split is read, several files match, or files have
+        different lengths, are empty or damaged, or are no UTF-8.
     """
     folder = files.existing(data_dir)
     if not folder.is_dir():
@@ -74,10 +74,10 @@ def text_pairs(
 
 
 def read_pairs(source: Path, target: Path) -> tuple[list[str], list[str]]:
-    """The lines of two files that belong together.
+    """The lines of two aligned files.
 
     Raises:
-      ValueError: they have different numbers of lines, or as `read_lines` does.
+      ValueError: the files have different numbers of lines; see also `read_lines`.
     """
     sides = read_lines(source), read_lines(target)
     if len(sides[0]) != len(sides[1]):
@@ -89,11 +89,11 @@ def read_pairs(source: Path, target: Path) -> tuple[list[str], list[str]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, plain or packed, without their ends.
+    """The lines of a text file, plain or packed, without newlines.
 
     Raises:
       ValueError: the file is empty, damaged or no UTF-8.
-      OSError: it cannot be read.
+      OSError: the file cannot be read.
     """
     data = files.read_file(path).removeprefix(codecs.BOM_UTF8).removesuffix(b"\n")
     try:

@@ -1,4 +1,4 @@
-"""Sentences as ids: a vocabulary of sentencepiece, kept with the run that it was learnt for.
+"""Vocabularies that turn sentences into ids: sentencepiece, kept in the run's folder, and numbers.
 
 Kudo & Richardson 2018, "SentencePiece". Ids 0, 1 and 2 are padding, the end of a sentence and the
 unknown piece.
@@ -17,12 +17,12 @@ from reformax.data.base import EOS, PAD, UNKNOWN
 
 FILE = "vocabulary.model"
 MODEL_TYPES = ("unigram", "bpe", "char", "word")
-# The unigram trainer sums over threads: their number decides the last bits, so it is fixed.
+# The unigram trainer sums over threads. Their number decides the last bits, so it is fixed.
 _THREADS = 16
 
 
 class Numbers:
-    """Sentences that are ids apart by spaces, of a task or a model without words."""
+    """Sentences that are ids separated by spaces, for a task or a model without words."""
 
     def __init__(self, size: int):
         self.size = size
@@ -31,7 +31,7 @@ class Numbers:
         """The numbers of a sentence and `EOS`.
 
         Raises:
-          ValueError: they are no numbers from 3 to size - 1.
+          ValueError: a word is no number from 3 to size - 1.
         """
         words = sentence.split()
         ids = [int(word) if word.isascii() and word.isdigit() else -1 for word in words]
@@ -48,14 +48,14 @@ class Numbers:
         return " ".join(str(i) for i in _sentence(ids))
 
     def keep_in(self, folder: str | os.PathLike, begun: bool) -> None:
-        """Nothing is learnt."""
+        """Does nothing: there is nothing to learn."""
 
 
 class SentencePieces:
     """A sentencepiece model of `size` pieces, trained when it is first needed.
 
-    Of characters or words there are fewer pieces where the text has no more. Two vocabularies that
-    were trained on the same sentences with the same settings are the same.
+    Model types 'char' and 'word' have fewer pieces if the text does. Training is deterministic: the
+    same sentences and settings give the same vocabulary.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class SentencePieces:
         character_coverage: float = 1.0,
         max_sentences: int = 2_000_000,
     ):
-        """Says what to train on; nothing is read yet.
+        """Stores the settings; reads nothing yet.
 
         Args:
-          size: pieces in all, those of padding, EOS and unknown included.
-          sentences: gives those to train on.
+          size: number of pieces, with those of padding, EOS and unknown.
+          sentences: returns the sentences to train on.
           model_type: 'unigram', 'bpe', 'char' or 'word'.
           character_coverage: the share of the text's characters that get a piece of their own; the
             rarest others are unknown.
-          max_sentences: of more, every so many are taken, evenly.
+          max_sentences: trains on at most so many sentences, taken evenly from all.
 
         Raises:
-          ValueError: sizes that cannot be, or another model type.
+          ValueError: a size out of range, or another model type.
         """
         if size < UNKNOWN + 2:
             raise ValueError(f"vocab_size={size} must be at least {UNKNOWN + 2}")
@@ -103,7 +103,7 @@ class SentencePieces:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this vocabulary from another."""
+        """Identifies this vocabulary: a hash of its model."""
         return fingerprint(self.serialised)
 
     def encode(self, sentence: str) -> list[int]:
@@ -111,22 +111,22 @@ class SentencePieces:
         return [*self._processor().encode(sentence), EOS]
 
     def encode_all(self, sentences: Sequence[str]) -> list[list[int]]:
-        """What `encode` makes of each, on all cores."""
+        """Encodes each sentence, on all cores."""
         return self._processor().encode(list(sentences), add_eos=True, num_threads=-1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids before the first `EOS`; padding is left out."""
+        """The text of the ids before the first `EOS`, without padding."""
         return self._processor().decode([int(i) for i in _sentence(ids)])
 
     def keep_in(self, folder: str | os.PathLike, begun: bool) -> str:
-        """Reads FOLDER/vocabulary.model; trains and writes it where the run has not begun.
+        """Reads FOLDER/vocabulary.model, or trains and writes it if the run has not begun.
 
         Returns:
           The fingerprint.
 
         Raises:
-          ValueError: the file is missing though the run has begun, damaged or of another size, or
-            it is there and not what training makes though the run has not begun.
+          ValueError: the run has begun and the file is missing, damaged or of another size; or the
+            run has not begun and the file differs from the vocabulary that training gives.
         """
         path = Path(folder) / FILE
         if begun:
@@ -170,7 +170,7 @@ class SentencePieces:
                 eos_id=EOS,
                 unk_id=UNKNOWN,
                 bos_id=-1,
-                normalization_rule_name="identity",  # a reference's characters are scored as such
+                normalization_rule_name="identity",  # references are scored as they are
                 num_threads=_THREADS,
                 minloglevel=2,
                 **self._settings,
@@ -181,10 +181,10 @@ class SentencePieces:
 
 
 def load(folder: str | os.PathLike) -> SentencePieces:
-    """The vocabulary that a run's folder keeps, without any training data.
+    """Reads the vocabulary of a run's folder; needs no training data.
 
     Raises:
-      ValueError: it is missing or damaged.
+      ValueError: the file is missing or damaged.
     """
     path = Path(folder) / FILE
     if not path.is_file():
@@ -200,7 +200,7 @@ def load(folder: str | os.PathLike) -> SentencePieces:
 
 
 def fingerprint(serialised: bytes) -> str:
-    """The first 16 hexadecimal digits of the SHA-256."""
+    """The first 16 hexadecimal digits of the SHA-256 of a model."""
     return hashlib.sha256(serialised).hexdigest()[:16]
 
 

@@ -1,7 +1,7 @@
-"""WMT: news and parliament in two languages, of the yearly shared tasks of machine translation.
+"""WMT: sentence pairs of the yearly shared tasks of machine translation.
 
-WMT14 English-German, 4.5 million pairs, is what "Attention Is All You Need" (section 5.1) and
-"Reformer" (section 5) report BLEU of: trained on, chosen by newstest2013, reported on newstest2014.
+"Attention Is All You Need" (section 5.1) and "Reformer" (section 5) train on WMT14 English-German,
+4.5 million pairs, choose by newstest2013 and report BLEU on newstest2014.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def wmt(
     """Translation between the two languages of a WMT dataset of tensorflow-datasets.
 
     Args:
-      data_dir: where tensorflow-datasets keeps its datasets. None: its default, TFDS_DATA_DIR or
-        ~/tensorflow_datasets. What is not there is downloaded and prepared, which takes an hour.
-      dataset: its name and pair of languages, such as 'wmt16_translate/ro-en'.
+      data_dir: the folder of tensorflow-datasets. None: TFDS_DATA_DIR or ~/tensorflow_datasets. A
+        missing dataset is downloaded and prepared, which takes an hour.
+      dataset: the dataset's name and pair of languages, such as 'wmt16_translate/ro-en'.
       source: the language to translate.
       target: the language to translate into.
       vocab_size: pieces of the vocabulary of both languages.
       model_type: 'unigram' or 'bpe'.
-      character_coverage: of the text's characters, the share that is not unknown.
-      max_sentences: the vocabulary is learnt from so many at most, taken evenly from all.
+      character_coverage: the share of the text's characters that is not unknown.
+      max_sentences: the vocabulary is learnt from at most so many, taken evenly from all.
 
     Raises:
       FileNotFoundError: data_dir does not exist.
-      ValueError: the dataset is not of these languages.
-      OSError: when a split is read: it could not be downloaded, prepared or read.
+      ValueError: the dataset has other languages.
+      OSError: a split could not be downloaded, prepared or read; raised when it is read.
     """
     if sorted(dataset.partition("/")[2].split("-")) != sorted((source, target)):
         raise ValueError(
@@ -75,13 +75,13 @@ def load(
 ) -> tuple[list[str], list[str]]:
     """The sentences of a split in each language, in the dataset's order.
 
-    Datasets that were prepared before are read in the format they are in; a new one is written as
-    ArrayRecord, which needs no TensorFlow to be read.
+    A dataset that was prepared before is read in its format. A new one is written as ArrayRecord,
+    which needs no TensorFlow to be read.
 
     Raises:
-      OSError: it could not be downloaded, prepared or read.
+      OSError: the dataset could not be downloaded, prepared or read.
     """
-    # Only here, so that the module is imported in no time and without tensorflow-datasets.
+    # Imported here, so that importing this module is quick and needs no tensorflow-datasets.
     import tensorflow_datasets as tfds
 
     from reformax.data import prepared
@@ -111,7 +111,7 @@ def load(
 
 
 def _blocks(tfds, builder, split: str):
-    """Dicts of lists of bytes."""
+    """Yields examples in blocks, as dicts of lists of bytes."""
     if builder.info.file_format.value != "array_record":
         yield from tfds.as_numpy(builder.as_dataset(split, batch_size=_BLOCK))
         return

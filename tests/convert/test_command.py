@@ -10,7 +10,7 @@ import pytest
 import evaluate
 from reformax.cli import errors
 from reformax.convert import __main__ as command
-from reformax.convert import hugging_face, run_folder, trax_files
+from reformax.convert import hugging_face, run_folder, trax_files, trax_models
 from reformax.convert.spec import Op, Spec
 
 CIRCLE = dict(count_once=False, wrap=True, self_score=-1e5)
@@ -122,7 +122,7 @@ def test_trax_to_a_run_and_back(tmp_path, run):
 
     config.parse([str(tmp_path / "model.gin")])
     spec = Spec.of_config()
-    trax_files.write_params(tmp_path / "model.pkl.gz", spec, random_params(spec), 32)
+    trax_models.write_params(tmp_path / "model.pkl.gz", spec, random_params(spec), 32)
     flag = f"--config_file={tmp_path / 'model.gin'}"
     code, out, err = convert(run, tmp_path / "model.pkl.gz", tmp_path / "run", flag)
     assert (code, err) == (0, "") and "Trax's own model, 32 tokens" in out and "note" not in out
@@ -139,7 +139,7 @@ def test_weights_that_here_compute_something_else(tmp_path, run):
 
     config.parse([str(tmp_path / "model.gin")])
     spec = Spec.of_config()
-    trax_files.write_params(tmp_path / "model.pkl.gz", spec, random_params(spec), 32)
+    trax_models.write_params(tmp_path / "model.pkl.gz", spec, random_params(spec), 32)
     flags = [f"--config_file={tmp_path / 'model.gin'}", "--config=lsh.lsh.wrap=False"]
     code, out, err = convert(run, tmp_path / "model.pkl.gz", tmp_path / "run", *flags)
     assert code == 1 and "note: lsh.wrap is False; Trax computes True" in out

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.convert import check, tables, trax_files
+from reformax.convert import check, tables, trax_files, trax_models
 from reformax.convert.spec import Op, Spec
 from reformax.layers import LSHSelfAttention
 from reformax.layers._trax import signature, tl, trax
@@ -91,14 +91,14 @@ def test_our_weights_in_traxs_own_model(name, tmp_path):
     """Trax loads the file by itself; its logits are ours, of every layer; the weights come back."""
     spec, path = SPECS[name], tmp_path / "model.pkl.gz"
     params = random_params(spec)
-    trax_files.write_params(path, spec, params, length_of(spec))
-    model = initialised(trax_files.model_of(spec), length_of(spec))
+    trax_models.write_params(path, spec, params, length_of(spec))
+    model = initialised(trax_models.model_of(spec), length_of(spec))
     model.init_from_file(str(path))
     flat, _ = tl.flatten_weights_and_state(model.weights, model.state)
-    want = tables.write(trax_files.table(spec), params)
+    want = tables.write(trax_models.table(spec), params)
     assert [w.tobytes() for w in map(np.asarray, flat)] == [w.tobytes() for w in want.values()]
-    assert_same(trax_files.read_params(path, spec), params)
-    assert trax_files.notes(spec) == []
+    assert_same(trax_models.read_params(path, spec), params)
+    assert trax_models.notes(spec) == []
     found = check.against_trax(spec, params, path)
     assert found.scale > 1 and found.difference < 1e-5, found
 
@@ -107,7 +107,7 @@ def test_what_is_noted_is_a_difference():
     spec = REFORMERS["lsh"]
     options = {**LSH.options, "wrap": False, "count_once": True, "self_score": None}
     other = spec._replace(attention=(spec.attention[0], Op("lsh", options)))
-    found = " ".join(trax_files.notes(other))
+    found = " ".join(trax_models.notes(other))
     assert all(name in found for name in ("wrap", "count_once", "self_score"))
 
 
@@ -132,7 +132,7 @@ def trained(tmp_path_factory):
         counting(length), tl.WeightedCategoryCrossEntropy(), optimizers.Adam(0.01)
     )
     loop = training.Loop(
-        trax_files.model_of(spec, "train"),
+        trax_models.model_of(spec, "train"),
         task,
         output_dir=str(folder),
         checkpoint_at=lambda step: step == 5,
@@ -149,10 +149,10 @@ def test_a_checkpoint_of_traxs_training_loop(trained, tmp_path):
     assert saved.step == 5 and saved.input_signature == (signature(next(counting(32))[0]),)
     want, _ = tl.flatten_weights_and_state(loop.model.weights, loop.model.state)
     assert_same(saved.weights, [np.asarray(w) for w in want])
-    params = trax_files.read_params(path, spec)
-    trax_files.write_params(tmp_path / "back.pkl.gz", spec, params, length_of(spec))
+    params = trax_models.read_params(path, spec)
+    trax_models.write_params(tmp_path / "back.pkl.gz", spec, params, length_of(spec))
     assert_same(trax_files.read(tmp_path / "back.pkl.gz").weights, saved.weights)
-    model = initialised(trax_files.model_of(spec), length_of(spec))
+    model = initialised(trax_models.model_of(spec), length_of(spec))
     model.init_from_file(str(tmp_path / "back.pkl.gz"))
     flat, _ = tl.flatten_weights_and_state(model.weights, model.state)
     assert_same([np.asarray(w) for w in flat], saved.weights)
@@ -208,7 +208,7 @@ def test_our_models_as_layers_of_trax(tmp_path):
 def saved(tmp_path, spec, change=lambda content: None):
     path = tmp_path / "model.pkl.gz"
     params = random_params(spec)
-    trax_files.write_params(path, spec, params, length_of(spec))
+    trax_models.write_params(path, spec, params, length_of(spec))
     with gzip.open(path) as file:
         content = pickle.load(file)
     change(content)
@@ -227,7 +227,7 @@ def test_older_files(tmp_path):
         content["weights"] = [(flat[0],), (), {"rest": tuple(flat[1:])}]
 
     path, params = saved(tmp_path, spec, as_it_was)
-    assert_same(trax_files.read_params(path, spec), params)
+    assert_same(trax_models.read_params(path, spec), params)
 
 
 def test_weights_in_bfloat16(tmp_path):
@@ -236,12 +236,12 @@ def test_weights_in_bfloat16(tmp_path):
     path, params = saved(tmp_path, spec, lambda content: content.update(flat_weights=2))
     halves = [
         np.asarray(w).astype(jnp.bfloat16)
-        for w in tables.write(trax_files.table(spec), params).values()
+        for w in tables.write(trax_models.table(spec), params).values()
     ]
     with gzip.open(tmp_path / "model.weights.npy.gz", "wb") as file:
         for half in halves:
             np.save(file, half.view(np.uint16))
-    read = trax_files.read_params(path, spec)
+    read = trax_models.read_params(path, spec)
     want = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params)
     assert_same(read, want)
 
@@ -276,8 +276,8 @@ def test_weights_of_another_model(change, expected, tmp_path):
     spec = REFORMERS["lsh"]
     path, _ = saved(tmp_path, spec, change)
     for read in (
-        lambda: trax_files.read_params(path, spec),
-        lambda: trax_files.load(trax_files.model_of(spec), path),
+        lambda: trax_models.read_params(path, spec),
+        lambda: trax_files.load(trax_models.model_of(spec), path),
     ):
         with pytest.raises(ValueError) as raised:
             read()
@@ -286,7 +286,7 @@ def test_weights_of_another_model(change, expected, tmp_path):
 
 
 def test_named_weights():
-    model = trax_files.model_of(REFORMERS["lsh"])
+    model = trax_models.model_of(REFORMERS["lsh"])
     model.init(signature(np.zeros((1, 32), np.int32)))
     names = [name for name, _ in trax_files.named_weights(model)]
     assert len(set(names)) == len(names) == 30
@@ -302,7 +302,7 @@ def test_hostile_and_damaged_files(tmp_path):
     spec = REFORMERS["dense"]
     path, _ = saved(tmp_path, spec, lambda content: content.update(history=Hostile()))
     (tmp_path / "marker").unlink(missing_ok=True)
-    for read in (trax_files.read, lambda p: trax_files.load(trax_files.model_of(spec), p)):
+    for read in (trax_files.read, lambda p: trax_files.load(trax_models.model_of(spec), p)):
         with pytest.raises(ValueError, match=r"is refused: it names \w+\.system") as raised:
             read(path)
         assert not (tmp_path / "marker").exists() and "\n" not in str(raised.value)
@@ -342,5 +342,5 @@ def test_a_file_of_weights_that_is_cut_short(tmp_path):
 )
 def test_a_model_that_trax_does_not_have(spec, message):
     with pytest.raises(ValueError, match="Trax has no such ReformerLM") as raised:
-        trax_files.table(Spec.make("ReformerLM", [Op("dense", {})], **SIZES | spec))
+        trax_models.table(Spec.make("ReformerLM", [Op("dense", {})], **SIZES | spec))
     assert message in str(raised.value)

@@ -1,0 +1,262 @@
+"""config.json of Hugging Face's Reformer: the model that it describes, and back.
+
+`ReformerModelWithLMHead` of `transformers` is `lm.ReformerLM` with the arguments that `spec_of`
+finds:
+
+  * LSH layers: chunks in a circle, keys counted each time, factored buckets, the rounding of
+    `self_score` where a position finds only itself; attention over everything where one chunk
+    covers the length.
+  * Local layers: queries and keys of their own. Their circle is invisible to causal attention
+    unless a chunk sees two or more before it.
+  * Axial positions, or a table of positions, which is one axis.
+
+Two things differ: rows of padding, and which weights dropout drops in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from reformax.convert.spec import Op, Spec
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+SELF_SCORE = -1e5
+
+# The defaults of ReformerConfig.
+DEFAULTS = {
+    "attention_head_size": 64,
+    "attn_layers": ["local", "lsh"] * 3,
+    "axial_pos_embds": True,
+    "axial_pos_embds_dim": [64, 192],
+    "axial_pos_shape": [64, 64],
+    "chunk_size_feed_forward": 0,
+    "feed_forward_size": 512,
+    "hidden_act": "relu",
+    "hidden_dropout_prob": 0.05,
+    "hidden_size": 256,
+    "is_decoder": False,
+    "layer_norm_eps": 1e-12,
+    "local_attention_probs_dropout_prob": 0.05,
+    "local_attn_chunk_length": 64,
+    "local_num_chunks_after": 0,
+    "local_num_chunks_before": 1,
+    "lsh_attention_probs_dropout_prob": 0.0,
+    "lsh_attn_chunk_length": 64,
+    "lsh_num_chunks_after": 0,
+    "lsh_num_chunks_before": 1,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 12,
+    "num_buckets": None,
+    "num_hashes": 1,
+    "vocab_size": 320,
+}
+
+
+def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
+    """The model that computes the function of a config.json, and notes on the differences.
+
+    Raises:
+      ValueError: the model is no causal Reformer, or a value is out of range here or there.
+    """
+    if config.get("model_type", "reformer") != "reformer":
+        raise ValueError(f"model_type is {config['model_type']!r}: expected 'reformer'")
+    get = {**DEFAULTS, **config}
+    _check_numbers(get)
+    layers, notes = get["attn_layers"], []
+    kinds = sorted(set(layers))
+    if not layers or set(kinds) - {"local", "lsh"}:
+        raise ValueError(f"attn_layers is {layers}: expected 'local' and 'lsh'")
+    if get["is_decoder"] is not True:
+        raise ValueError("is_decoder is false: ReformerLM is causal, set it in config.json")
+    if get["hidden_act"] not in ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act is {get['hidden_act']!r}: expected one of {', '.join(ACTIVATIONS)}"
+        )
+    for kind in kinds:
+        n_after = get[f"{kind}_num_chunks_after"]
+        if n_after:
+            raise ValueError(f"{kind}_num_chunks_after is {n_after}: a causal model has 0")
+    whole = math.lcm(*(get[f"{kind}_attn_chunk_length"] for kind in kinds))
+    rates = {get[f"{kind}_attention_probs_dropout_prob"] for kind in kinds}
+    if len(rates) > 1:
+        notes.append(
+            f"attention dropout: local and LSH layers have {sorted(rates)} there and one rate "
+            f"here, {max(rates)}; training alone can tell"
+        )
+    period = next(n for n in range(1, len(layers) + 1) if layers == layers[:n] * (len(layers) // n))
+    cycle = [_op(kind, get, whole) for kind in layers[:period]]
+    if get["axial_pos_embds"]:
+        shape, d_embs = tuple(get["axial_pos_shape"]), tuple(get["axial_pos_embds_dim"])
+    else:
+        shape, d_embs = (get["max_position_embeddings"],), (get["hidden_size"],)
+    spec = Spec.make(
+        "ReformerLM",
+        cycle,
+        vocab_size=get["vocab_size"],
+        d_model=get["hidden_size"],
+        d_ff=get["feed_forward_size"],
+        d_attention_key=get["attention_head_size"],
+        d_attention_value=get["attention_head_size"],
+        n_layers=len(layers),
+        n_heads=get["num_attention_heads"],
+        dropout=get["hidden_dropout_prob"],
+        attention_dropout=max(rates),
+        pos_type="axial",
+        pos_axial_shape=shape,
+        pos_d_axial_embs=d_embs,
+        ff_activation=ACTIVATIONS[get["hidden_act"]],
+        ff_chunk_size=get["chunk_size_feed_forward"],
+        norm_epsilon=get["layer_norm_eps"],
+    )
+    return spec, notes
+
+
+def _check_numbers(get: Mapping[str, Any]) -> None:
+    unused = {kind for kind in ("local", "lsh") if kind not in get["attn_layers"]}
+    for name, default in DEFAULTS.items():
+        value, lists = get[name], isinstance(default, list) and name != "attn_layers"
+        if isinstance(default, bool | str) or name in ("attn_layers", "num_buckets"):
+            continue
+        if name.partition("_")[0] in unused:  # null in the configs of models without such layers
+            continue
+        values = value if lists and isinstance(value, list | tuple) else [value]
+        kinds = (int, float) if isinstance(default, float) else (int,)
+        least = 0 if isinstance(default, float) or "chunk" in name else 1
+        if not all(type(v) in kinds and v >= least for v in values):
+            raise ValueError(f"{name} is {value!r}: expected something like {default!r}")
+
+
+def _op(kind: str, get: Mapping[str, Any], whole: int) -> Op:
+    chunk_len, n_before = get[f"{kind}_attn_chunk_length"], get[f"{kind}_num_chunks_before"]
+    circle = {"wrap": True, "pad_chunks": whole // chunk_len}
+    options: dict[str, Any] = {"chunk_len": chunk_len, "n_chunks_before": n_before}
+    if kind == "local":
+        return Op("local", options | (circle if n_before > 1 else {}))
+    n_buckets = get["num_buckets"]
+    if n_buckets is None:
+        raise ValueError(
+            "num_buckets is null: transformers chooses it for the first sequence that it sees; "
+            "write a number into config.json, such as twice the length over the chunk length"
+        )
+    n_buckets = n_buckets if isinstance(n_buckets, int) else tuple(n_buckets)
+    options |= {"n_hashes": get["num_hashes"], "n_buckets": n_buckets, "count_once": False}
+    return Op("lsh", options | circle | {"self_score": SELF_SCORE})
+
+
+def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The config.json of a model.
+
+    Args:
+      spec: the model.
+      like: the config.json that the model was read from. Its other values are kept, such as the ids
+        of special tokens and its name of an activation.
+
+    Raises:
+      ValueError: Hugging Face's Reformer has no such model; the error names the argument.
+    """
+    arguments, like = spec.arguments, like or {}
+    _require(spec.model == "ReformerLM", f"the model is {spec.model}", "ReformerLM")
+    _require(arguments["pos_type"] == "axial", f"pos_type is {arguments['pos_type']!r}", "'axial'")
+    shape, d_embs = list(arguments["pos_axial_shape"]), list(arguments["pos_d_axial_embs"])
+    _require(len(shape) < 3, f"pos_axial_shape is {tuple(shape)}", "one or two axes")
+    _require(not arguments["attention_bias"], "attention_bias is True", "False")
+    d_head = arguments["d_attention_key"]
+    _require(
+        d_head == arguments["d_attention_value"],
+        f"d_attention_value is {arguments['d_attention_value']}",
+        f"d_attention_key, {d_head}",
+    )
+    activation = arguments["ff_activation"]
+    activation = activation if isinstance(activation, str) else "gelu_tanh"
+    acts = [name for name, ours in ACTIVATIONS.items() if ours == activation]
+    repeated = [op for *_, op in spec.layers()]
+    config: dict[str, Any] = {
+        "architectures": ["ReformerModelWithLMHead"],
+        "model_type": "reformer",
+        "is_decoder": True,
+        "attn_layers": [op.name for op in repeated],
+        "attention_head_size": d_head,
+        "axial_pos_embds": len(shape) == 2,
+        "chunk_size_feed_forward": arguments["ff_chunk_size"],
+        "feed_forward_size": arguments["d_ff"],
+        "hidden_act": like.get("hidden_act") if like.get("hidden_act") in acts else acts[0],
+        "hidden_dropout_prob": arguments["dropout"],
+        "hidden_size": arguments["d_model"],
+        "layer_norm_eps": arguments["norm_epsilon"],
+        "max_position_embeddings": math.prod(shape),
+        "num_attention_heads": arguments["n_heads"],
+        "num_hidden_layers": len(repeated),
+        "tie_word_embeddings": False,
+        "vocab_size": arguments["vocab_size"],
+    }
+    if len(shape) == 2:
+        config |= {"axial_pos_shape": shape, "axial_pos_embds_dim": d_embs}
+    config |= _attention_of(spec)
+    # `like` may say more, as long as it says the same.
+    kept = {**like, **config}
+    for kind in ("local", "lsh"):
+        rate = f"{kind}_attention_probs_dropout_prob"
+        if rate in like and spec_of(like)[0].arguments["attention_dropout"] == config.get(rate):
+            kept[rate] = like[rate]
+    if "max_position_embeddings" in like and len(shape) == 2:
+        kept["max_position_embeddings"] = like["max_position_embeddings"]
+    return kept
+
+
+def _attention_of(spec: Spec) -> dict[str, Any]:
+    """The settings of the attention layers, one for each kind of layer."""
+    config: dict[str, Any] = {}
+    kinds = {op.name for op in spec.attention}
+    _require(kinds <= {"local", "lsh"}, f"the attention is {', '.join(kinds)}", "local and lsh")
+    for kind in ("local", "lsh"):
+        ops = [op for op in spec.attention if op.name == kind]
+        if ops:
+            same = all(op.options == ops[0].options for op in ops)
+            _require(same, f"the {kind} layers have several settings", "one")
+            config |= {
+                f"{kind}_attn_chunk_length": ops[0].option("chunk_len"),
+                f"{kind}_num_chunks_before": ops[0].option("n_chunks_before"),
+                f"{kind}_num_chunks_after": 0,
+                f"{kind}_attention_probs_dropout_prob": spec.arguments["attention_dropout"],
+            }
+    whole = math.lcm(*(config[f"{kind}_attn_chunk_length"] for kind in kinds))
+    for op in spec.attention:
+        _require_same_function(op, whole // op.option("chunk_len"))
+        if op.name == "lsh":
+            n_buckets = op.option("n_buckets")
+            config["num_buckets"] = n_buckets if isinstance(n_buckets, int) else list(n_buckets)
+            config["num_hashes"] = op.option("n_hashes")
+    return config
+
+
+def _require_same_function(op: Op, pad_chunks: int) -> None:
+    wanted = {"n_chunks_after": 0}
+    if op.name == "local":
+        wanted |= {"window": None, "shared_qk": False}
+        if op.option("n_chunks_before") > 1:
+            wanted |= {"wrap": True, "pad_chunks": pad_chunks}
+    else:
+        wanted |= {"count_once": False, "wrap": True, "pad_chunks": pad_chunks}
+        wanted |= {"self_score": SELF_SCORE}
+        n_eval = op.option("n_hashes_eval")
+        _require(n_eval in (None, op.option("n_hashes")), f"n_hashes_eval is {n_eval}", "n_hashes")
+        _require(op.option("n_buckets") != "auto", "n_buckets is 'auto'", "a number")
+    for name, value in wanted.items():
+        _require(
+            op.option(name) == value, f"{op.name}'s {name} is {op.option(name)!r}", repr(value)
+        )
+
+
+def _require(holds: bool, what: str, instead: str) -> None:
+    if not holds:
+        raise ValueError(f"Hugging Face's Reformer has no such model: {what}, expected {instead}")

@@ -1,0 +1,254 @@
+"""`lm.ReformerLM` and `lm.TransformerLM` as the models of these names in `trax.models`.
+
+`table` says which weight here is which weight of Trax's model, `notes` where the two functions
+differ, and `model_of` makes Trax's model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reformax.convert import tables, trax_files
+from reformax.convert.spec import Op, Spec
+from reformax.convert.tables import Tensor
+from reformax.layers._trax import ShapeDtype, tl, trax
+
+
+def table(spec: Spec) -> list[Tensor]:
+    """The weights of `trax.models.ReformerLM` or `TransformerLM`, in the order of their file.
+
+    Raises:
+      ValueError: Trax has no such model; the error names the argument.
+    """
+    _check(spec)
+    a = spec.arguments
+    d, vocab = a["d_model"], a["vocab_size"]
+    rows = [Tensor("embedding", ("embedding",), (vocab, d))]
+    rows += _positions(a["pos_axial_shape"], a["pos_d_axial_embs"])
+    attention_of = _joined_heads if spec.model == "TransformerLM" else _separate_heads
+    for layer, block, repeat, op in spec.layers():
+        name, path = f"layer_{layer}", ("stack", f"block_{block}")
+        rows += _norm(f"{name}.attention_norm", (*path, "attention_norm"), d, repeat)
+        rows += attention_of(f"{name}.attention", (*path, "attention"), repeat, op, a)
+        rows += _norm(f"{name}.feed_forward_norm", (*path, "feed_forward_norm"), d, repeat)
+        for i, sizes in (("1", (d, a["d_ff"])), ("2", (a["d_ff"], d))):
+            for x, shape in (("w", sizes), ("b", sizes[1:])):
+                weight = (*path, "feed_forward", f"{x}{i}")
+                rows.append(Tensor(f"{name}.feed_forward.{x}{i}", weight, shape, repeat))
+    d_features = d if spec.model == "TransformerLM" else 2 * d
+    rows += _norm("norm", ("norm",), d_features)
+    rows.append(Tensor("logits.w", ("logits", "w"), (d_features, vocab)))
+    rows.append(Tensor("logits.b", ("logits", "b"), (vocab,)))
+    return [row._replace(name=f"flat_weights[{i}] {row.name}") for i, row in enumerate(rows)]
+
+
+def _positions(shape: Sequence[int], d_embs: Sequence[int]) -> list[Tensor]:
+    """The table of positions, or one for each axis, which has length 1 along the others there."""
+    if len(shape) == 1:
+        return [Tensor("positions", ("positions", "axis_0"), (shape[0], d_embs[0]))]
+    rows = []
+    for axis, sizes in enumerate(zip(shape, d_embs, strict=True)):
+        broadcast = [1] * (len(shape) + 1) + [d_embs[axis]]
+        broadcast[axis + 1] = shape[axis]
+        path = ("positions", f"axis_{axis}")
+        rows.append(
+            Tensor(
+                f"positions.axis_{axis}",
+                path,
+                tuple(broadcast),
+                None,
+                lambda x, sizes=sizes: x.reshape(sizes),
+            )
+        )
+    return rows
+
+
+def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None) -> list[Tensor]:
+    return [Tensor(f"{name}.{x}", (*path, x), (size,), repeat) for x in ("scale", "bias")]
+
+
+def _separate_heads(name, path, repeat, op: Op, a: Mapping[str, Any]) -> list[Tensor]:
+    """The projections of a ReformerLM's attention, `[N, D, H]` as here."""
+    n, d, d_qk, d_v = a["n_heads"], a["d_model"], a["d_attention_key"], a["d_attention_value"]
+    shapes = {"w_q": (n, d, d_qk), "w_k": (n, d, d_qk), "w_v": (n, d, d_v), "w_o": (n, d_v, d)}
+    if _shares_qk(op):
+        del shapes["w_k"]
+    return [Tensor(f"{name}.{x}", (*path, x), shape, repeat) for x, shape in shapes.items()]
+
+
+def _joined_heads(name, path, repeat, op: Op, a: Mapping[str, Any]) -> list[Tensor]:
+    """The projections of a TransformerLM's attention: Dense layers of all heads together."""
+    del op
+    n, d = a["n_heads"], a["d_model"]
+    h = d // n
+    rows = []
+    for x in "qkv":
+        rows += [
+            Tensor(
+                f"{name}.w_{x}",
+                (*path, f"w_{x}"),
+                (d, d),
+                repeat,
+                lambda w: w.reshape(d, n, h).transpose(1, 0, 2),
+                lambda w: w.transpose(1, 0, 2).reshape(d, d),
+            ),
+            Tensor(
+                f"{name}.b_{x}",
+                (*path, f"b_{x}"),
+                (d,),
+                repeat,
+                lambda b: b.reshape(n, h),
+                lambda b: b.reshape(d),
+            ),
+        ]
+    return [
+        *rows,
+        Tensor(
+            f"{name}.w_o",
+            (*path, "w_o"),
+            (d, d),
+            repeat,
+            lambda w: w.reshape(n, h, d),
+            lambda w: w.reshape(d, d),
+        ),
+        Tensor(f"{name}.b_o", (*path, "b_o"), (d,), repeat),
+    ]
+
+
+def _shares_qk(op: Op) -> bool:
+    return op.name in ("lsh", "shared_qk") or (op.name == "local" and op.option("shared_qk"))
+
+
+def _check(spec: Spec) -> None:
+    a = spec.arguments
+
+    def require(holds, what, instead):
+        if not holds:
+            raise ValueError(f"Trax has no such {spec.model}: {what}, expected {instead}")
+
+    require(a["pos_type"] != "rotary", "pos_type is 'rotary'", "'axial', 'sinusoidal' or 'none'")
+    require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
+    for op in spec.attention:
+        if op.name == "local":
+            require(op.option("window") is None, f"local's window is {op.option('window')}", "None")
+    if spec.model == "ReformerLM":
+        require(not a["attention_bias"], "attention_bias is True", "False")
+        return
+    require(a["attention_bias"], "attention_bias is False", "True")
+    require({op.name for op in spec.attention} == {"dense"}, "attention_type is not dense", "dense")
+    size = a["d_model"] // a["n_heads"]
+    for name in ("d_attention_key", "d_attention_value"):
+        require(a[name] == size, f"{name} is {a[name]}", f"d_model / n_heads, {size}")
+    one_axis = len(a["pos_axial_shape"]) == 1
+    require(one_axis, f"pos_axial_shape is {a['pos_axial_shape']}", "(max_len,), a table")
+
+
+def notes(spec: Spec) -> list[str]:
+    """The differences between the function of `spec` and Trax's with the same weights."""
+    found = []
+    if spec.arguments["dtype"] != "float32":
+        found.append(
+            f"sublayers and logits compute in {spec.arguments['dtype']}; Trax's in float32"
+        )
+    if spec.arguments.get("exact"):
+        found.append("exact=True rounds the streams to multiples of 2^-12")
+    wanted = {"count_once": False, "wrap": True, "self_score": -1e5, "n_hashes_eval": None}
+    wanted |= {"pad_chunks": 1}
+    for op in dict.fromkeys((op.name, *op.options.items()) for op in spec.attention):
+        op = Op(op[0], dict(op[1:]))
+        for name, value in wanted.items() if op.name == "lsh" else ():
+            if op.option(name) != value:
+                found.append(f"lsh.{name} is {op.option(name)!r}; Trax computes {value!r}")
+        if op.name == "local" and op.option("n_chunks_before") > 1:
+            circle = {"wrap": True} | ({"self_score": -1e5} if op.option("shared_qk") else {})
+            for name, value in circle.items():
+                if op.option(name) != value:
+                    found.append(f"local.{name} is {op.option(name)!r}; Trax computes {value!r}")
+    return found
+
+
+def read_params(path: str | Path, spec: Spec) -> Any:
+    """The parameters of `spec` from a checkpoint of `trax.models.ReformerLM` or `TransformerLM`.
+
+    Raises:
+      ValueError: the file is damaged, Trax has no such model, or a weight does not fit; the error
+        names the first one.
+    """
+    rows, weights = table(spec), trax_files.read(path).weights
+    for i, row in enumerate(rows[: len(weights)]):
+        if row.path[0] == "positions" and weights[i].shape == (1, *row.shape):
+            weights[i] = weights[i][0]  # older versions wrote a batch axis
+    names = [row.name for row in rows]
+    expected = {row.name: row.shape for row in rows}
+    tables.check_shapes(expected, trax_files.shapes_by_name(weights, names), str(path))
+    params = tables.read(rows, dict(zip(names, weights, strict=True)), str(path))
+    if spec.arguments["pos_type"] == "sinusoidal":
+        params["positions"] = ()
+    return params
+
+
+def write_params(path: str | Path, spec: Spec, params: Any, length: int) -> Path:
+    """Writes a checkpoint that Trax's own model, `model_of(spec)`, loads.
+
+    Args:
+      path: a name that ends in .pkl.gz.
+      spec: the model.
+      params: its weights.
+      length: tokens of the file's input signature, `[1, length]`.
+
+    Raises:
+      ValueError: Trax has no such model.
+    """
+    weights = list(tables.write(table(spec), params).values())
+    signature = ShapeDtype((1, length), np.int32)
+    model = model_of(spec)
+    model.init(signature)
+    state = tl.flatten_weights_and_state(model.weights, model.state)[1]
+    return trax_files.write(path, weights, state, signature)
+
+
+def model_of(spec: Spec, mode: str = "eval"):
+    """Trax's model with the weights of `table`, not yet initialised."""
+    _check(spec)
+    a = spec.arguments
+    activations = {"relu": tl.Relu, "gelu": tl.Gelu, "gelu_tanh": tl.FastGelu, "silu": tl.Swish}
+    activation = a["ff_activation"] if isinstance(a["ff_activation"], str) else "gelu_tanh"
+    names = ("vocab_size", "d_model", "d_ff", "n_layers", "n_heads", "dropout")
+    options = {name: a[name] for name in names}
+    options |= {"mode": mode, "ff_activation": activations[activation]}
+    shape = a["pos_axial_shape"]
+    if len(shape) == 1:
+        options["max_len"] = shape[0]
+    if spec.model == "TransformerLM":
+        return trax.models.TransformerLM(**options)
+    if len(shape) > 1:
+        options |= {"pos_type": "axial", "pos_axial_shape": tuple(shape)}
+        options["pos_d_axial_embs"] = tuple(a["pos_d_axial_embs"])
+    elif not shape:
+        options["pos_type"] = {"sinusoidal": "sin-cos", "none": "no"}[a["pos_type"]]
+    return trax.models.ReformerLM(
+        **options,
+        d_attention_key=a["d_attention_key"],
+        d_attention_value=a["d_attention_value"],
+        ff_chunk_size=0,
+        attention_type=[_attention_of(op) for op in spec.attention],
+    )
+
+
+def _attention_of(op: Op):
+    if op.name in ("dense", "shared_qk"):
+        return functools.partial(tl.SelfAttention, share_qk=op.name == "shared_qk")
+    names = ("chunk_len", "n_chunks_before", "n_chunks_after")
+    options = {name: op.option(name) for name in names}
+    if op.name == "local":
+        return functools.partial(tl.SelfAttention, share_qk=op.option("shared_qk"), **options)
+    n_buckets = op.option("n_buckets")
+    if not isinstance(n_buckets, int):
+        n_buckets = None if n_buckets == "auto" else list(n_buckets)
+    options |= {"n_hashes": op.option("n_hashes"), "n_buckets": n_buckets}
+    return functools.partial(tl.LSHSelfAttention, **options)
