@@ -1,4 +1,4 @@
-"""Makes hugging_face.npz: tiny models of Hugging Face, their inputs, and what they compute.
+"""Makes hugging_face.npz: tiny models of Hugging Face, their inputs and their outputs.
 
     python tests/convert/make_hugging_face_fixture.py
 
@@ -50,8 +50,7 @@ CONFIGS = {
         chunk_size_feed_forward=1,
         layer_norm_eps=1e-5,
     ),
-    # Everything unusual: chunk lengths that do not divide each other, two chunks before, a table of
-    # positions.
+    # Unusual: chunk lengths that do not divide each other, two chunks before, a table of positions.
     "circle": COMMON
     | dict(
         attn_layers=["lsh", "local"],
@@ -69,7 +68,7 @@ LENGTHS = (1, 5, 8, 24, 35)
 
 
 def model_of(config: dict, seed: int):
-    """A `ReformerModelWithLMHead` with random weights of about the size of trained ones."""
+    """A `ReformerModelWithLMHead` whose random weights are about as large as trained ones."""
     import torch
     import transformers
 
@@ -94,7 +93,7 @@ def rotations_of(config: dict):
 
 
 def inputs_of(config: dict, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens `[3, T]` and which are real: all, all but some at the end, all but the first."""
+    """Tokens `[3, T]` and their masks: all real, padded at the end, padded at the start."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config["vocab_size"], (3, length))
     real = np.ones((3, length), bool)
@@ -105,7 +104,7 @@ def inputs_of(config: dict, length: int, seed: int) -> tuple[np.ndarray, np.ndar
 
 
 def logits_of(model, tokens: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """What the model computes, without `lm_head.bias`, which depends on the version."""
+    """The model's logits without `lm_head.bias`, which depends on the version."""
     import torch
 
     mask = None if real.all() else torch.tensor(real)

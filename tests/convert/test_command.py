@@ -1,4 +1,4 @@
-"""`python -m reformax.convert`, and what its output is good for."""
+"""`python -m reformax.convert`, and the use of its output."""
 
 import json
 import sys
@@ -96,7 +96,7 @@ def test_hugging_face_to_a_run_that_is_scored_and_back(tmp_path, run):
     code, out, err = run(evaluate.main, *flags, "--length=32")
     result = json.loads((tmp_path / "run/evaluation_valid.json").read_text())
     assert code == 0 and "bits_per_dim: " in out and result["n_targets"] == 256
-    # The bytes are ids from 2 on, as the model's own task says.
+    # The model's task has the bytes at ids from 2 on.
     assert "text.text.offset = 2" in (tmp_path / "run/config.gin").read_text()
     code, out, err = convert(run, tmp_path / "run", tmp_path / "back")
     assert (code, err) == (0, "")
@@ -133,7 +133,7 @@ def test_trax_to_a_run_and_back(tmp_path, run):
 
 
 def test_weights_that_here_compute_something_else(tmp_path, run):
-    """Said in notes and in the check, and the exit code is 1."""
+    """Notes and the check say so, and the exit code is 1."""
     (tmp_path / "model.gin").write_text(GIN)
     from reformax.cli import config
 
@@ -194,7 +194,7 @@ def test_a_spec_survives_its_gin_file(spec_of, tmp_path):
     lines = ["from __gin__ import dynamic_registration", "from reformax.training import loop"]
     lines += [spec.gin(), f"loop.train.model = @lm.{spec.model}"]
     text = "\n".join(lines)
-    if spec_of == 1:  # what a config that says nothing of attention means
+    if spec_of == 1:  # a config that does not set the attention
         text = "\n".join(line for line in text.split("\n") if "attention_type" not in line)
     (tmp_path / "spec.gin").write_text(text)
     config.parse([str(tmp_path / "spec.gin")])

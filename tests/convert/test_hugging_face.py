@@ -39,7 +39,7 @@ def difference(ours, theirs, real):
 @pytest.mark.parametrize("length", fixture.LENGTHS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_transformers(name, length):
-    """Local and LSH layers, one round and several, at every length, padded on either side."""
+    """Local and LSH layers, one round and several, at every length, with padding on either side."""
     spec, _ = hugging_face_config.spec_of(CONFIGS[name])
     params = params_of(spec, weights(name))
     logits = encoder(spec, params, FIXTURE[f"{name}/rotations"])
@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(name, length):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_without_segments_and_with_other_rotations(name):
-    """No mask is all ones; and rotations matter, so that agreement above is no accident."""
+    """No mask is a mask of ones. Rotations matter, so the agreement above is no accident."""
     spec, _ = hugging_face_config.spec_of(CONFIGS[name])
     params, rotations = params_of(spec, weights(name)), FIXTURE[f"{name}/rotations"]
     tokens, want = FIXTURE[f"{name}/24/tokens"].astype(np.int32), FIXTURE[f"{name}/24/whole"]
@@ -95,7 +95,7 @@ def test_a_round_trip_gives_the_identical_arrays_and_config(name, tmp_path):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_models(name):
-    """Their shapes, without their 149 million numbers."""
+    """Shapes only: there are 149 million numbers."""
     config = PUBLISHED[name]
     spec, notes = hugging_face_config.spec_of(config)
     table = hugging_face.table(spec)
@@ -250,7 +250,7 @@ def test_a_config_that_has_no_model_here(change, message):
 
 
 def test_what_older_versions_wrote_besides(tmp_path):
-    """Constants as buffers, and the bias under a second name."""
+    """They hold constants as buffers and the bias under a second name."""
     tensors = weights("factored")
     name = QUERY_KEY.replace("query_key.weight", "mask_value_float32")
     more = tensors | {
@@ -279,7 +279,7 @@ def test_half_precision_becomes_float32(dtype, tmp_path):
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs torch and transformers")
 @pytest.mark.parametrize("name", fixture.CONFIGS)
 def test_live(name, tmp_path):
-    """A fresh model, its files of both kinds, its logits, and what it makes of ours."""
+    """A new model: both kinds of its files, its logits, and its reading of our files."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""A pickle's arrays come back; whatever else it names is refused by that name, and never runs."""
+"""Arrays of a pickle come back. Every other name in it is refused and never runs."""
 
 import collections
 import gzip
@@ -56,7 +56,7 @@ def test_a_container_may_hold_itself():
 
 
 def pickled_with_trax(tmp_path):
-    """A file of old: a History and named tuples of `trax.supervised`, pickled by their classes."""
+    """An old file: a History and named tuples of `trax.supervised`, pickled by their classes."""
     code = """
 import sys, types, pickle, collections
 import numpy as np
@@ -84,7 +84,7 @@ for protocol in (2, 4):
 
 def test_classes_of_trax_become_records_and_are_not_imported(tmp_path, monkeypatch):
     pickles = pickled_with_trax(tmp_path)
-    monkeypatch.setitem(sys.modules, "trax", None)  # importing anything of it would fail
+    monkeypatch.setitem(sys.modules, "trax", None)  # any import of it would fail
     for data in pickles:
         got = safe_pickle.loads(data, "it")
         np.testing.assert_array_equal(got["opt"].args[0][0], np.ones(2))
@@ -154,7 +154,7 @@ def test_a_hostile_pickle_is_refused_in_one_line(attack, tmp_path):
 
 
 def test_the_attacks_are_real(tmp_path):
-    """What is refused above does run where `pickle` reads it."""
+    """Python's own `pickle` runs the code that is refused above."""
     for attack in ("os.system", "in an array of objects", "GLOBAL", "INST", "OBJ", "STACK_GLOBAL"):
         marker = tmp_path / attack.replace(" ", "_")
         pickle.loads(HOSTILE[attack](str(marker)))

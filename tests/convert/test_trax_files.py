@@ -75,7 +75,7 @@ def length_of(spec):
 
 
 def initialised(model, length, batch=1):
-    """What Trax asks for before it loads a reversible model."""
+    """The model, initialised: Trax needs this before it loads a reversible model."""
     model.init(signature(np.zeros((batch, length), np.int32)))
     return model
 
@@ -88,7 +88,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_our_weights_in_traxs_own_model(name, tmp_path):
-    """Trax loads the file by itself; its logits are ours, of every layer; the weights come back."""
+    """Trax loads the file by itself, its logits equal ours, and the weights come back."""
     spec, path = SPECS[name], tmp_path / "model.pkl.gz"
     params = random_params(spec)
     trax_models.write_params(path, spec, params, length_of(spec))
@@ -121,7 +121,7 @@ def counting(length=16, batch=4):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A ReformerLM of Trax's layers, trained for some steps by Trax's Loop, and its folder."""
+    """A ReformerLM of Trax's layers, trained for a few steps by Trax's Loop, and its folder."""
     from trax import optimizers
     from trax.supervised import training
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_traxs_training_loop(trained, tmp_path):
 @needs_tensorflow
 @pytest.mark.parametrize("layer", [tl.LSHSelfAttention, LSHSelfAttention], ids=["trax", "ours"])
 def test_into_a_model_of_traxs_layers_or_of_ours(trained, layer, tmp_path):
-    """Weights and state, as Trax's own `init_from_file` reads them; and written back."""
+    """Weights and state equal those of Trax's own `init_from_file`, and are written back."""
     _, path, _ = trained
     attention = functools.partial(layer, chunk_len=4, n_hashes=3, n_buckets=4)
     arguments = SIZES | AXIAL | dict(ff_activation=tl.Relu, mode="eval", dropout=0.1, n_layers=1)
@@ -188,7 +188,7 @@ def test_into_a_model_of_traxs_layers_or_of_ours(trained, layer, tmp_path):
 
 
 def test_our_models_as_layers_of_trax(tmp_path):
-    """Weights in a dict, saved by Trax and read here, and the other way around."""
+    """Weights in a dict: saved by Trax and read here, and the other way around."""
 
     def net():
         net = tl.Serial(REFORMERS["lsh"].build(), tl.LogSoftmax())
@@ -218,7 +218,7 @@ def saved(tmp_path, spec, change=lambda content: None):
 
 
 def test_older_files(tmp_path):
-    """Weights as a tree, and a table of positions with an axis more."""
+    """Weights as a tree, and a table of positions with a batch axis."""
     spec = REFORMERS["dense"]
 
     def as_it_was(content):
@@ -231,7 +231,7 @@ def test_older_files(tmp_path):
 
 
 def test_weights_in_bfloat16(tmp_path):
-    """Trax's Loop writes their bits as integers into the file beside."""
+    """Trax's Loop writes their bits as integers into the second file."""
     spec = REFORMERS["dense"]
     path, params = saved(tmp_path, spec, lambda content: content.update(flat_weights=2))
     halves = [
@@ -272,7 +272,7 @@ WRONG = [
 
 @pytest.mark.parametrize("change, expected", WRONG)
 def test_weights_of_another_model(change, expected, tmp_path):
-    """In one line that names the tensor and both shapes, into our model and into Trax's."""
+    """In one line that names the tensor and both shapes, for our model and for Trax's."""
     spec = REFORMERS["lsh"]
     path, _ = saved(tmp_path, spec, change)
     for read in (

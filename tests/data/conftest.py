@@ -1,4 +1,4 @@
-"""What the tests of the data share."""
+"""Helpers of the tests of data."""
 
 import contextlib
 

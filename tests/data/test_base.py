@@ -67,10 +67,10 @@ def test_evaluation_predicts_each_byte_once_with_enough_context(arguments):
         for row, weight in zip(tokens, weights, strict=True):
             (at,) = np.nonzero(weight)
             if not len(at):
-                continue  # fills up the last batch
+                continue  # fills the last batch
             begin = len(scored) - at[0]
             assert 0 <= begin <= max(0, n - length)
-            # What is not scored is context, not padding, unless the split is too short for it.
+            # The rest of a window is context, and padding only if the split is too short.
             real = min(length, n)
             np.testing.assert_array_equal(row[:real], text[begin : begin + real])
             assert not row[real:].any()
@@ -98,7 +98,7 @@ def test_training_batch_is_a_pure_function_giving_windows_of_train(seed, step, b
     assert (batch.weights == 1).all()
     assert all(row.astype(np.uint8).tobytes() in text for row in batch.inputs)
     np.testing.assert_array_equal(batch.inputs, batch.targets)
-    task.train_batch(seed, (step + 1) % 2**63, 3, 7)  # another call in between changes nothing
+    task.train_batch(seed, (step + 1) % 2**63, 3, 7)  # a call in between changes nothing
     np.testing.assert_array_equal(
         task.train_batch(seed, step, batch_size, length).inputs, batch.inputs
     )

@@ -1,4 +1,4 @@
-"""enwik8 from local files, and the way of the download from a server on this machine."""
+"""enwik8 from local files, and by download from a local server."""
 
 import functools
 import gzip
@@ -21,7 +21,7 @@ from reformax.data import enwik8
 from reformax.data.base import split_bytes
 
 SPLITS = ("train", "valid", "test")
-# More than one block in each split, and no whole number of blocks.
+# Each split has several blocks, the last one not full.
 TEXT = np.random.default_rng(0).integers(0, 256, 3_000_001, np.uint8).tobytes()
 SHORT = TEXT[:500]
 
@@ -102,7 +102,7 @@ def builder():
 
 
 def expect(builder, monkeypatch, url, archive):
-    """Has the builder download `archive`'s size and checksum from `url`."""
+    """Makes the builder expect an archive's size and checksum at `url`."""
     info = builder.UrlInfo(
         size=len(archive), checksum=hashlib.sha256(archive).hexdigest(), filename="enwik8.zip"
     )
@@ -112,13 +112,13 @@ def expect(builder, monkeypatch, url, archive):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """The address of a server of tmp_path/www and a list of what was asked of it."""
+    """A server of tmp_path/www: its address and the list of its requests."""
     (tmp_path / "www").mkdir()
     asked = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
-            # Servers that refuse Python's own client do serve the downloader's.
+            # Some servers refuse Python's own client and serve the downloader's.
             if "urllib" in self.headers["User-Agent"]:
                 self.send_error(403)
             else:
@@ -157,7 +157,7 @@ def test_download_gives_the_bytes_once_and_then_from_disk(
     monkeypatch.setattr(builder, "load", lambda: again)
     assert content(enwik8.enwik8()) == TEXT
 
-    # What is read back needs no TensorFlow.
+    # Reading back needs no TensorFlow.
     script = f"""
 import sys, hashlib
 from reformax.data import enwik8_builder

@@ -61,7 +61,7 @@ def test_evaluation_is_a_fixed_set_with_its_sentences(split, batch_size):
 def test_splits_share_no_draw():
     task = reverse(30, 100)
     splits = [set(task.translation.sentences(split)[0]) for split in ("valid", "test")]
-    assert len(splits[0] & splits[1]) < 20  # words of a symbol or two
+    assert len(splits[0] & splits[1]) < 20  # words of one or two symbols
 
 
 @pytest.mark.parametrize(

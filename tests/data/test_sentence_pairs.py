@@ -27,7 +27,7 @@ def make(sentences=SENTENCES):
     def training_text():
         return [*sentences["train"][0], *sentences["train"][1]]
 
-    # Single letters and the mark of a word's beginning: a sentence of n letters is n + 2 tokens.
+    # Pieces are single letters and the mark of a word's start: n letters are n + 2 tokens.
     vocabulary = SentencePieces(16, training_text, model_type="char")
     return sentence_pairs("letters", sentences.__getitem__, vocabulary)
 
@@ -100,7 +100,7 @@ def test_an_epoch_has_every_pair_once_and_the_next_in_another_order():
 
 @pytest.mark.parametrize("batch_size, length", [(1, 17), (4, 64), (50, 64)])
 def test_batches_are_pure_and_go_through_the_rows(batch_size, length):
-    """Batches of more rows are those of fewer joined, over the ends of epochs too."""
+    """A large batch is several small ones joined, across the ends of epochs too."""
     fresh = make()
     steps = (0, 3, 40)
     for step in steps:

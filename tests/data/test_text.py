@@ -17,7 +17,7 @@ LINES = b"".join(b"line %d\n" % i for i in range(100))
 
 
 def write(path, data=LINES):
-    """Writes `data` packed as the path's ending says."""
+    """Writes `data`, packed by the path's ending."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".zip":
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -121,7 +121,7 @@ def test_zip_with_a_password(tmp_path, fails_in_one_line):
     path = write(tmp_path / "a.zip")
     data = bytearray(path.read_bytes())
     for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        data[data.rindex(signature) + flags] |= 1  # says that the text is encrypted
+        data[data.rindex(signature) + flags] |= 1  # marks the text as encrypted
     path.write_bytes(data)
     with fails_in_one_line(ValueError, "a.zip cannot be read .*password.*: unpack it yourself"):
         text(str(path))

@@ -1,4 +1,4 @@
-"""Pairs of aligned text files, and everything that can be wrong with them."""
+"""Pairs of aligned text files, and their errors."""
 
 import gzip
 

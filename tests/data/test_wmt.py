@@ -1,4 +1,4 @@
-"""WMT by the ways of tensorflow-datasets: a tiny dataset that its own builder prepared."""
+"""WMT through tensorflow-datasets: a tiny dataset that its own builder prepared."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def examples(split):
 
 
 def prepare(folder, file_format):
-    """Writes the dataset as its own builder does, but for the download."""
+    """Writes the dataset as its own builder does, without the download."""
     builder = tfds.builder_cls("wmt14_translate")
 
     class Local(builder, skip_registration=True):
