@@ -23,8 +23,8 @@ import reformax.ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COPIED = ("benchmarks", "configs", "reformax", "tests", "pyproject.toml")
 SCRIPTS = ("train.py", "evaluate.py", "generate.py")
+COPIED = ("benchmarks", "configs", "reformax", "tests", "pyproject.toml", *SCRIPTS)
 
 
 def macros(**values) -> str:
@@ -34,7 +34,7 @@ def macros(**values) -> str:
 # Flags that make a run take seconds.
 SIZES = dict(d_model=16, d_ff=16, n_heads=2, n_layers=2)
 STEPS = dict(steps=2, batch_size=2)
-BYTES = macros(**SIZES, **STEPS, d_head=8, length=64, warmup_steps=1)
+BYTES = macros(**SIZES | dict(n_layers=4), **STEPS, d_head=8, length=64, warmup_steps=1)
 AXIAL = macros(
     **{
         "lm.ReformerLM.pos_axial_shape": "(8, 8)",
@@ -42,7 +42,7 @@ AXIAL = macros(
     }
 )
 STDLIB = f"{BYTES} {macros(**{'stdlib.stdlib.max_bytes': 20_000})}"
-ENWIK8 = f"{BYTES} {macros(n_layers=4)} --data_dir=enwik8.zip"
+ENWIK8 = f"{BYTES} --data_dir=enwik8.zip"
 WINDOWS = macros(**{"loop.train.eval_stride": 32})
 REVERSED = (
     f"{macros(**SIZES, **STEPS)} "
@@ -53,6 +53,7 @@ SENTENCES = (
     "--d_model=8 --n_layers=1 --repeats=1 --batch=2 --length=32 --sentences=8 --batch_tokens=64 "
     "--no_peers"
 )
+GUIDE = "adding_an_attention.md"
 ELSEWHERE = None  # .ci/run runs the command itself
 
 # The commands of the pages, and what makes them small.
@@ -175,7 +176,7 @@ SLOW = {"results.md", "tutorial.md", "translation.md", "own_text.md", "conversio
     "generation.md",
     "resuming.md",
     "choosing_an_attention.md",
-    "adding_an_attention.md",
+    GUIDE,
 }
 
 # What stands in snippets, and what a test computes instead.
@@ -187,22 +188,21 @@ SMALLER = {
 
 
 class Block(NamedTuple):
-    """A fenced block of a page, its language, and the last line before it that is not empty."""
+    """A fenced block of a page."""
 
     language: str
     text: str
-    before: str
 
 
-def blocks(page: Path) -> list[Block]:
-    pattern = re.compile(r"([^\n]*)\n+```(\w+)\n(.*?)```", re.DOTALL)
-    return [Block(m[2], m[3], m[1]) for m in pattern.finditer(page.read_text())]
+def blocks(text: str) -> list[Block]:
+    pattern = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+    return [Block(m[1], m[2]) for m in pattern.finditer(text)]
 
 
-def commands(page: Path) -> list[str]:
-    """The commands of a page in order, those that its gin files begin with among them."""
+def commands(text: str) -> list[str]:
+    """The commands of a text in order, those that its gin files begin with among them."""
     found = []
-    for block in blocks(page):
+    for block in blocks(text):
         if block.language == "bash":
             joined = re.sub(r"\s*\\\n\s*", " ", block.text)
             lines = [re.sub(r"\s\s+#.*", "", line).strip() for line in joined.splitlines()]
@@ -212,9 +212,9 @@ def commands(page: Path) -> list[str]:
     return found
 
 
-def gin_files(page: Path) -> dict[str, str]:
-    """The gin files of a page by the names that their first lines give."""
-    texts = [block.text for block in blocks(page) if block.language == "gin"]
+def gin_files(text: str) -> dict[str, str]:
+    """The gin files of a text by the names that their first lines give."""
+    texts = [block.text for block in blocks(text) if block.language == "gin"]
     return {re.search(r"--config_file=(\S+)", text)[1]: text for text in texts}
 
 
@@ -223,9 +223,18 @@ def page_name(page: Path) -> str:
 
 
 def test_every_command_has_a_row_and_every_row_a_command():
-    found = {command for page in PAGES for command in commands(page)}
+    found = {command for page in PAGES for command in commands(page.read_text())}
     assert found - COMMANDS.keys() == set(), "without a row in COMMANDS"
     assert COMMANDS.keys() - found == set(), "on no page"
+
+
+def _copy_checkout(folder: Path) -> None:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / name)
 
 
 def _write_data(folder: Path) -> None:
@@ -269,7 +278,7 @@ def _write_checkpoints(folder: Path) -> None:
 
 def _guide() -> list[str]:
     """The Python blocks of the guide to a new attention."""
-    found = blocks(ROOT / "docs/adding_an_attention.md")
+    found = blocks((ROOT / "docs" / GUIDE).read_text())
     return [block.text for block in found if block.language == "python"]
 
 
@@ -282,33 +291,42 @@ def _add_the_attention(folder: Path) -> None:
     rows.write_text(f"{start}\n\n{counts}\n\nROWS += [\n{row}]\n")
 
 
-PREPARE = {"adding_an_attention.md": _add_the_attention, "conversion.md": _write_checkpoints} | {
-    "results.md": _write_checkpoints,
-}
-
-
 def _environment(folder: Path) -> dict[str, str]:
     """That of this process; `python` and `reformax` are this interpreter and the copy."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return os.environ | {"PATH": path, "PYTHONPATH": str(folder)}
 
 
-def _runs(page: Path):
-    slow = page_name(page) in SLOW
-    return pytest.param(page, id=page_name(page), marks=[pytest.mark.slow] if slow else [])
+def _slug(heading: str) -> str:
+    """The anchor that MkDocs gives a heading."""
+    plain = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
 
-@pytest.mark.parametrize("page", [_runs(page) for page in PAGES if commands(page)])
-def test_a_page_s_commands_run_in_order(page, tmp_path):
-    here = shutil.ignore_patterns("__pycache__")
-    for name in (*COPIED, *SCRIPTS):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name, **({"ignore": here} if copy is shutil.copytree else {}))
+def _runs():
+    """The pages with commands; a page of results by its sections, which do not need each other."""
+    found = []
+    for page in PAGES:
+        name, text = page_name(page), page.read_text()
+        parts = re.split(r"^## ", text, flags=re.MULTILINE) if name == "results.md" else [text]
+        for part in filter(commands, parts):
+            test = name if len(parts) == 1 else f"{name}#{_slug(part.partition(chr(10))[0])}"
+            marks = [pytest.mark.slow] if name in SLOW else []
+            found.append(pytest.param(name, part, id=test, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("name, text", _runs())
+def test_commands_run_in_order(name, text, tmp_path):
+    _copy_checkout(tmp_path)
     _write_data(tmp_path)
-    PREPARE.get(page_name(page), lambda folder: None)(tmp_path)
-    for name, text in gin_files(page).items():
-        (tmp_path / name).write_text(text)
-    for command in commands(page):
+    if "reformax.convert" in text:
+        _write_checkpoints(tmp_path)
+    if name == GUIDE:
+        _add_the_attention(tmp_path)
+    for path, content in gin_files(text).items():
+        (tmp_path / path).write_text(content)
+    for command in commands(text):
         flags = COMMANDS[command]
         if flags is ELSEWHERE:
             continue
@@ -326,13 +344,13 @@ def test_a_page_s_commands_run_in_order(page, tmp_path):
 
 
 # The guide's first snippets are parts of files, which `_add_the_attention` writes.
-N_PARTS = {"adding_an_attention.md": 5}
+N_PARTS = {GUIDE: 5}
 
 
 def _snippets():
     found = []
     for page in PAGES:
-        texts = [block.text for block in blocks(page) if block.language == "python"]
+        texts = [b.text for b in blocks(page.read_text()) if b.language == "python"]
         for number, text in enumerate(texts[N_PARTS.get(page_name(page), 0) :], start=1):
             found.append(pytest.param(text, id=f"{page_name(page)}-{number}"))
     return found
@@ -360,12 +378,6 @@ def test_the_guide_s_attention_refuses_what_its_line_of_errors_says(strided):
     ((factory, options, message),) = eval(f"[{_guide()[4]}]", {"strided": strided})
     with pytest.raises(ValueError, match=f"^{message}$"):
         factory(**options)
-
-
-def _slug(heading: str) -> str:
-    """The anchor that MkDocs gives a heading."""
-    plain = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
-    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
 
 def _anchors(page: Path) -> set[str]:
