@@ -42,13 +42,13 @@ AXIAL = macros(
     }
 )
 STDLIB = f"{BYTES} {macros(**{'stdlib.stdlib.max_bytes': 20_000})}"
-ENWIK8 = f"{BYTES} --data_dir=enwik8.zip"
+ENWIK8 = f"{BYTES} {macros(scan_layers=True)} --data_dir=enwik8.zip"
 WINDOWS = macros(**{"loop.train.eval_stride": 32})
 REVERSED = (
     f"{macros(**SIZES, **STEPS)} "
     f"{macros(**{'reverse.reverse.n_eval': 4, 'optimizer.cosine.warmup_steps': 1})}"
 )
-PAIRS = f"{macros(**SIZES, **STEPS, length=64, vocab_size=60, warmup_steps=1)} --data_dir=pairs"
+PAIRS = f"{macros(**SIZES, **STEPS, length=64, vocab_size=30, scan_layers=True, warmup_steps=1)} --data_dir=pairs"
 SENTENCES = (
     "--d_model=8 --n_layers=1 --repeats=1 --batch=2 --length=32 --sentences=8 --batch_tokens=64 "
     "--no_peers"
@@ -171,14 +171,6 @@ COMMANDS: dict[str, str | None] = {
     '-k "strided or every_op"': "-q -n 0",
 }
 
-# Pages whose commands take a while.
-SLOW = {"results.md", "tutorial.md", "translation.md", "own_text.md", "conversion.md"} | {
-    "generation.md",
-    "resuming.md",
-    "choosing_an_attention.md",
-    GUIDE,
-}
-
 # What stands in snippets, and what a test computes instead.
 SMALLER = {
     "10_007": "133",
@@ -258,7 +250,7 @@ def _write_data(folder: Path) -> None:
         "from reformax.data import text_pairs\n"
         "from reformax.training import loop\n"
         "loop.train.task = @text_pairs.text_pairs()\n"
-        "text_pairs.text_pairs.vocab_size = 60\n"
+        "text_pairs.text_pairs.vocab_size = 30\n"
     )
 
 
@@ -311,11 +303,11 @@ def _runs():
         parts = re.split(r"^## ", text, flags=re.MULTILINE) if name == "results.md" else [text]
         for part in filter(commands, parts):
             test = name if len(parts) == 1 else f"{name}#{_slug(part.partition(chr(10))[0])}"
-            marks = [pytest.mark.slow] if name in SLOW else []
-            found.append(pytest.param(name, part, id=test, marks=marks))
+            found.append(pytest.param(name, part, id=test))
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text", _runs())
 def test_commands_run_in_order(name, text, tmp_path):
     _copy_checkout(tmp_path)
