@@ -48,7 +48,10 @@ REVERSED = (
     f"{macros(**SIZES, **STEPS)} "
     f"{macros(**{'reverse.reverse.n_eval': 4, 'optimizer.cosine.warmup_steps': 1})}"
 )
-PAIRS = f"{macros(**SIZES, **STEPS, length=64, vocab_size=30, scan_layers=True, warmup_steps=1)} --data_dir=pairs"
+PAIRS = (
+    f"{macros(**SIZES, **STEPS, length=64, vocab_size=30, scan_layers=True, warmup_steps=1)} "
+    "--data_dir=pairs"
+)
 SENTENCES = (
     "--d_model=8 --n_layers=1 --repeats=1 --batch=2 --length=32 --sentences=8 --batch_tokens=64 "
     "--no_peers"
