@@ -148,7 +148,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist: put it beside the tensors") from None
+        raise FileNotFoundError(f"{path} does not exist: put it next to the tensors") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): copy it again") from None
     if not isinstance(config, dict):

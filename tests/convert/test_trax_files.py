@@ -321,13 +321,13 @@ def test_hostile_and_damaged_files(tmp_path):
 
 def test_a_file_of_weights_that_is_cut_short(tmp_path):
     path, _ = saved(tmp_path, REFORMERS["dense"], lambda content: content.update(flat_weights=2))
-    beside = tmp_path / "model.weights.npy.gz"
-    with gzip.open(beside, "wb") as file:
+    second = tmp_path / "model.weights.npy.gz"
+    with gzip.open(second, "wb") as file:
         np.save(file, np.ones(3))
         np.save(file, np.array([None]), allow_pickle=True)
     with pytest.raises(ValueError, match=r"is damaged at flat_weights\[1\]"):
         trax_files.read(path)
-    beside.write_bytes(beside.read_bytes()[:-9])
+    second.write_bytes(beside.read_bytes()[:-9])
     with pytest.raises(ValueError, match="cut short"):
         trax_files.read(path)
 
