@@ -327,7 +327,7 @@ def test_a_file_of_weights_that_is_cut_short(tmp_path):
         np.save(file, np.array([None]), allow_pickle=True)
     with pytest.raises(ValueError, match=r"is damaged at flat_weights\[1\]"):
         trax_files.read(path)
-    second.write_bytes(beside.read_bytes()[:-9])
+    second.write_bytes(second.read_bytes()[:-9])
     with pytest.raises(ValueError, match="cut short"):
         trax_files.read(path)
 
