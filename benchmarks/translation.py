@@ -42,7 +42,7 @@ from reformax import generation, models
 from reformax.data import files
 from reformax.data.sentence_pairs import pack
 from reformax.generation import translation
-from reformax.models import seq2seq
+from reformax.models import packing
 from reformax.ops import dense, flash
 from reformax.training import mesh, step
 
@@ -175,8 +175,8 @@ def packed_batch(sizes, lengths: list[int], batch: int, length: int) -> dict[str
         tokens = rng.integers(3, sizes["vocab_size"], segments.shape, np.int32)
         parts[name] = np.where(segments > 0, tokens, 0)
         parts[f"{name}_segments"] = segments
-        parts[f"{name}_positions"] = np.asarray(seq2seq.segment_positions(segments))
-    parts["shifted"] = np.asarray(seq2seq.shift_right(parts["target"], parts["target_segments"]))
+        parts[f"{name}_positions"] = np.asarray(packing.segment_positions(segments))
+    parts["shifted"] = np.asarray(packing.shift_right(parts["target"], parts["target_segments"]))
     return parts
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reformax.cli import config
-from reformax.models import lm, parts
+from reformax.models import base, lm
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.training import loop
 
@@ -117,10 +117,8 @@ class Spec(NamedTuple):
         lines.append(f"{prefix}.attention_type = ({', '.join(cycle)},)")
         for name, value in self.arguments.items():
             if callable(value):
-                if value is not parts.ACTIVATIONS["gelu_tanh"]:
-                    raise ValueError(
-                        f"{name} is {value!r}: give one of {_names(parts.ACTIVATIONS)}"
-                    )
+                if value is not base.ACTIVATIONS["gelu_tanh"]:
+                    raise ValueError(f"{name} is {value!r}: give one of {_names(base.ACTIVATIONS)}")
                 continue  # the default
             settings[f"{prefix}.{name}"] = value
         lines += [f"{name} = {value!r}" for name, value in settings.items()]

@@ -180,7 +180,8 @@ class Layer(tl.Layer):
     two functions. Its weights are any tree of arrays, by convention a dict of names; a layer made
     of others keeps theirs under their names. It has no state.
 
-    A constructor keeps an argument `x` as `self._x`, which `repr` then shows.
+    A constructor keeps an argument `x` as `self._x`, which `repr` then shows. A layer with many
+    arguments is a dataclass: its fields are public.
     """
 
     def __init__(self, n_in: int = 1, n_out: int = 1, name: str | None = None):
@@ -191,10 +192,15 @@ class Layer(tl.Layer):
         """
         super().__init__(n_in=n_in, n_out=n_out, name=name)
         frame = sys._getframe(1)
-        while frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is self:
+        own = ("__init__", "__post_init__")
+        while frame.f_code.co_name in own and frame.f_locals.get("self") is self:
             frame = frame.f_back
         # For Trax's error messages: the line that made this layer, not its own constructor's.
         self._caller = {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno}
+
+    def _settable_attrs(self) -> tuple[str, ...]:
+        """Trax's protocol: the public attributes that can be assigned."""
+        return (*super()._settable_attrs(), *getattr(self, "__dataclass_fields__", ()))
 
     def _set_weights(self, weights: Any) -> None:
         # JAX sorts the keys of a dict, and Trax pairs weights with gradients, and with what a file
@@ -225,7 +231,7 @@ class Layer(tl.Layer):
         """The name, with those plain constructor arguments that are not at their defaults."""
         shown = []
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
-            value = getattr(self, f"_{name}", parameter.default)
+            value = getattr(self, f"_{name}", getattr(self, name, parameter.default))
             parts = value if isinstance(value, tuple) else (value,)
             plain = all(isinstance(part, (bool, int, float, str)) for part in parts)
             if name != "name" and plain and value != parameter.default:

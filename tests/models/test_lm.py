@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 from reformax.cli import config
 from reformax.layers import ReversibleStack, _trax, tl
-from reformax.models import ReformerLM, TransformerLM, parts
+from reformax.models import ReformerLM, TransformerLM, base
 from reformax.ops import dense, local, lsh, shared_qk
 from tests.helpers import assert_trees_close
 from tests.layers import plain
@@ -193,9 +193,9 @@ def test_activations_by_name():
         "gelu_tanh": x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
         "silu": x / (1 + np.exp(-x)),
     }
-    assert set(parts.ACTIVATIONS) == set(want)
+    assert set(base.ACTIVATIONS) == set(want)
     for name, y in want.items():
-        np.testing.assert_allclose(parts.ACTIVATIONS[name](x), y, atol=1e-6)
+        np.testing.assert_allclose(base.ACTIVATIONS[name](x), y, atol=1e-6)
     with pytest.raises(ValueError, match="ff_activation is 'gleu': expected one of relu, gelu"):
         ReformerLM(**SMALL, ff_activation="gleu")
 
@@ -361,7 +361,8 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
         (dict(n_layers=3, attention_type=(OPS["dense"],) * 2), "n_layers is 3: expected a mult"),
         (dict(n_layers=0), "n_layers is 0: expected a mult"),
         (dict(attention_type=()), "n_layers is 2: expected a multiple of the 0 blocks"),
-        (dict(vocab_size=1), "vocab_size is 1 and d_model 8: expected at least 2 and 1"),
+        (dict(vocab_size=1), "vocab_size is 1: expected at least 2"),
+        (dict(d_model=0), "d_model is 0: expected at least 1"),
         (dict(d_ff=0), "d_ff is 0: expected at least 1"),
         (dict(n_heads=0), "n_heads is 0: expected at least 1"),
         (dict(attention_dropout=2.0), "attention_dropout is 2.0: expected a rate in [0, 1)"),

@@ -1,0 +1,235 @@
+"""The hyperparameters that models share, each documented once, and the stacks made of them.
+
+A model is a dataclass: its fields are its arguments, for gin and Python alike. Their names are
+those of `trax.models`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from reformax.layers import (
+    Attention,
+    AxialPositionalEncoding,
+    Block,
+    CrossAttention,
+    FeedForward,
+    Layer,
+    ResidualStack,
+    ReversibleStack,
+    SinusoidalPositionalEncoding,
+)
+from reformax.layers.dropout import check_rate, rate_in
+from reformax.layers.stacks import BlockStack
+from reformax.ops.base import AttentionOp
+
+AttentionType = AttentionOp | Sequence[AttentionOp]
+Activation = Callable[[Array], Array] | str
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class Model(Layer):
+    """What language models and encoder-decoders have in common.
+
+    Args:
+      d_model: the size of the residual stream, or of each of the two in a reversible model.
+      d_ff: the width of the feed-forward layers.
+      n_heads: number of attention heads.
+      d_attention_key: the size of a head's queries and keys; None: d_model / n_heads.
+      d_attention_value: the size of a head's values; None: d_model / n_heads.
+      dropout: the rate on embeddings, sublayers' outputs and a language model's features.
+      ff_dropout: the rate on the hidden layers of the feed-forward layers; None: `dropout`.
+      attention_dropout: the rate on attention weights.
+      attention_bias: whether the projections of attention have biases, the output's too.
+      pos_type: "rotary" (in self-attention), "axial", "sinusoidal", or "none".
+      pos_axial_shape: for "axial": the grid; its product is the largest length.
+      pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
+      ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu", "gelu",
+        its approximation "gelu_tanh", "silu".
+      ff_chunk_size: if > 0, feed-forward layers take this many positions at a time.
+      norm_epsilon: added to the variance in layer norms.
+      scan_layers: whether the layers compile as a loop over the cycle. False unrolls the loop:
+        slower to compile, faster on a GPU.
+      dtype: of the arithmetic in sublayers and logits; weights and streams are float32.
+      mode: "train" or "eval".
+    """
+
+    d_model: int = 512
+    d_ff: int = 2048
+    n_heads: int = 8
+    d_attention_key: int | None = None
+    d_attention_value: int | None = None
+    dropout: float = 0.1
+    ff_dropout: float | None = None
+    attention_dropout: float = 0.0
+    attention_bias: bool = False
+    pos_type: str = "rotary"
+    pos_axial_shape: Sequence[int] = ()
+    pos_d_axial_embs: Sequence[int] = ()
+    ff_activation: Activation = jax.nn.gelu
+    ff_chunk_size: int = 0
+    norm_epsilon: float = 1e-6
+    scan_layers: bool = True
+    dtype: str = "float32"
+    mode: str = "train"
+
+    n_inputs = 1  # arrays of tokens that the model reads
+
+    def __post_init__(self):
+        super().__init__(n_in=self.n_inputs)
+        if self.d_model < 1:
+            raise ValueError(f"d_model is {self.d_model}: expected at least 1")
+        self._dropout_rate = rate_in(self.mode, check_rate("dropout", self.dropout))
+        self._positions = self._added_positions()
+
+    @property
+    def max_length(self) -> int | None:
+        """The largest length that the positions hold; None if they hold any."""
+        return None if self._positions is None else self._positions.max_length
+
+    def _added_positions(self) -> Layer | None:
+        """The encoding that is added to the embeddings, if any; rotary positions are not added."""
+        if self.pos_type not in ("rotary", "axial", "sinusoidal", "none"):
+            raise ValueError(
+                f"pos_type is {self.pos_type!r}: expected 'rotary', 'axial', 'sinusoidal' or 'none'"
+            )
+        if (self.pos_type == "axial") != bool(self.pos_axial_shape or self.pos_d_axial_embs):
+            raise ValueError(
+                f"pos_type is {self.pos_type!r}, pos_axial_shape {tuple(self.pos_axial_shape)}: "
+                "pos_type='axial' and the axial arguments go together"
+            )
+        if self.pos_type == "axial":
+            return AxialPositionalEncoding(self.pos_axial_shape, self.pos_d_axial_embs)
+        return SinusoidalPositionalEncoding() if self.pos_type == "sinusoidal" else None
+
+    def _stack(self, blocks: list[Block], n_layers: int) -> BlockStack:
+        """A stack of the model's kind: `Residual` and `Reversible` define it."""
+        raise NotImplementedError
+
+    def _stack_options(self) -> dict[str, Any]:
+        return dict(dtype=self.dtype, norm_epsilon=self.norm_epsilon, scan_layers=self.scan_layers)
+
+    def _blocks(
+        self, argument: str, *, causal: bool = True, cross: AttentionOp | None = None
+    ) -> list[Block]:
+        """A block for each algorithm of the cycle that an argument such as `attention_type` has.
+
+        Args:
+          argument: the argument's name.
+          causal: whether a position sees only itself and what came before it.
+          cross: the algorithm of the attention to a memory; None: the blocks have none.
+        """
+        cycle = getattr(self, argument)
+        cycle = [cycle] if isinstance(cycle, AttentionOp) else cycle
+        if isinstance(cycle, str) or not all(isinstance(op, AttentionOp) for op in cycle):
+            raise ValueError(
+                f"{argument} is {cycle!r}: expected an AttentionOp, such as lsh.lsh(), or a cycle "
+                "of them"
+            )
+        options = self._attention_options()
+        rotary = self.pos_type == "rotary"
+        return [
+            Block(
+                Attention(op, **options, causal=causal, use_rotary=rotary),
+                self._feed_forward(),
+                cross and CrossAttention(cross, **options),
+            )
+            for op in cycle
+        ]
+
+    def _attention_options(self) -> dict[str, Any]:
+        return dict(
+            n_heads=self.n_heads,
+            d_qk=self._head_size(self.d_attention_key),
+            d_v=self._head_size(self.d_attention_value),
+            bias=self.attention_bias,
+            output_bias=self.attention_bias,
+            attention_dropout=self.attention_dropout,
+            output_dropout=self.dropout,
+            mode=self.mode,
+        )
+
+    def _head_size(self, size: int | None) -> int:
+        if size is not None:
+            return size
+        if self.n_heads < 1 or self.d_model % self.n_heads:
+            raise ValueError(
+                f"d_model is {self.d_model}: expected a multiple of n_heads, {self.n_heads}"
+            )
+        return self.d_model // self.n_heads
+
+    def _feed_forward(self) -> FeedForward:
+        activation = self.ff_activation
+        if isinstance(activation, str) and activation not in ACTIVATIONS:
+            raise ValueError(
+                f"ff_activation is {activation!r}: expected one of {', '.join(ACTIVATIONS)}, or a "
+                "function"
+            )
+        return FeedForward(
+            self.d_ff,
+            self.dropout,
+            self.dropout if self.ff_dropout is None else self.ff_dropout,
+            ACTIVATIONS.get(activation, activation),
+            self.ff_chunk_size,
+            self.mode,
+        )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class Residual:
+    """A model of one residual stream.
+
+    Args:
+      remat: whether the gradient computes each layer again instead of keeping its activations.
+    """
+
+    remat: bool = False
+
+    def _stack(self, blocks, n_layers, **options):
+        options |= self._stack_options()
+        return ResidualStack(blocks, n_layers, remat=self.remat, **options)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class Reversible:
+    """A model of two residual streams, whose gradient keeps no layer's activations.
+
+    Args:
+      exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).
+      keep_ff_outputs: whether the feed-forward layers' outputs are kept for it: fewer products, and
+        memory that grows with the depth.
+    """
+
+    exact: bool = False
+    keep_ff_outputs: bool = False
+
+    def _stack(self, blocks, n_layers):
+        options = dict(exact=self.exact, keep_ff_outputs=self.keep_ff_outputs)
+        return ReversibleStack(blocks, n_layers, **options, **self._stack_options())
+
+
+def check_vocab_size(name: str, size: int | None) -> None:
+    """Raises a `ValueError` that names the argument, if a vocabulary is too small."""
+    if size is not None and size < 2:
+        raise ValueError(f"{name} is {size}: expected at least 2")
+
+
+def check_capacity(capacity: int, max_length: int | None) -> None:
+    """Raises a `ValueError` if decoding asks for more positions than the model's hold."""
+    if max_length is not None and capacity > max_length:
+        raise ValueError(
+            f"capacity is {capacity}: expected at most {max_length}, which is what the model's "
+            "positions hold"
+        )

@@ -1,0 +1,30 @@
+"""Segments of packed rows: ids 1, 2, ... along a row tell its sentences apart, 0 is padding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def token_segments(
+    tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None
+) -> Int[Array, "B T"]:
+    """`segments`, or by default one segment of all tokens that are not 0."""
+    return (tokens != 0).astype(jnp.int32) if segments is None else segments
+
+
+def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Each token's distance from the first of its segment."""
+    index = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    return index - jax.lax.cummax(jnp.where(_begins(segments), index, 0), axis=1)
+
+
+def shift_right(target: Int[Array, "B T"], segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The token before each, and 0 in front of every segment."""
+    return jnp.where(_begins(segments), 0, jnp.pad(target, ((0, 0), (1, 0)))[:, :-1])
+
+
+def _begins(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Whether a segment, or padding, begins at each position."""
+    return segments != jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
