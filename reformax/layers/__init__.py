@@ -5,13 +5,15 @@ Each layer is a Trax layer over two pure functions, `init_params(rng, *shapes)` 
 """
 
 from reformax.layers._trax import Layer, tl
-from reformax.layers.attention import Attention, CrossAttention
+from reformax.layers.attention import Attention
+from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.dropout import Dropout
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import LayerNorm
 from reformax.layers.positions import AxialPositionalEncoding, SinusoidalPositionalEncoding, rotary
+from reformax.layers.residual import ResidualStack
 from reformax.layers.reversible import ReversibleStack
-from reformax.layers.stacks import Block, ResidualStack
+from reformax.layers.stacks import Block
 from reformax.layers.trax_attention import LSHSelfAttention, SelfAttention
 
 __all__ = [

@@ -43,9 +43,9 @@ class LanguageModel(Model):
     """Embedding, positions, a stack of layers, a norm, and logits.
 
     `[B, T] -> [B, T, vocab_size]`, float32. `apply` is `logits(features)`; the two are apart so
-    that a loss can take the logits in chunks of the sequence.
+    that a loss can take the logits in chunks of the sequence. More arguments are those of `Model`.
 
-    Args, besides those of `Model`:
+    Args:
       vocab_size: number of tokens.
       n_layers: number of layers, a multiple of the cycle's length.
       attention_type: an algorithm, or a cycle of them over the layers.
@@ -192,7 +192,7 @@ class LanguageModel(Model):
 class ReformerLM(Reversible, LanguageModel):
     """A reversible Transformer whose layers cycle through attention algorithms.
 
-    Args: those of `LanguageModel` and of `Reversible`.
+    Its arguments are those of `LanguageModel`, `Reversible` and `Model`.
     """
 
     attention_type: AttentionType = (local.local(), lsh.lsh())
@@ -202,7 +202,7 @@ class ReformerLM(Reversible, LanguageModel):
 class TransformerLM(Residual, LanguageModel):
     """A pre-norm Transformer decoder: the baseline.
 
-    Args: those of `LanguageModel` and of `Residual`.
+    Its arguments are those of `LanguageModel`, `Residual` and `Model`.
     """
 
     attention_type: AttentionType = dense.dense()

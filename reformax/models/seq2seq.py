@@ -64,8 +64,9 @@ class EncoderDecoder(Model):
 
     One matrix embeds source and target and, transposed, makes the logits (sec. 3.4); embeddings are
     scaled by sqrt(d_model). A target with a vocabulary of its own has a matrix of its own.
+    More arguments are those of `Model`.
 
-    Args, besides those of `Model`:
+    Args:
       input_vocab_size: number of tokens of the source and, by default, of the target.
       output_vocab_size: number of tokens of the target, if it has a vocabulary of its own.
       n_encoder_layers: number of layers, a multiple of the length of the encoder's cycle.
@@ -347,9 +348,10 @@ class Transformer(Residual, EncoderDecoder):
     """The Transformer; with `post_norm=True` the base model of Vaswani et al. 2017.
 
     Their big model has d_model=1024, d_ff=4096, n_heads=16 and dropout=0.3. There is no `max_len`:
-    sinusoidal and rotary positions hold any length.
+    sinusoidal and rotary positions hold any length. More arguments are those of `EncoderDecoder`,
+    `Residual` and `Model`.
 
-    Args, besides those of `EncoderDecoder` and of `Residual`:
+    Args:
       post_norm: whether a norm follows each residual sum, as in the paper, instead of preceding
         each sublayer.
     """
@@ -370,7 +372,6 @@ class Reformer(Reversible, EncoderDecoder):
 
     It attends densely by default, as the Reformer paper's models of WMT do, whose sentences are too
     short for hashing. A decoder layer is three reversible sublayers, each reading the stream that
-    was written last; the two streams are averaged at the end.
-
-    Args: those of `EncoderDecoder` and of `Reversible`.
+    was written last; the two streams are averaged at the end. Its arguments are those of
+    `EncoderDecoder`, `Reversible` and `Model`.
     """

@@ -1,0 +1,111 @@
+"""Attention from one sequence to another: an encoder-decoder's attention to the encoder's output.
+
+In the shapes, R is the rows that are decoded: several of a memory in beam search.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.layers.attention import QKV, MultiHead, affine
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class CrossAttention(MultiHead):
+    """`[B, T, D], [B, S, D] -> [B, T, D]`: each position of the first reads the second, the memory.
+
+    Vaswani et al. 2017, sec. 3.2.3. The algorithm must have the trait `cross`. An algorithm that
+    shares queries and keys has no keys for a memory; one that sorts or chunks a sequence relies on
+    neighbours, which mean nothing across two sequences. Positions are not rotated. Weights and
+    arguments are those of `MultiHead`.
+
+    Raises:
+      NotImplementedError: an algorithm that attends within one sequence.
+    """
+
+    n_sequences = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        traits = self.op.traits
+        if not traits.cross:
+            why = "its keys are its own queries" if traits.shared_qk else "it reads one sequence"
+            raise NotImplementedError(
+                f"op is {self.op}: it cannot attend from one sequence to another, as {why}; use "
+                "one whose traits say cross=True, such as dense.dense()"
+            )
+
+    def project(self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> QKV:
+        """Queries of `x`, keys and values of the memory."""
+        memory = memory.astype(x.dtype)
+        k, v = (self._heads(params, letter, memory) for letter in "kv")
+        return QKV(self._heads(params, "q", x), k, v)
+
+    def apply(
+        self,
+        params,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B S D"],
+        mask: Int[Array, "B T"] | None = None,
+        memory_mask: Int[Array, "B S"] | None = None,
+        rng=None,
+    ) -> Float[Array, "B T D"]:
+        segments = None if mask is None else tuple(m.astype(jnp.int32) for m in (mask, memory_mask))
+        qkv = self.project(params, x, memory)
+        plan = self.plan(params, qkv, segments, rng)
+        return self.attend(params, qkv, plan, segments, rng)
+
+    # Decoding: keys and values of the memory are the same at every step.
+
+    def for_decoding(self, params, dtype: str) -> dict[str, Any]:
+        """The weights for `precompute_kv` and `step`: one product a projection, for all heads.
+
+        `w_in [D, N * H]` makes queries, `w_k [D, N * H]` and `w_v [D, N * V]` read the memory; the
+        others are those of `Attention.for_decoding`.
+        """
+        return self._merge(params, {"in": "q", "k": "k", "v": "v"}, dtype)
+
+    def precompute_kv(
+        self, params, memory: Float[Array, "B S D"], dtype: str
+    ) -> tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]]:
+        """Keys and values of the memory for `step`, in the order that its products read them.
+
+        `params` are the weights from `for_decoding`.
+        """
+        memory = memory.astype(dtype)
+        heads = [
+            affine(params, letter, memory).reshape(*memory.shape[:2], self.n_heads, -1)
+            for letter in "kv"
+        ]
+        # The barrier keeps the compiler from moving the transposition into the loop over steps.
+        return jax.lax.optimization_barrier(tuple(jnp.transpose(x, (0, 2, 3, 1)) for x in heads))
+
+    def step(
+        self,
+        params,
+        x: Float[Array, "R 1 D"],
+        memory_kv: tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]],
+        memory_segments: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "R 1 D"]:
+        """The layer at one position of each row.
+
+        Args:
+          params: the weights from `for_decoding`.
+          x: R / B rows for each memory, one after the other.
+          memory_kv: from `precompute_kv`.
+          memory_segments: 0 is padding; every row reads the rest.
+        """
+        batch = memory_kv[0].shape[0]
+        q = affine(params, "in", x).reshape(batch, -1, self.n_heads, self.d_qk)
+        segments = None
+        if memory_segments is not None:
+            segments = jnp.ones(q.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
+        qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in memory_kv))
+        plan = self.plan(params, qkv, segments)
+        out = self._apply_op(params, qkv, plan, segments)
+        return affine(params, "o", out.reshape(*x.shape[:2], -1))
