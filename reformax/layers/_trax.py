@@ -5,9 +5,9 @@ TensorFlow for no more than files and two `isinstance` checks. This module, the 
 imports Trax, makes three changes, all of them inside Trax's own modules; `sys.modules` never holds
 a stand-in, so the rest of the program sees the TensorFlow that is installed, or none:
 
-  * where a module of Trax says `import tensorflow`, it gets an object that imports TensorFlow when
-    something of it is used, and that can do Trax's file handling where there is none;
-  * `trax.foo` loads the submodule `foo` when asked for, rather than all of them with the package;
+  * where a module of Trax says `import tensorflow`, it gets an object that imports TensorFlow at
+    its first use, and that does Trax's file handling where TensorFlow is not installed;
+  * `trax.foo` loads the submodule `foo` at its first use, rather than all of them with the package;
   * `trax.layers.assert_shape` notes where a layer was defined without reading source files.
 
 A `trax` that was imported before this module is used as it is.
@@ -33,7 +33,7 @@ class _NotInstalled(ModuleNotFoundError):
 
 
 class _Never:
-    """The class of nothing: what `isinstance(x, tf.TensorShape)` means before TensorFlow loads."""
+    """A class without instances, for `isinstance(x, tf.TensorShape)` before TensorFlow loads."""
 
 
 class _LocalFiles:
@@ -51,10 +51,10 @@ class _LocalFiles:
 
 
 class _Lazy(types.ModuleType):
-    """What Trax's modules hold for a module that takes seconds to import: loaded at first use."""
+    """Stands in Trax's modules for a module that takes seconds to import; loads it at first use."""
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # somebody inspects the object, and wants nothing of it
+        if attribute.startswith("__"):  # somebody inspects the object and uses nothing of it
             raise AttributeError(f"{self.__name__} is not loaded; no attribute {attribute!r}")
         try:
             return getattr(importlib.import_module(self.__name__), attribute)
@@ -66,7 +66,7 @@ class _Lazy(types.ModuleType):
 class _LazyTensorFlow(_Lazy):
     def __getattr__(self, attribute: str) -> Any:
         if attribute in ("TensorShape", "DType"):
-            # Trax asks this of every shape. Nothing can be one until somebody imports TensorFlow.
+            # Trax checks every shape for it. None is one until somebody imports TensorFlow.
             return getattr(sys.modules.get("tensorflow"), attribute, _Never)
         try:
             return super().__getattr__(attribute)
@@ -176,9 +176,9 @@ __all__ = ["Layer", "ShapeDtype", "signature", "tl", "trax"]
 class Layer(tl.Layer):
     """A Trax layer around two pure functions, which a subclass defines: `init_params`, `apply`.
 
-    It can stand wherever Trax takes a layer, and be used without Trax's bookkeeping by calling the
-    two functions. Its weights are any tree of arrays, by convention a dict of names; a layer made
-    of others keeps theirs under their names. It has no state.
+    It can stand wherever Trax takes a layer; calling the two functions uses it without Trax's
+    bookkeeping. Its weights are any tree of arrays, by convention a dict of names; a layer made of
+    others keeps theirs under their names. It has no state.
 
     A constructor keeps an argument `x` as `self._x`, which `repr` then shows. A layer with many
     arguments is a dataclass: its fields are public.
@@ -228,7 +228,7 @@ class Layer(tl.Layer):
         return self.apply(self.weights, *((inputs,) if self.n_in == 1 else inputs), rng=self.rng)
 
     def __repr__(self) -> str:
-        """The name, with those plain constructor arguments that are not at their defaults."""
+        """The name, with the plain constructor arguments that differ from their defaults."""
         shown = []
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
             value = getattr(self, f"_{name}", getattr(self, name, parameter.default))

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from reformax.layers._trax import Layer
 from reformax.ops.parts.dropout import dropout_bits, seed_words
 
-# Two columns this far apart share a hash, which is half of the arithmetic of a kernel and has bits
-# enough for both: the left one goes by the upper 16, the right one by the lower. A power of two.
+# Two columns this far apart share a hash of 32 bits: the left one takes the upper 16, the right one
+# the lower. Hashing is half of a kernel's arithmetic. A power of two.
 APART = 256
 
 
@@ -30,8 +30,8 @@ def dropout(
       rate: in [0, 1), rounded to a multiple of 2^-16; 0 returns `x` itself.
       rng: the mask's source; may be None if rate is 0.
       shared_axes: axes along which one mask serves all positions.
-      start: where along the last axis but one `x` begins, if it is a part of something longer: its
-        mask is then that part of the whole's.
+      start: where along the last axis but one `x` begins, if it is a part of something longer: it
+        then gets its part of the whole's mask.
 
     Raises:
       ValueError: an rng is needed and missing, or an axis that `x` does not have.
@@ -54,10 +54,10 @@ def dropout(
 
 
 def multiplier(bits: Int[Array, "*d"], rate: float) -> Float[Array, "*d"]:
-    """What `dropout` multiplies by, given 32 random bits of which it takes the upper 16."""
+    """0 or 1 / (1 - rate), by the upper 16 of 32 random bits."""
     least = min(round(rate * 2**16), 2**16 - 1)
-    keep = bits >= np.uint32(least << 16)
-    return jnp.where(keep, np.float32(1 / (1 - least / 2**16)), np.float32(0))
+    kept = bits >= np.uint32(least << 16)
+    return jnp.where(kept, np.float32(1 / (1 - least / 2**16)), np.float32(0))
 
 
 def check_rng(rng: PRNGKeyArray | None, rate: float) -> PRNGKeyArray:
@@ -80,14 +80,14 @@ def rate_in(mode: str, rate: float) -> float:
 
 
 def check_mode(mode: str) -> str:
-    """`mode`, or an error that names it. Incremental prediction is not among the modes."""
+    """`mode`, or a `ValueError` that names it."""
     if mode not in ("train", "eval"):
         raise ValueError(f"mode is {mode!r}: expected 'train' or 'eval'")
     return mode
 
 
 class Dropout(Layer):
-    """`dropout` in training, nothing at evaluation. Takes and returns any shape."""
+    """`dropout` in training, the identity at evaluation. Takes and returns any shape."""
 
     def __init__(self, rate: float = 0.0, shared_axes: Sequence[int] = (), mode: str = "train"):
         """Args:

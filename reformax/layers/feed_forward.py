@@ -20,8 +20,8 @@ glorot = jax.nn.initializers.glorot_uniform()
 def _narrow(x: Float[Array, "*d F"], w: Float[Array, "F D"]) -> Float[Array, "*d D"]:
     """`x @ w` for `F` greater than `D`.
 
-    On a CPU the gradient of `w` costs a transposed copy of its left operand. `(dy^T x)^T` makes
-    that the narrow one, if the compiler does not see that it is `x^T dy`.
+    On a CPU the gradient of `w` copies its left operand to transpose it. `(dy^T x)^T` copies the
+    narrow operand; the barrier keeps the compiler from turning it back into `x^T dy`.
     """
     return x @ w
 
@@ -36,8 +36,8 @@ def _narrow_vjp(residuals, dy):
 _narrow.defvjp(lambda x, w: (x @ w, (x, w)), _narrow_vjp)
 
 
-# The activations that there is a kernel of. With few numbers, as in a step of decoding, XLA makes
-# one of all that is not a product; with more than `MOST` the kernel was never run.
+# The activations that the kernel has, and the sizes that "auto" takes it for: with few numbers,
+# as in a step of decoding, XLA fuses all but the products; more than `MOST` were never tested.
 IN_KERNELS = (jax.nn.gelu, jax.nn.relu)
 LEAST_SIZE, MOST = 2**20, 2**31
 
@@ -64,11 +64,12 @@ class FeedForward(Layer):
         hidden_dropout: the rate on the hidden layer.
         activation: the nonlinearity.
         chunk_size: if > 0, this many positions at a time, so that no `[T, F]` array exists in
-          either pass; the result is the same. Any length goes.
+          either pass. The result is the same, and any length fits.
         mode: "train" or "eval"; dropout is off at evaluation.
-        impl: of the hidden layer: "xla" runs everywhere, "pallas" is a kernel for NVIDIA GPUs of
-          Ampere or later, `jax.nn.gelu` and `jax.nn.relu`, "pallas_interpret" runs it anywhere,
-          slowly, for tests. "auto" takes the kernel on one such GPU for bfloat16 and float16.
+        impl: of the hidden layer. "xla" runs everywhere; "pallas" is a kernel for `jax.nn.gelu`
+          and `jax.nn.relu` on NVIDIA GPUs of Ampere or later; "pallas_interpret" runs the kernel
+          anywhere, slowly, for tests. "auto" takes the kernel on one such GPU for bfloat16 and
+          float16.
         """
         super().__init__()
         check_impl(impl, *KERNELS)
@@ -101,6 +102,7 @@ class FeedForward(Layer):
 
     @property
     def chunk_size(self) -> int:
+        """Positions that are computed at a time; 0: all."""
         return self._chunk_size
 
     def cast(self, params, dtype: str):
@@ -110,10 +112,10 @@ class FeedForward(Layer):
     def apply_chunk(
         self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None
     ) -> Float[Array, "B C D"]:
-        """The layer at the positions from `start` on, all of a sequence or a part of it."""
+        """The layer at the positions `start` to `start + C` of a sequence."""
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
         params = self.cast(params, x.dtype)
-        # Products in the dtype of `x`; what is between them in float32, which is never stored.
+        # Products in the dtype of `x`, and float32 between them, which is never stored.
         out = self._activated(params, x @ params["w1"], start, hidden_rng)
         out = out.astype(jnp.float32) + params["b2"]
         return dropout(out, rate_in(self._mode, self._dropout), output_rng, start=start).astype(
@@ -121,7 +123,7 @@ class FeedForward(Layer):
         )
 
     def _activated(self, params, pre: Float[Array, "B C F"], start, rng) -> Float[Array, "B C D"]:
-        """The second product, from what the first one gave."""
+        """Bias, activation, dropout and the second product, from the output of the first."""
         rate = rate_in(self._mode, self._hidden_dropout)
         narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
         fits = narrow and LEAST_SIZE <= pre.size < MOST and self._activation in IN_KERNELS

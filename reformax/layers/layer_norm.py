@@ -11,25 +11,25 @@ from reformax.layers._trax import Layer
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.normalization import length_normalize
 
-# With fewer rows, as in a step of decoding, XLA makes one kernel of the norm and what is around it;
-# with more numbers the kernel was never run.
+# The sizes that "auto" takes the kernel for: with fewer rows, as in a step of decoding, XLA fuses
+# the norm with its neighbours; more than `MOST` numbers were never tested.
 LEAST_ROWS, MOST = 4096, 2**31
 
 
 class LayerNorm(Layer):
     """`(x - mean) / sqrt(variance + epsilon) * scale + bias` over the last axis, `[..., D]`.
 
-    Mean and variance are float32 whatever comes in, which lets bfloat16 sublayers hang on a
-    float32 stream. Weights: `scale` and `bias`, `[D]`.
+    Mean and variance are float32 for any input dtype, so that bfloat16 sublayers can read a float32
+    stream. Weights: `scale` and `bias`, `[D]`.
     """
 
     def __init__(self, epsilon: float = 1e-6, dtype: str | None = None, impl: str = "auto"):
         """Args:
         epsilon: added to the variance.
-        dtype: what comes out, such as "bfloat16"; None is the input's.
-        impl: "xla" runs everywhere, "pallas" is a kernel for NVIDIA GPUs of Ampere or later,
-          "pallas_interpret" runs it anywhere, slowly, for tests. "auto" takes the kernel on one
-          such GPU if the rows are many.
+        dtype: of the output, such as "bfloat16"; None: that of the input.
+        impl: "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later;
+          "pallas_interpret" runs the kernel anywhere, slowly, for tests. "auto" takes the kernel on
+          one such GPU for many rows.
         """
         super().__init__()
         check_impl(impl, *KERNELS)
@@ -46,21 +46,21 @@ class LayerNorm(Layer):
     def of_sum(
         self, params, x: Float[Array, "*d D"], y: Float[Array, "*d D"] | None, *dtypes: Any
     ) -> tuple[Float[Array, "*d D"], ...]:
-        """The norm of `x + y`, the sum in float32, in each of the dtypes; `y` None is 0."""
+        """The norm of `x + y` in each of the dtypes. The sum is float32; None stands for 0."""
         return self._norms(params, x, y, dtypes)[0]
 
     def with_residual(
         self, params, x: Float[Array, "*d D"]
     ) -> tuple[Float[Array, "*d D"], Float[Array, "*d D"]]:
-        """The norm of `x`, and `x` for whatever else reads it.
+        """The norm of `x`, and `x` for its other readers.
 
-        The kernel adds the gradient from there to the norm's in the pass that has it.
+        The kernel then adds their gradient to the norm's in the same pass.
         """
         (out,), x = self._norms(params, x, None, (self._dtype or x.dtype,), pass_on=True)
         return out, x
 
     def _norms(self, params, x, y, dtypes: tuple, pass_on: bool = False):
-        """The norms of `x + y`; and, if wanted, `x`, where `y` is None."""
+        """The norms of `x + y`, and `x`; `pass_on` says that `x` has other readers."""
         rows = tuple(None if z is None else z.reshape(-1, z.shape[-1]) for z in (x, y))
         inputs = (*rows, params["scale"], params["bias"])
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)

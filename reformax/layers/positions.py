@@ -1,7 +1,7 @@
-"""Where a token stands: axial embeddings, sinusoids, and rotary angles.
+"""Positions of tokens: axial embeddings, sinusoids, and rotary angles.
 
-None of them ties a model to the length it was trained at: axial embeddings hold any length up to
-the product of their shape, the other two any length at all.
+None ties a model to the length it was trained at: axial embeddings hold any length up to the
+product of their shape, the other two any length at all.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
 
-# The standard deviation of fresh embeddings. Larger than what one layer adds to the stream, so that
-# the first layers learn from the tokens and not from each other's noise.
+# The standard deviation of fresh embeddings: more than one layer adds to the stream, so that the
+# first layers learn from the tokens and not from each other's noise.
 EMBEDDING_SCALE = 0.3
 
 
 class AxialPositionalEncoding(Layer):
     """Adds learned embeddings of a position's coordinates in a grid (Ho et al. 2019).
 
-    Position t has the coordinates of t in a row-major grid of `shape`; the embedding of each
-    coordinate fills its part of the D features. sqrt(T) vectors of each part then tell T positions
-    apart. `[B, T, D] -> [B, T, D]`. Weights: one `[shape_i, d_i]` per axis.
+    Position t has the coordinates of t in a row-major grid of `shape`, and the embedding of each
+    coordinate fills its part of the D features. With two axes, sqrt(T) vectors of each tell T
+    positions apart. `[B, T, D] -> [B, T, D]`. Weights: one `[shape_i, d_i]` per axis.
     """
 
     def __init__(self, shape: Sequence[int], d_embs: Sequence[int]):
@@ -56,6 +56,7 @@ class AxialPositionalEncoding(Layer):
 
     @property
     def max_length(self) -> int:
+        """The grid's size."""
         return math.prod(self._shape)
 
     def apply_at(
@@ -74,7 +75,7 @@ class AxialPositionalEncoding(Layer):
                 f"{length}: enlarge the shape or shorten the sequence"
             )
         grid = [params[f"axis_{i}"] for i in range(len(self._shape))]
-        # Only whole rows of the first axis that the length reaches.
+        # Only those rows of the first axis that the length reaches.
         rows = -(-length // math.prod(self._shape[1:]))
         sizes = (rows, *self._shape[1:])
         parts = []
@@ -121,12 +122,12 @@ def rotary(
 ) -> Float[Array, "B T N H"]:
     """Rotates pairs of features by angles that grow with the position (Su et al. 2021, eq. 34).
 
-    Products of two rotated vectors then depend on the distance of their positions alone. Feature i
-    is paired with feature i + H // 2; an odd last feature stays as it is.
+    The product of two rotated vectors then depends on positions only by their distance. Feature i
+    is paired with feature i + H // 2; an odd last feature is unchanged.
 
     Args:
       x: queries or keys.
-      position: where they stand; None: one after the other, from 0 on.
+      position: of each; None: 0 to T - 1.
     """
     half = x.shape[-1] // 2
     position = jnp.arange(x.shape[1]) if position is None else position

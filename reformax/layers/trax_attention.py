@@ -4,7 +4,7 @@ For models that Trax assembles, as `trax.models.ReformerLM(attention_type=LSHSel
 for weights that were trained there. The layers compute what Trax's of the same name do (its file
 `layers/research/efficient_attention.py`), for any length, with these differences:
 
-  * `masked=True`: padding gives nothing to anyone, and its own rows are zeros. In Trax padding at
+  * `masked=True`: nothing attends to padding, and its own rows are zeros. In Trax padding at
     positions 0 and 1 is seen, and rows of padding hold some average of the tokens' values.
   * Attention dropout drops each weight on its own; in Trax chunks, heads and examples share a mask.
   * LSHSelfAttention has working biases, and rejects `share_qk=False`.
@@ -29,7 +29,7 @@ from reformax.ops.base import AttentionOp
 from reformax.ops.parts import hashing, sorting
 from reformax.ops.parts.chunked import in_a_circle
 
-# What Trax scores a position's own key with, and hides it by.
+# The score that Trax gives a position's own key to hide it.
 SELF_SCORE = -1e5
 
 
