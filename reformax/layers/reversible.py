@@ -58,7 +58,7 @@ class Streams(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What layers read besides their stream."""
+    """The inputs that layers read besides their stream."""
 
     memory: Array | None  # [B, S, D], with cross-attention
     segments: dict[str, Any]  # of each attention sublayer, by its name

@@ -160,7 +160,7 @@ class TraxAttention(Layer):
         compute_output: bool = True,
         update_state: bool = True,
     ) -> tuple[Any, Any, Any, Any]:
-        """What Trax's reversible layers call: attention and its gradient, in one pass.
+        """Trax's protocol for reversible layers: attention and its gradient, in one pass.
 
         Args:
           inputs, weights, rng: as in the forward pass.

@@ -41,7 +41,7 @@ ACTIVATIONS = {
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Model(Layer):
-    """What language models and encoder-decoders have in common.
+    """Language models and encoder-decoders are `Model`s: these are the arguments that they share.
 
     Args:
       d_model: the size of the residual stream, or of each of the two in a reversible model.
@@ -204,7 +204,7 @@ class Residual:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Reversible:
-    """A model of two residual streams, whose gradient keeps no layer's activations.
+    """A model of two residual streams; its gradient keeps no layer's activations.
 
     Args:
       exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).

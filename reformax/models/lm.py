@@ -32,7 +32,7 @@ glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
 
 
 class Decoding(NamedTuple):
-    """What decoding keeps between steps."""
+    """The state of decoding between steps."""
 
     position: Int[Array, " B"]  # the next position of each row
     caches: Any  # of every layer
@@ -84,7 +84,7 @@ class LanguageModel(Model):
         return params
 
     def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
-        """What the logits are a linear function of; D is twice `d_model` if reversible."""
+        """The input of `logits`; D is twice `d_model` if the model is reversible."""
         return self.encode(params, jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1], rng=rng)
 
     def encode(
@@ -122,10 +122,10 @@ class LanguageModel(Model):
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
 
-    # Decoding: `prefill` takes a prompt at once, `step` a token a row.
+    # Decoding: `prefill` reads whole prompts, `step` one token of each row.
 
     def for_decoding(self, params) -> Any:
-        """The weights for `step`: layers apart, in the dtypes that they are used in."""
+        """The weights for `step`: a tree for each repeat of the cycle, cast to their dtypes."""
         logits = params["logits"] | {"w": params["logits"]["w"].astype(self.dtype)}
         return params | {"stack": self._layers.for_decoding(params["stack"]), "logits": logits}
 
@@ -137,17 +137,17 @@ class LanguageModel(Model):
         Args:
           params: the weights.
           tokens: prompts, padded on the right.
-          lengths: the number of tokens in each row that are no padding; 0 is an empty prompt.
-          capacity: how long prompt and continuation can become.
-          rng: the source of hashes: those of `apply` with the same rng.
+          lengths: the number of tokens in each row before its padding; 0 is an empty prompt.
+          capacity: the largest length of prompt and continuation together.
+          rng: the source of hashes, which are those of `apply` with the same rng.
 
         Returns:
-          The logits of each row's next token, and what `step` goes on from.
+          The logits of each row's next token, and the state that `step` goes on from.
 
         Raises:
-          ValueError: the capacity leaves no room behind the prompts or is above that of the
+          ValueError: the capacity leaves no room after the prompts or is above that of the
             positions, or the model is not built for evaluation.
-          NotImplementedError: an attention algorithm that cannot decode.
+          NotImplementedError: an attention algorithm cannot decode.
         """
         if capacity <= tokens.shape[1]:
             raise ValueError(
@@ -155,7 +155,7 @@ class LanguageModel(Model):
             )
         check_capacity(capacity, self.max_length)
         rng = None if rng is None else jax.random.split(rng, 3)[1]
-        # Position t reads token t - 1, and position 0 reads none: a prompt of n makes n + 1.
+        # Position t reads token t - 1 and position 0 none: n tokens make n + 1 positions.
         x = self._embed(params, jnp.pad(tokens, ((0, 0), (1, 0))))
         streams, caches, _ = self._layers.prefill(
             params["stack"], [x] * self._layers.n_out, lengths + 1, capacity, rng
@@ -170,9 +170,9 @@ class LanguageModel(Model):
         """The logits of the token after the one given, for each row.
 
         Args:
-          params: the weights as `for_decoding` has them.
+          params: the weights from `for_decoding`.
           tokens: the last token of each row.
-          decoding: what `prefill` or the step before gave.
+          decoding: from `prefill` or the step before.
         """
         position, caches = decoding
         x = params["embedding"][tokens[:, None]]

@@ -159,7 +159,7 @@ class EncoderDecoder(Model):
         return self._run("encoder", params, x, segments, rng=stack_rng)
 
     def features(self, params, inputs: Sequence[Array], rng=None) -> Float[Array, "B T D"]:
-        """What the logits are a linear function of.
+        """The input of `logits`: the decoder's output.
 
         Args:
           params: the weights.
@@ -264,7 +264,7 @@ class EncoderDecoder(Model):
         Raises:
           ValueError: the capacity is below 1 or above that of the positions, or the model is not
             built for evaluation.
-          NotImplementedError: an attention algorithm that cannot decode.
+          NotImplementedError: an attention algorithm cannot decode.
         """
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}: expected at least 1")
