@@ -2,9 +2,9 @@
 
     python -m benchmarks.duplication --length 256 --steps 700
 
-trains one-layer models on 0w0w, with full shared-QK attention and with LSH attention, and prints in
-Markdown how much of the second w each gets right when it is evaluated with full attention and with
-1 to 8 hashes. A model that learned by hashing keeps its accuracy under hashing; one that learned by
+trains one-layer models on 0w0w, with full shared-QK attention and with LSH attention, and prints
+the accuracy of each on the second w when it is evaluated with full attention and with 1 to 8
+hashes. A model that learned by hashing keeps its accuracy under hashing; one that learned by
 full attention need not.
 """
 
@@ -13,9 +13,13 @@ from __future__ import annotations
 import argparse
 import functools
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
+from benchmarks.harness import command_line
+from benchmarks.harness.table import Table
 from reformax.data import duplication
 from reformax.models import ReformerLM
 from reformax.ops import lsh, shared_qk
@@ -33,7 +37,7 @@ def attention(n_hashes: int, chunk_len: int):
 
 
 def model(n_hashes: int, chunk_len: int, length: int, mode: str):
-    """One layer, and a learned embedding of each position: what it has to find is a distance."""
+    """One layer and a learned embedding of each position: the task is to find a distance."""
     return ReformerLM(
         vocab_size=128,
         d_model=128,
@@ -51,50 +55,47 @@ def model(n_hashes: int, chunk_len: int, length: int, mode: str):
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def train(args: argparse.Namespace, n_hashes: int, task: Any) -> Any:
+    """The weights of a model trained with `n_hashes`."""
+    schedule = optimizer.cosine(args.learning_rate, args.steps, args.steps // 10)
+    sizes = dict(batch_size=args.batch_size, length=args.length)
+    with tempfile.TemporaryDirectory() as folder:
+        loop.train(
+            folder,
+            model=functools.partial(model, n_hashes, args.chunk_len, args.length),
+            task=task,
+            optimizer=optimizer.adamw(schedule),
+            steps=args.steps,
+            progress=False,
+            **sizes,
+        )
+        checkpoints = Checkpoints(folder)
+        trained = model(n_hashes, args.chunk_len, args.length, "eval")
+        init = functools.partial(trained.init_params, shape=tuple(sizes.values()))
+        like = jax.eval_shape(init, jax.random.PRNGKey(0))
+        return checkpoints.restore_params(checkpoints.steps()[-1], like)[0]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_line.parser(__doc__)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--chunk_len", type=int, default=32)
-    args = parser.parse_args()
-    task = duplication.duplication(length=args.length, n_eval=128)
-    schedule = optimizer.cosine(args.learning_rate, args.steps, args.steps // 10)
-    print(f"| trained with | {' | '.join(EVALUATED_WITH)} |")
-    print(f"| --- | {' | '.join('---:' for _ in EVALUATED_WITH)} |", flush=True)
-    for name, n_hashes in TRAINED_WITH.items():
-        shape = (args.batch_size, args.length)
-        with tempfile.TemporaryDirectory() as folder:
-            loop.train(
-                folder,
-                model=functools.partial(model, n_hashes, args.chunk_len, args.length),
-                task=task,
-                optimizer=optimizer.adamw(schedule),
-                steps=args.steps,
-                batch_size=args.batch_size,
-                length=args.length,
-                progress=False,
-            )
-            checkpoints = Checkpoints(folder)
-            like = jax.eval_shape(
-                functools.partial(
-                    model(n_hashes, args.chunk_len, args.length, "eval").init_params, shape=shape
-                ),
-                jax.random.PRNGKey(0),
-            )
-            params, _ = checkpoints.restore_params(checkpoints.steps()[-1], like)
-        accuracies = [
-            evaluate(
-                model(n, args.chunk_len, args.length, "eval"),
-                params,
-                task,
-                batch_size=args.batch_size,
-                length=args.length,
-            )["accuracy"]
-            for n in EVALUATED_WITH.values()
-        ]
-        print(f"| {name} | {' | '.join(f'{100 * a:.1f}%' for a in accuracies)} |", flush=True)
+    args = parser.parse_args(argv)
+    trained_with = TRAINED_WITH
+    if args.tiny:
+        args.length, args.batch_size, args.steps, args.chunk_len = 32, 2, 10, 8
+        trained_with = {"LSH-1": 1}
+    task = duplication.duplication(length=args.length, n_eval=4 if args.tiny else 128)
+    table = Table("trained with", *EVALUATED_WITH)
+    for name, n_hashes in trained_with.items():
+        params = train(args, n_hashes, task)
+        sizes = dict(batch_size=args.batch_size, length=args.length)
+        models = [model(n, args.chunk_len, args.length, "eval") for n in EVALUATED_WITH.values()]
+        scores = [evaluate(one, params, task, **sizes)["accuracy"] for one in models]
+        table.row(name, *(f"{100 * accuracy:.1f}%" for accuracy in scores))
 
 
 if __name__ == "__main__":

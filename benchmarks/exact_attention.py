@@ -4,27 +4,25 @@
     python -m benchmarks.exact_attention --curves
     python -m benchmarks.exact_attention --longest
 
-print tables in Markdown, of
+print tables of
 
-  * memory: what the compiled program needs beside inputs and outputs, at 2^8 to 2^20 tokens of one
-    head of 64, forward and for the gradient, not causal; beside it what Rabe and Staats report for
-    a TPU (tables 2 and 3) and Dao et al. for their benchmark's batch (table 21). Nothing is run;
+  * memory: what the compiled gradient needs besides its inputs and outputs, at 2^8 to 2^20 tokens
+    of one head of 64, not causal; beside it the figures of Rabe and Staats for a TPU (table 3) and
+    of Dao et al. for their benchmark's batch (table 21). Nothing is run;
   * curves: TransformerLM on the source text of Python's standard library, in float32, with each
-    attention in turn: how far its loss is from dense attention's, at most, over the steps;
+    attention in turn: the largest difference of its loss to dense attention's over the steps;
   * longest: one gradient through 2^20 tokens of one head, on a CPU 2^14, causal: its time, and its
-    error where 32 of the positions alone have a cotangent, which plain attention can check.
+    error where only 32 of the positions have a cotangent, which plain attention can check.
 
-How fast they are, `python -m benchmarks.attention --exact` says.
+`python -m benchmarks.attention --exact` measures their speed.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,36 +30,29 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from benchmarks import rabe_staats
-from benchmarks.attention import head, line, output_and_gradient, relative_error
-from benchmarks.measuring import reason
+from benchmarks.harness import command_line, rows
+from benchmarks.harness.failures import attempt, reason
+from benchmarks.harness.rows import MIB, output_and_gradient, relative_error
+from benchmarks.harness.table import Table
+from benchmarks.peers import rabe_staats
 from reformax.data import stdlib
 from reformax.models import TransformerLM
 from reformax.ops import AttentionOp, block_sparse, dense, flash, memory_efficient
 
-MIB = 2**20
 KEY = jax.random.key(0)
 SIZE = 64
+LONGEST = {"tiny": 100, "cpu": 2**14, "gpu": 2**20}
 LENGTHS = tuple(2**n for n in range(8, 21, 2))
 # Beyond this a GPU that tunes its products would allocate plain attention's scores.
 PLAIN_ON_GPU = 2**14
 
-# What the papers report, in their units.
-RABE_STAATS = {
-    "forward": dict(
-        zip(
-            LENGTHS, ("270 KB", "4.0 MB", "16 MB", "17 MB", "21 MB", "64 MB", "256 MB"), strict=True
-        )
-    ),
-    "gradient": dict(
-        zip(
-            LENGTHS,
-            ("532 KB", "8.0 MB", "41 MB", "64 MB", "257 MB", "1.0 GB", "4.0 GB"),
-            strict=True,
-        )
-    ),
+# As the papers print them, for the gradient.
+RABE_STAATS = ("532 KB", "8.0 MB", "41 MB", "64 MB", "257 MB", "1.0 GB", "4.0 GB")
+DAO = ("44 MB", "209 MB", "836 MB", "3,344 MB", "13,376 MB")
+PAPERS = {
+    "Rabe and Staats, table 3": dict(zip(LENGTHS, RABE_STAATS, strict=True)),
+    "Dao et al., table 21": dict(zip(LENGTHS, DAO, strict=False)),
 }
-DAO = {2**8: "44 MB", 2**10: "209 MB", 2**12: "836 MB", 2**14: "3,344 MB", 2**16: "13,376 MB"}
 
 
 def attentions() -> dict[str, AttentionOp]:
@@ -77,53 +68,36 @@ def dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def temp_bytes(attend: Callable[..., Array], length: int, gradient: bool) -> int | Exception:
-    """What the compiled program needs beside its inputs and outputs."""
+def temp_mib(attend: Callable[..., Array], length: int) -> str:
+    """The memory that the compiled gradient needs besides its inputs and outputs."""
     x = jax.ShapeDtypeStruct((1, length, 1, SIZE), dtype())
-    try:
-        if gradient:
-            program = jax.jit(output_and_gradient(attend)).lower(x, x, x, x)
-        else:
-            program = jax.jit(attend).lower(x, x, x)
-        return program.compile().memory_analysis().temp_size_in_bytes
-    except Exception as error:  # of any kind: the table has it, and the other rows
-        return error
 
+    def compiled() -> float:
+        program = jax.jit(output_and_gradient(attend)).lower(x, x, x, x).compile()
+        return program.memory_analysis().temp_size_in_bytes / MIB
 
-def told(size: int | Exception | None) -> str:
-    if isinstance(size, Exception):
-        return reason(size)
-    return "-" if size is None else f"{size / MIB:,.1f}"
+    mib = attempt(compiled)
+    return reason(mib) if isinstance(mib, Exception) else f"{mib:,.1f}"
 
 
 def memory(lengths: Sequence[int], threads: int) -> None:
-    """Prints the two tables of memory by length."""
-    candidates = {"plain": functools.partial(rabe_staats.plain, causal=False)}
-    # The least memory, by the paper: constant chunks of queries, the square root of keys.
-    least = memory_efficient.memory_efficient(query_chunk_size=64, key_chunk_size="sqrt")
-    ops = attentions() | {"memory_efficient, 64 x sqrt": least}
-    candidates |= {name: lambda *x, op=op: op(*x) for name, op in ops.items()}
-    bytes_of_inputs = 3 * SIZE * np.dtype(jnp.dtype(dtype())).itemsize
+    """Prints the table of memory by length."""
+    candidates: dict[str, Callable] = {"plain": functools.partial(rabe_staats.plain, causal=False)}
+    candidates |= {name: lambda *x, op=op: op(*x) for name, op in attentions().items()}
+    table = Table("N", "q, k, v", *candidates, *PAPERS, title="MiB, gradient")
     with ThreadPoolExecutor(threads) as pool:
-        for what in ("forward", "gradient"):
-            names = [*candidates, "Rabe and Staats, table " + ("2" if what == "forward" else "3")]
-            names += ["Dao et al., table 21"] * (what == "gradient")
-            print(f"\nMiB, {what}\n\n{head(['N', 'q, k, v', *names])}", flush=True)
-            futures = {
-                (length, name): pool.submit(temp_bytes, attend, length, what == "gradient")
-                for length in lengths
-                for name, attend in candidates.items()
-                if not (name == "plain" and length > PLAIN_ON_GPU and dtype() == "bfloat16")
-            }
-            for length in lengths:
-                cells = [f"{length:,}", told(length * bytes_of_inputs)]
-                for name in candidates:
-                    future = futures.get((length, name))
-                    cells.append(told(None if future is None else future.result()))
-                cells.append(RABE_STAATS[what].get(length, "-"))
-                if what == "gradient":
-                    cells.append(DAO.get(length, "-"))
-                print(line(cells), flush=True)
+        futures = {
+            (length, name): pool.submit(temp_mib, attend, length)
+            for length in lengths
+            for name, attend in candidates.items()
+            if not (name == "plain" and length > PLAIN_ON_GPU and dtype() == "bfloat16")
+        }
+        for length in lengths:
+            own = 3 * SIZE * length * jnp.dtype(dtype()).itemsize / MIB
+            found = [futures.get((length, name)) for name in candidates]
+            cells = ["-" if future is None else future.result() for future in found]
+            papers = [paper.get(length, "-") for paper in PAPERS.values()]
+            table.row(f"{length:,}", f"{own:,.1f}", *cells, *papers)
 
 
 def everything(n_query_blocks: int, n_key_blocks: int) -> np.ndarray:
@@ -194,71 +168,63 @@ def in_parts(length: int) -> dict[str, AttentionOp]:
 def curves(steps: int, length: int) -> None:
     """Prints how far each attention's losses are from dense attention's."""
     ops = {"dense": dense.dense(impl="xla")} | in_parts(length)
-    print(f"\n{steps} steps of 4 x {length} bytes\n")
-    print(head(["attention", "first loss", "last loss", "largest difference to dense"]))
+    columns = "attention", "first loss", "last loss", "largest difference to dense"
+    table = Table(*columns, title=f"{steps} steps of 4 x {length} bytes")
     want = None
     for name, op in ops.items():
         losses = loss_curve(op, steps, length)
         want = losses if want is None else want
         difference = np.abs(losses - want).max()
-        print(line([name, *(f"{losses[i]:.4f}" for i in (0, -1)), f"{difference:.1e}"]), flush=True)
+        table.row(name, *(f"{losses[i]:.4f}" for i in (0, -1)), f"{difference:.1e}")
 
 
 def longest(length: int) -> None:
     """Prints the time and the error of one gradient through a sequence of this length."""
-    q, k, v, d = (
-        jax.random.normal(rng, (1, length, 1, SIZE), dtype()) for rng in jax.random.split(KEY, 4)
-    )
+    q, k, v, d = rows.inputs(1, length, 1, SIZE, dtype=dtype())
     some = np.sort(np.random.default_rng(0).choice(length, 32, replace=False))
     d = jnp.zeros_like(d).at[:, some].set(d[:, some])
 
     def plain(q, k, v):
         q, k, v = (x.astype(jnp.float32) for x in (q[:, some], k, v))
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / SIZE**0.5
-        scores = jnp.where(some[:, None] >= np.arange(length), scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1)
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / SIZE**0.5
+        logits = jnp.where(some[:, None] >= np.arange(length), logits, -jnp.inf)
+        weights = jax.nn.softmax(logits, axis=-1)
         return jnp.einsum("bnts,bsnv->btnv", weights, v, precision="highest")
 
     want, gradients = jax.jit(output_and_gradient(plain))(d[:, some], q, k, v)
-    print(f"\nGradient through {length:,} tokens of one head, {dtype()}\n")
-    print(head(["attention", "seconds", "temp MiB", "error of the output", "of the gradient"]))
+
+    def measure(op: AttentionOp) -> list[str]:
+        run = output_and_gradient(lambda *x: op(*x, causal=True))
+        program = jax.jit(run).lower(d, q, k, v).compile()
+        start = time.perf_counter()
+        out, found = jax.block_until_ready(program(d, q, k, v))
+        seconds = time.perf_counter() - start
+        temp = program.memory_analysis().temp_size_in_bytes / MIB
+        errors = relative_error(out[:, some], want), max(map(relative_error, found, gradients))
+        return [f"{seconds:.2f}", f"{temp:,.1f}", *(f"{x:.1e}" for x in errors)]
+
+    columns = "attention", "seconds", "temp MiB", "error of the output", "of the gradient"
+    table = Table(*columns, title=f"Gradient through {length:,} tokens of one head, {dtype()}")
     for name, op in attentions().items():
-        try:
-            run = output_and_gradient(lambda *x, op=op: op(*x, causal=True))
-            program = jax.jit(run).lower(d, q, k, v).compile()
-            start = time.perf_counter()
-            out, found = jax.block_until_ready(program(d, q, k, v))
-            seconds = time.perf_counter() - start
-            temp = program.memory_analysis().temp_size_in_bytes
-            errors = relative_error(out[:, some], want), max(map(relative_error, found, gradients))
-            cells: list[Any] = [f"{seconds:.2f}", told(temp), *(f"{x:.1e}" for x in errors)]
-        except Exception as error:  # of any kind: the table has it, and the other rows
-            cells = [reason(error), "-", "-", "-"]
-        print(line([name, *cells]), flush=True)
+        cells = attempt(measure, op)
+        table.row(name, *([reason(cells)] if isinstance(cells, Exception) else cells))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line.parser(__doc__, threads=True)
     parser.add_argument("--memory", action="store_true", help="memory by length")
     parser.add_argument("--curves", action="store_true", help="losses in training")
     parser.add_argument("--longest", action="store_true", help="the gradient of a long sequence")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of --memory")
-    parser.add_argument("--steps", type=int, default=100, help="of --curves")
-    parser.add_argument("--length", type=int, help="of --longest")
-    parser.add_argument("--threads", type=int, default=8, help="that compile at the same time")
     args = parser.parse_args(argv)
     if not (args.memory or args.curves or args.longest):
         parser.error("nothing to do: give --memory, --curves or --longest")
-    for name, size in (("steps", args.steps), ("length", args.length), ("threads", args.threads)):
-        if size is not None and size < 1:
-            parser.error(f"--{name} is {size}: expected at least 1")
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {dtype()}")
+    print(f"{command_line.machine()}, {dtype()}")
     if args.memory:
-        memory(args.lengths, args.threads)
+        memory(LENGTHS[:2] if args.tiny else LENGTHS, args.threads)
     if args.curves:
-        curves(args.steps, 128)
+        curves(*((2, 32) if args.tiny else (100, 128)))
     if args.longest:
-        longest(args.length or (2**14 if jax.default_backend() == "cpu" else 2**20))
+        longest(command_line.of_size(LONGEST, args.tiny))
 
 
 if __name__ == "__main__":

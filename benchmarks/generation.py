@@ -1,127 +1,78 @@
-"""Tokens a second of cached generation, and of the ways around it.
+"""Tokens a second of cached generation, and of the alternatives.
 
     python -m benchmarks.generation
 
 On a CPU: the quickstart's model at 4,096 tokens of context, a step of decoding beside the forward
-over all tokens that would give the same token without a cache; then the time of 1 to 2,048 new
-tokens. On a GPU: the Reformer paper's 12-layer enwik8 model at 16,384 tokens of context beside
-Hugging Face's ReformerModelWithLMHead of the same sizes, in the same process, where `transformers`
-and PyTorch are installed.
+pass over all tokens that would give the same token without a cache. On a GPU: the Reformer paper's
+12-layer enwik8 model at 16,384 tokens of context beside Hugging Face's ReformerModelWithLMHead of
+the same sizes, in the same process, where `transformers` and PyTorch are installed.
 
-Weights are random, which changes no time. A rate is of the new tokens but the first, which reading
-the prompt makes: the time of many new tokens less the time of few, after both have run once.
+Weights are random, which changes no time. A rate is of all new tokens but the first, which reading
+the prompt gives: the time of many new tokens less the time of few, after both have run once.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import os
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness import command_line, language_models
+from benchmarks.harness.failures import attempt, reason
+from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SIZE
+from benchmarks.harness.table import Table
+from benchmarks.harness.timing import in_turn
+from benchmarks.peers import generation_torch
 from reformax import generation, models
-from reformax.ops import local, lsh
 from reformax.ops.parts import hashing
 
-VOCAB_SIZE = 256
-# The two kinds of LSH, the last of which is compared with peers.
+# The two kinds of LSH attention, the last of which is compared with peers.
 LSH = {"strictly causal": dict(strictly_causal=True), "ordinary": {}}
+PEER_NEW = 34  # new tokens of a peer
+PEER_SECONDS = 240  # after which no peer starts
 
 
 class Shape(NamedTuple):
-    """A model and how much text it is given and makes."""
+    """A model, and the length of its texts."""
 
     context: int  # prompt and new tokens together
     n_new: int
+    sizes: language_models.Sizes
     batches: tuple[int, ...] = (1,)
-    d_model: int = 128
-    d_ff: int = 512
-    n_heads: int = 4
-    d_head: int = 32
-    n_layers: int = 4
-    cycle: tuple[str, ...] = ("local", "lsh")
-    local_chunk_len: int = 64
-    lsh_chunk_len: int = 64
-    n_hashes: int = 2
     dtype: str = "float32"
-    axial_shape: tuple[int, int] | None = None  # None: rotary positions
+    axial: bool = False  # otherwise positions are rotary
 
 
 SHAPES = {
-    "cpu": Shape(context=4096, n_new=256),
-    "gpu": Shape(
-        context=16_384,
-        n_new=256,
-        batches=(1, 8),
-        d_model=1024,
-        d_ff=4096,
-        n_heads=8,
-        d_head=128,
-        n_layers=12,
-        cycle=("local", "local", "lsh", "local"),
-        local_chunk_len=128,
-        dtype="bfloat16",
-        axial_shape=(512, 128),
-    ),
+    "tiny": Shape(64, 9, TINY),
+    "cpu": Shape(4096, 256, QUICKSTART),
+    "gpu": Shape(16_384, 256, PAPER, (1, 8), "bfloat16", axial=True),
 }
 
 
-def reformer(shape: Shape, **lsh_options) -> tuple[models.LanguageModel, Any]:
+def reformer(shape: Shape, **lsh_options: Any) -> tuple[models.LanguageModel, Any]:
     """The model for evaluation and its weights."""
-    ops = {
-        "local": local.local(chunk_len=shape.local_chunk_len),
-        "lsh": lsh.lsh(chunk_len=shape.lsh_chunk_len, n_hashes=shape.n_hashes, **lsh_options),
-    }
-    quarter = shape.d_model // 4
-    axial = dict(
-        pos_type="axial",
-        pos_axial_shape=shape.axial_shape,
-        pos_d_axial_embs=(quarter, shape.d_model - quarter),
-    )
+    sizes = shape.sizes
     model = models.ReformerLM(
-        vocab_size=VOCAB_SIZE,
-        d_model=shape.d_model,
-        d_ff=shape.d_ff,
-        d_attention_key=shape.d_head,
-        d_attention_value=shape.d_head,
-        n_layers=shape.n_layers,
-        n_heads=shape.n_heads,
-        attention_type=tuple(ops[name] for name in shape.cycle),
+        **sizes.arguments(),
+        **(sizes.axial(shape.context) if shape.axial else {}),
+        attention_type=sizes.attention(**lsh_options),
         dtype=shape.dtype,
         mode="eval",
-        **(axial if shape.axial_shape else {}),
     )
     params = jax.jit(lambda key: model.init_params(key, (1, shape.context)))(jax.random.PRNGKey(0))
     return model, params
 
 
-def prompts(shape: Shape, batch: int, n_new: int | None = None) -> np.ndarray:
+def prompts(shape: Shape, batch: int) -> np.ndarray:
     """Random bytes that the new tokens follow up to the end of the context."""
-    size = (batch, shape.context - (n_new or shape.n_new))
+    size = (batch, shape.context - shape.n_new)
     return np.random.default_rng(0).integers(0, VOCAB_SIZE, size, np.int32)
-
-
-def in_turn(functions: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
-    """The median time of each, called in turn after a call that may compile.
-
-    Whatever else the machine does then falls on all of them.
-    """
-    times = {name: [] for name in functions}
-    for function in functions.values():
-        function()
-    for _ in range(repeats):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def calls(generate: Callable[[int], Any], counts: Sequence[int]) -> dict[int, Callable[[], Any]]:
@@ -129,20 +80,26 @@ def calls(generate: Callable[[int], Any], counts: Sequence[int]) -> dict[int, Ca
     return {n: functools.partial(generate, n) for n in counts}
 
 
-def generator(shape: Shape, model, params, text: np.ndarray) -> Callable[[int], Any]:
-    """Generation by reformax, from a number of new tokens."""
-    return functools.partial(generation.generate, model, params, text, max_length=shape.context)
-
-
 def ours(shape: Shape, model, params, batch: int, repeats: int) -> tuple[float, float]:
-    """The time of a step for all rows, and the time of the prompt and the first token."""
-    generate = generator(shape, model, params, prompts(shape, batch))
+    """Seconds of a step for all rows, and of the prompt and the first token."""
+    text = prompts(shape, batch)
+    generate = functools.partial(generation.generate, model, params, text, max_length=shape.context)
     few, many = in_turn(calls(generate, (1, shape.n_new)), repeats).values()
     return (many - few) / (shape.n_new - 1), few
 
 
+def theirs(shape: Shape, dtype: str, batch: int, by_hand: bool) -> tuple[float, float]:
+    """Hugging Face's times: of its `generate`, or of its cache in a loop of our own."""
+    buckets = hashing.auto_buckets(shape.context, shape.sizes.lsh_chunk_len)
+    positions = shape.sizes.axial(shape.context)
+    config = generation_torch.config(shape.sizes, positions, buckets, VOCAB_SIZE)
+    generate = generation_torch.generator(config, dtype, prompts(shape, batch), by_hand)
+    few, many = in_turn(calls(generate, (2, PEER_NEW)), 1).values()
+    return (many - few) / (PEER_NEW - 2), few
+
+
 def forward(shape: Shape, model, params) -> Callable[[], Any]:
-    """One forward over the whole context, padded, and the logits of one position."""
+    """A forward pass over the whole context, padded, and the logits of one position."""
 
     @jax.jit
     def next_token(params, tokens, position):
@@ -154,143 +111,69 @@ def forward(shape: Shape, model, params) -> Callable[[], Any]:
     return lambda: np.asarray(next_token(params, text, shape.context - shape.n_new))
 
 
-def on_cpu(shape: Shape, repeats: int) -> None:
-    print(f"context {shape.context:,} tokens, {shape.n_layers} layers, d_model {shape.d_model}\n")
-    print("| LSH | forward of all, ms | step, ms | ratio | tokens/s |\n| --- |" + " ---: |" * 4)
+def beside_the_forward(shape: Shape, repeats: int) -> None:
+    """Prints the time of a step and of the forward pass over all tokens."""
+    table = Table("LSH", "forward of all, ms", "step, ms", "ratio", "tokens/s")
     for name, options in LSH.items():
         model, params = reformer(shape, **options)
-        generate = generator(shape, model, params, prompts(shape, 1))
+        generate = functools.partial(
+            generation.generate, model, params, prompts(shape, 1), max_length=shape.context
+        )
         functions = calls(generate, (1, shape.n_new)) | {"all": forward(shape, model, params)}
         few, many, whole = in_turn(functions, repeats).values()
         step = (many - few) / (shape.n_new - 1)
-        row = f"{whole * 1e3:.1f} | {step * 1e3:.3f} | {whole / step:.0f} | {1 / step:.0f}"
-        print(f"| {name} | {row} |", flush=True)
-    counts = [n for n in (128, 256, 512, 1024, 2048) if n <= shape.context // 2]
-    generate = generator(shape, model, params, prompts(shape, 1, shape.context // 2 + 1))
-    prompt, *times = in_turn(calls(generate, (1, *(n + 1 for n in counts))), repeats).values()
-    print("\n| new tokens | ms | us a token |\n| ---: | ---: | ---: |")
-    for n, taken in zip(counts, times, strict=True):
-        taken -= prompt
-        print(f"| {n:,} | {taken * 1e3:.1f} | {taken / n * 1e6:.0f} |", flush=True)
+        row = f"{whole * 1e3:.1f}", f"{step * 1e3:.3f}", f"{whole / step:.0f}", f"{1 / step:.0f}"
+        table.row(name, *row)
 
 
-def hugging_face(shape: Shape, dtype: str):
-    """`ReformerModelWithLMHead` of the same sizes, on the device that PyTorch has."""
-    import torch
-    import transformers
+def beside_peers(shape: Shape, repeats: int, peers: bool) -> None:
+    """Prints the rates of reformax and of Hugging Face."""
+    table = Table("model", "batch", "step, ms", "tokens/s", "prompt, s")
+    steps: dict[int, float] = {}
+    peer_steps: dict[int, list[float]] = {}
 
-    rows, columns = shape.axial_shape
-    quarter = shape.d_model // 4
-    config = transformers.ReformerConfig(
-        attn_layers=list(shape.cycle) * (shape.n_layers // len(shape.cycle)),
-        attention_head_size=shape.d_head,
-        num_attention_heads=shape.n_heads,
-        hidden_size=shape.d_model,
-        feed_forward_size=shape.d_ff,
-        axial_pos_embds_dim=(quarter, shape.d_model - quarter),
-        axial_pos_shape=(rows, columns),
-        max_position_embeddings=rows * columns,
-        local_attn_chunk_length=shape.local_chunk_len,
-        lsh_attn_chunk_length=shape.lsh_chunk_len,
-        num_hashes=shape.n_hashes,
-        num_buckets=list(hashing.auto_buckets(shape.context, shape.lsh_chunk_len)),
-        vocab_size=VOCAB_SIZE,
-        is_decoder=True,
-        use_cache=True,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.ReformerModelWithLMHead(config)
-    return model.to(device, getattr(torch, dtype)).eval()
-
-
-def theirs(shape: Shape, dtype: str, batch: int, by_hand: bool, n_many: int) -> tuple[float, float]:
-    """What `ours` measures, of Hugging Face: its `generate`, or its cache and a loop of our own."""
-    import torch
-
-    model = hugging_face(shape, dtype)
-    device = next(model.parameters()).device
-    text = torch.as_tensor(prompts(shape, batch), dtype=torch.long, device=device)
-
-    @torch.inference_mode()
-    def generate(n):
-        if not by_hand:
-            out = model.generate(
-                text, max_new_tokens=n, min_new_tokens=n, use_cache=True, do_sample=True, top_k=0
-            )
-            assert out.shape[1] == text.shape[1] + n
-            return out.cpu()
-        out = model(text, use_cache=True)
-        for _ in range(n - 1):
-            drawn = torch.multinomial(torch.softmax(out.logits[:, -1].float(), dim=-1), 1)
-            cache = out.past_buckets_states
-            out = model(drawn, past_buckets_states=cache, use_cache=True)
-        return out.logits.cpu()
-
-    few, many = in_turn(calls(generate, (2, n_many)), 1).values()
-    return (many - few) / (n_many - 2), few
-
-
-def on_gpu(shape: Shape, repeats: int, peers: bool, peer_new: int, peer_seconds: float) -> None:
-    print(f"context {shape.context:,} tokens, {shape.n_layers} layers, d_model {shape.d_model}\n")
-    print(
-        "| model | batch | step, ms | tokens/s | prompt, s |\n| --- | ---: | ---: | ---: | ---: |"
-    )
-
-    def report(name, batch, measure, *arguments):
-        try:
-            step, prompt = measure(*arguments)
-        except Exception as error:  # of any kind: the table has it, and the other rows
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200].replace("|", "/")
-            print(f"| {name} | {batch} | {reason} | - | - |", flush=True)
+    def report(name: str, batch: int, measure: Callable[..., Any], *arguments: Any) -> float:
+        known = attempt(measure, *arguments)
+        if isinstance(known, Exception):
+            table.row(name, str(batch), reason(known))
             return float("inf")
-        row = f"{batch} | {step * 1e3:.3f} | {batch / step:,.0f} | {prompt:.2f}"
-        print(f"| {name} | {row} |", flush=True)
+        step, prompt = known
+        row = f"{step * 1e3:.3f}", f"{batch / step:,.0f}", f"{prompt:.2f}"
+        table.row(name, str(batch), *row)
         return step
 
-    steps, peer_steps = {}, {}
     for name, options in LSH.items():
         model, params = reformer(shape, **options)
         for batch in shape.batches:
-            steps[batch] = report(
-                f"reformax, {name}", batch, ours, shape, model, params, batch, repeats
-            )
+            arguments = shape, model, params, batch, repeats
+            steps[batch] = report(f"reformax, {name}", batch, ours, *arguments)
         del model, params
-    deadline = time.monotonic() + peer_seconds
+    deadline = time.monotonic() + PEER_SECONDS
     for dtype in dict.fromkeys((shape.dtype, "float32")) if peers else ():
         for by_hand in (False, True):
             for batch in shape.batches:
                 name = f"Hugging Face, {dtype}, {'its cache by hand' if by_hand else 'generate'}"
                 if time.monotonic() > deadline:
-                    print(f"| {name} | {batch} | no time left | - | - |")
+                    table.row(name, str(batch), "no time left")
                     continue
-                step = report(name, batch, theirs, shape, dtype, batch, by_hand, peer_new)
+                step = report(name, batch, theirs, shape, dtype, batch, by_hand)
                 peer_steps.setdefault(batch, []).append(step)
-    for batch, theirs_here in peer_steps.items():
-        print(f"\nbatch {batch}: {min(theirs_here) / steps[batch]:.1f} times their fastest")
+    for batch, found in peer_steps.items():
+        print(f"\nbatch {batch}: {min(found) / steps[batch]:.1f} times their fastest")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line.parser(__doc__, repeats=5)
     parser.add_argument("--no_peers", action="store_true", help="leave Hugging Face's out")
-    parser.add_argument("--shape", choices=["cpu", "gpu"], help="default: the backend's")
-    parser.add_argument("--context", type=int, help="another length of prompt and continuation")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peer_new", type=int, default=34, help="new tokens of Hugging Face's")
-    parser.add_argument(
-        "--peer_seconds", type=float, default=240, help="no row of theirs starts after so long"
-    )
     args = parser.parse_args(argv)
-    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    device = f"{os.cpu_count()} cores" if backend == "cpu" else jax.devices()[0].device_kind
-    print(f"{device}, jax {jax.__version__}, medians of {args.repeats}", flush=True)
-    shape = SHAPES[args.shape or backend]
-    shape = shape._replace(context=args.context or shape.context)
-    if (args.shape or backend) == "cpu":
-        on_cpu(shape, args.repeats)
+    shape = command_line.of_size(SHAPES, args.tiny)
+    sizes = shape.sizes
+    print(f"{command_line.machine()}, medians of {args.repeats}")
+    print(f"context {shape.context:,} tokens, {sizes.n_layers} layers, d_model {sizes.d_model}")
+    if shape.axial:
+        beside_peers(shape, args.repeats, not args.no_peers)
     else:
-        on_gpu(shape, args.repeats, not args.no_peers, args.peer_new, args.peer_seconds)
+        beside_the_forward(shape, args.repeats)
 
 
 if __name__ == "__main__":

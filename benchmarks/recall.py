@@ -1,31 +1,30 @@
-"""How much of the true attention LSH attention finds, by its number of hashes.
+"""The share of the true attention that LSH attention finds, by the number of hashes.
 
     python -m benchmarks.recall
 
 prints a table and draws docs/recall.png. The vectors lie in clusters, as the queries of a trained
-model do; the true attention is full shared-QK attention, and what is counted is the share of its
-weight that falls on keys which LSH shows the query.
+model do. Recall is the share of full shared-QK attention's weight that falls on the keys that LSH
+attention shows a query.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from benchmarks.harness import command_line, plot
+from benchmarks.harness.processes import ROOT
+from benchmarks.harness.table import Table
 from reformax.ops import lsh
 from reformax.ops.parts.masks import except_self, visibility
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.reference import reference_attention
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 N_HASHES = (1, 2, 4, 8, 16)
 NOISES = (0.25, 0.5, 1.0)
@@ -44,11 +43,11 @@ def clustered_queries(
     """Unit vectors around random centres, times `sharpness`.
 
     Args:
-      rng: the source of the centres, of who belongs where and of the noise.
+      rng: draws the centres, the members of the clusters and the noise.
       length: the number of vectors, T.
       size: H.
-      n_clusters: how many centres there are.
-      noise: the noise's length beside its centre's: 1 is an angle of 45 degrees on average.
+      n_clusters: the number of centres.
+      noise: the noise's length relative to the centre's: 1 is an angle of 45 degrees on average.
       sharpness: the length of a query. With shared queries and keys a logit is this times the
         cosine between them.
     """
@@ -70,11 +69,11 @@ def recall(
     noise: float = 0.5,
     causal: bool = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """What LSH shows: the share of full shared-QK attention's weight, and that of the keys.
+    """The shares of full shared-QK attention's weight, and of the keys, that LSH attention shows.
 
-    Both are averaged over queries, and the second is what the first would be if hashing were blind.
-    They are measured through the ops alone. Values that name their positions, the rows of the
-    identity, make an op's output its attention matrix, and LSH shows what has weight there.
+    Both are averaged over queries. The second is the weight that a blind hash would find. Values
+    that are the rows of the identity make an op's output its attention matrix; LSH attention shows
+    a key where that is above 0.
     """
     data_rng, hash_rng = jax.random.split(rng)
     q = clustered_queries(data_rng, length, size, noise=noise)
@@ -94,30 +93,30 @@ def mean_recall(n_hashes: int, *, n_seeds: int = N_SEEDS, **kwargs) -> tuple[flo
     return float(weight), float(keys)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_line.parser(__doc__, plot="where to draw recall by the number of hashes")
+    parser.set_defaults(plot=ROOT / "docs" / "recall.png")
+    args = parser.parse_args(argv)
+    n_hashes = N_HASHES[:2] if args.tiny else N_HASHES
+    options = dict(n_seeds=1, length=64, chunk_len=8) if args.tiny else dict(n_seeds=N_SEEDS)
     print(
-        f"What LSH attention shows of full attention: {LENGTH} tokens in {N_CLUSTERS} clusters, "
-        f"chunks of {CHUNK_LEN}, mean of {N_SEEDS} draws\n"
+        f"LSH attention's share of full attention's weight: {options.get('length', LENGTH)} tokens "
+        f"in {N_CLUSTERS} clusters, mean of {options['n_seeds']} draws"
     )
-    print("n_hashes".ljust(20) + "".join(f"{n:8d}" for n in N_HASHES))
-    _, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
-    for noise in NOISES:
-        shares = [mean_recall(n, noise=noise) for n in N_HASHES]
-        lines = [("weight", "o-")] + ([("keys", "k--")] if noise == NOISES[-1] else [])
-        for what, style in lines:
-            ys = [share[what == "keys"] for share in shares]
-            name = f"{what}, noise {noise:g}"
-            print(name.ljust(20) + "".join(f"{y:8.3f}" for y in ys))
-            axes.plot(N_HASHES, ys, style, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(N_HASHES, [str(n) for n in N_HASHES])
-    axes.set(xlabel="n_hashes", ylabel="share that LSH attention shows", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path = Path(__file__).parent.parent / "docs" / "recall.png"
-    path.parent.mkdir(exist_ok=True)
-    plt.savefig(path, dpi=150)
-    print(f"\nThe figure is in {path}.")
+    table = Table("n_hashes", *map(str, n_hashes))
+    with plot.figure(args.plot, figsize=(5, 3.5)) as (_, axes):
+        for noise in NOISES:
+            shares = [mean_recall(n, noise=noise, **options) for n in n_hashes]
+            for i, (name, style) in enumerate((("weight", "o-"), ("keys", "k--"))):
+                if name == "weight" or noise == NOISES[-1]:
+                    ys = [share[i] for share in shares]
+                    table.row(f"{name}, noise {noise:g}", *(f"{y:.3f}" for y in ys))
+                    axes.plot(n_hashes, ys, style, label=f"{name}, noise {noise:g}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(n_hashes, [str(n) for n in n_hashes])
+        axes.set(xlabel="n_hashes", ylabel="share that LSH attention shows", ylim=(0, 1.02))
+        axes.legend()
+    print(f"\nThe figure is in {args.plot}.")
 
 
 if __name__ == "__main__":

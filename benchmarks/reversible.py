@@ -1,232 +1,200 @@
-"""What a reversible stack's backward pass rebuilds, and what it costs, by depth.
+"""The drift of a reversible stack's backward pass, and its cost, by depth.
 
     python -m benchmarks.reversible
 
-prints two tables in Markdown and draws docs/reversible.png.
+prints two tables and draws docs/reversible.png. The first has the error of the inputs that the
+backward pass rebuilds, and of the parameters' gradient relative to that of the same forward pass
+with every activation kept, in layers of local and LSH attention with dropout. Two programs may
+round their products differently, as a GPU's do, and then gradients differ even without drift.
 
-The first: how far the inputs rebuilt lie from the forward pass's, and the gradient of the
-parameters from the one that keeps every activation (the same forward pass, differentiated by JAX),
-with `exact=False` and `exact=True`, in layers of local and of LSH attention with dropout. Two
-programs may round their products differently, as a GPU's do, and then gradients differ even where
-nothing drifts. On a CPU the shapes are small; on a GPU, batch 2, length 1,024, width 512.
-
-The second: temporary memory and compile time of the gradient of a ReformerLM and, for comparison,
-of a TransformerLM with the same layers, which never run.
+The second has temporary memory and compile time of the gradient of a ReformerLM and of a
+TransformerLM with the same layers. Nothing is run.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 
+from benchmarks.harness import command_line, plot
+from benchmarks.harness.language_models import VOCAB_SIZE
+from benchmarks.harness.rows import MIB, key
+from benchmarks.harness.table import Table
 from reformax.layers import Attention, Block, FeedForward, ReversibleStack
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import local, lsh
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-DEPTHS = (2, 4, 8, 12, 24)
 DTYPES = ("float32", "bfloat16")
-RNG = jax.random.PRNGKey(0)
-MIB = 2**20
 
 
 class Shape(NamedTuple):
+    """The sizes of a run."""
+
     batch: int
     length: int
     d_model: int
+    depths: tuple[int, ...] = (2, 4, 8, 12, 24)
+    cost_length: int = 4096
+    cost_d_model: int = 128
 
 
-SHAPES = {"cpu": Shape(1, 128, 64), "gpu": Shape(2, 1024, 512)}
+SHAPES = {
+    "tiny": Shape(1, 32, 16, (2,), 128, 16),
+    "cpu": Shape(1, 128, 64),
+    "gpu": Shape(2, 1024, 512),
+}
 
 
 class Drift(NamedTuple):
-    """What one backward pass rebuilt of a stack's inputs."""
+    """The errors of one backward pass."""
 
     n_layers: int
     dtype: str
-    exact: bool
-    error: float  # the largest difference of an input rebuilt
-    n_differing: int  # how many of the inputs differ at all
+    stack: str  # plain or exact
+    error: float  # the largest difference of a rebuilt input
+    n_differing: int  # of the inputs' numbers
     n_numbers: int
     gradient_error: float  # norm of the difference over the norm, of all parameters together
-
-
-def cycle(ops: Sequence, d_model: int, dropout: float) -> list[Block]:
-    return [
-        Block(
-            Attention(
-                op,
-                n_heads=max(1, d_model // 64),
-                d_qk=min(64, d_model),
-                d_v=min(64, d_model),
-                causal=True,
-                attention_dropout=dropout,
-                output_dropout=dropout,
-                use_rotary=True,
-            ),
-            FeedForward(4 * d_model, dropout, dropout),
-        )
-        for op in ops
-    ]
 
 
 def attention_ops(chunk_len: int) -> tuple:
     return local.local(chunk_len=chunk_len), lsh.lsh(chunk_len=chunk_len, n_hashes=2)
 
 
+def blocks(shape: Shape, dropout: float = 0.1) -> list[Block]:
+    """A cycle of local and LSH attention."""
+    d_head = min(64, shape.d_model)
+    options = dict(n_heads=max(1, shape.d_model // 64), d_qk=d_head, d_v=d_head, causal=True)
+    options |= dict(attention_dropout=dropout, output_dropout=dropout, use_rotary=True)
+    ops = attention_ops(min(64, shape.length // 8))
+    d_ff = 4 * shape.d_model
+    return [Block(Attention(op, **options), FeedForward(d_ff, dropout, dropout)) for op in ops]
+
+
 def drift(shape: Shape, n_layers: int, dtype: str, exact: bool) -> Drift:
     """Runs a stack forward and back, on inputs of unit variance."""
-    blocks = cycle(attention_ops(min(64, shape.length // 8)), shape.d_model, dropout=0.1)
-    stack = ReversibleStack(blocks, n_layers, dtype=dtype, exact=exact)
-    params = jax.jit(lambda: stack.init_params(RNG, shape, shape))()
+    stack = ReversibleStack(blocks(shape), n_layers, dtype=dtype, exact=exact)
+    rng, size = key(), shape[:3]
+    params = jax.jit(lambda: stack.init_params(rng, size, size))()
     # As large as training makes them: fresh ones are scaled down by the depth.
     for block in params.values():
         block["attention"]["w_o"] *= math.sqrt(2 * n_layers)
         block["feed_forward"]["w2"] *= math.sqrt(2 * n_layers)
-    x1, x2 = jax.random.normal(jax.random.fold_in(RNG, 1), (2, *shape))
-    direction = jax.random.normal(jax.random.fold_in(RNG, 2), (2, *shape))
+    x1, x2 = jax.random.normal(jax.random.fold_in(rng, 1), (2, *size))
+    direction = jax.random.normal(jax.random.fold_in(rng, 2), (2, *size))
 
-    def gradient(run):
+    def gradient(run: Callable):
         def loss(params):
-            return sum(map(jnp.vdot, direction, run(params, x1, x2)))
+            return sum(map(jnp.vdot, direction, run(params, x1, x2, rng=rng)))
 
         return jax.jit(jax.grad(loss))(params)
 
-    inputs, rebuilt = jax.jit(functools.partial(stack.rebuild, rng=RNG))(params, x1, x2)
-    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(inputs, rebuilt, strict=True)]
-    got, want = (
-        gradient(functools.partial(run, rng=RNG)) for run in (stack.apply, stack.apply_keeping)
-    )
-    difference = jax.tree.map(jnp.subtract, got, want)
+    streams = jax.jit(functools.partial(stack.rebuild, rng=rng))(params, x1, x2)
+    pairs = [tuple(map(np.asarray, pair)) for pair in zip(*streams, strict=True)]
+    got, want = gradient(stack.apply), gradient(stack.apply_keeping)
     return Drift(
         n_layers,
         dtype,
-        exact,
+        "exact" if exact else "plain",
         error=max(float(np.abs(x - y).max()) for x, y in pairs),
         n_differing=sum(int(np.count_nonzero(x != y)) for x, y in pairs),
         n_numbers=sum(x.size for x, _ in pairs),
-        gradient_error=norm(difference) / norm(want),
+        gradient_error=norm(jax.tree.map(jnp.subtract, got, want)) / norm(want),
     )
 
 
 def norm(tree) -> float:
-    return float(
-        np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
-    )
+    """The Euclidean norm of all arrays together, in float64."""
+    squares = (np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))
+    return float(np.sqrt(sum(squares)))
 
 
-def cost(model) -> tuple[float, float]:
-    """Temporary memory in MiB and compile time in seconds of a gradient at length 4,096."""
-    tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
-    params = jax.eval_shape(lambda: model.init_params(RNG, tokens.shape))
+def cost(model, length: int) -> str:
+    """Temporary memory and compile time of a gradient."""
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    params = jax.eval_shape(lambda: model.init_params(key(), tokens.shape))
 
     def loss(params, tokens):
-        log_probabilities = jax.nn.log_softmax(model.apply(params, tokens, RNG))
+        log_probabilities = jax.nn.log_softmax(model.apply(params, tokens, key()))
         return -jnp.take_along_axis(log_probabilities, tokens[..., None], axis=-1).mean()
 
     lowered = jax.jit(jax.grad(loss)).lower(params, tokens)
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    return compiled.memory_analysis().temp_size_in_bytes / MIB, seconds
+    return f"{compiled.memory_analysis().temp_size_in_bytes / MIB:.1f} MiB ({seconds:.1f} s)"
 
 
-def costs(n_layers: int) -> dict[str, tuple[float, float]]:
-    options = dict(
-        vocab_size=256,
-        d_model=128,
-        d_ff=512,
-        n_heads=2,
-        n_layers=n_layers,
-        attention_type=attention_ops(64),
-    )
-    return {
-        "ReformerLM": cost(ReformerLM(**options)),
-        "ReformerLM, exact": cost(ReformerLM(**options, exact=True)),
-        "TransformerLM": cost(TransformerLM(**options)),
-    }
-
-
-def plot(drifts: Sequence[Drift], title: str, path: Path) -> None:
-    """Drift and error of the gradient by depth, one line for each precision and kind of stack."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    panels = {
-        "largest error of a rebuilt input": lambda d: d.error,
-        "relative error of the gradient": lambda d: d.gradient_error,
-    }
-    for axis, (label, value) in zip(axes, panels.items(), strict=True):
-        # Lines at 0 lie on each other: the larger marks are seen around the smaller.
-        for dtype, colour, size in zip(DTYPES, ("tab:blue", "tab:orange"), (9, 5), strict=True):
-            for exact, style in ((False, "o--"), (True, "o-")):
-                line = [d for d in drifts if (d.dtype, d.exact) == (dtype, exact)]
-                name = f"{dtype}, {'exact' if exact else 'plain'}"
-                x = [d.n_layers for d in line]
-                axis.plot(x, [value(d) for d in line], style, ms=size, color=colour, label=name)
-        # Logarithmic, with room at the bottom for an error of 0.
-        axis.set_yscale("symlog", linthresh=1e-9)
-        axis.set_ylim(bottom=-2e-10)
-        axis.set_xticks([d.n_layers for d in drifts if d.dtype == DTYPES[0] and d.exact])
-        axis.set_xlabel("layers")
-        axis.set_title(label, fontsize=10)
-        axis.grid(alpha=0.3)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--layers", type=int, nargs="+", default=DEPTHS, help="increasing even numbers"
-    )
-    parser.add_argument("--no_cost", action="store_true", help="only the first table")
-    parser.add_argument("--plot", type=Path, default=Path("docs/reversible.png"))
-    args = parser.parse_args(argv)
-    shape = SHAPES["cpu" if jax.default_backend() == "cpu" else "gpu"]
-
-    title = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, batch {shape.batch}, "
-    title += f"length {shape.length:,}, width {shape.d_model}"
-    print(f"{title}\n")
-    print("| layers | sublayers | stack | largest error | numbers that differ | gradient error |")
-    print("| ---: | --- | --- | ---: | ---: | ---: |")
+def print_drifts(shape: Shape) -> list[Drift]:
+    columns = "largest error", "numbers that differ", "gradient error"
+    table = Table("layers", "sublayers", "stack", *columns, n_names=3)
     drifts = []
     for dtype in DTYPES:
         for exact in (False, True):
-            for n_layers in args.layers:
+            for n_layers in shape.depths:
                 d = drift(shape, n_layers, dtype, exact)
                 drifts.append(d)
-                print(
-                    f"| {n_layers} | {dtype} | {'exact' if exact else 'plain'} | {d.error:.2g} | "
-                    f"{d.n_differing:,} of {d.n_numbers:,} | {d.gradient_error:.2g} |",
-                    flush=True,
-                )
-    plot(drifts, title, args.plot)
-    if args.no_cost:
-        return
+                differing = f"{d.n_differing:,} of {d.n_numbers:,}"
+                errors = f"{d.error:.2g}", differing, f"{d.gradient_error:.2g}"
+                table.row(str(n_layers), dtype, d.stack, *errors)
+    return drifts
 
-    print("\nGradient at batch 1, length 4,096, width 128: temporary memory (compile time)\n")
-    for i, n_layers in enumerate(args.layers):
-        measured = costs(n_layers)
-        if i == 0:
-            print(f"| layers | {' | '.join(measured)} |")
-            print(f"| ---: |{' ---: |' * len(measured)}")
-        cells = " | ".join(f"{mib:.1f} MiB ({seconds:.1f} s)" for mib, seconds in measured.values())
-        print(f"| {n_layers} | {cells} |", flush=True)
+
+def print_costs(shape: Shape) -> None:
+    length, d_model = shape.cost_length, shape.cost_d_model
+    title = f"Gradient at batch 1, length {length:,}, width {d_model}: temporary memory"
+    columns = "ReformerLM", "ReformerLM, exact", "TransformerLM"
+    table = Table("layers", *columns, title=f"{title} (compile time)")
+    for n_layers in shape.depths:
+        options = dict(vocab_size=VOCAB_SIZE, d_model=d_model, d_ff=4 * d_model, n_heads=2)
+        options |= dict(n_layers=n_layers, attention_type=attention_ops(length // 64))
+        built = ReformerLM(**options), ReformerLM(**options, exact=True), TransformerLM(**options)
+        table.row(str(n_layers), *(cost(model, length) for model in built))
+
+
+def draw(drifts: Sequence[Drift], title: str, path: Path) -> None:
+    """Drift and error of the gradient by depth, one line for each precision and kind of stack."""
+    labels = "largest error of a rebuilt input", "relative error of the gradient"
+    with plot.figure(path, title, n_panels=2, figsize=(9, 3.8)) as (figure, *panels):
+        for axes, label, field in zip(panels, labels, ("error", "gradient_error"), strict=True):
+            # Lines at 0 lie on each other: the larger marks are seen around the smaller.
+            for dtype, colour, size in zip(DTYPES, ("tab:blue", "tab:orange"), (9, 5), strict=True):
+                for stack, style in (("plain", "o--"), ("exact", "o-")):
+                    line = [d for d in drifts if (d.dtype, d.stack) == (dtype, stack)]
+                    x, y = [d.n_layers for d in line], [getattr(d, field) for d in line]
+                    axes.plot(x, y, style, ms=size, color=colour, label=f"{dtype}, {stack}")
+            # Logarithmic, with room at the bottom for an error of 0.
+            axes.set_yscale("symlog", linthresh=1e-9)
+            axes.set_ylim(bottom=-2e-10)
+            axes.set_xticks(x)
+            axes.set_xlabel("layers")
+            axes.set_title(label, fontsize=10)
+        legend = panels[0].get_legend_handles_labels()
+        figure.legend(*legend, loc="outside lower center", ncols=4, fontsize=8)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_line.parser(__doc__, plot="where to draw errors by depth")
+    parser.set_defaults(plot=Path("docs/reversible.png"))
+    parser.add_argument("--layers", type=int, nargs="+", help="increasing even numbers")
+    parser.add_argument("--no_cost", action="store_true", help="only the first table")
+    args = parser.parse_args(argv)
+    shape = command_line.of_size(SHAPES, args.tiny)
+    shape = shape._replace(depths=tuple(args.layers or shape.depths))
+    size = f"batch {shape.batch}, length {shape.length:,}, width {shape.d_model}"
+    title = f"{command_line.machine()}, {size}"
+    print(title)
+    draw(print_drifts(shape), title, args.plot)
+    if not args.no_cost:
+        print_costs(shape)
 
 
 if __name__ == "__main__":

@@ -2,32 +2,29 @@
 
     python -m benchmarks.step
 
-prints a Markdown table for each length: a step is forward, backward and Adam, compiled as one
-function of a donated state, the same function around every model. The Reformers take turns, step
-by step, so that whatever else the machine does falls on all of them; times are medians. The
-Transformer, whose long steps would leave the next in turn cold caches, is timed by itself at the
-end, at most three times. Models are compiled beside each other, and their seconds say so.
+prints a table for each length. A step is forward, backward and Adam, compiled as one function of a
+donated state, the same function around every model. The Reformers take turns step by step, so that
+other load on the machine slows all of them alike; times are medians. The Transformer's long steps
+would leave the next model cold caches, so it is timed alone at the end, at most three times. Models
+are compiled at the same time, which lengthens their compile times.
 
 All have axial positions, the same dropout, and n_layers that cycle through local and LSH attention
-with as many buckets and hashes; the TransformerLM has full attention instead. Trax computes its LSH
-heads one at a time unless told otherwise, so it is timed as it comes (n_parallel_heads=1) and with
-all of them at once (None). reformax takes its feed-forward layers in chunks; on a GPU a first row
-has it as the configs for one do, the layers written out, the feed-forward layers whole and their
-outputs kept, and the one with chunks is that of the least memory. A model that fails, for want of
-memory say, or whose first loss is not that of a guess, has the reason in its row in place of
-numbers.
+with the same number of hashes. The TransformerLM has dense attention instead. Trax computes its LSH
+heads one at a time by default: it is timed so (n_parallel_heads=1) and with all at once (None).
+reformax takes its feed-forward layers in chunks. On a GPU its first row is as in the configs, with
+layers unrolled, feed-forward layers whole and their outputs kept; the row in chunks is the one of
+least memory. A model that fails, or whose first loss is not that of a uniform guess, prints the
+reason.
 
-On a CPU the shapes are small and float32. On a GPU they are the Reformer paper's enwik8 model:
-reformax computes in bfloat16 with float32 weights, and in float32 as Trax does, whose products are
-TF32 there; Trax has LSH chunks of 256, with fewer buckets.
+On a CPU the models are small and float32. On a GPU they are the Reformer paper's for enwik8, in
+bfloat16 with float32 weights, and in float32 as Trax computes, with TF32 products. Trax has LSH
+chunks of 256, and so fewer buckets.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
-import os
 import statistics
 import sys
 import time
@@ -39,13 +36,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.measuring import reason
+from benchmarks.harness import command_line, language_models
+from benchmarks.harness.failures import attempt, reason
+from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SIZE
+from benchmarks.harness.table import Table
 from reformax import models
 from reformax.layers import tl
 from reformax.layers._trax import signature
-from reformax.ops import dense, local, lsh
+from reformax.ops import dense
 
-VOCAB_SIZE = 256
 GUESS = math.log(VOCAB_SIZE)  # nats, the loss of a model that knows nothing
 MIB = 2**20
 REFORMER, TRAX = "reformax ReformerLM", "Trax ReformerLM"
@@ -56,41 +55,31 @@ class Shape(NamedTuple):
 
     batch: int
     length: int
-    d_model: int = 128
-    d_ff: int = 512
-    n_heads: int = 4
-    d_head: int = 32
-    n_layers: int = 4
-    cycle: tuple[str, ...] = ("local", "lsh")
-    local_chunk_len: int = 64
-    lsh_chunk_len: int = 64
+    sizes: language_models.Sizes
     trax_lsh_chunk_len: int = 64
-    n_hashes: int = 2
     dropout: float = 0.0
     ff_chunk_size: int = 0  # of reformax
-    written_out: bool = False  # whether reformax's first row has no chunks and no loops
+    unrolled: bool = False  # whether reformax's first row has no chunks and no loops
     remat: bool = False  # of the Transformer
     dtypes: tuple[str, ...] = ("float32",)  # of reformax; Trax's is float32
 
 
 _paper = functools.partial(
     Shape,
-    d_model=1024,
-    d_ff=4096,
-    n_heads=8,
-    d_head=128,
-    n_layers=12,
-    cycle=("local", "local", "lsh", "local"),
-    local_chunk_len=128,
+    sizes=PAPER,
     trax_lsh_chunk_len=256,
     dropout=0.1,
     ff_chunk_size=32768,
-    written_out=True,
+    unrolled=True,
     remat=True,
     dtypes=("bfloat16", "float32"),
 )
 SHAPES = {
-    "cpu": (Shape(4, 1024, ff_chunk_size=128), Shape(1, 4096, ff_chunk_size=512)),
+    "tiny": (Shape(2, 32, TINY, trax_lsh_chunk_len=8),),
+    "cpu": (
+        Shape(4, 1024, QUICKSTART, ff_chunk_size=128),
+        Shape(1, 4096, QUICKSTART, ff_chunk_size=512),
+    ),
     "gpu": (_paper(16, 4096), _paper(1, 65536)),
 }
 
@@ -103,22 +92,9 @@ class Model(NamedTuple):
 
 
 def arguments(shape: Shape) -> dict[str, Any]:
-    """What the constructors of Trax and of reformax call by the same names."""
-    columns = 2 ** (int(math.log2(shape.length)) // 2)
-    return dict(
-        vocab_size=VOCAB_SIZE,
-        d_model=shape.d_model,
-        d_ff=shape.d_ff,
-        d_attention_key=shape.d_head,
-        d_attention_value=shape.d_head,
-        n_layers=shape.n_layers,
-        n_heads=shape.n_heads,
-        dropout=shape.dropout,
-        pos_type="axial",
-        pos_axial_shape=(-(-shape.length // columns), columns),
-        pos_d_axial_embs=(shape.d_model // 4, shape.d_model - shape.d_model // 4),
-        mode="train",
-    )
+    """The arguments that the constructors of Trax and of reformax share."""
+    sizes = shape.sizes
+    return dict(dropout=shape.dropout, mode="train") | sizes.arguments() | sizes.axial(shape.length)
 
 
 def reformax_model(shape: Shape, constructor: Callable, attention_type, **options) -> Model:
@@ -132,17 +108,17 @@ def trax_model(shape: Shape, n_parallel_heads: int | None) -> Model:
 
     ops = {
         "local": functools.partial(
-            tl.SelfAttention, chunk_len=shape.local_chunk_len, n_chunks_before=1
+            tl.SelfAttention, chunk_len=shape.sizes.local_chunk_len, n_chunks_before=1
         ),
         "lsh": functools.partial(
             tl.LSHSelfAttention,
             chunk_len=shape.trax_lsh_chunk_len,
             n_chunks_before=1,
-            n_hashes=shape.n_hashes,
+            n_hashes=shape.sizes.n_hashes,
             n_parallel_heads=n_parallel_heads,
         ),
     }
-    model = ReformerLM(**arguments(shape), attention_type=[ops[name] for name in shape.cycle])
+    model = ReformerLM(**arguments(shape), attention_type=[ops[name] for name in shape.sizes.cycle])
     model.init(signature(jnp.zeros((shape.batch, shape.length), jnp.int32)))
     state = model.state
     return Model(
@@ -151,18 +127,12 @@ def trax_model(shape: Shape, n_parallel_heads: int | None) -> Model:
 
 
 def candidates(shape: Shape, peers: bool = True) -> dict[str, Callable[[], Model]]:
-    """The rows of a table that take turns: what makes each model, by its name."""
-    ops = {
-        "local": local.local(chunk_len=shape.local_chunk_len),
-        "lsh": lsh.lsh(chunk_len=shape.lsh_chunk_len, n_hashes=shape.n_hashes),
-    }
-    cycle = tuple(ops[name] for name in shape.cycle)
-    reformer = functools.partial(
-        reformax_model, shape, models.ReformerLM, cycle, ff_chunk_size=shape.ff_chunk_size
-    )
+    """The constructors of the models that take turns, by name."""
+    build = functools.partial(reformax_model, shape, models.ReformerLM, shape.sizes.attention())
+    reformer = functools.partial(build, ff_chunk_size=shape.ff_chunk_size)
     first, *others = shape.dtypes
     rows = {}
-    if shape.written_out:
+    if shape.unrolled:
         fast = dict(scan_layers=False, keep_ff_outputs=True, ff_chunk_size=0)
         rows[REFORMER] = functools.partial(reformer, dtype=first, **fast)
     rows |= {
@@ -177,7 +147,7 @@ def candidates(shape: Shape, peers: bool = True) -> dict[str, Callable[[], Model
 
 
 def baseline(shape: Shape) -> dict[str, Callable[[], Model]]:
-    """The row of the Transformer."""
+    """The constructor of the Transformer, by name."""
     build = functools.partial(reformax_model, shape, models.TransformerLM, dense.dense())
     name = "reformax TransformerLM, dense" + (", remat" if shape.remat else "")
     return {name: functools.partial(build, dtype=shape.dtypes[0], remat=shape.remat)}
@@ -248,28 +218,26 @@ Results = dict[str, Runner | Exception]  # what failed is its exception
 
 
 def each(results: Results, act: Callable[[Runner], None], threads: int = 1) -> Results:
-    """`act` on every runner; one that fails, in whatever way, leaves the others to go on."""
+    """`act` on every runner. A runner that fails becomes its exception, and the others go on."""
 
-    def attempt(runner: Runner | Exception) -> Runner | Exception:
-        try:
-            if isinstance(runner, Runner):
-                act(runner)
-            return runner
-        except Exception as error:
-            return error
+    def acted(runner: Runner) -> Runner:
+        act(runner)
+        return runner
+
+    def one(runner: Runner | Exception) -> Runner | Exception:
+        return attempt(acted, runner) if isinstance(runner, Runner) else runner
 
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(results, pool.map(attempt, results.values()), strict=True))
+        return dict(zip(results, pool.map(one, results.values()), strict=True))
 
 
 def prepare(rows: dict[str, Callable[[], Model]], shape: Shape, threads: int) -> Results:
-    """All rows, traced one by one, compiled beside each other and warmed up."""
-    results = {}
-    for name, build in rows.items():
-        try:
-            results[name] = Runner(build(), shape)
-        except Exception as error:
-            results[name] = error
+    """The rows' runners: traced one by one, compiled together and warmed up."""
+
+    def runner(build: Callable[[], Model]) -> Runner:
+        return Runner(build(), shape)
+
+    results = {name: attempt(runner, build) for name, build in rows.items()}
     return each(each(results, Runner.compile, threads), Runner.warm_up)
 
 
@@ -280,64 +248,63 @@ def measure(results: Results, repeats: int) -> Results:
     return results
 
 
-def table(results: Results, shape: Shape) -> str:
-    """The results in Markdown, with every model's speed as a multiple of each of Trax's."""
+def print_table(results: Results, shape: Shape) -> None:
+    """Prints the results, with every model's speed relative to each of Trax's."""
     peers = {
         name.removeprefix(f"{TRAX}, "): r for name, r in results.items() if name.startswith(TRAX)
     }
-    head = ["model", "weights", "ms a step", "fastest to slowest", "tokens/s", "temp MiB"]
-    head += ["compile s", *(f"speed / Trax's, {name}" for name in peers)]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    sizes = shape.sizes
+    title = (
+        f"{shape.batch} x {shape.length:,} tokens, {sizes.n_layers} layers "
+        f"({', '.join(sizes.cycle)}), d_model {sizes.d_model}, d_ff {sizes.d_ff}, "
+        f"{sizes.n_heads} heads of {sizes.d_head}, {sizes.n_hashes} hashes, "
+        f"{shape.dtypes[0]}, dropout {shape.dropout}"
+    )
+    columns = ["model", "weights", "ms a step", "fastest to slowest", "tokens/s", "temp MiB"]
+    columns += ["compile s", *(f"speed / Trax's, {name}" for name in peers)]
+    table = Table(*columns, title=title)
+
+    def speed(peer: Runner | Exception, runner: Runner) -> str:
+        return f"{peer.median / runner.median:.2f}" if isinstance(peer, Runner) else "-"
+
     for name, r in results.items():
         if not isinstance(r, Runner):
-            lines.append([name, reason(r), *["-"] * (len(head) - 2)])
+            table.row(name, reason(r))
             continue
-        lines.append(
-            [
-                name,
-                f"{r.n_weights:,}",
-                f"{r.median * 1e3:.1f}",
-                f"{min(r.seconds) * 1e3:.1f} to {max(r.seconds) * 1e3:.1f}",
-                f"{shape.batch * shape.length / r.median:,.0f}",
-                f"{r.temp_mib:,.1f}",
-                f"{r.compile_seconds:.1f}",
-                *(
-                    f"{p.median / r.median:.2f}" if isinstance(p, Runner) else "-"
-                    for p in peers.values()
-                ),
-            ]
+        table.row(
+            name,
+            f"{r.n_weights:,}",
+            f"{r.median * 1e3:.1f}",
+            f"{min(r.seconds) * 1e3:.1f} to {max(r.seconds) * 1e3:.1f}",
+            f"{shape.batch * shape.length / r.median:,.0f}",
+            f"{r.temp_mib:,.1f}",
+            f"{r.compile_seconds:.1f}",
+            *(
+                f"{p.median / r.median:.2f}" if isinstance(p, Runner) else "-"
+                for p in peers.values()
+            ),
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line.parser(__doc__, repeats=10, threads=True)
     parser.add_argument("--no_peers", action="store_true", help="leave Trax's models out")
     parser.add_argument("--lengths", type=int, nargs="+", help="only the tables of these lengths")
-    parser.add_argument("--repeats", type=int, default=10, help="steps timed of each model")
-    parser.add_argument("--threads", type=int, default=8, help="that compile at the same time")
     args = parser.parse_args(argv)
-    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    shapes = [s for s in SHAPES[backend] if s.length in (args.lengths or [s.length])]
-    if not shapes or min(args.repeats, args.threads) < 1:
-        lengths = [s.length for s in SHAPES[backend]]
-        parser.error(f"--lengths are of {lengths}, --repeats and --threads at least 1")
+    shapes = command_line.of_size(SHAPES, args.tiny)
+    lengths = [s.length for s in shapes]
+    shapes = [s for s in shapes if s.length in (args.lengths or lengths)]
+    if not shapes:
+        parser.error(f"--lengths is {args.lengths}: expected some of {lengths}")
 
-    device = f"{os.cpu_count()} cores" if backend == "cpu" else jax.devices()[0].device_kind
-    print(f"{device}, jax {jax.__version__}, medians of {args.repeats} steps")
+    print(f"{command_line.machine()}, medians of {args.repeats} steps")
     failed = []
     for shape in shapes:
         in_turn, alone = candidates(shape, peers=not args.no_peers), baseline(shape)
         ready = prepare(in_turn | alone, shape, args.threads)
         results = measure({name: ready[name] for name in in_turn}, args.repeats)
         results |= measure({name: ready[name] for name in alone}, min(args.repeats, 3))
-        print(
-            f"\n{shape.batch} x {shape.length:,} tokens, {shape.n_layers} layers "
-            f"({', '.join(shape.cycle)}), d_model {shape.d_model}, d_ff {shape.d_ff}, "
-            f"{shape.n_heads} heads of {shape.d_head}, {shape.n_hashes} hashes, "
-            f"{shape.dtypes[0]}, dropout {shape.dropout}\n\n{table(results, shape)}",
-            flush=True,
-        )
+        print_table(results, shape)
         failed += [n for n, r in results.items() if not (isinstance(r, Runner) or TRAX in n)]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

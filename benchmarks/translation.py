@@ -3,41 +3,38 @@
     python -m benchmarks.translation --sources=newstest2014.en
 
 Decoding: the base Transformer, 6 + 6 layers and 32,000 tokens, beside Hugging Face's MarianMTModel
-of the same sizes, both with random weights. Only the lines' lengths are read, 4/3 tokens a word and
-an end. Both get the same batches, of like lengths, and write in each as many tokens as its longest
-source has and one, whatever they come up with; no time is that of compilation. A last row has
-Hugging Face's batches in the order of the file instead, as `generate` is called where nobody sorts.
+of the same sizes, both with random weights. Of the sources only the lengths of the lines are read,
+as 4/3 tokens a word and an end. Both get the same batches, of similar lengths, and write as many
+tokens for each sentence of a batch as its longest source has and one. No time includes compilation.
 
 Training (--step): a step of the same model, forward, backward and Adam, with label smoothing,
 dropout 0.1 and rows packed with pairs of those lengths, beside the same model in PyTorch with SDPA
-and torch.compile, with the masks that packing needs and, which computes something else and less,
-without any. A time is that of ten steps in a row, as training has them, by ten.
+and torch.compile: with the masks that packing needs and, which is another function and less work,
+without. A time is the mean of ten steps in a row.
 
-Peers run in a process of their own, by this Python or that of --peer_python. They and reformax take
-turns; times are medians.
+Peers run in a process of their own. They and reformax take turns; times are medians.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.measuring import reason
+from benchmarks.harness import command_line
+from benchmarks.harness.failures import PeerError, attempt, reason
+from benchmarks.harness.processes import Peers
+from benchmarks.harness.table import Table
 from reformax import generation, models
 from reformax.data import files
 from reformax.data.sentence_pairs import pack
@@ -47,32 +44,35 @@ from reformax.ops import dense, flash
 from reformax.training import mesh, step
 
 IN_A_ROW = 10  # training steps
-SIZES = dict(vocab_size=32_000, d_model=512, d_ff=2048, n_heads=8, n_layers=6)
 
 
-class Peers:
-    """The process of `benchmarks.translation_torch`."""
+class Shape(NamedTuple):
+    """The sizes of a run."""
 
-    def __init__(self, python: str):
-        self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.translation_torch"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).resolve().parents[1],
-        )
+    sizes: dict[str, int]
+    sentences: int
+    batch_tokens: int
+    batch: int  # rows of a training step
+    length: int  # of a row
+    dtype: str
 
-    def ask(self, what: str, **request) -> dict[str, Any]:
-        """The answer to a request; `error` in it says what went wrong."""
-        try:
-            print(json.dumps({"what": what, **request}), file=self._process.stdin, flush=True)
-            return json.loads(self._process.stdout.readline())
-        except (OSError, ValueError) as error:
-            return {"error": f"the process ended: {reason(error)}"}
 
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
+BASE = dict(vocab_size=32_000, d_model=512, d_ff=2048, n_heads=8, n_layers=6)
+SHAPES = {
+    "tiny": Shape(
+        dict(vocab_size=50, d_model=8, d_ff=32, n_heads=2, n_layers=1), 12, 64, 2, 32, "float32"
+    ),
+    "cpu": Shape(BASE, 96, 512, 1, 256, "float32"),
+    "gpu": Shape(BASE, 2737, 8192, 96, 256, "bfloat16"),
+}
+
+
+def ask(peers: Peers | None, what: str, **request: Any) -> dict[str, Any]:
+    """The peers' answer to a request; `error` in it says what went wrong."""
+    if peers is None:
+        return {"error": "left out"}
+    (answer,) = peers.ask(what=what, **request)
+    return answer
 
 
 def lengths_of(path: str, n: int) -> list[int]:
@@ -100,27 +100,26 @@ def model_and_params(sizes: dict[str, Any], mode: str, attention=None, **options
     return model, jax.jit(lambda key: model.init_params(key, (1, 8)))(jax.random.PRNGKey(0))
 
 
-def decoding(sizes, lengths: list[int], dtype: str, batch_tokens: int, repeats: int, peers) -> None:
-    model, params = model_and_params(sizes, "eval", attention_bias=True, dtype=dtype)
+def decoding(shape: Shape, lengths: list[int], repeats: int, peers: Peers | None) -> None:
+    """Prints the rates of decoding for one beam and for four."""
+    model, params = model_and_params(shape.sizes, "eval", attention_bias=True, dtype=shape.dtype)
     params = generation.prepare(model, params)
     rng = np.random.default_rng(0)
-    sources = [rng.integers(3, sizes["vocab_size"], n).tolist() for n in lengths]
+    sources = [rng.integers(3, shape.sizes["vocab_size"], n).tolist() for n in lengths]
     batches = []
-    for rows, _, _ in translation._batches(lengths, batch_tokens):
-        inside = [lengths[i] for i in rows]
+    for sentences, _, _ in translation._batches(lengths, shape.batch_tokens):
+        inside = [lengths[i] for i in sentences]
         batches.append((inside, max(inside) + 1))
-    n_rows = -(-len(lengths) // len(batches))
-    unsorted = [lengths[i : i + n_rows] for i in range(0, len(lengths), n_rows)]
-    unsorted = [(inside, max(inside) + 1) for inside in unsorted]
-    request = dict(sizes=sizes, dtype=dtype)
-    print(
-        f"\n{len(lengths):,} sentences of {sum(lengths) / len(lengths):.1f} tokens in "
-        f"{len(batches)} batches of up to {batch_tokens} tokens, {dtype}\n\n"
-        "| beam | reformax, s | sentences/s | Hugging Face, s | sentences/s | ratio |\n"
-        "| ---: |" + " ---: |" * 5
+    request = dict(sizes=shape.sizes, dtype=shape.dtype)
+    n = len(lengths)
+    columns = "beam", "reformax, s", "sentences/s", "Hugging Face, s", "sentences/s", "ratio"
+    title = (
+        f"{n:,} sentences of {sum(lengths) / n:.1f} tokens in {len(batches)} batches of up to "
+        f"{shape.batch_tokens} tokens, {shape.dtype}"
     )
+    table = Table(*columns, title=title)
 
-    def ours(n_beams):
+    def ours(n_beams: int) -> float:
         start = time.perf_counter()
         found = generation.translate(
             model,
@@ -128,39 +127,31 @@ def decoding(sizes, lengths: list[int], dtype: str, batch_tokens: int, repeats: 
             sources,
             beam_size=n_beams,
             max_extra=1,
-            batch_tokens=batch_tokens,
+            batch_tokens=shape.batch_tokens,
             end=-1,  # no token: all go on to their limits
         )
-        taken = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         assert [len(h.tokens) for h in found] == [n + 1 for n in lengths]
-        return taken
+        return seconds
 
-    def theirs(n_beams, batches):
-        if peers is None:
-            return {"error": "left out"}
-        return peers.ask("decode", **request, n_beams=n_beams, batches=batches)
-
-    for n_beams, name, given in (
-        (1, "1", batches),
-        (4, "4", batches),
-        (4, "4, in the file's order", unsorted),
-    ):
+    for n_beams in (1, 4):
         ours(n_beams)
-        error = theirs(n_beams, given[:1]).get("error")
+        answer = ask(peers, "decode", **request, n_beams=n_beams, batches=batches[:1])
         times, peer_times = [], []
         for _ in range(repeats):
             times.append(ours(n_beams))
-            answer = theirs(n_beams, given) if error is None else {}
-            error = error or answer.get("error")
+            if "error" not in answer:
+                answer = ask(peers, "decode", **request, n_beams=n_beams, batches=batches)
             peer_times.append(answer.get("seconds", math.nan))
         one, other = (statistics.median(x) for x in (times, peer_times))
-        n = len(lengths)
-        peer = f"{other:.2f} | {n / other:.1f} | {other / one:.2f}" if not error else f"{error} | |"
-        print(f"| {name} | {one:.2f} | {n / one:.1f} | {peer} |", flush=True)
+        peer = [f"{other:.2f}", f"{n / other:.1f}", f"{other / one:.2f}"]
+        if "error" in answer:
+            peer = [answer["error"]]
+        table.row(str(n_beams), f"{one:.2f}", f"{n / one:.1f}", *peer)
 
 
 def packed_batch(sizes, lengths: list[int], batch: int, length: int) -> dict[str, np.ndarray]:
-    """Rows of pairs whose sides have lengths of the file's, one of them each."""
+    """Rows packed with pairs; the lengths of each side are the file's, in another order."""
     rng = np.random.default_rng(0)
     pairs = np.stack([rng.permutation(lengths) for _ in range(2)], axis=1)
     pairs = np.tile(pairs[(pairs < length).all(axis=1)], (1 + batch * length // sum(lengths), 1))
@@ -211,86 +202,77 @@ def our_steps(sizes, parts, dtype: str) -> dict[str, Callable[[int], float]]:
     return steps
 
 
-def training(sizes, lengths, dtype: str, batch: int, length: int, repeats: int, peers) -> None:
-    sizes = sizes | dict(dropout=0.1, label_smoothing=0.1, dtype=dtype)
-    parts = packed_batch(sizes, lengths, batch, length)
+def training(shape: Shape, lengths: list[int], repeats: int, peers: Peers | None) -> None:
+    """Prints the times of a training step."""
+    sizes = shape.sizes | dict(dropout=0.1, label_smoothing=0.1, dtype=shape.dtype)
+    parts = packed_batch(sizes, lengths, shape.batch, shape.length)
     n_tokens = int((parts["target_segments"] > 0).sum())
-    print(
-        f"\n{batch} x {length} positions on either side, {n_tokens:,} target tokens, {dtype}\n\n"
-        "| model | first loss | ms a step | target tokens/s |\n| --- |" + " ---: |" * 3
-    )
+    size = f"{shape.batch} x {shape.length} positions on either side"
+    title = f"{size}, {n_tokens:,} target tokens, {shape.dtype}"
+    table = Table("model", "first loss", "ms a step", "target tokens/s", title=title)
 
-    def row(name, first, seconds):
-        cells = f"{first:.3f} | {seconds * 1e3:.1f} | {n_tokens / seconds:,.0f}"
-        print(f"| {name} | {cells} |", flush=True)
-        return seconds
+    def row(name: str, known: tuple[float, float] | Exception) -> None:
+        if isinstance(known, Exception):
+            table.row(name, reason(known))
+            return
+        first, seconds = known
+        table.row(name, f"{first:.3f}", f"{seconds * 1e3:.1f}", f"{n_tokens / seconds:,.0f}")
 
-    def timed(take):
+    def timed(take: Callable[[int], float]) -> float:
         start = time.perf_counter()
         take(IN_A_ROW)
         return (time.perf_counter() - start) / IN_A_ROW
 
-    ours, theirs, steps = [], [], our_steps(sizes, parts, dtype)
+    def measure(take: Callable[[int], float]) -> tuple[float, float]:
+        first = [take(1) for _ in range(3)][0]
+        return first, statistics.median(timed(take) for _ in range(repeats))
 
-    def rows_of_ours(turn: str = "") -> None:
-        for name, take in steps.items():
-            try:
-                first = [take(1) for _ in range(3)][0]
-                times = [timed(take) for _ in range(repeats)]
-                ours.append(row(f"reformax, {name}{turn}", first, statistics.median(times)))
-            except Exception as error:  # of any kind: the table has it, and the other rows
-                print(f"| reformax, {name} | {reason(error)} | | |", flush=True)
-
-    def row_of_theirs(name: str, masked: bool) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder) / "batch.npz")
-            np.savez(path, **parts)
-            options = dict(sizes=sizes, masked=masked, path=path)
-            answer = peers.ask("train", **options, repeats=repeats, in_a_row=IN_A_ROW)
-        if "error" in answer:
-            print(f"| PyTorch, {name} | {answer['error']} | | |", flush=True)
-            return
-        taken = row(f"PyTorch, {name}", answer["first_loss"], answer["seconds"])
-        theirs.extend([taken] if masked else [])
-
-    rows_of_ours()
-    if peers is not None:
-        row_of_theirs("masks", masked=True)
-        rows_of_ours(", again")
-        row_of_theirs("no masks, another function", masked=False)
-    if ours and theirs:
-        print(f"\n{min(theirs) / min(ours):.2f} times PyTorch's speed, with masks")
+    ours, theirs = [], []
+    for name, take in our_steps(sizes, parts, shape.dtype).items():
+        ours.append(attempt(measure, take))
+        row(f"reformax, {name}", ours[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "batch.npz")
+        np.savez(path, **parts)
+        request = dict(sizes=sizes, path=path, repeats=repeats, in_a_row=IN_A_ROW)
+        for name, masked in (("masks", True), ("no masks, another function", False)):
+            if peers is not None:
+                answer = ask(peers, "train", **request, masked=masked)
+                failed = "error" in answer
+                theirs.append(
+                    PeerError(answer["error"])
+                    if failed
+                    else (answer["first_loss"], answer["seconds"])
+                )
+                row(f"PyTorch, {name}", theirs[-1])
+    times = [known[1] for known in ours if not isinstance(known, Exception)]
+    if times and theirs and not isinstance(theirs[0], Exception):
+        print(f"\n{theirs[0][1] / min(times):.2f} times PyTorch's speed, with masks")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    parser = command_line.parser(__doc__, repeats=3)
+    positive = command_line.positive
     parser.add_argument("--sources", required=True, help="a text file whose lengths are taken")
-    parser.add_argument("--sentences", type=int, default=96 if backend == "cpu" else 2737)
-    parser.add_argument("--batch_tokens", type=int, default=512 if backend == "cpu" else 8192)
+    parser.add_argument(
+        "--sentences", type=positive, help="of the file; instead of the usual number"
+    )
+    parser.add_argument("--batch_tokens", type=positive, help="source tokens in a batch")
     parser.add_argument("--step", action="store_true", help="a training step instead of decoding")
-    parser.add_argument("--batch", type=int, default=1 if backend == "cpu" else 96)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--dtype", default="float32" if backend == "cpu" else "bfloat16")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--d_model", type=int, default=512, help="with d_ff 4 times it")
-    parser.add_argument("--n_layers", type=int, default=6)
-    parser.add_argument("--peer_python", default=sys.executable)
+    parser.add_argument("--peer_python", default=sys.executable, help="the peers' interpreter")
     parser.add_argument("--no_peers", action="store_true", help="leave PyTorch's out")
     args = parser.parse_args(argv)
-    sizes = SIZES | dict(d_model=args.d_model, d_ff=4 * args.d_model, n_layers=args.n_layers)
-    lengths = lengths_of(args.sources, args.sentences)
-    device = f"{os.cpu_count()} cores" if backend == "cpu" else jax.devices()[0].device_kind
-    peers = None if args.no_peers else Peers(args.peer_python)
-    versions = {} if peers is None else peers.ask("versions")
-    print(f"{device}, jax {jax.__version__}, {versions}, medians of {args.repeats}", flush=True)
+    shape = command_line.of_size(SHAPES, args.tiny)
+    shape = shape._replace(batch_tokens=args.batch_tokens or shape.batch_tokens)
+    lengths = lengths_of(args.sources, args.sentences or shape.sentences)
+    peers = None
+    if not args.no_peers:
+        peers = Peers("benchmarks.peers.translation_torch", args.peer_python)
+    versions = ask(peers, "versions")
+    print(f"{command_line.machine()}, {versions}, medians of {args.repeats}", flush=True)
+    run = training if args.step else decoding
     try:
-        if args.step:
-            size = args.batch, args.length
-            training(sizes, lengths, args.dtype, *size, args.repeats, peers)
-        else:
-            options = args.dtype, args.batch_tokens, args.repeats
-            decoding(sizes, lengths, *options, peers)
+        run(shape, lengths, args.repeats, peers)
     finally:
         if peers is not None:
             peers.close()

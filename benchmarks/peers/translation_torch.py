@@ -1,38 +1,21 @@
-"""The rows of `benchmarks.translation` that are PyTorch's, in a process of their own.
+"""The rows of `benchmarks.translation` that are PyTorch's, in a process that it starts.
 
-    python -m benchmarks.translation
-
-starts it. It reads a request a line from stdin, as JSON, and answers each with a line of JSON: what
-was asked for, or the error. It needs none of reformax.
+Each request has one answer.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import os
-import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from benchmarks.measuring import reason
-
-
-def device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def wait() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+from benchmarks.harness.processes import serve
+from benchmarks.peers.torch_calls import device, wait
 
 
 def hugging_face(sizes: dict[str, int], dtype: str) -> Callable[..., float]:
@@ -213,36 +196,29 @@ def train(
     for _ in range(2):
         step()
     times = sorted(timed() for _ in range(repeats))
-    return {"seconds": times[repeats // 2], "first_loss": first}
+    return {"first_loss": first, "seconds": times[repeats // 2]}
 
 
-def main() -> None:
-    # Whatever the libraries print is no answer.
-    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    os.dup2(2, 1)
-    models: dict[str, Any] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            what = request.pop("what")
-            if what == "train":
-                answer = train(**request)
-            elif what == "versions":
-                import torch
-                import transformers
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
 
-                answer = {"torch": torch.__version__, "transformers": transformers.__version__}
-            else:
-                batches, n_beams = request.pop("batches"), request.pop("n_beams")
-                key = json.dumps(request)
-                if key not in models:
-                    models[key] = hugging_face(**request)
-                answer = {"seconds": models[key](batches, n_beams)}
-        except Exception as error:  # of any kind: the table has it, and the other rows
-            traceback.print_exc()
-            answer = {"error": reason(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+@functools.cache
+def decoder(sizes: str, dtype: str) -> Callable[..., float]:
+    """`hugging_face`, made once for each sizes, in JSON, and dtype."""
+    return hugging_face(json.loads(sizes), dtype)
+
+
+def decode(sizes: dict[str, int], dtype: str, n_beams: int, batches) -> dict[str, float]:
+    return {"seconds": decoder(json.dumps(sizes), dtype)(batches, n_beams)}
+
+
+def answer(what: str, **request: Any) -> Iterator[dict[str, Any]]:
+    yield {"train": train, "versions": versions, "decode": decode}[what](**request)
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)
