@@ -112,7 +112,6 @@ def loss_curve(
     d_model: int = 64,
     n_layers: int = 2,
     model_fn: Callable = TransformerLM,
-    jit: Callable = jax.jit,
 ) -> np.ndarray:
     """The losses of a small model in training; everything but the attention is the same."""
     task = stdlib.stdlib(max_bytes=2_000_000)
@@ -133,13 +132,13 @@ def loss_curve(
         logits = model.apply(params, tokens, KEY)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
-    @jit
+    @jax.jit
     def step(params, state, tokens):
         value, gradient = jax.value_and_grad(loss)(params, tokens)
         updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state, value
 
-    @jit
+    @jax.jit
     def start():
         params = model.init_params(KEY, (4, length))
         return params, optimizer.init(params)
