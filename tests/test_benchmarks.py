@@ -411,6 +411,7 @@ def test_the_longest_gradient_is_checked(capsys):
         assert max(float(x) for x in cells(printed, name)[-2:]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_fn, steps, names",
     [(TransformerLM, 20, list(exact_attention.in_parts(32))), (ReformerLM, 4, ["flash"])],
