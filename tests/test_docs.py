@@ -286,10 +286,22 @@ def _add_the_attention(folder: Path) -> None:
     rows.write_text(f"{start}\n\n{counts}\n\nROWS += [\n{row}]\n")
 
 
-def _environment(folder: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Path:
+    """A folder for what XLA compiles: many commands run the same small model."""
+    return tmp_path_factory.mktemp("xla")
+
+
+def _environment(folder: Path, compiled: Path) -> dict[str, str]:
     """That of this process; `python` and `reformax` are this interpreter and the copy."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return os.environ | {"PATH": path, "PYTHONPATH": str(folder)}
+    return os.environ | {
+        "PATH": path,
+        "PYTHONPATH": str(folder),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def _slug(heading: str) -> str:
@@ -312,7 +324,7 @@ def _runs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, text", _runs())
-def test_commands_run_in_order(name, text, tmp_path):
+def test_commands_run_in_order(name, text, tmp_path, compiled):
     _copy_checkout(tmp_path)
     _write_data(tmp_path)
     if "reformax.convert" in text:
@@ -329,11 +341,11 @@ def test_commands_run_in_order(name, text, tmp_path):
         run = subprocess.run(
             ["bash", "-c", small],
             cwd=tmp_path,
-            env=_environment(tmp_path),
+            env=_environment(tmp_path, compiled),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=300,
         )
         assert run.returncode == 0, f"{small}\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}"
 
