@@ -52,10 +52,6 @@ PAIRS = (
     f"{macros(**SIZES, **STEPS, length=64, vocab_size=30, scan_layers=True, warmup_steps=1)} "
     "--data_dir=pairs"
 )
-SENTENCES = (
-    "--d_model=8 --n_layers=1 --repeats=1 --batch=2 --length=32 --sentences=8 --batch_tokens=64 "
-    "--no_peers"
-)
 GUIDE = "adding_an_attention.md"
 ELSEWHERE = None  # .ci/run runs the command itself
 
@@ -145,29 +141,27 @@ COMMANDS: dict[str, str | None] = {
     "python -m reformax.convert --from=runs/enwik8 --to=for_hugging_face": "",
     "python -m reformax.convert --from=runs/from_trax --to=mine.pkl.gz": "",
     # Measuring.
-    "python -m benchmarks.step --lengths 65536": "--lengths 1024 --repeats 1 --no_peers",
-    "python -m benchmarks.step --repeats 15": "--lengths 1024 --repeats 1 --no_peers",
-    "python -m benchmarks.attention --peers --plot docs/attention.png": (
-        "--lengths 1024 --repeats 1 --plot attention.png"
-    ),
-    "python -m benchmarks.attention --exact": "--lengths 1024 --repeats 1",
-    "python -m benchmarks.exact_attention --memory": "--lengths 64 256",
-    "python -m benchmarks.exact_attention --curves --longest": "--steps 2 --length 100",
-    "python -m benchmarks.block_sparse --peers --plot docs/block_sparse.png": (
-        "--length 512 --repeats 1 --plot block_sparse.png"
-    ),
-    "python -m benchmarks.recall": "",
-    "python -m benchmarks.reversible": "--layers 2 --plot reversible.png",
+    "python -m benchmarks.step --lengths 65536": "--tiny --lengths 32",
+    "python -m benchmarks.step --repeats 15": "--tiny --repeats 1",
+    "python -m benchmarks.attention --peers --plot docs/attention.png": "--tiny --repeats 1",
+    "python -m benchmarks.attention --exact": "--tiny --repeats 1",
+    "python -m benchmarks.exact_attention --memory": "--tiny",
+    "python -m benchmarks.exact_attention --curves --longest": "--tiny",
+    "python -m benchmarks.block_sparse --peers --plot docs/block_sparse.png": "--tiny --repeats 1",
+    "python -m benchmarks.recall": "--tiny",
+    "python -m benchmarks.reversible": "--tiny",
     "python -m benchmarks.duplication --length 1024 --steps 2000 --batch_size 16 --chunk_len 64": (
-        "--length 64 --steps 2 --batch_size 4 --chunk_len 16"
+        "--tiny"
     ),
-    "python -m benchmarks.generation": "--no_peers --context 300 --repeats 1",
-    "python -m benchmarks.translation --sources=newstest2014.en --step --repeats=5": SENTENCES,
+    "python -m benchmarks.generation": "--tiny",
+    "python -m benchmarks.translation --sources=newstest2014.en --step --repeats=5": (
+        "--tiny --repeats=1"
+    ),
     "python -m benchmarks.translation --sources=newstest2014.en --sentences=1200 --repeats=2": (
-        SENTENCES
+        "--tiny --repeats=1"
     ),
     "OMP_NUM_THREADS=1 taskset -c 1 python -m benchmarks.translation --sources=newstest2014.en "
-    "--sentences=96 --batch_tokens=1024": SENTENCES,
+    "--sentences=96 --batch_tokens=1024": "--tiny --repeats=1",
     # Testing.
     "pytest tests/ops": "--collect-only -q -n 0",
     "pytest tests/ops/test_against_oracle.py tests/layers/test_attention.py "
@@ -230,6 +224,7 @@ def _copy_checkout(folder: Path) -> None:
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, folder / name)
+    (folder / "docs").mkdir()  # for plots
 
 
 def _write_data(folder: Path) -> None:
