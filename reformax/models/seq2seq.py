@@ -167,20 +167,21 @@ class EncoderDecoder(Model):
           rng: the source of hashes and of dropout.
         """
         source, target, *segments = inputs
-        source_segments, segments = segments or (None, None)
+        source_segments, target_segments = segments or (None, None)
         source_segments = token_segments(source, source_segments)
-        segments = token_segments(target, segments)
+        target_segments = token_segments(target, target_segments)
         encoder_rng, decoder_rng = _split(rng)
         memory = self.encode(params, source, source_segments, encoder_rng)
         embed_rng, stack_rng = _split(decoder_rng)
         x = self._embed(
             params["decoder"],
             params["embedding"],
-            shift_right(target, segments),
-            segment_positions(segments),
+            shift_right(target, target_segments),
+            segment_positions(target_segments),
             embed_rng,
         )
-        return self._run("decoder", params, x, segments, memory, source_segments, rng=stack_rng)
+        read = target_segments, memory, source_segments
+        return self._run("decoder", params, x, *read, rng=stack_rng)
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32; their product is computed in `dtype`."""
