@@ -127,7 +127,7 @@ def test_dropout_is_a_function_of_the_rng(op):
     x = numbers()
     layer = layers.Attention(op, **SIZES)
     params = plain.init(layer, x.shape)
-    # The plan is fixed, so that all that an rng changes is the dropout.
+    # The plan is fixed, so that an rng changes the dropout alone.
     plan = layer.plan(params, layer.project(params, x), rng=RNG)
     op = op._replace(plan=lambda *_, **__: plan)
 
@@ -155,7 +155,7 @@ def test_output_dropout_zeros_and_scales_the_output():
 
 
 def test_the_two_dropouts_draw_apart():
-    """One rng serves hashes, attention weights and output, each in its own right."""
+    """Hashes, attention weights and output derive their own rngs from the one given."""
     seen = {}
 
     def plan(params, q, k, *, rng, **_):

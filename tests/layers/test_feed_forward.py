@@ -95,7 +95,7 @@ def test_the_kernel_lowers_for_a_gpu(d_ff, rate, monkeypatch):
 
 
 def test_the_gradient_alone_runs_one_kernel():
-    """As where a reversible layer has kept its output: the hidden layer is made once."""
+    """A reversible layer that kept its output computes the hidden layer once."""
     layer = layers.FeedForward(16, 0.0, 0.1, impl="pallas_interpret")
     x = numbers(8)
     params = plain.init(layer, x.shape)
@@ -113,7 +113,7 @@ def test_the_gradient_alone_runs_one_kernel():
 
 
 def test_gradients_are_those_of_the_formula():
-    """The layer has its own gradient of the second product: here is JAX's."""
+    """The layer's own gradient of the second product is JAX's."""
     x = numbers(7)
     layer = layers.FeedForward(10)
     params = plain.init(layer, x.shape)

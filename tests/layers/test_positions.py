@@ -119,7 +119,7 @@ def test_rotary_keeps_the_dtype():
 
 
 def test_positions_one_by_one():
-    """Any positions, in any order, as the whole sequence has them."""
+    """At any positions, in any order, the layer is that of the whole sequence."""
     picked = np.array([[3, 11, 0], [7, 7, 2]])
     x = numbers(2, 12, 6)
     for layer in (

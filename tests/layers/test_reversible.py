@@ -30,7 +30,7 @@ def stack_and_params(cycle, n_layers, x1, **options):
 
 @functools.cache
 def by_plain_autodiff():
-    """Everything that a stack of four layers should say, by a loop over its layers."""
+    """The expected results of a stack of four layers, from a loop over its layers."""
     cycle, (x1, x2) = plain.blocks(), streams(13)
     _, params = stack_and_params(cycle, 4, x1)
     segments = plain.some_segments(*x1.shape[:2])
@@ -55,9 +55,9 @@ def by_plain_autodiff():
     ],
 )
 def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatch):
-    """Of weights and of both streams, with dropout, LSH plans, and segments."""
-    # Rounding to the grid is a step function: another program, whose numbers differ in the last
-    # bit, now and then steps to another multiple. Without it the two can be held to each other.
+    """Gradients of weights and of both streams, with dropout, LSH plans, and segments."""
+    # Rounding to the grid is a step function: a program that differs in the last bit now and then
+    # rounds to another multiple. Without the rounding the two can be compared.
     monkeypatch.setattr(reversible, "to_grid", lambda x: x)
     inputs, segments, weights, want = by_plain_autodiff()
     cycle = plain.blocks(ff_chunk_size=ff_chunk_size)
@@ -95,7 +95,7 @@ def test_kernels_of_norms_and_feed_forward_layers_change_no_gradient(
 
 
 def test_exact_gradients_are_autodiffs_of_the_rounded_forward():
-    """With the rounding in: the same program's forward pass, differentiated by JAX instead."""
+    """With the rounding: JAX differentiates the same forward pass."""
     x1, x2 = streams(13)
     stack, params = stack_and_params(plain.blocks(LSH), 3, x1, exact=True)
     weights = streams(13)[:, ::-1]
@@ -113,7 +113,7 @@ def test_exact_gradients_are_autodiffs_of_the_rounded_forward():
 
 
 class Witness(layers.ReversibleStack):
-    """Tells what its backward pass has rebuilt in place of the gradient of its inputs."""
+    """Returns the inputs that its backward pass rebuilds in place of their gradient."""
 
     def _backward(self, residuals, gradient):
         rebuilt, d_params, _, d_memory = super()._backward(residuals, gradient)
@@ -135,7 +135,7 @@ def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, **options):
     stack = Witness(cycle, n_layers, dtype=dtype, exact=exact, **options)
     params = plain.init(stack, x1.shape, x1.shape)
 
-    # Where exactness is claimed, optimised as in use: what is fused with what is the question.
+    # Exactness depends on what the compiler fuses, so this is optimised as in use.
     jit = default_jit if exact else jax.jit
 
     @jit
@@ -191,7 +191,7 @@ def test_the_grid():
 
 
 def compiled_gradient(n_layers, exact, length=4096, d_model=128):
-    """The lowered gradient of a stack, of which nothing is ever run."""
+    """The lowered gradient of a stack, which is never run."""
     cycle = plain.blocks([lsh.lsh(chunk_len=64, n_hashes=2)], d_head=d_model // 2, d_ff=4 * d_model)
     stack = layers.ReversibleStack(cycle, n_layers, exact=exact)
     shape = (1, length, d_model)
@@ -238,7 +238,7 @@ def test_chunks_of_the_feed_forward_layer_cost_memory_only():
 
 
 def test_the_program_does_not_grow_with_depth():
-    """And so neither does the time to compile it."""
+    """Nor does compile time."""
     shallow, deep = (
         len(compiled_gradient(n, True, length=64, d_model=8).as_text().splitlines())
         for n in (4, 24)

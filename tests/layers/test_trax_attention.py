@@ -33,7 +33,7 @@ def run(layer, mask, rows):
 
 
 def assert_equals_trax(ours, theirs, masked=False, rows=None):
-    """Outputs at `rows`, the state, and the gradients of what stands there."""
+    """Outputs at `rows`, the state, and the gradients of those outputs."""
     mask = MASK if masked else None
     rows = jnp.ones(X.shape[:2], bool) if rows is None else rows
     rows = rows & MASK if masked else rows  # what stands at padding is different
@@ -111,7 +111,7 @@ def test_any_length_and_padding(layer, length):
     y = attend(x)
     assert y.shape == x.shape and jnp.isfinite(y).all()
     np.testing.assert_array_equal(y[0, length // 2 :], 0.0)
-    # What stands at padding changes nothing.
+    # The input at padding changes nothing.
     np.testing.assert_allclose(attend(jnp.where(mask[..., None], x, 9.0)), y, atol=1e-6)
 
 
@@ -171,7 +171,7 @@ def test_the_backward_pass_attends_to_what_the_forward_pass_did():
     again, grads_again = backward(left_behind)
     np.testing.assert_allclose(again, y, atol=1e-6)
     assert_trees_close(grads_again, grads)
-    # A forward pass from there hashes anew.
+    # A forward pass from that state draws new hashes.
     new, _, left_behind_next = forward(left_behind)
     assert not np.array_equal(left_behind[0], left_behind_next[0])
     assert not np.allclose(new, y, atol=1e-3)

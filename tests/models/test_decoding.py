@@ -83,7 +83,7 @@ def test_every_position_is_that_of_the_forward(name):
 
 
 def test_ordinary_lsh_in_one_layer_is_the_last_row_of_each_forward():
-    """The tokens so far, padded to the capacity, as evaluation would read them."""
+    """Evaluation reads the tokens so far, padded to the capacity."""
     op = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4)
     model = ReformerLM(**SMALL | dict(n_layers=1), attention_type=op)
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
@@ -117,7 +117,7 @@ def test_a_row_is_the_same_alone(name):
 
 
 def test_exact_streams_are_on_the_grid():
-    """Rounding to 2^-12 makes of the last bit's difference a step of the grid, not more."""
+    """Rounding to 2^-12 turns a difference in the last bit into one step of the grid, not more."""
     model, params = make("reformer, rotary", exact=True)
     tokens = some_tokens()
     whole = jax.jit(model.apply)(params, tokens, RNG)

@@ -95,7 +95,7 @@ def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, na
     ids=["dense", "local_and_shared_qk", "lsh_one_chunk"],
 )
 def test_the_future_changes_nothing(model_fn, op, tolerance):
-    """Where no plan chooses among the keys."""
+    """If no plan chooses among the keys."""
     model = model_fn(**SMALL, attention_type=op)
     params, apply = init(model), jax.jit(model.apply)
     tokens, now = some_tokens(), 7
@@ -108,7 +108,7 @@ def test_the_future_changes_nothing(model_fn, op, tolerance):
 
 @pytest.mark.parametrize("op", ["flash", "memory_efficient", "block_sparse"])
 def test_another_attention_is_one_gin_line(op, tmp_path):
-    """And its sizes another."""
+    """Its sizes are another line."""
     argument = {"flash": "key_block_size", "memory_efficient": "key_chunk_size"}.get(
         op, "block_size"
     )
@@ -208,7 +208,7 @@ def test_one_models_weights_serve_every_length(positions):
     np.testing.assert_allclose(short, long[:, :1], atol=1e-5)
 
 
-# What each option changes: the shapes of the parameters, or else the program.
+# Each option changes the shapes of the parameters or else the program.
 CHANGES_SHAPES = [
     dict(vocab_size=17),
     dict(d_model=10),
@@ -304,7 +304,7 @@ def test_chunks_of_the_feed_forward_layers(model_fn):
 
 
 def test_exact_rounds_the_streams():
-    """To 2^-12, so that the logits are those of the plain stack but for about as much."""
+    """To 2^-12, so the logits differ from the plain stack's by about as much."""
     options = SMALL | dict(attention_type=OPS["local"])
     usual, exact = (logits_of(ReformerLM(**options, exact=exact)) for exact in (False, True))
     assert 1e-6 < np.abs(exact - usual).max() < 2e-2
@@ -327,7 +327,7 @@ def test_bfloat16_is_near_float32(model_fn):
 
 @both_models
 def test_gradients_of_float16_logits_may_be_small_or_large(model_fn):
-    """As those of a mean over many targets, which is a sum of many that is then divided."""
+    """A mean over many targets has both: it is a large sum, divided."""
     options = SMALL | dict(n_layers=1, attention_type=OPS["local"])
     params, tokens = init(model_fn(**options)), some_tokens()
     gradients = [
@@ -417,7 +417,7 @@ def test_in_trax():
 
 
 def test_the_stack_among_traxs_layers():
-    """Two streams made and put side by side by Trax."""
+    """Trax makes two streams and concatenates them."""
     stack = ReversibleStack(plain.blocks([OPS["local"]]), 2)
     net = tl.Serial(tl.Embedding(16, 8), tl.Dup(), stack, tl.Concatenate(), tl.Dense(5))
     tokens = some_tokens()

@@ -93,19 +93,19 @@ def test_a_packed_batch_trains_like_its_sentences_one_by_one(name):
     got = gradient(params, (source, target, source_segments, target_segments), target_segments > 0)
     parts = []
     for pair in zip(sources, targets, strict=True):
-        # In a batch of the same shape, beside an empty row: nothing is compiled anew.
+        # With an empty row, for a batch of the same shape: nothing is compiled again.
         (s, s_segments), (t, t_segments) = (packed([[x], []], 16) for x in pair)
         parts.append(gradient(params, (s, t, s_segments, t_segments), t_segments > 0))
     want = jax.tree.map(lambda *x: sum(x), *parts)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    # On the grid of exact=True the two round now and then to another multiple.
+    # With exact=True the two now and then round to another multiple of the grid.
     assert_trees_close(got[1], want[1], 2e-3 if "windows" in name else 2e-5)
     assert all(np.any(g) for g in jax.tree.leaves(got[1]))
 
 
 @pytest.mark.parametrize("name", ["transformer", "reformer"])
 def test_padding_changes_nothing(name):
-    """Neither how much there is nor, on either side, what stands there."""
+    """Neither its length nor its tokens, on either side."""
     model, params = make(name)
     (source, segments), (target, target_segments) = (packed([[s]], 12) for s in sentences([5, 7]))
     features = jax.jit(lambda *inputs: model.features(params, inputs, RNG))
@@ -115,7 +115,7 @@ def test_padding_changes_nothing(name):
     junk = [np.where(s > 0, x, 3) for x, s in ((source, segments), (target, target_segments))]
     got = features(*junk, segments, target_segments)[:, :7]
     np.testing.assert_array_equal(got, want)
-    # Without segments they are where the tokens are not 0.
+    # By default a segment is the tokens that are not 0.
     np.testing.assert_array_equal(features(source, target)[:, :7], want)
 
 
@@ -247,14 +247,14 @@ DECODERS = {
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_every_step_is_that_of_the_forward(name):
-    """Two rows a source, sources of different lengths, in a cache that is longer than needed."""
+    """Two rows for each source, sources of different lengths, a cache longer than needed."""
     constructor, options = DECODERS[name]
     model = constructor(**SMALL | options)
     params = plain.init(model, (2, 12))
     source, _ = packed([[s] for s in sentences([7, 4])], 8)
     target = np.stack(sentences([9] * 4, seed=1))
     rows = np.repeat(np.arange(2), 2)
-    # The capacity is the length by which automatic settings go.
+    # Automatic settings depend on the capacity.
     padded = np.pad(target, ((0, 0), (0, 3)))
     want = jax.jit(model.apply)(params, source[rows], padded, rng=RNG)
     weights, capacity = model.for_decoding(params), padded.shape[1]
