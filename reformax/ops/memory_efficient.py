@@ -27,6 +27,7 @@ from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.block_lists import MIN_TILE, Layout
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.parts.softmax import Softmax
 
 
 @named
@@ -110,7 +111,7 @@ def _uneven(
 
 def kernel_summary(
     interpret: bool, tiling: tiles.Tiling, x: tiles.Inputs, group, queries, keys, q
-) -> tiles.Softmax:
+) -> Softmax:
     """`tiles.summary` by the kernel of block-sparse attention, to which the tile is one block.
 
     If causal, the tile is square and on the diagonal.
@@ -123,12 +124,12 @@ def kernel_summary(
     layout = Layout(block, n_queries, n_keys, n_queries, n_keys, tiling.causal, 0.0)
     out, top, total = kernel.forward(layout, q, k, v, (None, None), None, interpret=interpret)
     acc = jnp.swapaxes(out, 1, 2).astype(jnp.float32) * total[..., None]
-    return tiles.Softmax(acc, top * tiling.scale, total)
+    return Softmax(acc, top * tiling.scale, total)
 
 
 def forward(
     key_chunk_size: int,
-    summary: Callable[..., tiles.Softmax],
+    summary: Callable[..., Softmax],
     tiling: tiles.Tiling,
     x: tiles.Inputs,
     visits: tiles.Visits,
@@ -157,7 +158,7 @@ def forward(
                 aligned = n_keys % size == 0 and key_chunk_size % size == 0
                 keys = tiles.block(first_key + n * size, size, n_keys, aligned)
                 here = summary(tiling, x, group, queries, keys, q)
-                return tiles.Softmax(
+                return Softmax(
                     *(
                         lax.dynamic_update_index_in_dim(all_, part, first_slot + n, 0)
                         for all_, part in zip(found, here, strict=True)
@@ -185,7 +186,7 @@ def forward(
             found = summaries(found, tiling, 0, n_large, 0, key_chunk_size)
         top = found.top.max(axis=0)
         scale = jnp.exp(found.top - top)
-        whole = tiles.Softmax(
+        whole = Softmax(
             jnp.sum(found.acc * scale[..., None], axis=0), top, jnp.sum(found.total * scale, axis=0)
         )
         return results.with_rows(whole, group, queries)

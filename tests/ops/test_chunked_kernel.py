@@ -72,16 +72,16 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
 
 
 @pytest.mark.parametrize(
-    "n_chunks, before, after, per_word",
+    "n_chunks, before, after, per_pack",
     [(1100, 0, 0, 2), (512, 1, 0, 3), (513, 1, 0, 2), (64, 1, 1, 4), (2, 1, 1, 8), (3, 5, 0, 6)],
 )
-def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_word):
-    """Every pair of the first and last chunks, in any field of any word, beside any others."""
+def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pack):
+    """Every pair of the first and last chunks, in any field of any pack, among any others."""
     n_rounds = 9
     rng = np.random.default_rng(0)
     chunks = chunked.Chunks(n_chunks * 2, 2, before, after, causal=False, shared_qk=True)
-    fields = kernel.Fields.of(chunks)
-    assert fields.per_word == per_word
+    packed = kernel.PackedChunks.of(chunks)
+    assert packed.per_pack == per_pack
     ends = np.r_[np.arange(n_chunks), rng.integers(0, n_chunks, 2000), [0, n_chunks - 1] * 99]
     query, key = (
         np.stack([rng.permutation(ends) for _ in range(n_rounds)]).astype(np.int32) for _ in "qk"
@@ -90,28 +90,28 @@ def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_wor
     for n in range(1, n_rounds + 1):
         want = ((distance[:n] <= before) & (-distance[:n] <= after)).any(axis=0)
         got = np.zeros_like(want)
-        for first in range(0, n, per_word):
-            words = (
-                fields.pack(jnp.asarray(x[None, None, first : first + per_word]))
+        for first in range(0, n, per_pack):
+            packs = (
+                packed.pack(jnp.asarray(x[None, None, first : first + per_pack]))
                 for x in (query, key)
             )
-            got |= np.asarray(fields.near(*words, min(n - first, per_word)))[0, 0]
+            got |= np.asarray(packed.near(*packs, min(n - first, per_pack)))[0, 0]
         np.testing.assert_array_equal(got, want)
 
 
-def test_words_of_chunks_are_in_each_round_s_order():
-    """Fifteen earlier rounds of eleven-bit chunk numbers take eight words; none is lost."""
+def test_packed_chunks_are_in_each_round_s_order():
+    """Fifteen earlier rounds of eleven-bit chunk numbers take eight packs; none is lost."""
     rng = np.random.default_rng(0)
     chunks = chunked.Chunks(1100, 1, 0, 0, causal=False, shared_qk=True)
     slot = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
     order = chunked.Order(np.argsort(slot, axis=-1).astype(np.int32), slot)
     q = jnp.zeros((1, 1100, 1, 2))
     inputs = kernel._inputs(chunks, q, None, q, order, None, None)
-    fields = kernel.Fields.of(chunks)
-    assert (fields.guard, fields.per_word, len(inputs.seen)) == (11, 2, 8)
+    packed = kernel.PackedChunks.of(chunks)
+    assert (packed.guard, packed.per_pack, len(inputs.packs)) == (11, 2, 8)
     for r in range(15):  # as the last round sees them
-        word, place = divmod(r, fields.per_word)
-        got = (np.asarray(inputs.seen[word, 0, 0, 15]).view(np.uint32) >> (13 * place)) & 2047
+        pack, place = divmod(r, packed.per_pack)
+        got = (np.asarray(inputs.packs[pack, 0, 0, 15]).view(np.uint32) >> (13 * place)) & 2047
         np.testing.assert_array_equal(got, slot[0, 0, r][order.order[0, 0, 15]])
 
 

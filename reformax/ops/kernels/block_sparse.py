@@ -1,18 +1,21 @@
 """Block-sparse attention as Pallas kernels for NVIDIA GPUs (Triton).
 
-What `reformax.ops.block_sparse` computes in array operations: a program owns a tile of queries,
-reads from a list which tiles of keys they see, and runs through these (FlashAttention, algorithm
-5). Three kernels: the output; the gradient of queries, by the rows of the mask; those of keys and
-values, by its columns. Each row has one writer, so that sums have one order and need no atomics.
+They compute the function of `reformax.ops.block_sparse`: a program owns a tile of queries, reads
+from a list which tiles of keys they see, and runs through these (FlashAttention, algorithm 5).
+There are three kernels: one for the output, one for the gradient of queries, by the rows of the
+mask, and one for those of keys and values, by its columns. Each row has one writer, so sums have
+one order and need no atomics.
 
-  * A list has the tiles that every query sees whole first, and they are computed without a mask.
-    Only those that the diagonal cuts, or the end of the sequence, have one; with segments all.
-  * Without a block mask, segments shorten the list: of packed sequences each pays for its own.
+  * Tiles of which every query sees every key come first in a list, and need no mask. A mask is for
+    tiles that the diagonal or the end of the sequence cuts, and for all tiles of a call with
+    segments.
+  * Without a block mask, segments shorten the lists: a packed sequence costs what it would alone.
   * A row that is much longer than its share of the work, such as that of a global block, is cut
     into parts. A part leaves its sums in a buffer of its own, and array operations merge them.
   * Long parts start first.
 
-Letters as in `reformax.ops.base`, and P parts of rows that were cut, L positions of a tile.
+Letters as in `reformax.ops.base`; P is the number of parts of rows that were cut, L the positions
+of a tile.
 """
 
 from __future__ import annotations
@@ -30,12 +33,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.common import HIDDEN, LOG2_E, LOWEST, divided, power_of_two, product
+from reformax.ops.kernels.common import (
+    LOG2_E,
+    QueryRows,
+    column,
+    dropout_mask,
+    empty_softmax,
+    hide,
+    launch,
+    line,
+    load,
+    nonzero,
+    power_of_two,
+    product,
+    query_rows,
+    softmax_step,
+    view_rows,
+    weights_again,
+)
 from reformax.ops.parts import block_lists
-from reformax.ops.parts.block_lists import Everything, Layout, Rows, Softmax
-from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.block_lists import Everything, Layout, Rows
+from reformax.ops.parts.dropout import seed_words
+from reformax.ops.parts.softmax import Softmax
 
-# Tiles that a part has at least, and parts that all of a GPU's processors could share.
+# The fewest tiles of a part, and how many parts keep all processors of a GPU busy.
 LEAST_PART, N_SHARES = 16, 2048
 
 
@@ -56,24 +77,15 @@ class _Inputs(NamedTuple):
     v: Array  # [B, S, N, V]
     query_segments: Array | None  # [B, T]
     key_segments: Array | None  # [B, S]
-    words: Array | None  # [2], the source of dropout
-
-
-class _Row(NamedTuple):
-    """What the gradient knows of each query."""
-
-    d_out: Array  # [B, T, N, V], divided by the sum of the row's softmax, unless that is `share`
-    dot: Array  # [B, N, T], the product of the output and `d_out`
-    top: Array  # [B, N, T]
-    share: Array | None  # [B, N, T], 1 / sum; float16 has no room for a `d_out` so divided
+    seed: Array | None  # [2], of dropout
 
 
 class _Work(NamedTuple):
-    """What each program does, a column of `parts` for each, and the list of tiles."""
+    """What each program does, one column of `parts` each, and the list of tiles."""
 
     parts: Array  # [6, programs]: head, own tile, first entry, end of the whole ones, end, slot
     entries: Array  # [nnz], numbers of the other side's tiles
-    spans: Array | None  # [2, B, tiles]: the first of the entries that segments let see, the end
+    spans: Array | None  # [2, B, tiles]: the first entry that segments leave visible, the end
 
 
 class _Own(NamedTuple):
@@ -84,7 +96,7 @@ class _Own(NamedTuple):
     first: Any
     end_whole: Any
     end: Any
-    slot: Any  # in the buffer of parts; -1 if the row is whole and goes to its place
+    slot: Any  # in the buffer of parts; -1 for a whole row, which goes to its place
 
 
 class _Block(NamedTuple):
@@ -94,19 +106,12 @@ class _Block(NamedTuple):
     segment: Array | None
     whole: bool  # whether all of them exist
 
-    def column(self) -> _Block:
-        return self._replace(**{n: x[:, None] for n, x in self._arrays().items()})
-
-    def line(self) -> _Block:
-        return self._replace(**{n: x[None, :] for n, x in self._arrays().items()})
-
-    def _arrays(self) -> dict[str, Array]:
-        arrays = {"position": self.position, "segment": self.segment}
-        return {name: x for name, x in arrays.items() if x is not None}
-
 
 class _Program(NamedTuple):
-    """The static part of a kernel, and how it reads, masks and writes."""
+    """One program of a kernel: its static part, and how it reads, masks and writes.
+
+    `batch` is known within a kernel only.
+    """
 
     tiles: Tiles
     n_queries: int
@@ -119,12 +124,13 @@ class _Program(NamedTuple):
     batch: Any = None
 
     def here(self) -> _Program:
-        # Asked once, outside of loops, where the interpreter does not know it.
+        """The program that runs."""
+        # Outside of loops, where the interpreter does not know the numbers of a program.
         return self._replace(batch=pl.program_id(2))
 
     def own(self, work: _Work) -> _Own:
-        numbers = (work.parts[jnp.int32(i), pl.program_id(0)] for i in range(6))
-        own = _Own(*numbers)
+        """What this program owns."""
+        own = _Own(*(work.parts[jnp.int32(i), pl.program_id(0)] for i in range(6)))
         if work.spans is not None:  # no tile is whole then
             first, end = (work.spans[jnp.int32(i), self.batch, own.tile] for i in (0, 1))
             first = jnp.maximum(own.first, first)
@@ -137,6 +143,7 @@ class _Program(NamedTuple):
         return self._block(x.query_segments, tile, self.tiles.query, self.n_queries, whole)
 
     def keys(self, x: _Inputs, tile, whole: bool = False) -> _Block:
+        """A tile of keys, likewise."""
         whole = whole or self.n_keys % self.tiles.key == 0
         return self._block(x.key_segments, tile, self.tiles.key, self.n_keys, whole)
 
@@ -144,47 +151,41 @@ class _Program(NamedTuple):
         position = tile * size + jnp.arange(size, dtype=jnp.int32)
         segment = None
         if segments is not None:
-            mask = None if whole else position < length
-            segment = _load(segments.at[self.batch, position], mask, 0)
+            exists = None if whole else position < length
+            segment = load(segments.at[self.batch, position], exists, 0)
         return _Block(position, segment, whole)
-
-    def _rows_at(self, ref, block: _Block, head, width: int):
-        """Where a block's rows of `[B, T, N, H]` are, and which numbers of them there are."""
-        column = jnp.arange(width, dtype=jnp.int32)[None, :]
-        at = ref.at[self.batch, block.position[:, None], head, column]
-        mask = None if block.whole else (block.position < ref.shape[1])[:, None]
-        if width != ref.shape[3]:
-            mask = column < ref.shape[3] if mask is None else mask & (column < ref.shape[3])
-        return at, None if mask is None else _full(mask, (len(block.position), width))
 
     def rows(self, ref, block: _Block, head) -> Array:
         """A block's rows of `[B, T, N, H]`; zeros where there is none, H padded."""
-        at, mask = self._rows_at(ref, block, head, power_of_two(ref.shape[3]))
-        return _load(at, mask, 0.0)
+        return load(*self._view_rows(ref, block, head, power_of_two(ref.shape[3])), 0.0)
 
     def put_rows(self, ref, buffer, block: _Block, own: _Own, value: Array) -> None:
         """Writes rows of `[B, T, N, H]`, or a part's to the buffer `[P, B, N, L, H]`."""
-        at, mask = self._rows_at(ref, block, own.head, value.shape[1])
+        view, mask = self._view_rows(ref, block, own.head, value.shape[1])
         if buffer is not None:
-            is_row = _full(own.slot < 0, value.shape)
+            is_row = jnp.broadcast_to(own.slot < 0, value.shape)
             mask = is_row if mask is None else mask & is_row
             place = jnp.arange(value.shape[0], dtype=jnp.int32)[:, None]
-            column = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
-            part = buffer.at[*self._in_buffer(own), place, column]
-            exists = ~is_row & (column < buffer.shape[4])
+            number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+            part = buffer.at[*self._in_buffer(own), place, number]
+            exists = ~is_row & (number < buffer.shape[4])
             pltriton.store(part, value.astype(buffer.dtype), mask=exists)
-        pltriton.store(at, value.astype(ref.dtype), mask=mask)
+        pltriton.store(view, value.astype(ref.dtype), mask=mask)
 
-    def numbers(self, ref, block: _Block, head, other: float) -> Array:
-        """A block's entries of `[B, N, T]`."""
-        mask = None if block.whole else block.position < ref.shape[2]
-        return _load(ref.at[self.batch, head, block.position], mask, other)
+    def _view_rows(self, ref, block: _Block, head, width: int):
+        exists = None if block.whole else block.position < ref.shape[1]
+        return view_rows(ref, self.batch, block.position, head, width, exists)
 
-    def put_numbers(self, ref, buffer, block: _Block, own: _Own, value: Array) -> None:
+    def statistics(self, ref, block: _Block, head) -> Array:
+        """A block's entries of `[B, N, T]`; zeros where there is none."""
+        exists = None if block.whole else block.position < ref.shape[2]
+        return load(ref.at[self.batch, head, block.position], exists, 0.0)
+
+    def put_statistics(self, ref, buffer, block: _Block, own: _Own, value: Array) -> None:
         """Writes entries of `[B, N, T]`, or a part's to the buffer `[P, B, N, L]`."""
         mask = None if block.whole else block.position < ref.shape[2]
         if buffer is not None:
-            is_row = _full(own.slot < 0, value.shape)
+            is_row = jnp.broadcast_to(own.slot < 0, value.shape)
             mask = is_row if mask is None else mask & is_row
             place = jnp.arange(value.shape[0], dtype=jnp.int32)
             pltriton.store(buffer.at[*self._in_buffer(own), place], value, mask=~is_row)
@@ -194,7 +195,7 @@ class _Program(NamedTuple):
         return jnp.maximum(own.slot, 0), self.batch, 0 if self.per_head else own.head
 
     def over(self, work: _Work, own: _Own, body: Callable, carry: Any) -> Any:
-        """`carry = body(tile, whole, carry)` over the list of what the program's tile meets."""
+        """`carry = body(tile, whole, carry)` over the tiles of the program's stretch."""
 
         def stretch(first, end, whole, carry):
             def step(i, carry):
@@ -219,24 +220,9 @@ class _Program(NamedTuple):
             masks += [q.segment == k.segment, k.segment != 0]
         return functools.reduce(jnp.logical_and, masks) if masks else None
 
-    def keep(self, x: _Inputs, head, q: _Block, k: _Block) -> Array | float:
-        """What dropout multiplies weights by."""
-        if x.words is None:
-            return 1.0
-        words = x.words[0], x.words[1]
-        return dropout_mask(words, self.dropout, self.batch, head, q.position, k.position)
-
-
-def _full(mask: Array, shape: tuple[int, ...]) -> Array:
-    return jnp.broadcast_to(mask, shape)
-
-
-def _load(at, mask: Array | None, other: float) -> Array:
-    return pltriton.load(at) if mask is None else pltriton.load(at, mask=mask, other=other)
-
-
-def _hide(s: Array, mask: Array | None) -> Array:
-    return s if mask is None else jnp.where(mask, s, HIDDEN)
+    def dropped(self, x: _Inputs, head, q: _Block, k: _Block) -> Array | float:
+        """The dropout mask of a tile's weights."""
+        return dropout_mask(x.seed, self.dropout, self.batch, head, q.position, k.position)
 
 
 def _forward_kernel(x: _Inputs, work: _Work, out: Softmax, part: Softmax | None, *, program):
@@ -244,61 +230,46 @@ def _forward_kernel(x: _Inputs, work: _Work, out: Softmax, part: Softmax | None,
     own = here.own(work)
     queries = here.queries(x, own.tile)
     q = here.rows(x.q, queries, own.head)
-    # Maxima are of the plain products: scale and base go into the exponent, one multiply-add.
-    scale = LOG2_E / math.sqrt(x.q.shape[3])
 
     def attend(tile, whole, state):
-        acc, top, total = state
         keys = here.keys(x, tile, whole)
         k = here.rows(x.k, keys, own.head)
         v = here.rows(x.v, keys, own.head)
-        query, key = queries.column(), keys.line()
-        s = _hide(product(q, k, transpose_b=True), here.visible(query, key, whole))
-        both = jnp.maximum(top, jnp.max(s, axis=1))
-        p = jnp.exp2(s * scale - (both * scale)[:, None])
-        old = jnp.exp2((top - both) * scale)
-        total = total * old + jnp.sum(p, axis=1)
-        p = p * here.keep(x, own.head, query, key)
-        acc = acc * old[:, None] + product(p.astype(v.dtype), v)
-        return acc, both, total
+        query, key = column(queries), line(keys)
+        logits = hide(product(q, k, transpose_b=True), here.visible(query, key, whole))
+        dropped = here.dropped(x, own.head, query, key)
+        return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
-    acc = jnp.zeros((here.tiles.query, power_of_two(x.v.shape[3])), jnp.float32)
-    top = jnp.full((here.tiles.query,), LOWEST, jnp.float32)
-    acc, top, total = here.over(work, own, attend, (acc, top, jnp.zeros_like(top)))
-    divisor = jnp.where(total == 0.0, 1.0, total)
+    state = empty_softmax(here.tiles.query, x.v.shape[3])
+    acc, top, total = here.over(work, own, attend, state)
+    divisor = nonzero(total)
     if part is None:
         part = Softmax(None, None, None)
     else:
         divisor = jnp.where(own.slot < 0, divisor, 1.0)
     here.put_rows(out.acc, part.acc, queries, own, acc * (1.0 / divisor)[:, None])
-    here.put_numbers(out.top, part.top, queries, own, top)
-    here.put_numbers(out.total, part.total, queries, own, total)
+    here.put_statistics(out.top, part.top, queries, own, top)
+    here.put_statistics(out.total, part.total, queries, own, total)
 
 
-def _weights(s: Array, mask: Array | None, top: Array, size: int) -> Array:
-    """The weights of the scores `s * size^-1/2`, not yet divided by their sum."""
-    scale = LOG2_E / math.sqrt(size)
-    return jnp.exp2(_hide(s, mask) * scale - top * scale)
-
-
-def _queries_kernel(x: _Inputs, row: _Row, work: _Work, dq, part, *, program):
+def _queries_kernel(x: _Inputs, row: QueryRows, work: _Work, dq, part, *, program):
     here = program.here()
     own = here.own(work)
     queries = here.queries(x, own.tile)
     q, d_out = (here.rows(ref, queries, own.head) for ref in (x.q, row.d_out))
-    top, dot = (here.numbers(ref, queries, own.head, 0.0) for ref in (row.top, row.dot))
-    share = None if row.share is None else here.numbers(row.share, queries, own.head, 0.0)
-    query, size = queries.column(), x.q.shape[3]
+    top, dot = (here.statistics(ref, queries, own.head) for ref in (row.top, row.dot))
+    share = None if row.share is None else here.statistics(row.share, queries, own.head)
+    query, size = column(queries), x.q.shape[3]
+    scale = LOG2_E / math.sqrt(size)
 
     def differentiate(tile, whole, sums):
         keys = here.keys(x, tile, whole)
         k = here.rows(x.k, keys, own.head)
         v = here.rows(x.v, keys, own.head)
-        key = keys.line()
-        mask = here.visible(query, key, whole)
-        p = _weights(product(q, k, transpose_b=True), mask, top[:, None], size)
-        p = p if share is None else p * share[:, None]
-        dp = product(d_out, v, transpose_b=True) * here.keep(x, own.head, query, key)
+        key = line(keys)
+        logits = hide(product(q, k, transpose_b=True), here.visible(query, key, whole))
+        p = weights_again(logits, top[:, None] * scale, column(share), size)
+        dp = product(d_out, v, transpose_b=True) * here.dropped(x, own.head, query, key)
         ds = p * (dp - dot[:, None])
         return sums + product(ds.astype(k.dtype), k)
 
@@ -306,44 +277,44 @@ def _queries_kernel(x: _Inputs, row: _Row, work: _Work, dq, part, *, program):
     here.put_rows(dq, part, queries, own, sums * (1.0 / math.sqrt(size)))
 
 
-def _keys_kernel(x: _Inputs, row: _Row, work: _Work, gradients, part, *, program):
+def _keys_kernel(x: _Inputs, row: QueryRows, work: _Work, gradients, part, *, program):
     here = program.here()
     own = here.own(work)
     keys = here.keys(x, own.tile)
     k, v = (here.rows(ref, keys, own.head) for ref in (x.k, x.v))
-    key, size = keys.column(), x.q.shape[3]
+    key, size = column(keys), x.q.shape[3]
+    scale = LOG2_E / math.sqrt(size)
 
     def differentiate(tile, whole, sums):
         dk, dv = sums
         queries = here.queries(x, tile, whole)
         q = here.rows(x.q, queries, own.head)
         d_out = here.rows(row.d_out, queries, own.head)
-        top, dot = (here.numbers(ref, queries, own.head, 0.0) for ref in (row.top, row.dot))
-        query = queries.line()
-        mask = here.visible(query, key, whole)
-        p = _weights(product(k, q, transpose_b=True), mask, top[None, :], size)
-        if row.share is not None:
-            p = p * here.numbers(row.share, queries, own.head, 0.0)[None, :]
-        keep = here.keep(x, own.head, query, key)
-        dv = dv + product((p * keep).astype(d_out.dtype), d_out)
-        ds = p * (product(v, d_out, transpose_b=True) * keep - dot[None, :])
+        top, dot = (here.statistics(ref, queries, own.head) for ref in (row.top, row.dot))
+        share = None if row.share is None else here.statistics(row.share, queries, own.head)
+        query = line(queries)
+        logits = hide(product(k, q, transpose_b=True), here.visible(query, key, whole))
+        p = weights_again(logits, top[None, :] * scale, line(share), size)
+        dropped = here.dropped(x, own.head, query, key)
+        dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
+        ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
         return dk + product(ds.astype(q.dtype), q), dv
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = here.over(work, own, differentiate, sums)
-    to_dk, to_dv = (None, None) if part is None else part
-    here.put_rows(gradients[0], to_dk, keys, own, dk * (1.0 / math.sqrt(size)))
-    here.put_rows(gradients[1], to_dv, keys, own, dv)
+    part_dk, part_dv = (None, None) if part is None else part
+    here.put_rows(gradients[0], part_dk, keys, own, dk * (1.0 / math.sqrt(size)))
+    here.put_rows(gradients[1], part_dv, keys, own, dv)
 
 
 class _Cut(NamedTuple):
-    """The work of a kernel, and of the rows that were cut what merging needs."""
+    """The work of a kernel, and the rows that were cut, which are merged after it."""
 
     work: _Work
     program: _Program
     tile: Int[np.ndarray, " R"]  # of each row that was cut
     head: Int[np.ndarray, " R"]
-    per_row: Int[np.ndarray, " R"]  # how many parts it has
+    per_row: Int[np.ndarray, " R"]  # its number of parts
 
 
 def _cut(layout: Layout | Everything, rows: Rows, x: _Inputs, tiles: Tiles, by_query: bool) -> _Cut:
@@ -369,7 +340,7 @@ def _cut(layout: Layout | Everything, rows: Rows, x: _Inputs, tiles: Tiles, by_q
         any_whole=bool(np.any(columns[3] > columns[2])),
         any_cut=bool(np.any(columns[4] > columns[3])),
     )
-    # An empty list has an entry that nobody reads, for an array of none is no argument.
+    # A kernel takes no empty array: an empty list has one entry, which nobody reads.
     entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
     spans = None
     if any_cut and isinstance(layout, Everything):
@@ -383,7 +354,7 @@ def _cut(layout: Layout | Everything, rows: Rows, x: _Inputs, tiles: Tiles, by_q
 def _range(
     segments: Int[Array, "B T"], size: int
 ) -> tuple[Int[Array, "B tiles"], Int[Array, "B tiles"]]:
-    """The lowest and the highest id in each tile; of padding alone, one that meets no other."""
+    """The lowest and the highest id in each tile; a tile of padding alone meets no other."""
     tiles = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % size)))
     tiles = tiles.reshape(len(segments), -1, size)
     limits = jnp.iinfo(segments.dtype)
@@ -393,7 +364,7 @@ def _range(
 
 
 def _spans(own, other, entries: Int[np.ndarray, " E"]) -> Int[Array, "2 B tiles"]:
-    """Of each own tile the entries, from first to last, whose ranges of ids meet its own."""
+    """For each own tile, the first and the end of the entries whose ids meet its own."""
     lowest, highest = (x[:, entries] for x in other)
     meets = (lowest[:, None] <= own[1][..., None]) & (own[0][..., None] <= highest[:, None])
     index = jnp.arange(len(entries), dtype=jnp.int32)
@@ -401,13 +372,15 @@ def _spans(own, other, entries: Int[np.ndarray, " E"]) -> Int[Array, "2 B tiles"
     return jnp.stack([first, jnp.max(jnp.where(meets, index + 1, 0), axis=2)])
 
 
-def _launch(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, interpret: bool) -> Any:
+def _launch_parts(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, interpret: bool) -> Any:
     """The kernel's results in place, and those of parts, None where no row is cut.
 
     Args:
       kernel: called with the inputs, the work, references to results and to parts.
+      cut: the work.
       inputs: trees of arrays, the first `_Inputs`.
       shapes: of the results, `[B, T, N, H]` or `[B, N, T]`.
+      interpret: whether to run anywhere, slowly.
     """
     program = cut.program
     n_batch, _, n_heads, _ = inputs[0].q.shape
@@ -419,17 +392,16 @@ def _launch(kernel: Callable, cut: _Cut, inputs: tuple, shapes: Any, interpret: 
         end = shape.shape[3:]
         return jax.ShapeDtypeStruct((n_parts, n_batch, n_axis, size, *end), jnp.float32)
 
-    results = (shapes, jax.tree.map(part, shapes) if n_parts else None)
-    return pl.pallas_call(
+    return launch(
         functools.partial(kernel, program=program),
+        (*inputs, cut.work),
+        (shapes, jax.tree.map(part, shapes) if n_parts else None),
         grid=(cut.work.parts.shape[1], n_axis, n_batch),
-        out_shape=results,
-        compiler_params=pltriton.CompilerParams(
-            num_warps=program.tiles.num_warps, num_stages=program.tiles.num_stages
-        ),
+        num_warps=program.tiles.num_warps,
+        num_stages=program.tiles.num_stages,
         interpret=interpret,
         name=kernel.__name__.strip("_"),
-    )(*inputs, cut.work)
+    )
 
 
 def _put(x: Array, rows: Array, cut: _Cut) -> Array:
@@ -487,26 +459,28 @@ def forward(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"]]:
-    """The attended values; of each row the largest product, and the sum of `exp(s - largest)`.
+    """The attended values; for each row the largest logit and the sum of `exp(logit - largest)`.
+
+    The largest logit is that of the products of queries and keys, before they are scaled.
 
     Args:
       layout: who sees whom, with blocks of a multiple of 16 positions.
       q, k, v: queries, keys, values.
       segments: the ids of queries and of keys, or twice None.
-      rng: the source of dropout, needed where there is some.
+      rng: the source of dropout; None if there is none.
       tiles: how the kernel is cut, in sizes that divide the blocks; None chooses.
       interpret: whether to run it anywhere, slowly.
     """
     x = _inputs(layout, q, k, v, segments, rng)
     tiles = tiles or _tiles(layout, x, FORWARD)
     cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, by_query=True)
-    number = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    shapes = Softmax(jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), number, number)
-    (out, top, total), parts = _launch(_forward_kernel, cut, (x,), shapes, interpret)
+    statistic = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    out_shape = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype)
+    shapes = Softmax(out_shape, statistic, statistic)
+    (out, top, total), parts = _launch_parts(_forward_kernel, cut, (x,), shapes, interpret)
     if parts is not None:
         rows = block_lists.merge_softmax(parts, cut.per_row, 1.0 / math.sqrt(q.shape[3]))
-        divisor = jnp.where(rows.total == 0.0, 1.0, rows.total)[..., None]
-        out = _put(out, rows.acc / divisor, cut)
+        out = _put(out, rows.acc / nonzero(rows.total)[..., None], cut)
         top, total = (
             jnp.swapaxes(_put(jnp.swapaxes(x, 1, 2), new, cut), 1, 2)
             for x, new in ((top, rows.top), (total, rows.total))
@@ -528,20 +502,23 @@ def backward(
     tiles: tuple[Tiles, Tiles] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S N H"], Float[Array, "B S N V"]]:
-    """The gradients of q, k and v, of what `forward` took and returned.
+    """The gradients of q, k and v.
 
     Args:
-      tiles: how the kernels for queries and for keys are cut.
+      layout, q, k, v, segments, rng: as in `forward`.
+      out, top, total: what it returned.
+      d_out: the gradient of `out`.
+      tiles: how the kernels for queries and for keys are cut; None chooses.
+      interpret: whether to run them anywhere, slowly.
     """
     x = _inputs(layout, q, k, v, segments, rng)
-    d_out, dot, share = divided(d_out, out, total)
-    row = _Row(d_out, dot, top, share)
+    row = query_rows(d_out, out, top, total)
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):
         cut = _cut(layout, rows, x, tiles, by_query=kernel is _queries_kernel)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-        results, parts = _launch(kernel, cut, (x, row), shapes, interpret)
+        results, parts = _launch_parts(kernel, cut, (x, row), shapes, interpret)
         if parts is None:
             return results
         merged = block_lists.merge_sums(parts, cut.per_row)
@@ -559,7 +536,7 @@ KEYS = Tiles(128, 64, 4, 2)
 
 
 def _tiles(layout: Layout | Everything, x: _Inputs, tiles: Tiles) -> Tiles:
-    """`tiles`, or what of them divides the blocks and leaves longer rows room on the chip."""
+    """`tiles`, smaller where blocks are, or where longer rows take more of the chip's memory."""
     n_bytes = max(x.q.shape[3], x.v.shape[3]) * x.q.dtype.itemsize
     if n_bytes > 128:
         tiles = Tiles(64, 64, 4, 2 if n_bytes <= 256 else 1)

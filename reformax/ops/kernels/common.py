@@ -1,21 +1,85 @@
-"""What the kernels of attention share."""
+"""The vocabulary of the kernels: to read and write tiles, take a step of the softmax, launch.
+
+A *tile* is an array that a program holds on the chip; its sides are powers of two. A *block* is
+some positions, a NamedTuple of arrays; `column` and `line` make it one of a tile's two sides.
+
+Letters as in `reformax.ops.base`; I, J and K are sides of tiles, L is the length of a block.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Bool, Float, Int
 
-# A hidden score, and the maximum of a row that saw none: exp2 of their difference is 0.
-HIDDEN, LOWEST = -1e30, -1e29
+from reformax.ops.parts import dropout
+from reformax.ops.parts.softmax import HIDDEN, Softmax
+
+# A row's maximum starts here, and exp2 of a hidden logit less it is 0.
+LOWEST = HIDDEN / 10
 LOG2_E = math.log2(math.e)
+
+T = TypeVar("T")
 
 
 def power_of_two(n: int) -> int:
-    """The width of a tile that holds rows of `n`."""
+    """The side of a tile that holds `n` numbers: a power of two, at least 16."""
     return max(16, 1 << (n - 1).bit_length())
+
+
+# Blocks.
+
+
+def column(block: T) -> T:
+    """A block, or any tree of arrays `[L]`, as a side of a tile, `[L, 1]`."""
+    return jax.tree.map(lambda x: x if isinstance(x, bool) else x[:, None], block)
+
+
+def line(block: T) -> T:
+    """The same as the other side, `[1, L]`."""
+    return jax.tree.map(lambda x: x if isinstance(x, bool) else x[None, :], block)
+
+
+# Reading and writing. A mask of None reads, or writes, everything.
+
+
+def load(view: Any, mask: Bool[Array, "*d"] | None, other: float = 0) -> Array:
+    """What is at a view of a reference; `other` where the mask is False."""
+    return pltriton.load(view) if mask is None else pltriton.load(view, mask=mask, other=other)
+
+
+def view_rows(
+    ref: Any, batch: Any, position: Int[Array, " L"], head: Any, width: int, exists: Array | None
+) -> tuple[Any, Bool[Array, "L J"] | None]:
+    """Rows of `[B, T, N, H]` as a tile, for `load` and `store`, and the mask of what exists.
+
+    Args:
+      ref: the reference.
+      batch: the sequence.
+      position: the rows.
+      head: the head.
+      width: J, of the tile; numbers from H on do not exist.
+      exists: whether each row does; None: all do.
+    """
+    size = ref.shape[3]
+    number = jnp.arange(width, dtype=jnp.int32)[None, :]
+    view = ref.at[batch, position[:, None], head, number]
+    shape = len(position), width
+    mask = None if exists is None else jnp.broadcast_to(exists[:, None], shape)
+    if width != size:
+        inside = number < size
+        mask = jnp.broadcast_to(inside, shape) if mask is None else mask & inside
+    return view, mask
+
+
+# Arithmetic.
 
 
 def product(
@@ -26,19 +90,140 @@ def product(
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
-def divided(
-    d_out: Float[Array, "B T N V"], out: Float[Array, "B T N V"], total: Float[Array, "B N T"]
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Float[Array, "B N T"] | None]:
-    """What a backward pass reads of each row, given the sum of its softmax.
+def hide(logits: Float[Array, "I J"], visible: Bool[Array, "I J"] | None) -> Float[Array, "I J"]:
+    """The logits of what is visible, `HIDDEN` elsewhere; None: all is visible."""
+    return logits if visible is None else jnp.where(visible, logits, HIDDEN)
 
-    Returns:
-      `d_out` divided by the sum, for what P multiplies is then not; its product with the output,
-      D_i = sum_j P_ij dP_ij = dO_i . O_i; and None. Float16 has no room for a `d_out` so divided:
-      there both are undivided, and the third is what to multiply P by.
+
+def nonzero(total: Float[Array, "*d"]) -> Float[Array, "*d"]:
+    """`total`, or 1 for a row that has seen nothing, so that dividing by it leaves zeros."""
+    return jnp.where(total == 0.0, 1.0, total)
+
+
+def empty_softmax(n_rows: int, d_v: int) -> Softmax:
+    """The state of rows that have seen nothing."""
+    acc = jnp.zeros((n_rows, power_of_two(d_v)), jnp.float32)
+    top = jnp.full((n_rows,), LOWEST, jnp.float32)
+    return Softmax(acc, top, jnp.zeros_like(top))
+
+
+def softmax_step(
+    state: Softmax,
+    logits: Float[Array, "I J"],
+    v: Float[Array, "J K"],
+    size: int,
+    dropout_mask: Float[Array, "I J"] | float,
+) -> Softmax:
+    """The state with another tile of keys (Dao et al. 2022, algorithm 2).
+
+    Maxima are of the plain products: scale and base go into the exponent, one multiply-add.
+
+    Args:
+      state: of the queries' rows.
+      logits: products of queries and keys, before they are scaled, through `hide`.
+      v: the keys' values.
+      size: H; the scale is `1 / sqrt(H)`.
+      dropout_mask: what to multiply the weights by.
     """
-    share = 1.0 / jnp.where(total == 0.0, 1.0, total)
+    scale = LOG2_E / math.sqrt(size)
+    top = jnp.maximum(state.top, jnp.max(logits, axis=1))
+    weights = jnp.exp2(logits * scale - (top * scale)[:, None])
+    decay = jnp.exp2((state.top - top) * scale)
+    total = state.total * decay + jnp.sum(weights, axis=1)
+    weights = weights * dropout_mask
+    acc = state.acc * decay[:, None] + product(weights.astype(v.dtype), v)
+    return Softmax(acc, top, total)
+
+
+class QueryRows(NamedTuple):
+    """What a backward pass reads of each query.
+
+    Statistics of rows are `[B, N, T]`, or in another order of the positions.
+    """
+
+    d_out: Float[Array, "B T N V"]  # divided by the sum of the row's softmax, unless by `share`
+    dot: Array  # the product of the output and `d_out`
+    top: Array  # the row's largest logit
+    total: Array | None  # the sum of its softmax, where a kernel asks
+    share: Array | None  # 1 / sum, where `d_out` is not divided by it
+
+
+def query_rows(
+    d_out: Float[Array, "B T N V"],
+    out: Float[Array, "B T N V"],
+    top: Float[Array, "B N T"],
+    total: Float[Array, "B N T"],
+) -> QueryRows:
+    """What a backward pass reads, of the gradient of the output and the results of the forward.
+
+    `d_out` is divided by the sum of the softmax, so that the weights need not be. Float16 has no
+    room for such a quotient: there `share` is what to multiply the weights by.
+
+    `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
+    """
+    share = 1.0 / nonzero(total)
     dtype, d_out = out.dtype, d_out.astype(jnp.float32)
     if dtype != jnp.float16:
         d_out, share = d_out * jnp.swapaxes(share, 1, 2)[..., None], None
     dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
-    return d_out.astype(dtype), dot, share
+    return QueryRows(d_out.astype(dtype), dot, top, None, share)
+
+
+def weights_again(
+    logits: Float[Array, "I J"], top: Array, share: Array | None, size: int
+) -> Float[Array, "I J"]:
+    """The weights of a tile, computed again in a backward pass.
+
+    Args:
+      logits: as in `softmax_step`, or transposed.
+      top: the rows' largest logits times `LOG2_E / sqrt(size)`, as a side of the tile.
+      share: as in `QueryRows`, as a side of the tile.
+      size: H.
+    """
+    weights = jnp.exp2(logits * (LOG2_E / math.sqrt(size)) - top)
+    return weights if share is None else weights * share
+
+
+def dropout_mask(
+    seed: Any, rate: float, batch: Any, head: Any, query: Array, key: Array
+) -> Float[Array, "I J"] | float:
+    """`ops.parts.dropout.dropout_mask`, given a reference to the seed; 1.0 if that is None."""
+    if seed is None:
+        return 1.0
+    return dropout.dropout_mask((seed[0], seed[1]), rate, batch, head, query, key)
+
+
+def launch(
+    kernel: Callable[..., None],
+    inputs: tuple,
+    out_shape: Any,
+    *,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    name: str,
+    aliases: dict[int, int] | None = None,
+) -> Any:
+    """What a kernel writes.
+
+    Args:
+      kernel: called with references to the inputs and then to the outputs, trees as given here.
+      inputs: trees of arrays.
+      out_shape: a tree of shapes, or a tuple of trees.
+      grid: programs along each axis.
+      num_warps: warps of a program.
+      num_stages: how many steps of a loop have their loads under way.
+      interpret: whether to run anywhere, slowly.
+      name: the kernel's, in profiles.
+      aliases: which output, of all leaves, takes the place of which input.
+    """
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=out_shape,
+        input_output_aliases=aliases or {},
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+    )(*inputs)

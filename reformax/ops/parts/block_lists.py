@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
+
+from reformax.ops.parts.softmax import HIDDEN, Softmax
 
 # The least side of a kernel's tile.
 MIN_TILE = 16
@@ -178,20 +180,12 @@ def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np
     return np.append(rows.entries, np.int32(nothing))[index]
 
 
-class Softmax(NamedTuple):
-    """The softmax of some rows over a part of what they see: sums of `exp(s - top)`."""
-
-    acc: Float[Array, "P ... V"]  # times the values
-    top: Float[Array, "P ..."]
-    total: Float[Array, "P ..."]
-
-
 def merge_softmax(parts: Softmax, per_row: Ints, scale: float = 1.0) -> Softmax:
     """One `Softmax` a row of those of its parts; `scale` turns `top` into scores."""
 
     def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:
         exists = exists.reshape(*exists.shape, *[1] * (x.top.ndim - 2))
-        top = jnp.max(x.top, axis=1, keepdims=True, where=exists, initial=-1e30)
+        top = jnp.max(x.top, axis=1, keepdims=True, where=exists, initial=HIDDEN)
         factor = jnp.where(exists, jnp.exp((x.top - top) * scale), 0.0)
         acc = jnp.sum(x.acc * factor[..., None], axis=1)
         return Softmax(acc, top[:, 0], jnp.sum(x.total * factor, axis=1))

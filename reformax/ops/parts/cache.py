@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.softmax import HIDDEN
 
 
 class KeyValues(NamedTuple):
@@ -85,7 +86,7 @@ def attend_to(
     """
     scores = jnp.einsum("btnh,bnkh->bnk", q, keys, preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-1e30)
+    top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=HIDDEN)
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
     total = weights.sum(axis=-1)[:, None, :, None]
     out = jnp.einsum(
@@ -122,7 +123,7 @@ def attend_among(
     )
     scores = jnp.einsum("bjnih,bjnsh->bjnis", q, keys, preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    top = jnp.max(scores, axis=(1, -1), keepdims=True, where=mask, initial=-1e30)
+    top = jnp.max(scores, axis=(1, -1), keepdims=True, where=mask, initial=HIDDEN)
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
     total = weights.sum(axis=(1, -1))[..., None]  # [b, n, i, 1]
     out = jnp.einsum(

@@ -30,9 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.normalization import length_normalize, mean_product
-
-# Stands for minus infinity where a difference of two of them must not be NaN.
-HIDDEN = -1e30
+from reformax.ops.parts.softmax import HIDDEN
 
 # Scores of one round that a CPU computes at a time: 2 MiB of float32.
 SCORES_IN_CACHE = 2**19

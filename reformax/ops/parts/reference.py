@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from reformax.ops.parts.dropout import full_dropout_mask
+from reformax.ops.parts.softmax import HIDDEN
 
 
 def reference_attention(
@@ -31,7 +32,7 @@ def reference_attention(
         scores = scores + bias
     # The maximum is of visible scores only, so that a fully masked row stays finite. It cancels in
     # the softmax, so its gradient is 0.
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-1e30))
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=HIDDEN))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)

@@ -28,9 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.masks import Segments, segment_pair
-
-# The maximum of a row that has seen nothing: a hidden score, minus infinity, less it is no NaN.
-LOWEST = -1e30
+from reformax.ops.parts.softmax import HIDDEN, Softmax
 
 # Scores of a tile, over the heads that are computed together. A CPU keeps them in its cache; a GPU
 # has one kernel after another write and read them, which takes many to be worth their start.
@@ -298,19 +296,11 @@ def keep(
     return dropout_mask(x.words, tiling.dropout, *address)
 
 
-class Softmax(NamedTuple):
-    """The state of a row's softmax: `sum_j exp(s_j - top) v_j`, and the same without v."""
-
-    acc: Float[Array, "b n Q V"]
-    top: Float[Array, "b n Q"]
-    total: Float[Array, "b n Q"]
-
-
 def empty(shape: tuple[int, ...], d_v: int) -> Softmax:
     """The state of rows that have seen nothing."""
     return Softmax(
         jnp.zeros((*shape, d_v), jnp.float32),
-        jnp.full(shape, LOWEST, jnp.float32),
+        jnp.full(shape, HIDDEN, jnp.float32),
         jnp.zeros(shape, jnp.float32),
     )
 
@@ -345,7 +335,7 @@ def summary(
     queries: Block,
     keys: Block,
     q: Float[Array, "b n Q H"],
-    top: Float[Array, "b n Q"] | float = LOWEST,
+    top: Float[Array, "b n Q"] | float = HIDDEN,
 ) -> Softmax:
     """The softmax of one tile by itself, relative to the larger of its maximum and `top`."""
     k, v = rows(x.k, group, keys), rows(x.v, group, keys)
