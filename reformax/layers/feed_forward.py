@@ -135,11 +135,11 @@ class FeedForward(Layer):
             return _narrow(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel
 
-        how = kernel.How(self._activation, pre.shape[1], rate, chosen == "pallas_interpret")
-        words = seed_words(check_rng(rng, rate)) if rate else None
+        options = kernel.Options(self._activation, pre.shape[1], rate, chosen == "pallas_interpret")
+        seed = seed_words(check_rng(rng, rate)) if rate else None
         rows = pre.reshape(-1, pre.shape[-1])
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
-        out = kernel.project(how, kernel.Inputs(rows, params["b1"], words, start), params["w2"])
+        out = kernel.project(options, kernel.Inputs(rows, params["b1"], seed, start), params["w2"])
         return out.reshape(*pre.shape[:-1], -1)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:

@@ -72,8 +72,8 @@ class LayerNorm(Layer):
         else:
             from reformax.layers.kernels import layer_norm as kernel
 
-            how = kernel.How(self._epsilon, dtypes, pass_on, chosen == "pallas_interpret")
-            outputs, passed = kernel.normalize(how, kernel.Inputs(*inputs))
+            options = kernel.Options(self._epsilon, dtypes, pass_on, chosen == "pallas_interpret")
+            outputs, passed = kernel.normalize(options, kernel.Inputs(*inputs))
             x = passed.reshape(x.shape) if pass_on else x
         return tuple(out.reshape(x.shape) for out in outputs), x
 

@@ -1,14 +1,14 @@
 """The hidden layer of a feed-forward layer as Pallas kernels for NVIDIA GPUs (Triton).
 
-`dropout(activation(pre + bias))` in half precision, and its gradient: one pass over the numbers
-each. In array operations XLA keeps the gradient in float32, to sum it up for that of the bias, and
-the tangent hyperbolic of GELU takes it longer than to read the numbers; here it is the chip's own,
-whose error of 2^-11 is below the rounding of the result.
+They compute `dropout(activation(pre + bias))` in half precision, and its gradient, in one pass over
+the numbers each. In array operations XLA keeps the gradient in float32 in order to sum it up for
+the bias, and GELU's tangent hyperbolic takes it longer than reading the numbers. Here the tangent
+hyperbolic is the chip's own, whose error of 2^-11 is below the rounding of the result.
 
-The backward pass makes the hidden layer again, which the gradient of the next weights needs: it has
-read `pre` and has the activation and the mask of dropout at hand. It writes over what it reads.
+The gradient of the next weights needs the hidden layer again. The backward pass makes it: it has
+read `pre`, and has the activation and the dropout mask at hand. It writes over what it reads.
 
-The hash of dropout would be half of the forward pass's arithmetic: one serves two columns.
+Hashing for dropout would be half of the forward pass's arithmetic, so one hash serves two columns.
 
 Letters as in `reformax.layers.feed_forward`; R rows are the positions of all sequences.
 """
@@ -27,6 +27,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.layers.dropout import APART, multiplier
+from reformax.ops.kernels.common import launch, load
 from reformax.ops.parts.dropout import dropout_bits
 
 # Rows and columns of a tile, and warps. A program has two tiles, whose columns are `APART` apart.
@@ -38,17 +39,17 @@ class Inputs(NamedTuple):
 
     pre: Float[Array, "R F"]
     bias: Float[Array, " F"]
-    words: Int[Array, 2] | None  # the source of dropout; None: there is none
-    start: Int[Array, 1]  # the position of a sequence's first row
+    seed: Int[Array, 2] | None  # of dropout; None: there is none
+    start: Int[Array, 1]  # the position of each sequence's first row
 
 
-class How(NamedTuple):
+class Options(NamedTuple):
     """The static part of a call.
 
     Attributes:
       activation: one of `ACTIVATIONS`.
-      length: rows of a sequence, C.
-      rate: of dropout.
+      length: C, the rows of a sequence.
+      rate: the dropout rate.
       interpret: whether to run anywhere, slowly.
     """
 
@@ -83,8 +84,8 @@ class _Tile(NamedTuple):
         pairs = pl.cdiv(self.shape[1], 2 * APART)
         return pl.cdiv(self.shape[0], self.rows), pairs, APART // self.columns
 
-    def _at(self, *sizes: int) -> dict[str, Array]:
-        """The mask of a tile that may reach behind the end."""
+    def _mask(self, *sizes: int) -> Array | None:
+        """What of a tile of these sizes, or of a row of it, exists; None: everything."""
         masks = []
         if self.shape[0] % self.rows and len(sizes) == 2:
             masks.append(self._row[:, None] < self.shape[0])
@@ -92,42 +93,43 @@ class _Tile(NamedTuple):
             column = self._column < self.shape[1]
             masks.append(column[None] if len(sizes) == 2 else column)
         if not masks:
-            return {}
-        return dict(mask=jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), sizes))
+            return None
+        return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), sizes)
+
+    def _view(self, ref) -> Any:
+        return ref.at[self._row[:, None], self._column[None]]
 
     def load(self, ref) -> Array:
         """The tile in float32, zeros behind the end."""
-        mask = self._at(self.rows, self.columns)
-        other = dict(other=0.0) if mask else {}
-        at = ref.at[self._row[:, None], self._column[None]]
-        return pltriton.load(at, **mask, **other).astype(jnp.float32)
+        mask = self._mask(self.rows, self.columns)
+        return load(self._view(ref), mask, 0.0).astype(jnp.float32)
 
     def load_bias(self, ref) -> Array:
-        mask = self._at(self.columns)
-        other = dict(other=0.0) if mask else {}
-        return pltriton.load(ref.at[self._column], **mask, **other).astype(jnp.float32)[None]
+        """The bias of the tile's columns, as a row of it."""
+        mask = self._mask(self.columns)
+        return load(ref.at[self._column], mask, 0.0).astype(jnp.float32)[None]
 
     def store(self, ref, value: Array) -> None:
-        at = ref.at[self._row[:, None], self._column[None]]
-        mask = self._at(self.rows, self.columns)
-        pltriton.store(at, value.astype(ref.dtype), **mask)
+        """Writes the tile."""
+        mask = self._mask(self.rows, self.columns)
+        pltriton.store(self._view(ref), value.astype(ref.dtype), mask=mask)
 
     def store_sum(self, ref, value: Array) -> None:
-        """The sum over the tile's rows, to a row of its own."""
-        at = ref.at[pl.program_id(0), self._column]
-        pltriton.store(at, jnp.sum(value, axis=0), **self._at(self.columns))
+        """Writes the sum over the tile's rows to a row of its own."""
+        view = ref.at[pl.program_id(0), self._column]
+        pltriton.store(view, jnp.sum(value, axis=0), mask=self._mask(self.columns))
 
     def pair(self, inputs: Inputs) -> list[tuple[_Tile, Array | float]]:
-        """This tile and the right one, and what dropout multiplies each by."""
-        keep = 1.0, 1.0
-        if inputs.words is not None:
+        """This tile and the one to its right, each with its dropout mask."""
+        masks = 1.0, 1.0
+        if inputs.seed is not None:
             row = self._row[:, None]
             sequence, position = row // self.length, row % self.length + inputs.start[0]
-            words = inputs.words[0], inputs.words[1]
+            seed = inputs.seed[0], inputs.seed[1]
             nothing = jnp.zeros((), jnp.int32)
-            bits = dropout_bits(words, sequence, nothing, position, self._column[None])
-            keep = multiplier(bits, self.rate), multiplier(bits << 16, self.rate)
-        return list(zip((self, self._replace(right=True)), keep, strict=True))
+            bits = dropout_bits(seed, sequence, nothing, position, self._column[None])
+            masks = multiplier(bits, self.rate), multiplier(bits << 16, self.rate)
+        return list(zip((self, self._replace(right=True)), masks, strict=True))
 
 
 def _gelu(x: Array, tanh: Callable) -> tuple[Array, Array]:
@@ -143,16 +145,16 @@ def _relu(x: Array, tanh: Callable) -> tuple[Array, Array]:
     return jnp.maximum(x, 0.0), jnp.where(x > 0.0, 1.0, 0.0)
 
 
-# The activations that there are kernels of, with their slopes.
+# Activations that a kernel computes, each with its slope.
 ACTIVATIONS: dict[Any, Callable] = {jax.nn.gelu: _gelu, jax.nn.relu: _relu}
 
 
 def _forward_kernel(inputs: Inputs, hidden, *, tile: _Tile, activation: Callable):
     parts = tile.pair(inputs)
-    # All reads before all writes: the compiler keeps them apart in the order that it finds.
+    # All reads come before all writes, because the compiler does not move one past the other.
     pre = [part.load(inputs.pre) + part.load_bias(inputs.bias) for part, _ in parts]
-    for (part, keep), x in zip(parts, pre, strict=True):
-        part.store(hidden, activation(x)[0] * keep)
+    for (part, dropped), x in zip(parts, pre, strict=True):
+        part.store(hidden, activation(x)[0] * dropped)
 
 
 def _backward_kernel(
@@ -163,70 +165,69 @@ def _backward_kernel(
         (part.load(inputs.pre) + part.load_bias(inputs.bias), part.load(d_hidden))
         for part, _ in parts
     ]
-    for (part, keep), (x, d_value) in zip(parts, read, strict=True):
+    for (part, dropped), (x, d_value) in zip(parts, read, strict=True):
         value, slope = activation(x)
-        d = d_value * keep * slope
-        part.store(hidden, value * keep)
+        d = d_value * dropped * slope
+        part.store(hidden, value * dropped)
         part.store(d_pre, d)
         part.store_sum(sums, d)
 
 
-def _launch(kernel, inputs: Inputs, others, shapes, sizes, how: How, aliases=None) -> Any:
+def _launch(kernel, inputs: Inputs, others, shapes, sizes, options: Options, aliases=None) -> Any:
     *sizes, num_warps = sizes
-    tile = _Tile(*sizes, how.length, how.rate, inputs.pre.shape)
-    exact = how.interpret or inputs.pre.dtype == jnp.float32
+    tile = _Tile(*sizes, options.length, options.rate, inputs.pre.shape)
+    exact = options.interpret or inputs.pre.dtype == jnp.float32
     tanh = jnp.tanh if exact else pltriton.approx_tanh
-    return pl.pallas_call(
-        functools.partial(
-            kernel,
-            tile=tile,
-            activation=functools.partial(ACTIVATIONS[how.activation], tanh=tanh),
-        ),
+    activation = functools.partial(ACTIVATIONS[options.activation], tanh=tanh)
+    return launch(
+        functools.partial(kernel, tile=tile, activation=activation),
+        (inputs, *others),
+        shapes,
         grid=tile.grid,
-        out_shape=shapes,
-        input_output_aliases=aliases or {},
-        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),
-        interpret=how.interpret,
+        num_warps=num_warps,
+        num_stages=1,
+        interpret=options.interpret,
         name="feed_forward" + kernel.__name__.removesuffix("_kernel"),
-    )(inputs, *others)
+        aliases=aliases,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def project(how: How, inputs: Inputs, w2: Float[Array, "F D"]) -> Float[Array, "R D"]:
+def project(options: Options, inputs: Inputs, w2: Float[Array, "F D"]) -> Float[Array, "R D"]:
     """`hidden @ w2`; its gradient takes the hidden layer from the pass that needs `pre`."""
-    return _project_forward(how, inputs, w2)[0]
+    return _project_forward(options, inputs, w2)[0]
 
 
-def _project_forward(how, inputs, w2):
-    return forward(inputs, how) @ w2, (inputs, w2)
+def _project_forward(options, inputs, w2):
+    return forward(inputs, options) @ w2, (inputs, w2)
 
 
-def _project_backward(how, residuals, d_out):
+def _project_backward(options, residuals, d_out):
     inputs, w2 = residuals
-    hidden, d_pre, d_bias = backward(inputs, d_out @ w2.T, how)
+    hidden, d_pre, d_bias = backward(inputs, d_out @ w2.T, options)
     return Inputs(d_pre, d_bias, None, None), hidden.T @ d_out
 
 
 project.defvjp(_project_forward, _project_backward)
 
 
-def forward(inputs: Inputs, how: How) -> Float[Array, "R F"]:
+def forward(inputs: Inputs, options: Options) -> Float[Array, "R F"]:
     """The hidden layer, in the dtype of `pre`."""
     shape = jax.ShapeDtypeStruct(inputs.pre.shape, inputs.pre.dtype)
-    return _launch(_forward_kernel, inputs, (), shape, FORWARD, how)
+    return _launch(_forward_kernel, inputs, (), shape, FORWARD, options)
 
 
 def backward(
-    inputs: Inputs, d_hidden: Float[Array, "R F"], how: How
+    inputs: Inputs, d_hidden: Float[Array, "R F"], options: Options
 ) -> tuple[Float[Array, "R F"], Float[Array, "R F"], Float[Array, " F"]]:
     """The hidden layer, and the gradients of `pre` and `bias`."""
     n_rows, size = inputs.pre.shape
     like = jax.ShapeDtypeStruct(inputs.pre.shape, inputs.pre.dtype)
-    part = jax.ShapeDtypeStruct((-(-n_rows // BACKWARD[0]), size), jnp.float32)
-    shapes = like, like, part
+    parts = jax.ShapeDtypeStruct((-(-n_rows // BACKWARD[0]), size), jnp.float32)
+    shapes = like, like, parts
     # `hidden` takes the place of `pre`, the first input, and `d_pre` that of `d_hidden`, the last.
     aliases = {0: 0, len(jax.tree.leaves(inputs)): 1}
     hidden, d_pre, sums = _launch(
-        _backward_kernel, inputs, (d_hidden,), shapes, BACKWARD, how, aliases
+        _backward_kernel, inputs, (d_hidden,), shapes, BACKWARD, options, aliases
     )
     return hidden, d_pre, jnp.sum(sums, axis=0).astype(inputs.bias.dtype)

@@ -1,12 +1,13 @@
 """Layer normalisation of a sum as Pallas kernels for NVIDIA GPUs (Triton): one pass over the rows.
 
-Both passes wait for memory, and in array operations XLA goes over the rows twice or three times.
-A program has a row in registers while it sums it up and writes it out. The backward pass adds the
-two inputs again in place of reading a sum that was kept, and each program takes some neighbouring
-rows, whose sums for the gradients of scale and bias it leaves in a row of its own. Where the sum is
-read elsewhere too, as by a residual connection, the gradient from there is added in the same pass.
+Both passes wait for memory, and in array operations XLA reads the rows two or three times. Here a
+program holds a row in registers while it sums it up and writes it out. The backward pass adds the
+two inputs again, so that no sum is kept. Each of its programs takes some neighbouring rows and
+leaves their sums for the gradients of scale and bias in a row of its own. Where the sum of the
+inputs is read elsewhere too, as by a residual connection, the same pass adds the gradient from
+there.
 
-Letters as in `reformax.layers.layer_norm`, R rows and P programs of the backward pass.
+Letters as in `reformax.layers.layer_norm`; R rows, P programs of the backward pass.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from reformax.ops.kernels.common import power_of_two
+from reformax.ops.kernels.common import launch, load, power_of_two
 
-# As many as a GPU runs at once, several times over; and numbers of a row to each of its warps.
+# Programs of the backward pass, several times as many as a GPU runs at once; and numbers of a row
+# for each warp.
 N_PROGRAMS = 1024
 PER_WARP = 1024
 
 
 class Inputs(NamedTuple):
-    """What is normalised, and by what."""
+    """What both passes read."""
 
     x: Float[Array, "R D"]
     y: Float[Array, "R D"] | None  # what is added to `x`
@@ -37,14 +39,14 @@ class Inputs(NamedTuple):
     bias: Float[Array, " D"]
 
 
-class How(NamedTuple):
+class Options(NamedTuple):
     """The static part of a call.
 
     Attributes:
-      epsilon: added to the variance.
-      dtypes: of the outputs.
-      pass_on: whether `x` is returned too, so that the gradient of what else reads it is added
-        in the backward pass.
+      epsilon: what is added to the variance.
+      dtypes: the dtype of each output.
+      pass_on: whether `x` is returned too. The backward pass then adds the gradient of what else
+        reads it.
       interpret: whether to run anywhere, slowly.
     """
 
@@ -55,7 +57,7 @@ class How(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """How a program reads and writes rows of D numbers."""
+    """Rows of D numbers, as a program reads and writes them."""
 
     size: int  # D
     epsilon: float
@@ -69,18 +71,19 @@ class _Rows(NamedTuple):
         return None if power_of_two(self.size) == self.size else self._column < self.size
 
     def load(self, ref, *row) -> Array:
-        at = ref.at[(*row, self._column)]
-        other = {} if self._mask is None else dict(mask=self._mask, other=0.0)
-        return pltriton.load(at, **other).astype(jnp.float32)
+        """A row of a matrix, or a vector, in float32, zeros behind the end."""
+        return load(ref.at[(*row, self._column)], self._mask, 0.0).astype(jnp.float32)
 
     def store(self, ref, value: Array, row) -> None:
+        """Writes a row."""
         pltriton.store(ref.at[row, self._column], value.astype(ref.dtype), mask=self._mask)
 
     def mean(self, x: Array) -> Array:
+        """The mean of a row."""
         return jnp.sum(x) * (1.0 / self.size)
 
     def normalised(self, inputs: Inputs, row) -> tuple[Array, Array]:
-        """The row less its mean, of unit variance; and what it was multiplied by."""
+        """The row less its mean, with unit variance, and the factor that made it so."""
         x = self.load(inputs.x, row)
         x = x if inputs.y is None else x + self.load(inputs.y, row)
         x = x - self.mean(x)
@@ -125,34 +128,34 @@ def _launch(
     kernel, inputs: Inputs, others, shapes, grid: int, epsilon: float, interpret: bool, aliases=None
 ):
     size = inputs.x.shape[1]
-    return pl.pallas_call(
+    return launch(
         functools.partial(kernel, rows=_Rows(size, epsilon)),
+        (inputs, *others),
+        shapes,
         grid=(grid,),
-        out_shape=shapes,
-        input_output_aliases=aliases or {},
-        compiler_params=pltriton.CompilerParams(
-            num_warps=min(max(power_of_two(size) // PER_WARP, 1), 8), num_stages=1
-        ),
+        num_warps=min(max(power_of_two(size) // PER_WARP, 1), 8),
+        num_stages=1,
         interpret=interpret,
         name="layer_norm" + kernel.__name__.removesuffix("_kernel"),
-    )(inputs, *others)
+        aliases=aliases,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def normalize(
-    how: How, inputs: Inputs
+    options: Options, inputs: Inputs
 ) -> tuple[tuple[Float[Array, "R D"], ...], Float[Array, "R D"] | None]:
-    """The layer norm of `x + y` in each of the dtypes; and `x`, or None unless `how.pass_on`."""
-    return _normalize_forward(how, inputs)[0]
+    """The layer norm of `x + y` in each of the dtypes, and `x` if `options.pass_on`, else None."""
+    return _normalize_forward(options, inputs)[0]
 
 
-def _normalize_forward(how, inputs):
-    outputs = forward(inputs, how.dtypes, how.epsilon, how.interpret)
-    return (outputs, inputs.x if how.pass_on else None), inputs
+def _normalize_forward(options, inputs):
+    outputs = forward(inputs, options.dtypes, options.epsilon, options.interpret)
+    return (outputs, inputs.x if options.pass_on else None), inputs
 
 
-def _normalize_backward(how, inputs, d_outputs):
-    return (backward(inputs, *d_outputs, how.epsilon, how.interpret),)
+def _normalize_backward(options, inputs, d_outputs):
+    return (backward(inputs, *d_outputs, options.epsilon, options.interpret),)
 
 
 normalize.defvjp(_normalize_forward, _normalize_backward)
