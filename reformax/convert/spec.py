@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from reformax.cli import config
 from reformax.models import base, lm
-from reformax.ops import dense, local, lsh, shared_qk
+from reformax.ops import AttentionOp, dense, local, lsh, shared_qk
 from reformax.training import loop
 
 MODELS = {"ReformerLM": lm.ReformerLM, "TransformerLM": lm.TransformerLM}
@@ -19,8 +19,6 @@ OPS = {
     "lsh": lsh.lsh,
     "shared_qk": shared_qk.shared_qk,
 }
-# The cycle of a model whose config does not set `attention_type`.
-DEFAULT_CYCLES = {"ReformerLM": ("local", "lsh"), "TransformerLM": ("dense",)}
 
 
 class Op(NamedTuple):
@@ -67,7 +65,9 @@ class Spec(NamedTuple):
             raise ValueError(f"the config's model is {model.__name__}: expected {_names(MODELS)}")
         cycle = arguments.pop("attention_type", None)
         if cycle is None:
-            cycle = [config.Reference(OPS[name], {}) for name in DEFAULT_CYCLES[model.__name__]]
+            default = model.attention_type
+            ops = [default] if isinstance(default, AttentionOp) else default
+            cycle = [config.Reference(OPS[op.name], {}) for op in ops]
         attention = []
         for op, options in [cycle] if isinstance(cycle, config.Reference) else cycle:
             if OPS.get(op.__name__) is not op:
