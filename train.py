@@ -34,9 +34,9 @@ def main() -> int:
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
 
     config.parse(files, args.config, folders=[CONFIGS, CONFIGS.parent], data_dir=args.data_dir)
-    from reformax.training import loop  # after parsing: a misspelt flag is told at once
+    from reformax.training import folder, loop  # after parsing: a misspelt flag is told at once
 
-    loop.make_output_dir(output_dir)
+    folder.make_output_dir(output_dir)
     train = config.configured(loop.train)
     result = train(output_dir, config_text=config.operative)
     report.note_unused(args.config)

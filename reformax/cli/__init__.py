@@ -1,1 +1,1 @@
-"""What the scripts share: gin files, flags, a run's folder, errors in one line, reports."""
+"""The parts of the scripts: gin files, flags, a run's folder, errors in one line, reports."""

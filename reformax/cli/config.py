@@ -1,9 +1,8 @@
 """Gin files and overrides, parsed once; every mistake is one line.
 
 A gin file that enables dynamic registration (`from __gin__ import dynamic_registration`) imports
-the modules that it names, for itself alone. Overrides see the imports of all files parsed before
-them, so `--config='loop.train.steps=10'` works where a file has
-`from reformax.training import loop`.
+the modules that it names; no other file sees these imports. Overrides see those of all files, so
+`--config='loop.train.steps=10'` works where a file has `from reformax.training import loop`.
 
 No other module of the package imports gin.
 """
@@ -30,7 +29,7 @@ class ConfigError(ValueError):
 
 
 class Reference(NamedTuple):
-    """What `@function` or `@function()` stands for in a config."""
+    """A reference in a config, `@function` or `@function()`."""
 
     function: Callable
     arguments: dict[str, Any]  # those that the config sets

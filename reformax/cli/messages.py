@@ -1,7 +1,7 @@
-"""What gin, JAX and Python say of a mistake, and what we say: one table.
+"""One table from the error messages of gin, JAX and Python to ours.
 
-gin words a mistake for whoever wrote gin, over several lines. A row of `TABLE` finds the error by
-what it says and replaces it by a line with the name that is wrong and, if possible, the fix.
+A message of gin takes several lines and speaks of gin's own parts. A row of `TABLE` recognises it
+and gives one line instead: the wrong name and, if possible, the fix.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ TABLE = (
 
 
 class Found(NamedTuple):
-    """Our line for an error, and what it takes to look for the nearest name."""
+    """Our line for an error, and the wrong name in it, if its row has `choices`."""
 
     line: str
     choices: str | None
@@ -103,14 +103,14 @@ def first_line(error: Exception) -> str:
 
 
 class Place(NamedTuple):
-    """Where gin stopped reading."""
+    """The place in a config where gin stopped."""
 
     where: str  # ' (FILE, line N)', or empty
     source: str  # the line itself, or empty
 
 
 def place(error: Exception) -> Place:
-    """What gin's appendix says of the place."""
+    """The place, from gin's appendix to the error."""
     file = re.search(r'In file "([^"]+)", line (\d+)', str(error))
     source = re.search(r"\n  In .* line \d+\n    (.*)", str(error))
     return Place(

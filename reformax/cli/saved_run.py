@@ -52,6 +52,7 @@ def restore_model(args: argparse.Namespace, run: dict[str, Any]) -> tuple[Any, A
     """
     import jax
 
+    from reformax.training.averaging import restore_average
     from reformax.training.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(args.output_dir)
@@ -60,7 +61,7 @@ def restore_model(args: argparse.Namespace, run: dict[str, Any]) -> tuple[Any, A
     like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
     averaged = re.fullmatch(r"average:(\d+)", args.checkpoint)
     if averaged:
-        return model, *checkpoints.restore_average(int(averaged[1]), like)
+        return model, *restore_average(checkpoints, int(averaged[1]), like)
     step = _step(checkpoints, args.checkpoint)
     return model, checkpoints.restore_params(step, like)[0], [step]
 

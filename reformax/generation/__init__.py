@@ -1,4 +1,4 @@
-"""Text from trained models: language models go on with a prompt, encoder-decoders translate."""
+"""Text from trained models: language models continue prompts, encoder-decoders translate."""
 
 from reformax.generation.decoding import generate, stream
 from reformax.generation.sampling import Sampler

@@ -1,6 +1,6 @@
-"""Prompts in by one forward pass, then one compiled step a token.
+"""Decoding: one forward pass reads the prompts, then one compiled step draws each token.
 
-What is compiled depends on the model, the number of rows and two lengths: that of the longest
+The compiled programs depend on the model, the number of rows and two lengths: that of the longest
 prompt, rounded up to a few sizes, and the capacity of the cache. Other prompts, numbers of new
 tokens, seeds and sampling settings run the same programs.
 """
@@ -18,12 +18,20 @@ from jaxtyping import Array, Bool, Int
 
 from reformax.generation.sampling import Sampler
 
-# New tokens that one call computes at most: the host waits once for so many.
+# The most new tokens that one call computes: the host waits once for all of them.
 BLOCK = 64
 
 
+class _Draws(NamedTuple):
+    """The settings of drawing tokens, as arrays."""
+
+    sampler: Sampler  # its fields are arrays
+    key: Array
+    end: Int[Array, ""]  # -1: none
+
+
 class _State(NamedTuple):
-    """What goes from one token to the next."""
+    """The state that goes from one token to the next."""
 
     decoding: Any  # the model's
     token: Int[Array, " B"]  # the last one drawn
@@ -37,54 +45,28 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    hash_seed: int = 0,
     end: int | None = None,
-    max_length: int | None = None,
+    **options,
 ) -> list[np.ndarray]:
     """Continues prompts.
 
     Args:
-      model: a language model built for evaluation, with `prefill` and `step`.
+      model: as in `stream`, and the other arguments.
       params: its weights.
-      prompts: the tokens of each, of any lengths; an empty one begins a text.
-      max_new_tokens: how many tokens to add to each.
-      temperature: see `Sampler`, as for the next two.
-      top_k: how many of the most probable tokens to draw among.
-      top_p: the probability of those to draw among.
-      seed: of the draws. A row's text depends on the seed, its place among the rows and its prompt.
-      hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
+      prompts: the tokens of each.
+      max_new_tokens: tokens to add to each.
       end: a token that ends a row.
-      max_length: what the cache holds, prompt and new tokens together. LSH's `n_buckets="auto"`
-        goes by it. None: as much as needed, rounded up.
+      **options: the other arguments of `stream`.
 
     Returns:
       The new tokens of each row, up to and with its first `end`.
 
     Raises:
-      ValueError: an argument out of range, or more tokens than `max_length` or the model's
-        positions hold.
-      NotImplementedError: an attention of the model cannot decode.
+      ValueError: as `stream`.
+      NotImplementedError: as `stream`.
     """
-    blocks = list(
-        stream(
-            model,
-            params,
-            prompts,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            hash_seed=hash_seed,
-            end=end,
-            max_length=max_length,
-        )
-    )
-    rows = np.concatenate(blocks, axis=1)
+    blocks = stream(model, params, prompts, max_new_tokens, end=end, **options)
+    rows = np.concatenate(list(blocks), axis=1)
     if end is None:
         return list(rows)
     return [row[: np.argmax(row == end) + 1] if end in row else row for row in rows]
@@ -105,55 +87,71 @@ def stream(
     max_length: int | None = None,
     every: int = BLOCK,
 ) -> Iterator[np.ndarray]:
-    """`generate`, as the tokens come: arrays `[B, n]`, the first of one token.
+    """Continues prompts and hands out the tokens as they come.
 
-    A row that has ended goes on with `end` until all have. The next tokens are under way while the
-    last are handed out.
+    The next tokens are computed while the last are handed out.
 
     Args:
-      every: how many tokens to hand out together, 1 to `BLOCK`.
+      model: a language model built for evaluation, with `prefill` and `step`.
+      params: its weights.
+      prompts: the tokens of each, of any lengths; an empty one begins a text.
+      max_new_tokens: tokens to add to each.
+      temperature: see `Sampler`, as for the next two.
+      top_k: the number of most probable tokens to draw from.
+      top_p: the probability of the tokens to draw from.
+      seed: of the draws. A row's text depends on the seed, its place among the rows and its prompt.
+      hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
+      end: a token that ends a row. The row then repeats it until all rows have ended.
+      max_length: tokens that the cache holds, prompt and new tokens together. LSH's
+        `n_buckets="auto"` goes by it. None: as many as needed, rounded up.
+      every: tokens to hand out together, 1 to `BLOCK`.
+
+    Yields:
+      New tokens `[B, n]`; the first array has one token of each row.
+
+    Raises:
+      ValueError: an argument out of range, or more tokens than `max_length` or the model's
+        positions hold.
+      NotImplementedError: an attention of the model cannot decode.
     """
     tokens, lengths = _padded(prompts, model.vocab_size)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: expected at least 1")
-    if not 1 <= every <= BLOCK:
-        raise ValueError(f"every is {every}: expected 1 to {BLOCK}")
-    for name, value in (("seed", seed), ("hash_seed", hash_seed)):
-        if not -(2**63) <= value < 2**63:
-            raise ValueError(f"{name} is {value}: expected a number of 64 bits")
-    if end is not None and not 0 <= end < model.vocab_size:
-        raise ValueError(f"end is {end}: expected a token below {model.vocab_size}, or None")
+    _check(model, max_new_tokens, every, end, seed=seed, hash_seed=hash_seed)
     sampler = Sampler(temperature, top_k, top_p).check()
     capacity = _capacity(int(lengths.max()), max_new_tokens, max_length, model.max_length)
     n_prompt = min(rounded(int(lengths.max())), capacity - 1)
     tokens = np.pad(tokens, ((0, 0), (0, n_prompt - tokens.shape[1])))
-    return _blocks(
-        model,
-        params,
-        tokens,
-        lengths,
-        capacity,
-        max_new_tokens,
-        # As arrays of one dtype each: whether 1 or 1.0 is given must compile nothing anew.
+    draws = _Draws(
+        # As arrays of one dtype each: 1 and 1.0 run the same program.
         Sampler(*(jnp.asarray(x, d) for x, d in zip(sampler, (float, int, float), strict=True))),
         jax.random.PRNGKey(seed),
-        jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0),
         jnp.int32(-1 if end is None else end),
-        every,
     )
+    hash_rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
+    start = functools.partial(_start, model, capacity, params, tokens, lengths, draws, hash_rng)
+    return _blocks(model, params, start, draws, max_new_tokens, every)
 
 
-def _blocks(
-    model, params, tokens, lengths, capacity, n_new, sampler, key, hash_rng, end, every
-) -> Iterator[np.ndarray]:
-    state = _start(model, capacity, params, tokens, lengths, sampler, key, hash_rng, end)
-    # The state is used up by the next call: what is handed out has to be a copy.
+def _check(model, max_new_tokens: int, every: int, end: int | None, **seeds: int) -> None:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: expected at least 1")
+    if not 1 <= every <= BLOCK:
+        raise ValueError(f"every is {every}: expected 1 to {BLOCK}")
+    for name, value in seeds.items():
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name} is {value}: expected a number of 64 bits")
+    if end is not None and not 0 <= end < model.vocab_size:
+        raise ValueError(f"end is {end}: expected a token below {model.vocab_size}, or None")
+
+
+def _blocks(model, params, start, draws: _Draws, n_new: int, every: int) -> Iterator[np.ndarray]:
+    state = start()
+    # The next call uses the state up: what is handed out has to be a copy.
     ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
     left = n_new - 1
     params = _prepare(model, params)
     while left:
         n = min(every, left)
-        state, block = _go_on(model, params, state, sampler, key, end, jnp.int32(n))
+        state, block = _go_on(model, params, state, draws, jnp.int32(n))
         yield np.asarray(ready)
         if np.all(done):
             return
@@ -167,19 +165,19 @@ def _prepare(model, params) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(model, capacity, params, tokens, lengths, sampler, key, hash_rng, end) -> _State:
+def _start(model, capacity, params, tokens, lengths, draws: _Draws, hash_rng) -> _State:
     """Reads the prompts and draws the first token of each row."""
     logits, decoding = model.prefill(params, tokens, lengths, capacity, hash_rng)
     count = jnp.int32(0)
-    token = sampler.draw(logits, _keys(key, count, tokens.shape[0]))
-    return _State(decoding, token, token == end, count + 1)
+    token = draws.sampler.draw(logits, _keys(draws.key, count, tokens.shape[0]))
+    return _State(decoding, token, token == draws.end, count + 1)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _go_on(
-    model, params, state: _State, sampler, key, end, n_new: Int[Array, ""]
+    model, params, state: _State, draws: _Draws, n_new: Int[Array, ""]
 ) -> tuple[_State, Int[Array, "B n"]]:
-    """Draws `n_new` tokens of each row, or fewer if all have ended; the first columns hold them."""
+    """Draws `n_new` tokens of each row, into the first columns; fewer if all rows have ended."""
     n_rows = state.token.shape[0]
 
     def more(carry):
@@ -189,12 +187,12 @@ def _go_on(
     def draw(carry):
         i, state, out = carry
         logits, decoding = model.step(params, state.token, state.decoding)
-        token = sampler.draw(logits, _keys(key, state.count, n_rows))
-        token = jnp.where(state.done, end, token)
-        state = _State(decoding, token, state.done | (token == end), state.count + 1)
+        token = draws.sampler.draw(logits, _keys(draws.key, state.count, n_rows))
+        token = jnp.where(state.done, draws.end, token)
+        state = _State(decoding, token, state.done | (token == draws.end), state.count + 1)
         return i + 1, state, out.at[:, i].set(token)
 
-    out = jnp.full((n_rows, BLOCK), end, jnp.int32)
+    out = jnp.full((n_rows, BLOCK), draws.end, jnp.int32)
     _, state, out = jax.lax.while_loop(more, draw, (jnp.int32(0), state, out))
     return state, out
 

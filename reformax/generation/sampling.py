@@ -1,7 +1,7 @@
-"""How the next token is drawn from its logits: temperature, then top-k, then top-p.
+"""Draws the next token from its logits: temperature, then top-k, then top-p.
 
-The order and the meaning of each are those of Hugging Face's `generate`. The settings are arrays,
-so that others compile nothing anew.
+Their order and meaning are those of Hugging Face's `generate`. The settings are arrays, so that
+other values compile nothing anew.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Sampler(NamedTuple):
     """The distribution that tokens are drawn from.
 
     Attributes:
-      temperature: what logits are divided by; 0 always takes the most probable token.
-      top_k: the number of most probable tokens to draw among, and those as probable as the last of
-        them; 0 for all.
-      top_p: draws among the fewest most probable tokens whose probabilities, after top-k, add up to
+      temperature: divides the logits; 0 always takes the most probable token.
+      top_k: the number of most probable tokens to draw from; ties with the last of them stay. 0 for
+        all.
+      top_p: draws from the fewest most probable tokens whose probabilities, after top-k, add up to
         this (nucleus sampling, Holtzman et al. 2020); 1 for all.
     """
 
@@ -29,7 +29,7 @@ class Sampler(NamedTuple):
     top_p: float = 1.0
 
     def check(self) -> Sampler:
-        """Itself, or a `ValueError` that names what is out of range."""
+        """Returns itself; raises `ValueError` for a setting out of range."""
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(
                 f"temperature is {self.temperature}: expected 0 (the most probable) or more"
@@ -41,12 +41,12 @@ class Sampler(NamedTuple):
         return self
 
     def logits(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Unnormalised log-probabilities of what is drawn from; -inf for tokens left out."""
+        """Unnormalised log-probabilities of the draw; -inf for tokens left out."""
         n_tokens = logits.shape[-1]
         scaled = logits / jnp.where(self.temperature > 0, self.temperature, 1.0)
         ranked = -jnp.sort(-scaled, axis=-1)
         n_top = jnp.where(self.top_k > 0, jnp.minimum(self.top_k, n_tokens), n_tokens)
-        # Ties with the last of the top k stay, as they are equally good.
+        # Ties with the last of the top k stay: they are equally good.
         least = jnp.take(ranked, n_top - 1, axis=-1)[:, None]
         ranked = jnp.where(ranked >= least, ranked, -jnp.inf)
         probability = jax.nn.softmax(ranked, axis=-1)
@@ -57,7 +57,7 @@ class Sampler(NamedTuple):
         return jnp.where(scaled >= least, scaled, -jnp.inf)
 
     def draw(self, logits: Float[Array, "B V"], keys: PRNGKeyArray) -> Int[Array, " B"]:
-        """A token for each row, by a key for each."""
+        """Draws a token for each row; each row has its own key."""
         drawn = jax.vmap(jax.random.categorical)(keys, self.logits(logits))
         best = jnp.argmax(logits, axis=-1)
         return jnp.where(self.temperature > 0, drawn, best).astype(jnp.int32)

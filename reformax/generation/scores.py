@@ -1,4 +1,4 @@
-"""Scores of translations: sacreBLEU (Post 2018), and how many are the reference itself."""
+"""Scores of translations: sacreBLEU (Post 2018), and the share of exact matches."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-    """Scores of a split, with what says how they were made.
+    """Scores translations against references.
 
     Args:
-      hypotheses: translations as text, as a reader gets them.
-      references: one of each.
+      hypotheses: translations as detokenized text.
+      references: one for each.
 
     Returns:
-      bleu and bleu_uncased, of 100, each with its signature, bleu_signature and
-      bleu_uncased_signature; and exact, the share of hypotheses that are their reference.
+      bleu and bleu_uncased, from 0 to 100; bleu_signature and bleu_uncased_signature, which say how
+      they were computed; and exact, the share of hypotheses that equal their reference.
     """
     from sacrebleu.metrics import BLEU  # half a second, and only where there is text to score
 

@@ -1,24 +1,25 @@
-"""Translates any number of sentences: batches of like lengths, and text in and out.
+"""Translates any number of sentences: batches of similar lengths, and text in and out.
 
-What is computed of a sentence depends on its own length alone: to which of a few lengths it is
-padded and how much room its translation has. Its batch is as large for all of its length in a call,
-and empty rows fill up the last, so that a sentence meets the same arithmetic in whichever place.
+The arithmetic of a sentence depends on its own length alone: the length decides which of a few
+sizes it is padded to and how much room its translation has. In a call, all batches of one size have
+the same number of rows, empty ones included. The place of a sentence therefore changes nothing.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 from tqdm import tqdm
 
 from reformax.generation import beam
 
-# Batches that the device is given before the first one's result is waited for.
+# Batches dispatched before the first one's result is waited for.
 _IN_FLIGHT = 2
 _SHORTEST = 16
 
@@ -32,7 +33,7 @@ class Hypothesis(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of text translated."""
+    """The translation of a line of text."""
 
     text: str
     n_tokens: int  # 0 of a blank line
@@ -49,7 +50,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(model, params) -> Prepared:
-    """What `translate` makes of the weights before the first batch, for those who call it often."""
+    """Puts the weights on the device, ready for many calls of `translate`."""
     params = jax.device_put(params)
     return Prepared(params, _for_decoding(model, params))
 
@@ -80,14 +81,14 @@ def translate(
       sources: the tokens of each, at least one.
       beam_size: 1 decodes greedily; see `beam`.
       length_penalty: alpha of the score.
-      max_extra: a translation may have so many tokens more than its source.
-      batch_tokens: source tokens of a batch, padding included; at least a sentence is in it.
+      max_extra: tokens that a translation may have more than its source.
+      batch_tokens: source tokens of a batch, padding included; a batch has at least one sentence.
       end: the token that ends a translation.
       hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
       progress: whether to show a bar.
 
     Returns:
-      The best hypothesis of each source, in their order.
+      The best hypothesis of each source, in the order of the sources.
 
     Raises:
       ValueError: an argument out of range, or a source longer than the model's positions hold.
@@ -102,38 +103,30 @@ def translate(
     sources = [np.asarray(source, np.int32) for source in sources]
     for i, source in enumerate(sources):
         _check_source(model, f"sources[{i}]", source)
-    results: list[Hypothesis | None] = [None] * len(sources)
     ready = params if isinstance(params, Prepared) else prepare(model, params)
+    settings = jnp.float32(length_penalty), jnp.int32(end)
     rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
+    results: list[Hypothesis | None] = [None] * len(sources)
     in_flight: list = []
 
     def fetch():
         rows, found = in_flight.pop(0)
-        found = jax.device_get(found)
-        for i, *row in zip(rows, *found, strict=False):  # behind the rows are empty ones
-            tokens, length, log_p, score = row
-            results[i] = Hypothesis(tokens[:length].tolist(), float(log_p), float(score))
+        for i, hypothesis in zip(rows, _on_host(found), strict=False):  # the last rows are empty
+            results[i] = hypothesis
         bar.update(len(rows))
 
     with tqdm(total=len(sources), unit="line", disable=not progress, leave=False) as bar:
         for rows, n_rows, length in _batches([len(s) for s in sources], batch_tokens):
-            capacity = length + max_extra
-            if model.max_length is not None:
-                length, capacity = (min(n, model.max_length) for n in (length, capacity))
-            tokens, limits = np.zeros((n_rows, length), np.int32), np.zeros(n_rows, np.int32)
-            for b, i in enumerate(rows):
-                tokens[b, : len(sources[i])] = sources[i]
-                limits[b] = min(len(sources[i]) + max_extra, capacity)
+            batch = _batch([sources[i] for i in rows], n_rows, length, max_extra, model.max_length)
             found = beam.compiled_search(
                 model,
                 *ready,
-                tokens,
-                limits,
-                jnp.float32(length_penalty),
-                jnp.int32(end),
+                batch.tokens,
+                batch.limits,
+                *settings,
                 rng,
                 beam_size=beam_size,
-                capacity=capacity,
+                capacity=batch.capacity,
             )
             in_flight.append((rows, found))
             if len(in_flight) > _IN_FLIGHT:
@@ -141,6 +134,31 @@ def translate(
         while in_flight:
             fetch()
     return results
+
+
+class _Batch(NamedTuple):
+    tokens: Int[np.ndarray, "B S"]
+    limits: Int[np.ndarray, " B"]  # the most tokens that each translation may have
+    capacity: int
+
+
+def _batch(
+    sources: Sequence[np.ndarray], n_rows: int, length: int, max_extra: int, most: int | None
+) -> _Batch:
+    """Sources as rows of one length; `most` is what the model's positions hold."""
+    capacity = length + max_extra
+    if most is not None:
+        length, capacity = min(length, most), min(capacity, most)
+    tokens, limits = np.zeros((n_rows, length), np.int32), np.zeros(n_rows, np.int32)
+    for row, source in enumerate(sources):
+        tokens[row, : len(source)] = source
+        limits[row] = min(len(source) + max_extra, capacity)
+    return _Batch(tokens, limits, capacity)
+
+
+def _on_host(found: beam.Hypotheses) -> Iterator[Hypothesis]:
+    for tokens, length, log_p, score in zip(*jax.device_get(found), strict=True):
+        yield Hypothesis(tokens[:length].tolist(), float(log_p), float(score))
 
 
 def _check_source(model, name: str, source: np.ndarray) -> None:
@@ -171,11 +189,11 @@ def translate_lines(
     """Translates lines of text; a blank line stays blank.
 
     Args:
-      model: as in `translate`, and the next.
-      params: its weights, prepared or not.
+      model: as in `translate`, and its weights.
+      params: the weights, prepared or not.
       vocabulary: has `encode(line)`, the tokens of a line and its end, and `decode(tokens)`.
-      lines: without their ends.
-      first_line: the number of the first, for errors.
+      lines: the text, without line ends.
+      first_line: the number of the first line, for errors.
       **options: those of `translate`.
     """
     numbers = [i for i, line in enumerate(lines) if line.strip()]
@@ -189,14 +207,14 @@ def translate_lines(
     results = [Line("", 0, 0.0, 0.0)] * len(lines)
     translated = translate(model, params, sources, **options)
     for i, source, found in zip(numbers, sources, translated, strict=True):
-        # A translation is a line, whatever the model came up with.
+        # A translation is one line, even if the model wrote several.
         text = " ".join(vocabulary.decode(found.tokens).splitlines())
         results[i] = Line(text, len(found.tokens), found.log_p, found.score, len(source))
     return results
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int):
-    """Batches as (which sources, rows, length): like lengths together, the shortest first."""
+    """Batches as (which sources, rows, length): similar lengths together, the shortest first."""
     padded = np.array([_padded(n) for n in lengths], int)
     for length in np.unique(padded).tolist():
         where = np.flatnonzero(padded == length)

@@ -1,44 +1,40 @@
-"""Checkpoints that are either whole or noticed: a folder a step, written aside and then renamed.
+"""Checkpoints: each is a folder, either whole or refused.
 
     DIR/checkpoints/1200/arrays/        every tensor of the state, by name, as orbax writes them
-                         checkpoint.json  format, step, the step before that was saved, score,
+                         checkpoint.json  format, step, the step of the checkpoint before, score,
                                           names and shapes, operative config, package versions
                          manifest.json    size and CRC-32 of every other file
 
-A folder is written under a temporary name and renamed when its manifest is complete, so a run that
-is killed leaves the checkpoints before it as they were. A file cut or changed afterwards does not
-match the manifest, and restoring says so instead of training on.
+A folder has a temporary name until its manifest is complete, so a killed run leaves the checkpoints
+before it as they were. A file that is cut or changed afterwards does not match the manifest, and
+restoring refuses it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-# 1: without "config". 2: with it. 3: with "previous" too.
-FORMAT = 3
-_PACKAGES = ("reformax", "jax", "jaxlib", "optax", "orbax-checkpoint")
+from reformax.training import description, manifest
+from reformax.training.named_tensors import as_tree, named
 
 
 class Checkpoints:
-    """The checkpoints of one run: the latest `keep` and the best are kept."""
+    """The checkpoints of one run: the latest `keep` and the best."""
 
     def __init__(self, output_dir: str | os.PathLike, keep: int = 2):
-        """Reads what is there.
+        """Takes a run's folder, which need not exist.
 
         Args:
           output_dir: the run's folder.
-          keep: how many of the latest checkpoints stay; the best one stays besides.
+          keep: the number of latest checkpoints that stay; the best one stays as well.
         """
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
@@ -52,9 +48,6 @@ class Checkpoints:
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sorted(int(name) for name in names if name.isdigit())
 
-    def _before(self, step: int) -> int | None:
-        return max((other for other in self.steps() if other < step), default=None)
-
     def best_step(self) -> int | None:
         """The step with the lowest score; None if no checkpoint has one."""
         scores = {step: self.score(step) for step in self.steps()}
@@ -62,11 +55,8 @@ class Checkpoints:
         return min(scored, key=lambda step: (scores[step], step)) if scored else None
 
     def score(self, step: int) -> float | None:
-        """What `save` was given as the score of a step."""
-        try:
-            return json.loads((self.folder / str(step) / "checkpoint.json").read_text())["score"]
-        except (OSError, ValueError, KeyError):
-            return None  # damaged: restoring it says so; it cannot be the best
+        """The score that `save` was given; None if there was none, or the checkpoint is damaged."""
+        return description.score(self._folder(step))
 
     # Writing.
 
@@ -89,53 +79,51 @@ class Checkpoints:
         """
         self.wait()
         # On a CPU device_get gives a view of a buffer that the next step writes into.
-        arrays = {name: np.array(leaf) for name, leaf in _named(jax.device_get(state)).items()}
-        # What is written is what is true now, whatever the caller does with its lists meanwhile.
+        arrays = {name: np.array(leaf) for name, leaf in named(jax.device_get(state)).items()}
+        # The caller may change its lists while the writer is at work.
         self._pending = self._writer.submit(
             self._write, step, arrays, score, config, deepcopy(extra)
         )
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises what went wrong with it."""
+        """Returns when the last save is on disk; raises the error of the writer, if any."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
+    def remove_unfinished(self) -> None:
+        """Deletes what a killed run left half written. Only the run that trains may do this."""
+        for leftover in self.folder.glob("tmp.*"):
+            shutil.rmtree(leftover)
+
     def _write(self, step, arrays, score, config, extra) -> None:
-        import orbax.checkpoint as ocp  # half a second that an evaluation script's --help spares
+        import orbax.checkpoint as ocp  # half a second, which an evaluation's --help need not take
 
         folder = self.folder / f"tmp.{step}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        # orbax does not take arrays without elements; their shapes below are all there is to them.
+        # orbax refuses arrays without elements; the description has their shapes.
         tensors = {name: array for name, array in arrays.items() if array.size}
         ocp.PyTreeCheckpointer().save(folder / "arrays", tensors)
-        described = {
-            "format": FORMAT,
-            "step": step,
-            "previous": self._before(step),
-            "score": score,
-            "config": config,
-            "extra": extra,
-            "tensors": {name: [list(a.shape), str(a.dtype)] for name, a in arrays.items()},
-            "packages": _versions(),
-        }
-        (folder / "checkpoint.json").write_text(json.dumps(described, indent=1))
-        (folder / "manifest.json").write_text(json.dumps(self._manifest(folder), indent=1))
-        final = self.folder / str(step)
-        if final.exists():
-            self._remove(final)
-        folder.rename(final)
+        description.write(
+            folder,
+            step=step,
+            previous=self._before(step),
+            score=score,
+            config=config,
+            extra=extra,
+            arrays=arrays,
+        )
+        manifest.write(folder)
+        if self._folder(step).exists():
+            self._remove(self._folder(step))
+        folder.rename(self._folder(step))
         self._prune()
-
-    def _manifest(self, folder: Path) -> dict[str, dict[str, int]]:
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        return {str(path.relative_to(folder)): _fingerprint(path) for path in files}
 
     def _prune(self) -> None:
         steps = self.steps()
         for step in set(steps[: -self.keep]) - {self.best_step()}:
-            self._remove(self.folder / str(step))
+            self._remove(self._folder(step))
 
     def _remove(self, folder: Path) -> None:
         # Renamed first: a run killed while deleting must not leave half a checkpoint by its name.
@@ -144,30 +132,25 @@ class Checkpoints:
         folder.rename(doomed)
         shutil.rmtree(doomed)
 
-    def remove_unfinished(self) -> None:
-        """Deletes what a killed run left half written. Only the run that trains may do this."""
-        for leftover in self.folder.glob("tmp.*"):
-            shutil.rmtree(leftover)
-
     # Reading.
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Reads a whole state.
 
         Args:
-          step: which checkpoint.
-          like: a pytree of arrays or `jax.ShapeDtypeStruct`s, whose tensors the checkpoint must
-            hold: the same names and shapes, and no others.
+          step: the checkpoint's.
+          like: a pytree of arrays or `jax.ShapeDtypeStruct`s. The checkpoint must hold tensors of
+            these names and shapes and no others.
 
         Returns:
-          The state as NumPy arrays in a tree like `like`, and what `save` was given besides, under
-          'step', 'score' and the names of its extra arguments.
+          The state as NumPy arrays in a tree like `like`, and a dict of 'step', 'score' and the
+          extra values of `save`.
 
         Raises:
           ValueError: damaged, of another format or of another model; the line says what to do.
         """
         tensors, info = self._read(step)
-        return self._like(step, like, "", tensors), info
+        return as_tree(tensors, like, "", self._folder(step)), info
 
     def restore_params(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Reads the parameters to score: the moving average if the state has one.
@@ -177,51 +160,31 @@ class Checkpoints:
         tensors, info = self._read(step)
         part = "ema." if any(name.startswith("ema.") for name in tensors) else "params."
         tensors = {name: array for name, array in tensors.items() if name.startswith(part)}
-        return self._like(step, like, part, tensors), info
+        return as_tree(tensors, like, part, self._folder(step)), info
 
-    def restore_average(self, n: int, like: Any) -> tuple[Any, list[int]]:
-        """The mean of the parameters to score of the last `n` checkpoints, and their steps.
-
-        Averaging along the trajectory: Attention Is All You Need, section 6.1, takes 5 checkpoints
-        of its base models and 20 of its big ones.
-
-        The best checkpoint, kept while others after it were deleted, is not one of the last.
+    def config(self, step: int) -> str | None:
+        """The settings that a checkpoint was saved with; None if it was saved without any.
 
         Raises:
-          ValueError: there are fewer, or as `restore_params` does.
+          ValueError: damaged, or of a format that this version does not know.
         """
-        if n < 1:
-            raise ValueError(f"average:{n} must be of at least 1 checkpoint: average:5")
-        there, steps, total = self.steps(), [], None
-        step = there[-1] if there else None
-        while len(steps) < n and step in there:
-            # One checkpoint at a time is in memory, and sums are float64.
-            params, _ = self.restore_params(step, like)
-            params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-            total = params if total is None else jax.tree.map(np.add, total, params)
-            steps.insert(0, step)
-            step = self._described(step)["previous"]
-        if len(steps) < n:
-            last = ", ".join(map(str, steps)) or "none"
-            if older := ", ".join(map(str, there[: -len(steps)])):  # the best is kept alone
-                last += f"; {older} is from before others that were deleted"
-            raise ValueError(
-                f"average:{n} needs the last {n} checkpoints and {self.folder} has {len(steps)} "
-                f"({last}): average fewer, or train with loop.train.keep={n} and "
-                "loop.train.checkpoint_every"
-            )
-        mean = jax.tree.map(lambda x, old: (x / n).astype(old.dtype), total, like)
-        return mean, steps
+        return self._description(step)["config"]
+
+    def previous(self, step: int) -> int | None:
+        """The step of the checkpoint saved right before this one; it may be deleted by now.
+
+        Does not check for damage: meant for a checkpoint that was just restored.
+        """
+        return description.read(self._folder(step), self._before(step))["previous"]
 
     def check_vocabulary(self, step: int, fingerprint: str | None) -> None:
-        """Raises ValueError if a checkpoint was trained with another vocabulary than this one.
+        """Raises `ValueError` if a checkpoint was trained with another vocabulary.
 
         Args:
           step: the checkpoint's.
           fingerprint: the vocabulary's; None if there is none.
         """
-        self._check_whole(step)
-        trained_with = self._described(step)["extra"].get("vocabulary")
+        trained_with = self._description(step)["extra"].get("vocabulary")
         if trained_with is not None and fingerprint is None:
             raise ValueError(
                 f"{self.folder.parent} has no vocabulary.model, and checkpoint {step} was trained "
@@ -233,116 +196,36 @@ class Checkpoints:
                 f"{step} is {trained_with}: copy the run's own vocabulary.model back"
             )
 
-    def config(self, step: int) -> str | None:
-        """The settings that a checkpoint was saved with; None if it was saved without any.
+    def _folder(self, step: int) -> Path:
+        return self.folder / str(step)
 
-        Raises:
-          ValueError: damaged, or of a format that this version does not know.
-        """
+    def _before(self, step: int) -> int | None:
+        return max((other for other in self.steps() if other < step), default=None)
+
+    def _description(self, step: int) -> dict[str, Any]:
         self._check_whole(step)
-        return self._described(step)["config"]
-
-    def _described(self, step: int) -> dict[str, Any]:
-        """A checkpoint.json in today's format."""
-        folder = self.folder / str(step)
-        described = json.loads((folder / "checkpoint.json").read_text())
-        if described["format"] == 1:  # the run's settings were in its folder alone
-            run = self.folder.parent / "config.gin"
-            described |= {"format": 2, "config": run.read_text() if run.is_file() else None}
-        if described["format"] == 2:  # what was saved before was not noted
-            described |= {"format": 3, "previous": self._before(step)}
-        if described["format"] != FORMAT:
-            raise ValueError(
-                f"{folder} has checkpoint format {described['format']} and this version reads 1 to "
-                f"{FORMAT}: it was written with reformax {described['packages'].get('reformax')}, "
-                "install that version to read it"
-            )
-        return described
+        return description.read(self._folder(step), self._before(step))
 
     def _read(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        self._check_whole(step)
+        described = self._description(step)
         import orbax.checkpoint as ocp
 
-        folder = self.folder / str(step)
-        described = self._described(step)
         tensors = {
             name: np.zeros(shape, dtype)
             for name, (shape, dtype) in described["tensors"].items()
             if 0 in shape
         }
-        tensors |= ocp.PyTreeCheckpointer().restore(folder / "arrays")
+        tensors |= ocp.PyTreeCheckpointer().restore(self._folder(step) / "arrays")
         return tensors, {"step": step, "score": described["score"], **described["extra"]}
 
     def _check_whole(self, step: int) -> None:
-        folder = self.folder / str(step)
+        folder = self._folder(step)
         if not folder.is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(f"no checkpoint of step {step} in {self.folder}: there is {there}")
-        damage = _damage(folder)
-        if damage is None:
+        harm = manifest.damage(folder)
+        if harm is None:
             return
-        whole = [s for s in self.steps() if s < step and _damage(self.folder / str(s)) is None]
+        whole = [s for s in self.steps() if s < step and manifest.damage(self._folder(s)) is None]
         then = f"go back to step {whole[-1]}" if whole else "begin again from step 0"
-        raise ValueError(f"checkpoint {folder} is damaged ({damage}): delete that folder to {then}")
-
-    def _like(self, step: int, like: Any, prefix: str, tensors: dict[str, np.ndarray]) -> Any:
-        """The tensors as a tree like `like`; ValueError if they are not those of `like`."""
-        expected = {prefix + name: leaf for name, leaf in _named(like).items()}
-
-        def described(tree, name):
-            return f"shape {tuple(tree[name].shape)}" if name in tree else "no such tensor"
-
-        for name in [*expected, *(name for name in tensors if name not in expected)]:
-            there, here = described(tensors, name), described(expected, name)
-            if there != here:
-                parameter = name.startswith(prefix or "params.")
-                what = "model" if parameter else "optimizer or ema_decay"
-                raise ValueError(
-                    f"checkpoint {self.folder / str(step)} is of another {what}: {name} has "
-                    f"{there} there and {here} in this config: give another output_dir, or the "
-                    "config that the run began with"
-                )
-        return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in expected])
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    """The leaves by dotted path, such as 'params.layers.0.query'."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _fingerprint(path: Path) -> dict[str, int]:
-    size = crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return {"size": size, "crc32": crc}
-
-
-def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files; None if nothing is."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except OSError:
-        return "manifest.json is missing"
-    except ValueError:
-        return "manifest.json is cut short"
-    for name, noted in manifest.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != noted["size"]:
-            return f"{name} has {path.stat().st_size} bytes of {noted['size']}"
-        if _fingerprint(path) != noted:
-            return f"{name} has changed"
-    return None
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # a source tree that was not installed
-            versions[package] = "unknown"
-    return versions
+        raise ValueError(f"checkpoint {folder} is damaged ({harm}): delete that folder to {then}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ _IN_FLIGHT = 2
 
 
 def check_vocabulary(model, task) -> None:
-    """Raises `ValueError` for a task whose ids the model has no embeddings for."""
+    """Raises `ValueError` if the task has ids that the model has no embeddings for."""
     sizes = {"vocab_size": model.vocab_size}
     if task.translation is not None:
         sizes["input_vocab_size"] = model.source_vocab_size
@@ -32,6 +32,26 @@ def check_vocabulary(model, task) -> None:
                 f"task {task.name} has ids below {task.vocab_size} and the model {name}={size}: "
                 f"set the model's {name}={task.vocab_size}"
             )
+
+
+def check_positions(
+    model, params, task, split: str, *, batch_size: int, length: int, stride: int, max_batches
+) -> None:
+    """Traces an evaluation: a row that the positions cannot hold fails now, not at step 1,000.
+
+    Takes the arguments of `evaluate`; `params` may be shapes alone. Raises what the model raises.
+    """
+    longest = length
+    if task.translation is not None and model.max_length is not None:
+        # Pairs that are longer than a row are scored in longer rows.
+        batches = itertools.islice(
+            task.eval_batches(split, batch_size, length, stride), max_batches
+        )
+        longest = max((batch.targets.shape[1] for batch in batches), default=length)
+    tokens = jax.ShapeDtypeStruct((batch_size, longest), jax.numpy.int32)
+    inputs = tokens if task.translation is None else (tokens,) * 4  # SentencePairs
+    rng = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
+    jax.eval_shape(lambda p, t, r: model.features(p, t, rng=r), params, inputs, rng)
 
 
 def evaluate(
@@ -55,19 +75,20 @@ def evaluate(
     Args:
       model: a model built for evaluation.
       params: its parameters.
-      task: where the batches come from.
+      task: a `reformax.data.base.Task`.
       split: 'train', 'valid' or 'test'.
       batch_size: windows scored together; a multiple of the number of devices.
       length: the context, in tokens.
-      stride: how far the window moves; each window predicts its last `stride` positions, so every
-        target but the first few has at least `length - stride` tokens before it. None: `length`.
+      stride: tokens that the window moves by. Each window predicts its last `stride` positions, so
+        every target but the first few has at least `length - stride` tokens before it. None:
+        `length`.
       seed: of the hashes.
-      max_batches: stop after so many; None scores the whole split.
+      max_batches: the number of batches to score; None: the whole split.
       loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
-        `loss.max_logits` lets.
-      mesh: the devices; None takes all of this host's.
+        `loss.max_logits` allows.
+      mesh: the devices; None: all of this host's.
       progress: whether to show a bar.
-      should_stop: asked after each batch; True abandons the evaluation.
+      should_stop: called after each batch; True abandons the evaluation.
 
     Returns:
       bits_per_dim (bits_per_token of a translation), accuracy, n_targets scored, length, stride and
@@ -78,7 +99,6 @@ def evaluate(
       RuntimeError: the task's batches did not hold each target of the split once.
     """
     check_vocabulary(model, task)
-    metric = loss_lib.metric_name(task)
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
         raise ValueError(f"stride={stride} must be from 1 to length={length}")
@@ -86,33 +106,45 @@ def evaluate(
         raise ValueError(f"max_batches={max_batches} must be at least 1, or None for all")
     mesh = mesh or mesh_lib.data_mesh()
     mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
-    params = jax.device_put(params, mesh_lib.replicated(mesh))  # once, and not a batch
-    rows = mesh_lib.over_batch(mesh)
-    batches = itertools.islice(task.eval_batches(split, batch_size, length, stride), max_batches)
-    on_device = (jax.device_put(tuple(batch), rows) for batch in batches)
+    params = jax.device_put(params, mesh_lib.replicated(mesh))  # once, not for every batch
     key = jax.random.PRNGKey(seed)
+    batches = itertools.islice(task.eval_batches(split, batch_size, length, stride), max_batches)
+    rows = mesh_lib.over_batch(mesh)
+    on_device = (jax.device_put(tuple(batch), rows) for batch in batches)
+    # A window has about `stride` targets: close enough for a bar.
+    expected = max_batches or -(-task.n_targets(split) // (stride * batch_size))
+    metric = loss_lib.metric_name(task)
+    with tqdm(total=expected, unit="batch", desc=split, disable=not progress, leave=False) as bar:
+        score = partial(_sums, model, loss_chunk_len, params, key)
+        total = _total(score, on_device, bar, metric, should_stop)
+    if total is None:
+        return None
+    return _result(total, task, split, max_batches is None) | {"length": length, "stride": stride}
+
+
+def _total(score, batches: Iterable, bar: tqdm, metric: str, should_stop) -> np.ndarray | None:
+    """The sum of `score(batch, index)` over all batches; None if abandoned."""
     total = np.zeros(3, np.float64)  # a split has more targets than float32 counts
     in_flight: deque = deque()
-    # A window is stride targets, but for rounding: enough for a bar.
-    expected = max_batches or -(-task.n_targets(split) // (stride * batch_size))
-    with (
-        prefetch(on_device) as ready,
-        tqdm(total=expected, unit="batch", desc=split, disable=not progress, leave=False) as bar,
-    ):
+    with prefetch(batches) as ready:
         for index, batch in enumerate(ready):
-            in_flight.append(_sums(model, loss_chunk_len, params, batch, key, index))
+            in_flight.append(score(batch, index))
             bar.update()
             if len(in_flight) > _IN_FLIGHT:
                 total += jax.device_get(in_flight.popleft())
-                if progress:
+                if not bar.disable:
                     bits = loss_lib.bits_per_dim(total[0], total[1])
                     bar.set_postfix_str(f"{bits:.4f} {metric.replace('_per_', '/')}", refresh=False)
             if should_stop():
                 return None
     for sums in in_flight:
         total += jax.device_get(sums)
+    return total
+
+
+def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
     nats, weight, correct = total
-    if max_batches is None and round(weight) != task.n_targets(split):
+    if whole and round(weight) != task.n_targets(split):
         raise RuntimeError(
             f"task {task.name}: the batches of {split} hold {weight:.0f} targets and the split "
             f"{task.n_targets(split)}: eval_batches must give each target weight 1 once"
@@ -121,17 +153,15 @@ def evaluate(
         raise ValueError(f"task {task.name}: split {split} has no targets: choose another split")
     return {
         "split": split,
-        metric: loss_lib.bits_per_dim(nats, weight),
+        loss_lib.metric_name(task): loss_lib.bits_per_dim(nats, weight),
         "accuracy": float(correct / weight),
         "n_targets": round(weight),
-        "length": length,
-        "stride": stride,
     }
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _sums(model, loss_chunk_len, params, batch, key, index):
-    """The three sums of a batch as one array: one transfer to the host."""
+def _sums(model, loss_chunk_len, params, key, batch, index):
+    """A batch's sums of nats, weight and correct, as one array: one transfer to the host."""
     inputs, targets, weights = batch
     rng = jax.random.fold_in(key, index)
     features = model.features(params, inputs, rng=rng)

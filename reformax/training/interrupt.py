@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a question the loop asks, not an exception in the middle of a step."""
+"""SIGTERM and SIGINT as a flag that the loop reads, not an exception in the middle of a step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupt:
-    """While the context is open, the first signal sets `signal`; a second one acts as always."""
+    """While the context is open, the first signal sets `signal`; a second one acts as usual."""
 
     signal: signal.Signals | None = None
 
     def __enter__(self) -> Interrupt:
-        # Python lets the main thread alone set handlers; elsewhere the caller keeps its own.
+        # Only the main thread may set handlers; in any other the caller keeps its own.
         in_main = threading.current_thread() is threading.main_thread()
         self._before = {s: signal.signal(s, self._note) for s in SIGNALS} if in_main else {}
         return self

@@ -1,4 +1,4 @@
-"""One training at a time in a folder, by a lock that ends with the process that holds it."""
+"""One training at a time in a folder: a lock that ends with the process that holds it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ FILE = ".lock"
 def alone_in(folder: Path, say: Callable[[str], None] = print) -> Iterator[None]:
     """Holds `folder`'s lock while the context is open.
 
-    The operating system holds it (`flock`): it is free as soon as its process has ended, however
-    that came about. The file itself stays, and says who had it last.
+    The operating system frees the lock (`flock`) when its process ends, even if it is killed. The
+    file itself stays and names the last holder.
 
     Args:
       folder: a run's folder.
-      say: gets a note where the file system has no locks, and nothing keeps others out.
+      say: gets a note if the file system has no locks and nothing keeps others out.
 
     Raises:
-      OSError: another training holds it, in this process or any other.
+      OSError: another training holds it, in this process or another.
     """
-    # Opened for writing, which NFS asks of an exclusive lock; not cut, for it may be another's.
+    # NFS locks only files opened for writing. Not truncated: the holder's name may be in it.
     with open(folder / FILE, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

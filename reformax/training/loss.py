@@ -1,9 +1,9 @@
-"""Cross-entropy without ever holding the logits of a whole batch.
+"""Cross-entropy that never holds the logits of a whole batch.
 
-Logits of 65,536 positions cost more memory than a reversible model does, and so do those of a
-vocabulary of 32,000 pieces, so they are computed for a chunk of positions at a time. A chunk's
-gradient is taken while its logits are there, in the forward pass: the loss is one number, and what
-its own gradient adds is a factor in the end. So no product is computed twice.
+Logits of 65,536 positions take more memory than a reversible model, and so do those of a vocabulary
+of 32,000 pieces. They are therefore computed for a chunk of positions at a time. The forward pass
+also computes the gradient of each chunk while its logits are in memory: the loss is one number, so
+the backward pass only multiplies by the gradient of that number. No product is computed twice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 
 
 def max_logits() -> int:
-    """Logits that are in memory together at most, however long a chunk may be.
+    """The most logits in memory together, however long a chunk may be.
 
-    128 MiB of them; on a GPU, which wants large products, 1 GiB, of all devices together.
+    They take 128 MiB; on GPUs, which need large products, 1 GiB over all devices.
     """
     return 2**25 if jax.default_backend() == "cpu" else 2**28
 
@@ -29,8 +29,8 @@ def max_logits() -> int:
 class Sums(NamedTuple):
     """Sums over targets: of `-log p`, of weight, of weight predicted right, and of the loss.
 
-    The loss is what training minimises: `-log p` in nats, smoothed if that is asked for. It alone
-    has a gradient.
+    Training minimises the loss: `-log p` in nats, with label smoothing if there is any. The other
+    sums have no gradient.
     """
 
     nats: Float[Array, ""]
@@ -54,15 +54,15 @@ def cross_entropy(
     mean(-log p)`. From Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7.
 
     Args:
-      logits_fn: features of any number of positions to their logits; what it closes over has its
-        gradient too.
-      features: what the model computed, one vector a position.
+      logits_fn: maps features of any number of positions to logits. The arrays that it closes over
+        get gradients too.
+      features: the model's output, a vector for each position.
       targets: ids below V.
       weights: 0 leaves a position out.
-      chunk_len: positions of each row whose logits are in memory together, at most; None is what
-        `max_logits()` lets, which holds in any case. Any length T is right, the last chunk is
-        padded with weight 0.
-      label_smoothing: e, from 0 up to 1.
+      chunk_len: the most positions of each row whose logits are in memory together; None for no
+        limit but `max_logits()`, which always holds. Need not divide T: the last chunk is padded
+        with weight 0.
+      label_smoothing: e, at least 0 and below 1.
 
     Returns:
       float32 sums over the batch.
@@ -82,7 +82,7 @@ def cross_entropy(
         return jnp.swapaxes(x, 0, 1)
 
     chunks = tuple(map(chunked, (features, targets, weights)))
-    # What logits_fn closes over becomes arguments, which alone can have gradients.
+    # Only arguments have gradients, so the arrays that logits_fn closes over become arguments.
     program = jax.make_jaxpr(logits_fn)(chunks[0][0])
 
     def logits_of(features, *consts):
@@ -102,7 +102,7 @@ def _sums(logits_fn, label_smoothing, consts, features, targets, weights) -> Sum
 
 
 def _sums_forward(logits_fn, label_smoothing, consts, features, targets, weights):
-    # Masks and the like are no weights.
+    # Masks and tables of integers have no gradient.
     are_params = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in consts]
     params = [x for x, is_param in zip(consts, are_params, strict=True) if is_param]
 
@@ -142,10 +142,10 @@ def _zero_sums() -> Sums:
 
 
 class _Chunk(NamedTuple):
-    """What a chunk's logits come to."""
+    """The results of a chunk's logits."""
 
     sums: Sums
-    losses: Float[Array, "B C"]  # before they are weighted
+    losses: Float[Array, "B C"]  # unweighted
     d_logits: Float[Array, "B C V"]  # the gradient of the loss
 
 
@@ -153,7 +153,7 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
     logits = logits.astype(jnp.float32)
     vocab_size = logits.shape[-1]
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    # Two passes over what may be 1 GiB: logsumexp would look for the maximum once more.
+    # Logits may take 1 GiB, and logsumexp would read them once more for the maximum.
     best = jnp.argmax(logits, axis=-1)
     top = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
     log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
@@ -162,7 +162,7 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
         spread = log_total - jnp.mean(logits, axis=-1)
         losses = (1 - label_smoothing) * nats + label_smoothing * spread
     sums = (jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), best == targets, losses))
-    # Softmax less the distribution that the targets stand for.
+    # Softmax minus the distribution of the targets.
     is_target = jnp.arange(vocab_size) == targets[..., None]
     expected = (1 - label_smoothing) * is_target + label_smoothing / vocab_size
     d_logits = (jnp.exp(logits - log_total[..., None]) - expected) * weights[..., None]
@@ -170,7 +170,7 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
 
 
 def metric_name(task) -> str:
-    """What the mean `-log2 p` of a target is called: pieces of sentences are no dims of data."""
+    """The name of the mean `-log2 p` of a target: 'bits_per_token' if targets are pieces."""
     return "bits_per_dim" if task.translation is None else "bits_per_token"
 
 

@@ -1,8 +1,8 @@
-"""Where devices are known: one mesh whose `data` axis runs over this host's devices.
+"""The devices: one mesh whose `data` axis runs over those of this host.
 
-A batch is split over `data`, everything else is on every device whole. XLA derives the rest (the
-sum of gradients over devices) from these two placements, so the numbers of a step are those of one
-device up to the order of sums. Larger meshes and several hosts begin here.
+A batch is split over `data`; every device has a whole copy of everything else. XLA derives the rest
+(the sum of gradients over devices) from these two placements, so the numbers of a step are those of
+one device up to the order of sums. Larger meshes and several hosts begin here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def over_batch(mesh: Mesh) -> NamedSharding:
 
 
 def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1) -> None:
-    """Raises ValueError unless every device gets the same number of rows in every micro-batch."""
+    """Raises `ValueError` unless all devices get the same number of rows in every micro-batch."""
     n, parts = mesh.size, mesh.size * accumulate
     if batch_size < 1 or batch_size % parts:
         micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""

@@ -1,8 +1,8 @@
 """The record of a run: metrics.jsonl, TensorBoard events, loss.png and the progress bar.
 
-Every line of metrics.jsonl is one JSON object with `step`, `split` and `bits_per_dim`, or whatever
-the run's metric is. Numbers that depend on the machine's speed are apart, under `timing`: without
-them, the record of a run that was stopped and resumed equals that of a run that was not.
+Every line of metrics.jsonl is one JSON object with `step`, `split` and the run's metric, such as
+`bits_per_dim`. Numbers that depend on the machine's speed are under `timing`. Without them, a run
+that was stopped and resumed has the record of a run that was not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 
 class Record:
-    """Writes a run's metrics, from `step` on; lines of later steps are cut off first."""
+    """Writes a run's metrics after `step`; lines of later steps are deleted first."""
 
     def __init__(self, output_dir: str | os.PathLike, step: int, metric: str = "bits_per_dim"):
         folder = Path(output_dir)
@@ -42,7 +42,8 @@ class Record:
 
     def plot(self) -> None:
         """Draws loss.png from all lines so far."""
-        from matplotlib.figure import Figure  # a second to import, and no pyplot: no global state
+        # A second to import; pyplot would bring global state.
+        from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.subplots()
@@ -54,7 +55,7 @@ class Record:
                 axes.plot(*zip(*points, strict=True), label=label, **style)
                 ordered = sorted(y for _, y in points)
                 lowest = min(lowest, ordered[0])
-                # The first steps' losses, up to 5% of them, would flatten the rest.
+                # The losses of the first steps would flatten the rest: leave out 5%.
                 highest = max(highest, ordered[-1 - len(points) // 20])
         axes.set(xlabel="step", ylabel=self._metric.replace("_", " "), title="loss")
         if highest > lowest:
@@ -74,11 +75,11 @@ class Record:
 
 
 class Progress:
-    """The bar on stderr: loss in bits, tokens/s and time left."""
+    """The bar on stderr: loss in bits, tokens/s and the time left."""
 
     def __init__(self, step: int, steps: int, enabled: bool = True, metric: str = "bits_per_dim"):
         self._unit = metric.replace("_per_", "/")
-        # Not a terminal: a line now and then, or the log file fills up.
+        # Every refresh is a line where stderr is a log file.
         interval = 0.2 if sys.stderr.isatty() else 15
         self._bar = tqdm(
             total=steps, initial=step, unit="step", desc="train", disable=not enabled,
@@ -86,7 +87,7 @@ class Progress:
         )  # fmt: skip
 
     def advance(self, bits: float, tokens_per_second: float | None) -> None:
-        """One step further."""
+        """Moves on by one step."""
         speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
         self._bar.set_postfix_str(f"{bits:.3f} {self._unit}{speed}", refresh=False)
         self._bar.update()
@@ -108,7 +109,7 @@ def _read_until(path: Path, step: int) -> list[dict[str, Any]]:
             try:
                 line = json.loads(text)
             except ValueError:
-                break  # the line that a killed run was writing; nothing is after it
+                break  # a killed run was writing this line, the last one
             if line["step"] <= step:
                 lines.append(line)
     return lines

@@ -1,8 +1,8 @@
-"""Optimizers and learning-rate schedules over optax, each a factory that gin can fill in.
+"""Optimizers and learning-rate schedules over optax, as factories that gin configures.
 
-A schedule counts steps from 0; update number n uses its value at n + 1 warm-up steps, so that the
-first update is not thrown away on a rate of zero. An optimizer with an attribute `learning_rate`,
-as all of these have, gets it into the record of a run.
+A schedule counts updates from 0 and warms up from 1, so that the first update has a rate above
+zero. All of these optimizers have an attribute `learning_rate`, their schedule; a run records its
+value.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Norms, biases, embeddings and positions: they are no matrix of a linear map, and shrinking them is
-# no prior of smooth functions. Names decide, because a scanned stack gives all tensors more axes.
+# Weight decay is a prior for matrices of linear maps; norms, biases, embeddings and positions are
+# none. Names decide, because a scanned stack gives all tensors one more axis.
 NO_DECAY = r"norm|bias|scale|embed|position|(^|\.)b(\d|_\w+)?$"
 
 
 class Optimizer(optax.GradientTransformationExtraArgs):
-    """A transformation of gradients that knows the learning rate of each of its steps."""
+    """A transformation of gradients with the schedule of its learning rate."""
 
     learning_rate: optax.Schedule
 
@@ -44,7 +44,7 @@ def cosine(
 ) -> optax.Schedule:
     """Linear warm-up to `max_value`, then half a cosine to `final_fraction` of it at `steps`.
 
-    From SGDR (Loshchilov & Hutter, 2017), equation 5, without restarts. After `steps` it stays.
+    From SGDR (Loshchilov & Hutter, 2017), equation 5, without restarts; constant after `steps`.
     """
     _check_positive(max_value=max_value, steps=steps)
     if not 0 <= warmup_steps < steps:
@@ -76,7 +76,8 @@ def adam(
       b1: decay of the mean of gradients.
       b2: decay of the mean of their squares.
       eps: added to the root of the latter.
-      clip: largest global norm of the gradient, which is scaled down to it; None for no clipping.
+      clip: largest global norm of the gradient; a larger gradient is scaled down to it. None for no
+        clipping.
     """
     return _optimizer(learning_rate, clip, optax.adam(learning_rate, b1, b2, eps))
 
@@ -98,9 +99,9 @@ def adamw(
       b2: decay of the mean of their squares.
       eps: added to the root of the latter.
       weight_decay: times the learning rate, the fraction a matrix shrinks by in a step.
-      clip: largest global norm of the gradient, which is scaled down to it; None for no clipping.
-      no_decay: regular expression; a tensor whose name holds it (any case) is not shrunk, nor one
-        of fewer than two axes.
+      clip: as in `adam`.
+      no_decay: a regular expression. A tensor is not shrunk if it is found in the tensor's name
+        (any case), or if the tensor has fewer than two axes.
     """
     mask = _decay_mask(no_decay)
     adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
@@ -128,10 +129,10 @@ def adafactor(
       clipping_threshold: largest root mean square of a tensor's update (section 6), or None.
       min_dim_size_to_factor: tensors with a smaller axis keep their whole square.
       weight_decay: the fraction a matrix shrinks by in a step.
-      clip: largest global norm of the gradient, which is scaled down to it; None for no clipping.
+      clip: as in `adam`.
       no_decay: as in `adamw`.
     """
-    # optax.adafactor hands its weight_decay_rate on unscaled by the learning rate.
+    # optax.adafactor does not scale its weight_decay_rate by the learning rate.
     return _optimizer(
         learning_rate,
         clip,
@@ -149,14 +150,14 @@ def adafactor(
 
 
 def _optimizer(learning_rate, clip, optimizer) -> Optimizer:
-    """`optimizer` behind a clipped gradient, with its schedule."""
+    """`optimizer` on clipped gradients, with its schedule."""
     if clip is not None:
         _check_positive(clip=clip)
         optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
-    known = Optimizer(*optimizer)
+    scheduled = Optimizer(*optimizer)
     constant = optax.constant_schedule(learning_rate)
-    known.learning_rate = learning_rate if callable(learning_rate) else constant
-    return known
+    scheduled.learning_rate = learning_rate if callable(learning_rate) else constant
+    return scheduled
 
 
 def _decay_mask(no_decay: str):

@@ -1,4 +1,4 @@
-"""Makes the next values ready while the device is busy with this one."""
+"""Prepares the next values while the device is busy with this one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _END = object()
 
 @contextmanager
 def prefetch(values: Iterable[T], ahead: int = 2) -> Iterator[Iterator[T]]:
-    """Iterates over `values` in a thread, at most `ahead` of the reader.
+    """Iterates over `values` in a thread, at most `ahead` values before the reader.
 
     An exception in the thread is raised where the reader would have got the value. Leaving the
-    context ends the thread, whether or not the values were all read.
+    context ends the thread, even if values are left.
     """
     ready: queue.Queue = queue.Queue(maxsize=ahead)
     closed = threading.Event()
@@ -37,7 +37,7 @@ def prefetch(values: Iterable[T], ahead: int = 2) -> Iterator[Iterator[T]]:
                 if not put((value, None)):
                     return
             put((_END, None))
-        except BaseException as error:  # handed to the reader, who alone can act on it
+        except BaseException as error:  # only the reader can act on it
             put((None, error))
 
     def read():

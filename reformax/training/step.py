@@ -16,7 +16,7 @@ from reformax.training import mesh as mesh_lib
 
 
 class State(NamedTuple):
-    """All that a run carries from step to step; what a checkpoint holds."""
+    """Everything that a step changes; a checkpoint holds it."""
 
     step: Any  # int32 []: steps done
     params: Any  # float32
@@ -32,7 +32,7 @@ class State(NamedTuple):
 def init_fn(
     model, optimizer: optax.GradientTransformation, shape: tuple[int, int], ema: bool
 ) -> Callable[[jax.Array], State]:
-    """A function from a key to the state before the first step; `shape` is (batch, length)."""
+    """A function from a key to the first state; `shape` is (batch, length)."""
 
     def init(key):
         params = model.init_params(key, shape)
@@ -56,36 +56,25 @@ def step_fn(
 
     Args:
       model: a model built for training.
-      optimizer: what makes updates of gradients.
+      optimizer: a transformation of gradients.
       mesh: the devices.
-      accumulate: micro-batches a batch is computed in, one after the other; the gradient is that of
-        the whole batch.
+      accumulate: micro-batches that a batch is computed in, one after the other; the gradient is
+        that of the whole batch.
       loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
-        `loss.max_logits` lets.
-      label_smoothing: how much of a target's probability is spread over the vocabulary; 'nats'
-        below is without it.
+        `loss.max_logits` allows.
+      label_smoothing: the share of a target's probability that the loss spreads over the
+        vocabulary; 'nats' below is without it.
       ema_decay: decay of the moving average of the parameters; 0 for none. The average of the first
         t steps decays by at most (1 + t) / (10 + t), so that it soon forgets the initial values.
 
     Returns:
-      (state, (inputs, targets, weights), key) -> (state, {'nats', 'accuracy', 'grad_norm'}), the
-      first two means over the batch's targets, before the update, and besides the update's
-      'learning_rate' if the optimizer has a schedule by that name; inputs may be a tree of arrays
-      [B, ...]. The state given is used up. The step's randomness is key folded with the step's
-      number, and in turn with the micro-batch's.
+      A function (state, (inputs, targets, weights), key) -> (state, metrics). It uses up the state
+      given. `inputs` may be a tree of arrays [B, ...]. Metrics are means over the batch's targets
+      before the update, 'nats' and 'accuracy'; 'grad_norm'; and the update's 'learning_rate' if the
+      optimizer has a schedule by that name. All randomness comes from `key` folded with the step's
+      number, and then with the micro-batch's.
     """
-
-    def mean_loss(params, micro, rng, total_weight):
-        inputs, targets, weights = micro
-        features = model.features(params, inputs, rng=rng)
-        logits_fn = partial(model.logits, params)
-        sums = loss_lib.cross_entropy(
-            logits_fn, features, targets, weights, loss_chunk_len, label_smoothing
-        )
-        means = sums.nats / total_weight, sums.correct / total_weight
-        return sums.loss / total_weight, means
-
-    gradient = jax.grad(mean_loss, has_aux=True)
+    gradient = jax.grad(partial(_mean_loss, model, loss_chunk_len, label_smoothing), has_aux=True)
     schedule = getattr(optimizer, "learning_rate", None)
 
     def step(state: State, batch, key):
@@ -95,21 +84,9 @@ def step_fn(
         if accumulate == 1:
             grads, (nats, correct) = gradient(state.params, batch, rng, total_weight)
         else:
-            # Row i goes to micro-batch i % accumulate: each one stays spread over all devices.
-            micros = jax.tree.map(
-                lambda x: jnp.swapaxes(x.reshape(-1, accumulate, *x.shape[1:]), 0, 1), batch
+            grads, (nats, correct) = _accumulated(
+                gradient, accumulate, state.params, batch, rng, total_weight
             )
-
-            def add_micro(sums, numbered):
-                index, micro = numbered
-                part = gradient(state.params, micro, jax.random.fold_in(rng, index), total_weight)
-                return jax.tree.map(jnp.add, sums, part), None
-
-            zero = jax.tree.map(jnp.zeros_like, state.params)
-            zeros = (zero, (jnp.zeros(()), jnp.zeros(())))
-            grads, (nats, correct) = jax.lax.scan(
-                add_micro, zeros, (jnp.arange(accumulate), micros)
-            )[0]
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         done = state.step + 1
@@ -124,6 +101,32 @@ def step_fn(
 
     whole = mesh_lib.replicated(mesh)
     return jax.jit(step, donate_argnums=0, out_shardings=(whole, whole))
+
+
+def _mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, total_weight):
+    """(loss, (nats, accuracy)), each divided by `total_weight`."""
+    inputs, targets, weights = batch
+    features = model.features(params, inputs, rng=rng)
+    logits_fn = partial(model.logits, params)
+    sums = loss_lib.cross_entropy(
+        logits_fn, features, targets, weights, loss_chunk_len, label_smoothing
+    )
+    means = sums.nats / total_weight, sums.correct / total_weight
+    return sums.loss / total_weight, means
+
+
+def _accumulated(gradient, n: int, params, batch, rng, total_weight):
+    """The sum of `gradient` over n micro-batches, one after the other."""
+    # Row i goes to micro-batch i % n: each one stays spread over all devices.
+    micros = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, n, *x.shape[1:]), 0, 1), batch)
+
+    def add_micro(sums, numbered):
+        index, micro = numbered
+        part = gradient(params, micro, jax.random.fold_in(rng, index), total_weight)
+        return jax.tree.map(jnp.add, sums, part), None
+
+    zeros = (jax.tree.map(jnp.zeros_like, params), (jnp.zeros(()), jnp.zeros(())))
+    return jax.lax.scan(add_micro, zeros, (jnp.arange(n), micros))[0]
 
 
 def _norm(tree: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Generation: greedy text is the forward's argmax, a seed repeats, few programs are compiled."""
+"""Generation: greedy text is the argmax of the forward pass, seeds repeat, programs are few."""
 
 import jax
 import numpy as np
@@ -57,7 +57,7 @@ def test_greedy_is_the_argmax_of_the_forward(model, params):
 
 
 def test_draws_follow_the_models_probabilities(model, params):
-    """The first token of many rows; and of the second, given the first."""
+    """The first token of many rows, and the second given the first."""
     n = 3000
     rows = np.array(generation.generate(model, params, [[3, 1]] * n, 2, temperature=0.8, top_k=6))
     apply = jax.jit(model.apply)

@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from, against NumPy and against counts of draws."""
+"""The distribution of draws, against NumPy and against counts of draws."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""generate.py end to end: a byte model and a model of numbers, prompts from everywhere, UTF-8."""
+"""generate.py end to end: a byte model and a model of numbers, all sources of prompts, UTF-8."""
 
 import io
 import sys
@@ -50,7 +50,7 @@ lsh.lsh.n_hashes = 2
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with the runs `bytes` and `numbers`, and no data any more."""
+    """A folder with the runs `bytes` and `numbers`, and no data."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -1,4 +1,4 @@
-"""Beam search against one written out in Python over whole forwards; batches; lines; scores."""
+"""Beam search against one in plain Python over full forward passes; batches; lines; scores."""
 
 import functools
 import math
@@ -54,7 +54,7 @@ def compiled_fast():
 
 @functools.cache
 def make(name):
-    """A model, weights that make it heed what it reads, and a token that ends half of its texts."""
+    """A model, weights that make it depend on its input, and an end for half of its texts."""
     constructor, options, seed = MODELS[name]
     model = constructor(**SMALL | options)
     params = plain.init(model, (2, 12), seed=seed)
@@ -83,7 +83,7 @@ def forward(name):
 
 
 def next_log_p(name, source, tokens):
-    """log p of every next token, by a forward over all of the beginning."""
+    """log p of every next token, by a forward pass over the whole beginning."""
     pad = np.zeros((1, 16 + EXTRA), np.int32)
     source_row, target = pad[:, :16].copy(), pad.copy()
     source_row[0, : len(source)] = source
@@ -107,7 +107,7 @@ def greedy(name, source):
 
 
 def searched(name, source, n_beams, alpha):
-    """The search as its text has it, to the limit without stopping."""
+    """The search as `beam` describes it, up to the limit, without stopping early."""
     limit, end = len(source) + EXTRA, make(name)[2]
     beams, found, path = [([], 0.0)], [], []
     for n in range(1, limit + 1):
@@ -129,7 +129,7 @@ def searched(name, source, n_beams, alpha):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_beam_of_one_is_greedy_decoding_by_whole_forwards(name):
-    """Token by token: what the cached steps choose is the argmax of the forward, at every step."""
+    """At every step the token of the cached steps is the argmax of the forward pass."""
     some, end = sources(), make(name)[2]
     found = translated(name, some, beam_size=1)
     for source, got in zip(some, found, strict=True):
@@ -168,7 +168,7 @@ def test_no_search_scores_below_greedy_decoding(name):
 
 
 def test_a_sentence_does_not_depend_on_its_batch():
-    """In another order bit for bit; in batches of other sizes up to rounding."""
+    """Bit for bit in another order; up to rounding in batches of other sizes."""
     some = sources(tuple(range(1, 25)), seed=4)
     run = functools.partial(translated, "reformer")
     whole = run(some, batch_tokens=128)

@@ -1,4 +1,4 @@
-"""Compiles each short run once: XLA is most of its time."""
+"""Compiles each short run once: XLA takes most of its time."""
 
 import jax
 import pytest

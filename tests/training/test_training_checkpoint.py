@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.training import checkpoint
+from reformax.training import checkpoint, description, manifest
+from reformax.training.averaging import restore_average
 from reformax.training.step import State
 
 
@@ -52,7 +53,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path):
 def test_it_says_what_wrote_it_and_what_it_holds(tmp_path):
     saved(tmp_path)
     described = json.loads((tmp_path / "checkpoints/3/checkpoint.json").read_text())
-    assert described["format"] == checkpoint.FORMAT and described["step"] == 3
+    assert described["format"] == description.FORMAT and described["step"] == 3
     assert described["tensors"]["params.w"] == [[2, 4], "float32"]
     assert described["packages"]["jax"] == jax.__version__
 
@@ -95,26 +96,26 @@ def test_an_average_is_of_the_last_without_a_gap(tmp_path):
     like = jax.eval_shape(lambda: state().params)
     checkpoints = saved(tmp_path, [1, 2, 3, 4], {1: 0.5}, keep=2)
     assert checkpoints.steps() == [1, 3, 4]
-    mean, steps = checkpoints.restore_average(2, like)
+    mean, steps = restore_average(checkpoints, 2, like)
     assert steps == [3, 4]
     np.testing.assert_array_equal(mean["w"], state(3.5).params["w"])
     with pytest.raises(ValueError, match=r"average:3 needs the last 3 .* has 2 \(3, 4; 1 is") as e:
-        checkpoints.restore_average(3, like)
+        restore_average(checkpoints, 3, like)
     assert "loop.train.keep=3" in one_line(e)
     # A run that goes on and keeps more does not close the gap.
     later = saved(tmp_path, [5, 6], keep=5)
     assert later.steps() == [1, 3, 4, 5, 6]
-    assert later.restore_average(4, like)[1] == [3, 4, 5, 6]
+    assert restore_average(later, 4, like)[1] == [3, 4, 5, 6]
     with pytest.raises(ValueError, match="average:5 needs the last 5"):
-        later.restore_average(5, like)
+        restore_average(later, 5, like)
     # Where the best is the one right before the others there is no gap.
     near = saved(tmp_path / "near", [1, 2, 3], {1: 0.5}, keep=2)
-    assert near.restore_average(3, like)[1] == [1, 2, 3]
+    assert restore_average(near, 3, like)[1] == [1, 2, 3]
     for step in (1, 2, 3):
         as_format(2, near.folder / str(step))
-    assert near.restore_average(3, like)[1] == [1, 2, 3]
+    assert restore_average(near, 3, like)[1] == [1, 2, 3]
     with pytest.raises(ValueError, match=r"has 0 \(none\)"):
-        checkpoint.Checkpoints(tmp_path / "nothing").restore_average(1, like)
+        restore_average(checkpoint.Checkpoints(tmp_path / "nothing"), 1, like)
 
 
 def test_the_moving_average_is_what_is_scored(tmp_path):
@@ -183,7 +184,7 @@ def test_another_optimizer_is_told(tmp_path):
 
 def test_another_format_is_told(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path)
-    monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
+    monkeypatch.setattr(description, "FORMAT", description.FORMAT + 1)
     with pytest.raises(ValueError, match="checkpoint format 3 and this version reads 1 to 4"):
         checkpoints.restore(3, jax.eval_shape(state))
 
@@ -197,14 +198,13 @@ def test_it_carries_the_settings(tmp_path):
 
 
 def as_format(number, folder):
-    """A checkpoint as it was before it named the one before (2), or carried the settings (1)."""
+    """Rewrites a checkpoint in format 2, without "previous", or 1, without "config" either."""
     described = json.loads((folder / "checkpoint.json").read_text())
     for name in ("previous", "config")[: 3 - number]:
         del described[name]
     (folder / "checkpoint.json").write_text(json.dumps(described | {"format": number}))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["checkpoint.json"] = checkpoint._fingerprint(folder / "checkpoint.json")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").unlink()
+    manifest.write(folder)
 
 
 def test_format_1_is_read_with_the_settings_of_its_folder(tmp_path):
@@ -228,7 +228,7 @@ def test_a_failed_write_is_raised_and_leaves_what_was_there(tmp_path, monkeypatc
     def full(path):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_fingerprint", full)
+    monkeypatch.setattr(manifest, "fingerprint", full)
     checkpoints.save(2, state(2))
     with pytest.raises(OSError, match="No space"):
         checkpoints.wait()

@@ -1,4 +1,4 @@
-"""Every target is scored once, whatever the batch; the record and the prefetching thread."""
+"""Every target is scored once in any batch; the record and the prefetching thread."""
 
 import json
 import threading

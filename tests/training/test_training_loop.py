@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.training import checkpoint, loop, optimizer
+from reformax.training import checkpoint, loop, mesh, optimizer
 from reformax.training.interrupt import Interrupt
 from tests.training import tiny, worker
 
@@ -73,8 +73,8 @@ def test_killed_anywhere_a_rerun_computes_the_same_bits(uninterrupted, tmp_path)
     # In the middle of training, of writing a checkpoint, and once it has its name.
     kill = {"signal_step": 17, "number": int(signal.SIGKILL)}
     assert start(tmp_path, **LONG, task=kill) == -signal.SIGKILL
-    assert start(tmp_path, **LONG, die="_manifest") == -signal.SIGKILL
-    assert start(tmp_path, **LONG, die="_prune") == -signal.SIGKILL
+    assert start(tmp_path, **LONG, die="manifest.write") == -signal.SIGKILL
+    assert start(tmp_path, **LONG, die="Checkpoints._prune") == -signal.SIGKILL
     assert 0 < checkpoint.Checkpoints(tmp_path).steps()[-1] < 40
     assert start(tmp_path, **LONG) == 0
     assert worker.record(tmp_path) == record
@@ -152,11 +152,11 @@ def test_eight_devices_compute_the_losses_of_one(tmp_path):
 def test_a_batch_that_devices_cannot_share_is_told(tmp_path):
     with pytest.raises(ValueError, match="batch_size=8 cannot be divided .* accumulate=3"):
         run(tmp_path, accumulate=3)
-    mesh = loop.mesh_lib.data_mesh([jax.devices()[0]] * 1)
+    mesh_of_1 = mesh.data_mesh(jax.devices()[:1])
     mesh_of_8 = type("Mesh", (), {"size": 8})
-    loop.mesh_lib.check_batch_size("batch_size", 5, mesh)
+    mesh.check_batch_size("batch_size", 5, mesh_of_1)
     with pytest.raises(ValueError, match="batch_size=12 cannot .* multiple of 8, such as 8"):
-        loop.mesh_lib.check_batch_size("batch_size", 12, mesh_of_8)
+        mesh.check_batch_size("batch_size", 12, mesh_of_8)
 
 
 def test_micro_batches_give_the_gradient_of_the_whole(tmp_path):
@@ -252,7 +252,7 @@ def test_a_line_is_the_mean_since_the_last(tmp_path):
 
 
 def test_the_learning_rate_of_each_lines_step_is_in_the_record(tmp_path):
-    """Over an interruption too, and of no optimizer that does not tell it."""
+    """Over an interruption too, and only if the optimizer has a schedule."""
     schedule = optimizer.cosine(max_value=3e-2, steps=12, warmup_steps=6)
     settings = {"optimizer": optimizer.adamw(schedule), "accumulate": 2}
     run(tmp_path / "known", steps=6, **settings)

@@ -51,7 +51,7 @@ def test_sums_and_gradients_equal_the_plain_ones(length, chunk_len):
 
 
 def test_the_logits_may_be_of_masks_and_tables_too():
-    """Whatever the function closes over, traced or not: what is no weight has no gradient."""
+    """All arrays that the function closes over, traced or not; integers have no gradient."""
     features, matrix, targets, weights = problem(13)
     hidden, table = jnp.arange(11) == 4, jnp.arange(11)[::-1]
     targets = jnp.where(targets == 4, 3, targets)
@@ -130,7 +130,7 @@ def test_smoothing_is_the_cross_entropy_to_the_smoothed_targets(smoothing, chunk
 
 
 def test_a_vocabulary_of_32000_is_never_in_memory_for_all_tokens():
-    """Whatever the chunks: the logits of this batch's 8,192 tokens would be 1 GB."""
+    """Even if the chunks allow it: the logits of this batch's 8,192 tokens would be 1 GB."""
     batch, length, vocab, d = 64, 128, 32_000, 8
     shapes = [(batch, length, d), (d, vocab), (batch, length), (batch, length)]
     dtypes = [jnp.float32, jnp.float32, jnp.int32, jnp.float32]

@@ -15,6 +15,7 @@ from reformax.data import vocabulary
 from reformax.data.reverse import reverse
 from reformax.data.text_pairs import text_pairs
 from reformax.training import checkpoint, loop, optimizer
+from reformax.training.averaging import restore_average
 from reformax.training.evaluation import evaluate as score
 from tests.training import tiny, worker
 from tests.training.scripts import call
@@ -79,7 +80,7 @@ def test_a_run_learns_and_names_its_metric(run):
 
 
 def test_the_metric_is_the_mean_over_the_sentences_one_by_one(run):
-    """Unsmoothed, packed or not, whatever the rows' length."""
+    """Without smoothing, packed or not, for any length of the rows."""
     data, folder, result = run
     task = arguments(data)["task"]
     words = task.translation.vocabulary
@@ -98,7 +99,7 @@ def test_the_metric_is_the_mean_over_the_sentences_one_by_one(run):
         scores = log_p(*rows, *(np.where(row > 0, 1, 0) for row in rows))[0]
         nats -= sum(float(scores[t, target]) for t, target in enumerate(ids[1]))
         n += len(ids[1])
-    # Rows of one pair each: the tiny model reads the two tokens before, of whatever segment.
+    # Rows of one pair each: the tiny model reads the two tokens before, of any segment.
     alone = score(model, params, task, "valid", batch_size=3, length=1)
     assert alone["n_targets"] == n == task.n_targets("valid")
     assert alone["bits_per_token"] == pytest.approx(nats / np.log(2) / n, rel=1e-5)
@@ -153,7 +154,7 @@ def test_a_vocabulary_that_does_not_fit_is_told(run, tmp_path, monkeypatch):
 
 
 def test_a_pair_that_the_positions_do_not_hold_fails_before_the_first_step(tmp_path):
-    """It would be scored in a longer row than those of training."""
+    """Evaluation puts it in a longer row than those of training."""
     data = write(tmp_path / "data")
     for language in ("en", "de"):
         with (tmp_path / f"data/val.{language}").open("a") as file:
@@ -177,7 +178,7 @@ def test_an_average_is_the_mean_of_the_last_checkpoints(run):
     model = TinyTranslator(vocab_size=20)
     like = jax.eval_shape(model.init_params, jax.random.PRNGKey(0), (1, 1))
     for n, steps in ((1, [12]), (2, [10, 12]), (3, [8, 10, 12])):
-        mean, averaged = checkpoints.restore_average(n, like)
+        mean, averaged = restore_average(checkpoints, n, like)
         assert averaged == steps
         assert jax.tree.map(lambda x: (x.shape, x.dtype), mean) == jax.tree.map(
             lambda x: (x.shape, x.dtype), like
@@ -188,10 +189,10 @@ def test_an_average_is_the_mean_of_the_last_checkpoints(run):
     with pytest.raises(
         ValueError, match=r"average:4 needs the last 4 checkpoints and .* has 3 \(8, 10, 12"
     ) as e:
-        checkpoints.restore_average(4, like)
+        restore_average(checkpoints, 4, like)
     assert "\n" not in str(e.value)
     with pytest.raises(ValueError, match="average:0 must be of at least 1 checkpoint"):
-        checkpoints.restore_average(0, like)
+        restore_average(checkpoints, 0, like)
 
 
 def test_the_scripts_take_an_average(run):

@@ -1,7 +1,7 @@
 """Runs `loop.train` on the tiny model in a process of its own: `worker.py DIR JSON`.
 
-JSON holds arguments of `train`, and under 'task' and 'model' those of the tiny ones. 'die' names a
-method of `Checkpoints` at whose first call the process is to kill itself.
+JSON holds arguments of `train`, and under 'task' and 'model' those of the tiny ones. The process
+kills itself at the first call of 'die', a function by its name in `checkpoint`.
 """
 
 import json
@@ -31,19 +31,20 @@ def arguments(task=None, model=None, **others):
 
 
 def record(folder):
-    """The lines of metrics.jsonl without what depends on time."""
+    """The lines of metrics.jsonl without times and speeds."""
     lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in line.items() if k != "timing"} for line in lines]
 
 
 def die(*args, **kwargs):
-    """What SIGKILL does at this point."""
+    """Kills this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[2])
-    if method := settings.pop("die", None):
-        assert hasattr(checkpoint.Checkpoints, method)
-        setattr(checkpoint.Checkpoints, method, die)
+    if name := settings.pop("die", None):
+        owner, function = name.split(".")
+        assert hasattr(getattr(checkpoint, owner), function)
+        setattr(getattr(checkpoint, owner), function, die)
     loop.train(sys.argv[1], **arguments(**settings))

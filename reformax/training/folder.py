@@ -1,0 +1,41 @@
+"""A run's folder: it can be written, and its config.gin is the run's."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def make_output_dir(path: str | os.PathLike) -> Path:
+    """Makes the folder if need be; raises OSError in one line if nothing can be written there."""
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"output_dir={folder} cannot be written ({error.strerror}): give a folder of your own "
+            "with --output_dir"
+        ) from None
+    return folder
+
+
+def write_config(folder: Path, text: str, say: Callable[[str], None]) -> None:
+    """Writes config.gin and says which settings changed since the last run in this folder."""
+    path = folder / "config.gin"
+    before = path.read_text() if path.exists() else text
+    changes = [
+        line
+        for line in difflib.ndiff(before.splitlines(), text.splitlines())
+        if line[:2] in ("- ", "+ ") and line[2:].strip() and not line[2:].startswith("#")
+    ]
+    if changes:
+        say("settings changed since the last run in this folder (- before, + now):")
+        say("\n".join(changes))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

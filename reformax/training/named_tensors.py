@@ -1,0 +1,45 @@
+"""A tree of tensors as a flat dict of names, and back into a tree of the same shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves by dotted path, such as 'params.layers.0.query'."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def as_tree(tensors: dict[str, np.ndarray], like: Any, prefix: str, where: Path) -> Any:
+    """The tensors as a tree.
+
+    Args:
+      tensors: by name.
+      like: a tree of arrays or `jax.ShapeDtypeStruct`s with the same names and shapes.
+      prefix: of every name in `tensors`; `like` has none.
+      where: the checkpoint's folder, for errors.
+
+    Raises:
+      ValueError: a tensor is missing, is one too many or has another shape.
+    """
+    expected = {prefix + name: leaf for name, leaf in named(like).items()}
+
+    def shape(tree, name):
+        return f"shape {tuple(tree[name].shape)}" if name in tree else "no such tensor"
+
+    for name in [*expected, *(name for name in tensors if name not in expected)]:
+        there, here = shape(tensors, name), shape(expected, name)
+        if there != here:
+            of_model = name.startswith(prefix or "params.")
+            other = "model" if of_model else "optimizer or ema_decay"
+            raise ValueError(
+                f"checkpoint {where} is of another {other}: {name} has "
+                f"{there} there and {here} in this config: give another output_dir, or the "
+                "config that the run began with"
+            )
+    return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in expected])

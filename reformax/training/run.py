@@ -1,0 +1,275 @@
+"""One run in its folder: it opens, advances, evaluates, saves and closes.
+
+A step is a function of the state and of (seed, step) alone: the batch, the hashes and the dropout.
+A run that is resumed from a checkpoint therefore computes what it would have computed anyway. Its
+record is first cut back to that checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+
+from reformax.training import evaluation
+from reformax.training import mesh as mesh_lib
+from reformax.training import step as step_lib
+from reformax.training.checkpoint import Checkpoints
+from reformax.training.folder import make_output_dir, write_config
+from reformax.training.interrupt import Interrupt
+from reformax.training.lock import alone_in
+from reformax.training.loss import metric_name
+from reformax.training.metrics import Progress, Record
+from reformax.training.prefetch import prefetch
+from reformax.training.settings import Settings
+from reformax.training.step_log import StepLog
+
+
+class Run:
+    """A run, from the latest checkpoint in its folder if there is one; a context manager.
+
+    Attributes:
+      folder: the run's.
+      step: steps done.
+      score: the evaluation after this step; None if there was none.
+      interrupt: true after the first SIGTERM or SIGINT, once the context is open.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike, settings: Settings):
+        """Checks that devices, folder, model and task fit, and writes nothing yet."""
+        self._started = time.monotonic()
+        self._settings, self._task = settings, settings.task
+        self._metric = metric_name(settings.task)
+        self._mesh = mesh_lib.data_mesh()
+        eval_batch_size = settings.eval_sizes["batch_size"]
+        mesh_lib.check_batch_size(
+            "batch_size", settings.batch_size, self._mesh, settings.accumulate
+        )
+        mesh_lib.check_batch_size("eval_batch_size", eval_batch_size, self._mesh)
+        self.folder = make_output_dir(output_dir)
+        self._checkpoints = Checkpoints(self.folder, settings.keep)
+        self._train_model = settings.model(mode="train")
+        self._eval_model = settings.model(mode="eval")
+        evaluation.check_vocabulary(self._train_model, self._task)
+        self.interrupt = Interrupt()
+
+    # Opening and closing.
+
+    def __enter__(self) -> Run:
+        """Opens the folder, the state, the record and the stream of batches.
+
+        Raises:
+          ValueError: the data or a checkpoint does not fit.
+          OSError: another training writes into the folder.
+        """
+        with ExitStack() as opened:
+            opened.enter_context(alone_in(self.folder, self._say))
+            done = self._checkpoints.steps()
+            self._vocabulary = self._keep_vocabulary(done)
+            self._task.n_targets(self._settings.eval_split)  # an unknown split fails now
+            window = self._restore(done)
+            self._checkpoints.remove_unfinished()  # now the config is known to be the run's own
+            self._config = self._write_config()
+            self._announce()
+            self._train_step = self._compile()
+            self._open_record(window)
+            # From here on a signal lets the step in progress finish.
+            opened.enter_context(self.interrupt)
+            self._batches = opened.enter_context(prefetch(self._placed_batches()))
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        """Waits for the last checkpoint and closes everything.
+
+        Raises:
+          FloatingPointError: the error that ended the run, with the way back.
+        """
+        with self._opened:
+            try:
+                if isinstance(error, FloatingPointError):
+                    raise self._with_way_back(error) from None
+            finally:
+                self._checkpoints.wait()
+                self._record.close()
+                self._bar.close()
+
+    def _keep_vocabulary(self, done: list[int]) -> str | None:
+        """Makes the vocabulary of sentences the run's; returns its fingerprint."""
+        translation = self._task.translation
+        if translation is None:
+            return None
+        translation.sentences(self._settings.eval_split)  # before minutes go into the vocabulary
+        fingerprint = translation.vocabulary.keep_in(self.folder, begun=bool(done))
+        if done:
+            self._checkpoints.check_vocabulary(done[-1], fingerprint)
+        return fingerprint
+
+    def _restore(self, done: list[int]) -> list[list[float]]:
+        """Sets state, step and score from the latest checkpoint; returns the log's window."""
+        settings, whole = self._settings, mesh_lib.replicated(self._mesh)
+        self._key = jax.random.PRNGKey(settings.seed)
+        shape = (settings.batch_size, settings.length)
+        has_ema = settings.ema_decay > 0
+        init = step_lib.init_fn(self._train_model, settings.optimizer, shape, has_ema)
+        like = jax.eval_shape(init, self._key)
+        self._n_params = sum(x.size for x in jax.tree.leaves(like.params))
+        evaluation.check_positions(
+            self._eval_model,
+            like.params,
+            self._task,
+            settings.eval_split,
+            **settings.eval_sizes,
+            max_batches=settings.eval_batches,
+        )
+        if not done:
+            self._state = jax.jit(init, out_shardings=whole)(self._key)
+            self.step, self.score, self._saved = 0, None, None
+            return []
+        state, info = self._checkpoints.restore(done[-1], like)
+        self._state = jax.device_put(state, whole)
+        self.step, self.score = info["step"], info["score"]
+        self._saved = self.step, self.score
+        return list(info["window"])
+
+    def _write_config(self) -> str | None:
+        if self._settings.config_text is None:
+            return None
+        text = self._settings.config_text()
+        write_config(self.folder, text, self._say)
+        return text
+
+    def _announce(self) -> None:
+        n = self._mesh.size
+        devices = f"{n} {jax.default_backend()} device{'s' if n > 1 else ''}"
+        begin = f"going on from step {self.step}" if self.step else "from step 1"
+        self._say(
+            f"{self._task.name}: {self._n_params:,} parameters, {devices}, {begin} to "
+            f"{self._settings.steps}, in {self.folder}"
+        )
+
+    def _compile(self):
+        return step_lib.step_fn(
+            self._train_model,
+            self._settings.optimizer,
+            self._mesh,
+            accumulate=self._settings.accumulate,
+            loss_chunk_len=self._settings.loss_chunk_len,
+            label_smoothing=self._settings.label_smoothing,
+            ema_decay=self._settings.ema_decay,
+        )
+
+    def _open_record(self, window: list[list[float]]) -> None:
+        settings = self._settings
+        self._record = Record(self.folder, self.step, self._metric)
+        self._bar = Progress(self.step, settings.steps, settings.progress, self._metric)
+        self._log = StepLog(settings, self._record, self._bar, self._metric, window)
+
+    def _placed_batches(self):
+        """The batches of the steps to come, on the devices."""
+        settings, rows = self._settings, mesh_lib.over_batch(self._mesh)
+        sizes = settings.batch_size, settings.length
+        return (
+            jax.device_put(tuple(self._task.train_batch(settings.seed, step, *sizes)), rows)
+            for step in range(self.step, settings.steps)
+        )
+
+    def _with_way_back(self, error: FloatingPointError) -> FloatingPointError:
+        self._checkpoints.wait()
+        good = self._checkpoints.steps()
+        last = f"step {good[-1]} is the last good checkpoint" if good else "no checkpoint yet"
+        return FloatingPointError(
+            f"{error}: {last} in {self.folder}; lower the learning rate or clip the gradient, "
+            "then run again to go on from there"
+        )
+
+    def _say(self, text: str) -> None:
+        if self._settings.progress:
+            print(text)
+
+    # Going on.
+
+    @property
+    def minutes(self) -> float:
+        """Time since this run was made."""
+        return (time.monotonic() - self._started) / 60
+
+    def advance(self) -> None:
+        """Dispatches one step."""
+        self._state, metrics = self._train_step(self._state, next(self._batches), self._key)
+        self.step, self.score = self.step + 1, None
+        self._log.add(self.step, metrics)
+
+    def evaluate(self) -> None:
+        """Scores the parameters and records the score; an interrupt abandons it.
+
+        Raises:
+          FloatingPointError: the score is not finite.
+        """
+        settings = self._settings
+        self._log.drain()
+        result = evaluation.evaluate(
+            self._eval_model,
+            self._state.eval_params,
+            self._task,
+            settings.eval_split,
+            **settings.eval_sizes,
+            seed=settings.seed,
+            max_batches=settings.eval_batches,
+            loss_chunk_len=settings.loss_chunk_len,
+            mesh=self._mesh,
+            progress=settings.progress,
+            should_stop=lambda: bool(self.interrupt),
+        )
+        self._log.pause()
+        if result is None:
+            return
+        bits = result[self._metric]
+        if not math.isfinite(bits):
+            raise FloatingPointError(f"{settings.eval_split} loss is {bits} after step {self.step}")
+        values = {self._metric: bits, "accuracy": result["accuracy"]}
+        timing = {"seconds": time.monotonic() - self._started}
+        self._record.write(self.step, settings.eval_split, values, timing)
+        self._record.plot()
+        if settings.progress:
+            name = self._metric.replace("_", " ")
+            self._bar.say(f"step {self.step}: {settings.eval_split} {bits:.4f} {name}")
+        self.score = bits
+
+    def save(self) -> None:
+        """Writes a checkpoint in the background, unless this one is written already.
+
+        Raises:
+          FloatingPointError: parameters are not finite; nothing is written.
+        """
+        if self._saved == (self.step, self.score):
+            return
+        self._log.drain()
+        if not step_lib.all_finite(self._state):
+            raise FloatingPointError(f"parameters are not finite after step {self.step}")
+        extra = {} if self._vocabulary is None else {"vocabulary": self._vocabulary}
+        self._checkpoints.save(
+            self.step, self._state, self.score, self._config, window=self._log.window, **extra
+        )
+        self._log.pause()
+        self._saved = self.step, self.score
+
+    def result(self) -> dict[str, Any]:
+        """The result of `loop.train`."""
+        best = self._checkpoints.best_step()
+        return {
+            "step": self.step,
+            "steps": self._settings.steps,
+            "eval_split": self._settings.eval_split,
+            "metric": self._metric,
+            self._metric: self.score,
+            "best_step": best,
+            "best_" + self._metric: None if best is None else self._checkpoints.score(best),
+            "n_params": self._n_params,
+            "output_dir": str(self.folder),
+            "interrupted_by": self.interrupt.signal,
+        }

@@ -1,0 +1,93 @@
+"""Metrics of steps: fetched late, so that the device never waits, then shown and recorded."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+
+import jax
+
+from reformax.training.loss import bits_per_dim
+from reformax.training.metrics import Progress, Record
+from reformax.training.settings import Settings
+
+# Steps dispatched before the first one's metrics are waited for: the device is never idle, and the
+# host notices a bad loss or a signal within this many steps.
+_IN_FLIGHT = 2
+
+
+class StepLog:
+    """Writes a line to the record every `log_every` steps, and moves the bar at each.
+
+    Attributes:
+      window: [bits, accuracy] of each step since the last line; a checkpoint keeps it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        record: Record,
+        bar: Progress,
+        metric: str,
+        window: list[list[float]],
+    ):
+        self.window = window
+        self._record, self._bar, self._metric = record, bar, metric
+        self._log_every, self._last_step = settings.log_every, settings.steps
+        self._tokens = settings.batch_size * settings.length
+        self._in_flight: deque = deque()
+        self._last_time: float | None = None  # when the last step ended; None if work came between
+        self._busy, self._timed = 0.0, 0  # seconds, and the steps that took them
+
+    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Takes the metrics of a step that was dispatched."""
+        self._in_flight.append((step, metrics))
+        if len(self._in_flight) > _IN_FLIGHT:
+            self._fetch()
+
+    def drain(self) -> None:
+        """Waits for all steps dispatched.
+
+        Raises:
+          FloatingPointError: a step's loss or gradient is not finite.
+        """
+        while self._in_flight:
+            self._fetch()
+
+    def pause(self) -> None:
+        """The time until the next step does not count as training."""
+        self._last_time = None
+
+    def _fetch(self) -> None:
+        step, metrics = self._in_flight.popleft()
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not (math.isfinite(values["nats"]) and math.isfinite(values["grad_norm"])):
+            raise FloatingPointError(
+                f"loss is {values['nats']} and the gradient's norm {values['grad_norm']} at step "
+                f"{step}"
+            )
+        speed = self._speed()
+        bits = bits_per_dim(values["nats"], 1.0)
+        self._bar.advance(bits, speed)
+        self.window.append([bits, values["accuracy"]])
+        if step % self._log_every == 0 or step == self._last_step:
+            self._write(step, values, speed)
+
+    def _speed(self) -> float | None:
+        """Tokens per second since the last line, this step included; None at first."""
+        now = time.monotonic()
+        if self._last_time is not None:
+            self._busy, self._timed = self._busy + now - self._last_time, self._timed + 1
+        self._last_time = now
+        return self._timed * self._tokens / self._busy if self._busy else None
+
+    def _write(self, step: int, values: dict[str, float], speed: float | None) -> None:
+        means = [sum(column) / len(column) for column in zip(*self.window, strict=True)]
+        line = {self._metric: means[0], "accuracy": means[1], "grad_norm": values["grad_norm"]}
+        if "learning_rate" in values:
+            line["learning_rate"] = values["learning_rate"]
+        timing = {} if speed is None else {"tokens_per_second": speed}
+        self._record.write(step, "train", line, timing)
+        self.window.clear()
+        self._busy, self._timed = 0.0, 0

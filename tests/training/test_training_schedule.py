@@ -1,0 +1,75 @@
+"""What is due is a function of the step and the time; settings refuse what is out of bounds."""
+
+import inspect
+import re
+
+import pytest
+
+from reformax.training import loop
+from reformax.training.schedule import Due, Schedule
+from reformax.training.settings import Settings
+
+NOTHING, ALL = Due(False, False, False), Due(True, True, True)
+
+
+def due_steps(schedule, which, minutes=0.0):
+    last = schedule.steps
+    return [s for s in range(last + 1) if getattr(schedule.due(s, minutes), which)]
+
+
+@pytest.mark.parametrize(
+    "schedule, evaluate, save",
+    [
+        (Schedule(0, 12), [12], [12]),
+        (Schedule(0, 12, eval_every=5), [5, 10, 12], [5, 10, 12]),
+        (Schedule(0, 12, checkpoint_every=5), [12], [5, 10, 12]),
+        (Schedule(0, 12, eval_every=6, checkpoint_every=4), [6, 12], [4, 6, 8, 12]),
+        (Schedule(7, 12, eval_every=5), [5, 10, 12], [5, 10, 12]),
+    ],
+)
+def test_what_is_due(schedule, evaluate, save):
+    assert due_steps(schedule, "evaluate") == evaluate
+    assert due_steps(schedule, "save") == save
+    assert due_steps(schedule, "stop") == [12]
+
+
+def test_nothing_is_due_before_the_first_step_and_all_beyond_the_last():
+    assert Schedule(0, 12, 1, 1, max_minutes=1).due(0, 2) == NOTHING
+    assert Schedule(20, 12).due(20, 0) == ALL
+
+
+def test_time_runs_out_after_at_least_one_step():
+    schedule = Schedule(3, 12, max_minutes=1)
+    assert schedule.due(3, 2) == NOTHING
+    assert schedule.due(4, 1) == NOTHING
+    assert schedule.due(4, 1.01) == ALL
+
+
+def test_train_has_the_settings_as_its_arguments():
+    parameters = inspect.signature(loop.train).parameters
+    fields = inspect.signature(Settings).parameters
+    assert list(parameters) == ["output_dir", *fields]
+    assert {name: parameters[name].default for name in fields} == {
+        name: field.default for name, field in fields.items()
+    }
+    documented = re.findall(r"^  (\w+): ", inspect.getdoc(Settings), re.MULTILINE)
+    assert [*fields, "ValueError"] == documented
+
+
+@pytest.mark.parametrize("name", ["stps", "lenght"])
+def test_a_misspelt_setting_is_an_error_of_train(tmp_path, name):
+    with pytest.raises(TypeError, match=rf"train\(\) got an unexpected keyword argument '{name}'"):
+        loop.train(tmp_path, **{name: 3})
+
+
+def test_a_missing_setting_is_an_error_of_train(tmp_path):
+    with pytest.raises(TypeError, match=r"train\(\) missing 5 required keyword-only arguments"):
+        loop.train(tmp_path, steps=3)
+
+
+def test_settings_know_the_sizes_of_an_evaluation():
+    given = {"model": None, "task": None, "optimizer": None, "steps": 1}
+    sizes = Settings(**given, batch_size=2, length=8).eval_sizes
+    assert sizes == {"batch_size": 2, "length": 8, "stride": 8}
+    sizes = Settings(**given, batch_size=2, length=8, eval_length=6, eval_stride=3).eval_sizes
+    assert sizes == {"batch_size": 2, "length": 6, "stride": 3}
