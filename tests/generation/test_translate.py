@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax import generation
-from reformax.generation import beam, scores, translation
+from reformax.generation import scores, translation
 from reformax.models import Reformer, Transformer
 from reformax.ops import dense, local, lsh
 from tests.layers import plain
@@ -37,19 +37,6 @@ MODELS = {
         3,
     ),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_fast():
-    with pytest.MonkeyPatch.context() as patch:
-        search = jax.jit(
-            beam.search,
-            static_argnums=(0,),
-            static_argnames=("beam_size", "capacity"),
-            compiler_options=plain.FAST,
-        )
-        patch.setattr(beam, "compiled_search", search)
-        yield
 
 
 @functools.cache
