@@ -1,4 +1,4 @@
-"""Attention by length beside dense causal attention: LSH and local, or exact ones.
+"""Attention by length against dense causal attention: LSH and local, or exact ones.
 
     python -m benchmarks.attention
     python -m benchmarks.attention --peers --plot docs/attention.png

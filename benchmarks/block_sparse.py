@@ -1,4 +1,4 @@
-"""Block-sparse attention by its nonzero blocks, beside dense attention and FlexAttention.
+"""Block-sparse attention by its nonzero blocks, against dense attention and FlexAttention.
 
     python -m benchmarks.block_sparse
     python -m benchmarks.block_sparse --peers --plot docs/block_sparse.png

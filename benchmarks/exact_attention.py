@@ -7,7 +7,7 @@
 print tables of
 
   * memory: what the compiled gradient needs besides its inputs and outputs, at 2^8 to 2^20 tokens
-    of one head of 64, not causal; beside it the figures of Rabe and Staats for a TPU (table 3) and
+    of one head of 64, not causal; next to it the figures of Rabe and Staats for a TPU (table 3) and
     of Dao et al. for their benchmark's batch (table 21). Nothing is run;
   * curves: TransformerLM on the source text of Python's standard library, in float32, with each
     attention in turn: the largest difference of its loss to dense attention's over the steps;

@@ -2,9 +2,9 @@
 
     python -m benchmarks.generation
 
-On a CPU: the quickstart's model at 4,096 tokens of context, a step of decoding beside the forward
+On a CPU: the quickstart's model at 4,096 tokens of context, a step of decoding against the forward
 pass over all tokens that would give the same token without a cache. On a GPU: the Reformer paper's
-12-layer enwik8 model at 16,384 tokens of context beside Hugging Face's ReformerModelWithLMHead of
+12-layer enwik8 model at 16,384 tokens of context against Hugging Face's ReformerModelWithLMHead of
 the same sizes, in the same process, where `transformers` and PyTorch are installed.
 
 Weights are random, which changes no time. A rate is of all new tokens but the first, which reading
@@ -111,7 +111,7 @@ def forward(shape: Shape, model, params) -> Callable[[], Any]:
     return lambda: np.asarray(next_token(params, text, shape.context - shape.n_new))
 
 
-def beside_the_forward(shape: Shape, repeats: int) -> None:
+def against_the_forward(shape: Shape, repeats: int) -> None:
     """Prints the time of a step and of the forward pass over all tokens."""
     table = Table("LSH", "forward of all, ms", "step, ms", "ratio", "tokens/s")
     for name, options in LSH.items():
@@ -126,7 +126,7 @@ def beside_the_forward(shape: Shape, repeats: int) -> None:
         table.row(name, *row)
 
 
-def beside_peers(shape: Shape, repeats: int, peers: bool) -> None:
+def against_peers(shape: Shape, repeats: int, peers: bool) -> None:
     """Prints the rates of reformax and of Hugging Face."""
     table = Table("model", "batch", "step, ms", "tokens/s", "prompt, s")
     steps: dict[int, float] = {}
@@ -171,9 +171,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{command_line.machine()}, medians of {args.repeats}")
     print(f"context {shape.context:,} tokens, {sizes.n_layers} layers, d_model {sizes.d_model}")
     if shape.axial:
-        beside_peers(shape, args.repeats, not args.no_peers)
+        against_peers(shape, args.repeats, not args.no_peers)
     else:
-        beside_the_forward(shape, args.repeats)
+        against_the_forward(shape, args.repeats)
 
 
 if __name__ == "__main__":

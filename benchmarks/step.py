@@ -1,4 +1,4 @@
-"""A training step of ReformerLM beside one of Trax's ReformerLM of the same shape.
+"""A training step of ReformerLM against one of Trax's ReformerLM of the same shape.
 
     python -m benchmarks.step
 

@@ -1,14 +1,14 @@
-"""Translation beside its peers: sentences decoded a second, and tokens trained a second.
+"""Translation against its peers: sentences decoded a second, and tokens trained a second.
 
     python -m benchmarks.translation --sources=newstest2014.en
 
-Decoding: the base Transformer, 6 + 6 layers and 32,000 tokens, beside Hugging Face's MarianMTModel
+Decoding: the base Transformer, 6 + 6 layers and 32,000 tokens, against Hugging Face's MarianMTModel
 of the same sizes, both with random weights. Of the sources only the lengths of the lines are read,
 as 4/3 tokens a word and an end. Both get the same batches, of similar lengths, and write as many
 tokens for each sentence of a batch as its longest source has and one. No time includes compilation.
 
 Training (--step): a step of the same model, forward, backward and Adam, with label smoothing,
-dropout 0.1 and rows packed with pairs of those lengths, beside the same model in PyTorch with SDPA
+dropout 0.1 and rows packed with pairs of those lengths, against the same model in PyTorch with SDPA
 and torch.compile: with the masks that packing needs and, which is another function and less work,
 without. A time is the mean of ten steps in a row.
 

@@ -149,7 +149,7 @@ def test_a_length_that_no_table_has_is_refused(capsys):
     assert "--lengths" in capsys.readouterr().err
 
 
-def test_models_compile_beside_each_other(monkeypatch):
+def test_models_compile_at_the_same_time(monkeypatch):
     """As many as `--threads` says: each waits here until as many others compile too."""
     barrier = threading.Barrier(3)
     compile_one = step.Runner.compile
@@ -177,7 +177,7 @@ def test_calls_take_turns():
     assert set(times) == {"a", "b"} and all(t >= 0 for t in times.values())
 
 
-def test_generation_beside_the_forward(monkeypatch, capsys):
+def test_generation_against_the_forward(monkeypatch, capsys):
     """Everything runs; the times are made up: 1 ms for the prompt, 3 for all, 9 for the forward."""
 
     def in_turn(functions, repeats):
@@ -200,7 +200,7 @@ def test_a_missing_peer_is_a_row(monkeypatch, capsys):
     monkeypatch.setattr(generation, "ours", lambda *_: (0.002, 0.1))
     monkeypatch.setattr(generation, "reformer", lambda *_, **__: (None, None))
     shape = generation.SHAPES["tiny"]._replace(axial=True)
-    generation.beside_peers(shape, repeats=1, peers=True)
+    generation.against_peers(shape, repeats=1, peers=True)
     printed = capsys.readouterr().out
     assert cells(printed, "reformax, ordinary")[1:] == ["1", "2.000", "500", "0.10"]
     name = "Hugging Face, float32, generate"

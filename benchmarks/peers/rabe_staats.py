@@ -1,9 +1,9 @@
-"""The peers of exact attention, as other code has them: plain, and Rabe and Staats' own.
+"""Peers of exact attention: plain attention, and the code that Rabe and Staats printed.
 
 `printed` follows figure 1 of "Self-attention Does Not Need O(n^2) Memory" step by step, with the
 figure's names, chunk sizes and checkpoint, written from the paper. The figure has one sequence, no
-mask and chunks that divide the length; here examples come one after the other and the future is
-hidden, which the figure has no way to skip.
+mask and chunks that divide the length. Here examples are computed one after the other, and the
+future is hidden but not skipped, since the figure skips no chunk.
 """
 
 from __future__ import annotations
@@ -62,5 +62,5 @@ def _query_chunk_attention(query, start, key, value):
 
 
 def plain(q: Array, k: Array, v: Array, causal: bool = True) -> Array:
-    """Attention with the whole matrix of scores, and what automatic differentiation makes of it."""
+    """Attention with the whole matrix of logits, differentiated automatically."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
