@@ -28,7 +28,8 @@ def parser(
     if repeats is not None:
         made.add_argument("--repeats", type=positive, default=repeats, help="timed calls of a row")
     if threads:
-        made.add_argument("--threads", type=positive, default=8, help="rows compiled at once")
+        default = min(8, os.cpu_count() or 1)
+        made.add_argument("--threads", type=positive, default=default, help="rows compiled at once")
     if plot is not None:
         made.add_argument("--plot", type=Path, help=plot)
     return made
