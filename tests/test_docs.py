@@ -70,7 +70,7 @@ COMMANDS: dict[str, str | None] = {
     "python train.py --config_file=mine.gin": STDLIB,
     "python train.py --config_file=near_and_far.gin": STDLIB,
     "python train.py --config_file=configs/strided.gin": STDLIB,
-    "python train.py --config_file=configs/quickstart.gin --output_dir=runs/dense "
+    "python train.py --config_file=configs/quickstart.gin --output_dir=runs/local "
     "--config='lm.ReformerLM.attention_type=(@local.local(),)'": STDLIB,
     "python train.py --config_file=configs/block_sparse.gin --output_dir=runs/blocks": STDLIB,
     "python train.py --config_file=configs/block_sparse.gin": STDLIB,
