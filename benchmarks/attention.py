@@ -54,9 +54,10 @@ from benchmarks.harness.table import Table
 from benchmarks.harness.timing import N_QUEUED, time_calls
 from benchmarks.peers import rabe_staats
 from reformax.ops import AttentionOp, flash, local, lsh, memory_efficient
-from reformax.ops.parts import chunked, dispatch, hashing
+from reformax.ops.parts import dispatch, hashing
 from reformax.ops.parts.masks import visibility
 from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.orders import Order
 from reformax.ops.parts.reference import reference_attention
 
 DENSE = "dense"
@@ -202,11 +203,10 @@ def check(algorithm: Algorithm, shape: Shape, dtype: str) -> Errors:
     with jax.default_matmul_precision("highest"):
         plan = jax.jit(lambda q, k: op.plan((), q, k, train=True, **options))(q, k)
         place, share = jnp.arange(q.shape[1])[None, None, None], None
-        if isinstance(plan, chunked.Order):
-            # A plan for kernels may leave the inverse out.
-            place = jnp.argsort(plan.order, axis=-1).astype(jnp.int32)
-            plan = plan._replace(slot=place)
-            share = sorted_share(algorithm, plan.order, q)
+        if isinstance(plan, Order):
+            place = jnp.argsort(plan.queries, axis=-1).astype(jnp.int32)
+            plan = plan._replace(places=place)
+            share = sorted_share(algorithm, plan.queries, q)
             place = place[..., : q.shape[1]]
     # Exact attentions are held to the oracle: not all have array operations of their own.
     kernels = dispatch.kernel_obstacles(q, k, v)

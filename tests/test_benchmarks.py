@@ -226,7 +226,7 @@ def wrong_gradient(op):
 def wrong_plan(op):
     def plan(*args, **options):
         order = op.plan(*args, **options)
-        return order._replace(order=jnp.broadcast_to(jnp.arange(64), order.order.shape))
+        return order._replace(queries=jnp.broadcast_to(jnp.arange(64), order.queries.shape))
 
     return op._replace(plan=plan)
 
@@ -234,7 +234,7 @@ def wrong_plan(op):
 def lost_positions(op):
     def plan(*args, **options):
         order = op.plan(*args, **options)
-        return order._replace(order=order.order // 2 * 2)
+        return order._replace(queries=order.queries // 2 * 2)
 
     return op._replace(plan=plan)
 

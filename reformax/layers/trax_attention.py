@@ -27,7 +27,8 @@ from reformax.layers.dropout import check_rate, dropout
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
 from reformax.ops.parts import hashing, sorting
-from reformax.ops.parts.chunked import in_a_circle
+from reformax.ops.parts.circle import in_a_circle
+from reformax.ops.parts.orders import ChunkSizes
 
 # The score that Trax gives a position's own key to hide it.
 SELF_SCORE = -1e5
@@ -383,6 +384,6 @@ class LSHSelfAttention(TraxAttention):
             buckets, n_buckets, segments, -length % min(self.chunk_len, length)
         )
         if length > self.chunk_len:
-            chunks = self.chunk_len, self.n_chunks_before, self.n_chunks_after
-            plan = in_a_circle(plan, *chunks)
-        return plan, (stored, rngs)
+            sizes = ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
+            plan = in_a_circle(plan, sizes)
+        return plan.with_places(), (stored, rngs)

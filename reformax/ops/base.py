@@ -33,6 +33,7 @@ class Traits(NamedTuple):
     bias: bool = False  # it can add a given bias to the scores
     exact: bool = False  # it attends to every visible key
     random_plan: bool = False  # its plan is drawn at random and needs an rng
+    causal_plan: bool = True  # in a causal call, where a position looks depends on no later one
     beams: bool = False  # in beam search, `step` finds a beam's past in other beams' caches
 
 

@@ -4,9 +4,9 @@ A pattern is a function of the two lengths in blocks, so that one gin line serve
 
     block_sparse.block_sparse.pattern = @block_patterns.butterfly()
 
-What it says of a query's block and a key's does not depend on how many blocks there are: a longer
-sequence only adds rows and columns, padding changes nothing, and decoding step by step computes
-what one call does. Causality is the call's own affair: a causal one leaves out what lies above the
+Whether a block of queries sees a block of keys does not depend on the number of blocks. A longer
+sequence only adds rows and columns, padding changes nothing, and decoding step by step computes the
+same as one call. Patterns know nothing of causality: a causal call leaves out the blocks above the
 diagonal of any pattern.
 """
 
@@ -24,19 +24,18 @@ Pattern = Callable[[int, int], Mask]
 def butterfly(*, n_factors: int | None = None, n_global: int = 0) -> Pattern:
     """The fixed butterfly of block-sparse FlashAttention (Dao et al. 2022, sec. 3.3).
 
-    That is the flat block butterfly of Dao et al. 2021 ("Pixelated Butterfly", def. 3.4): a
-    butterfly matrix is a product of log2(n) factors, the m-th of which mixes positions whose
-    numbers differ in bit m alone, and a flat one is their sum. Block i so sees itself and the
-    blocks `i XOR 2^m`, 1 + log2(n) of them. `n_global` adds the paper's low-rank term in its form
-    for masks: blocks that see and are seen by all.
+    It is the flat block butterfly of Dao et al. 2021 ("Pixelated Butterfly", def. 3.4). A butterfly
+    matrix is a product of log2(n) factors, the m-th of which mixes positions whose numbers differ
+    only in bit m; a flat butterfly is the sum of these factors. Block i therefore sees itself and
+    the blocks `i XOR 2^m`, together 1 + log2(n) blocks. `n_global` adds the paper's low-rank term
+    in its form for masks: blocks that see all and are seen by all.
 
     Args:
-      n_factors: how many factors, those of the nearest blocks first; None is all that the length
-        has.
+      n_factors: the number of factors, beginning with the nearest blocks; None is all of them.
       n_global: how many of the first blocks see all and are seen by all.
 
     Raises:
-      ValueError: a number below 0, or no factor.
+      ValueError: n_factors below 1, or n_global below 0.
     """
     if n_factors is not None:
         _check(n_factors=(n_factors, 1))
@@ -54,11 +53,11 @@ def butterfly(*, n_factors: int | None = None, n_global: int = 0) -> Pattern:
 def strided(*, stride: int = 8) -> Pattern:
     """The strided pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3), in blocks.
 
-    A block sees those up to `stride` away, and every block at a multiple of `stride` from it: the
-    union of the paper's two sets, which one head here attends to at once (its "merged" head).
+    A block sees the blocks up to `stride` away and those at a multiple of `stride` from it. This is
+    the union of the paper's two sets, which every head attends to (the paper's "merged" head).
 
     Args:
-      stride: the paper's l, in blocks; near the square root of the length it makes cost least.
+      stride: the paper's l, in blocks; the cost is least near the square root of the length.
 
     Raises:
       ValueError: stride below 1.
@@ -75,8 +74,8 @@ def strided(*, stride: int = 8) -> Pattern:
 def fixed(*, stride: int = 8, n_summary: int = 1) -> Pattern:
     """The fixed pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3), in blocks.
 
-    The sequence is cut into stretches of `stride` blocks. A block sees its own stretch, and the
-    last `n_summary` blocks of every stretch, which summarise it.
+    The sequence is cut into stretches of `stride` blocks. A block sees its own stretch and the last
+    `n_summary` blocks of every stretch, which summarise it.
 
     Args:
       stride: the paper's l, in blocks.
@@ -98,8 +97,8 @@ def fixed(*, stride: int = 8, n_summary: int = 1) -> Pattern:
 def local_global(*, n_before: int = 1, n_after: int = 1, n_global: int = 1) -> Pattern:
     """A sliding window and some global blocks (Longformer, Beltagy et al. 2020, sec. 3.1).
 
-    Also BigBird (Zaheer et al. 2020, sec. 2) in its form without random blocks: the first blocks
-    are global, they see all and are seen by all.
+    The first blocks are global: they see all and are seen by all. This is also BigBird (Zaheer et
+    al. 2020, sec. 2) without its random blocks.
 
     Args:
       n_before: how many blocks before its own a block sees.
@@ -132,7 +131,8 @@ def _blockwise(rule: Callable) -> Pattern:
     return pattern
 
 
-def _check(**numbers: tuple[int, int]) -> None:
-    for name, (n, least) in numbers.items():
+def _check(**arguments: tuple[int, int]) -> None:
+    """Raises `ValueError` for a number below its minimum, `name=(number, minimum)`."""
+    for name, (n, least) in arguments.items():
         if n < least:
             raise ValueError(f"{name} is {n}: expected at least {least}")

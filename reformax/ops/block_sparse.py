@@ -1,16 +1,18 @@
 """Block-sparse attention: only the nonzero blocks of a mask (FlashAttention, algorithm 5).
 
-Dao et al. 2022 ("FlashAttention", sec. 3.3 and appendix D.1) leave those blocks of the score matrix
-out that a block mask has as zero; the softmax is over what remains. Time is proportional to the
-nonzero blocks in both passes, memory to the length. Patterns are in `block_patterns`.
+A block mask says which blocks of the score matrix to leave out; the softmax is over the others (Dao
+et al. 2022, "FlashAttention", sec. 3.3 and appendix D.1). Time is proportional to the number of
+nonzero blocks in both passes, and memory to the length. Patterns are in `block_patterns`.
 
-The arithmetic is FlashAttention's: in array operations that of `tiles`, one after the other, and on
-NVIDIA GPUs that of `kernels.block_sparse`.
+The arithmetic is FlashAttention's: in array operations that of `tiles`, one tile after the other,
+and on NVIDIA GPUs that of `kernels.block_sparse`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +24,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
 from reformax.ops.parts import block_lists, tiles
 from reformax.ops.parts.block_lists import MIN_TILE, Layout, Rows
-from reformax.ops.parts.cache import attend_to, keep, put
+from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.masks import segment_pair
 
@@ -41,71 +43,103 @@ def block_sparse(
     Args:
       pattern: which block of queries sees which block of keys: a boolean array, `[n_blocks_q,
         n_blocks_k]` or with an axis for heads in front, or a function of the two numbers of blocks
-        that returns one, such as those of `block_patterns`. An array fits one length, give or take
-        a block, and cannot decode.
-      block_size: positions in a block; a pair of them is for queries and keys.
+        that returns one, such as those of `block_patterns`. An array fits one number of blocks and
+        cannot decode.
+      block_size: positions in a block; a pair is for queries and keys.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later,
         heads of 128 or less and blocks of a multiple of 16; `"pallas_interpret"` runs it anywhere,
-        slowly, for tests. `"auto"` takes the kernel where it computes this same function.
+        slowly, for tests. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a block size below 1, a pattern that is no block mask, an unknown `impl`; at the
-        call, a mask of another shape than the blocks of queries and keys.
+        call, a mask whose shape is not the numbers of blocks.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
     block_q, block_k = _check_block_size(block_size)
     given = None if callable(pattern) else _check_mask(pattern)
 
-    def layout(n_queries: int, n_keys: int, n_heads: int, causal: bool, dropout: float) -> Layout:
-        shape = -(-n_queries // block_q), -(-n_keys // block_k)
-        mask = _check_mask(pattern(*shape)) if given is None else given
-        if mask.shape not in (shape, (n_heads, *shape)):
-            raise ValueError(
-                f"pattern has shape {mask.shape}: expected {shape}, the blocks of {block_q} in "
-                f"{n_queries} queries and of {block_k} in {n_keys} keys, or {(n_heads, *shape)}"
-            )
-        mask = mask[None] if mask.ndim == 2 else mask
-        return Layout(mask, block_q, block_k, n_queries, n_keys, causal, dropout)
-
-    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
-        del params, plan
-        here = layout(q.shape[1], k.shape[1], q.shape[2], causal, dropout)
-        odd = None if block_q % MIN_TILE == block_k % MIN_TILE == 0 else (block_q, block_k)
-        chosen = choose(impl, **kernel_obstacles(q, k, v, block_size=odd))
-        if chosen == "xla":
-            return _in_tiles(here, q, k, v, segments, rng)
-        from reformax.ops.kernels import block_sparse as kernel
-
-        interpret = chosen == "pallas_interpret"
-        return kernel.attend(here, interpret, q, k, v, segment_pair(segments), rng)
-
-    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng):
-        del params, plan, rng
-        return keep(k, v, lengths, capacity)
-
-    def step(params, q, k, v, cache, *, position):
-        del params
-        cache = put(cache, k, v, position)
-        n_heads, capacity = cache.keys.shape[1:3]
-        rows = layout(capacity, capacity, n_heads, True, 0.0).rows(block_q, block_k)
-        # The keys of the blocks that the query's own sees, [B, G, M].
-        width = max(1, rows.count.max())
-        seen = block_lists.padded_entries(rows, block_lists.cut(rows, width), width, capacity)
-        seen = jnp.asarray(seen.reshape(-1, -(-capacity // block_q), width))
-        seen = jnp.swapaxes(seen[:, position // block_q], 0, 1)[..., None]
-        held = (seen * block_k + jnp.arange(block_k)).reshape(*seen.shape[:2], -1)
-        index = jnp.minimum(held, capacity - 1)[..., None]
-        some = (jnp.take_along_axis(x, index, axis=2) for x in cache)
-        return attend_to(q, *some, held <= position[:, None, None]), cache
-
+    layout_of = functools.partial(_layout, pattern if given is None else given, block_q, block_k)
     return AttentionOp(
         init=no_params,
         plan=no_plan,
-        apply=apply,
+        apply=functools.partial(_apply, layout_of, impl),
         traits=Traits(cross=True),
-        **(dict(init_cache=init_cache, step=step) if given is None else {}),
+        init_cache=_init_cache if given is None else None,
+        step=functools.partial(_step, layout_of) if given is None else None,
     )
+
+
+def _layout(
+    pattern: Pattern | Mask,
+    block_q: int,
+    block_k: int,
+    n_queries: int,
+    n_keys: int,
+    n_heads: int,
+    causal: bool,
+    dropout: float,
+) -> Layout:
+    """The layout of a call."""
+    shape = -(-n_queries // block_q), -(-n_keys // block_k)
+    mask = _check_mask(pattern(*shape)) if callable(pattern) else pattern
+    if mask.shape not in (shape, (n_heads, *shape)):
+        raise ValueError(
+            f"pattern has shape {mask.shape}: expected {shape}, the blocks of {block_q} in "
+            f"{n_queries} queries and of {block_k} in {n_keys} keys, or {(n_heads, *shape)}"
+        )
+    mask = mask[None] if mask.ndim == 2 else mask
+    return Layout(mask, block_q, block_k, n_queries, n_keys, causal, dropout)
+
+
+def _apply(
+    layout_of: Callable[..., Layout],
+    impl: str,
+    params,
+    q,
+    k,
+    v,
+    *,
+    plan,
+    segments,
+    causal,
+    dropout,
+    rng,
+):
+    del params, plan
+    layout = layout_of(q.shape[1], k.shape[1], q.shape[2], causal, dropout)
+    sizes = layout.block_q, layout.block_k
+    odd = sizes if any(size % MIN_TILE for size in sizes) else None
+    impl = choose(impl, **kernel_obstacles(q, k, v, block_size=odd))
+    if impl == "xla":
+        return _in_tiles(layout, q, k, v, segments, rng)
+    from reformax.ops.kernels import block_sparse as kernel
+
+    interpret = impl == "pallas_interpret"
+    return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)
+
+
+def _init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
+    del params, q, plan, rng
+    return fill_ring(k, v, lengths, capacity)
+
+
+def _step(layout_of: Callable[..., Layout], params, q, k, v, cache: KeyValues, *, position):
+    del params
+    cache = add_to_ring(cache, k, v, position)
+    n_heads, capacity = cache.keys.shape[1:3]
+    layout = layout_of(capacity, capacity, n_heads, True, 0.0)
+    block_q, block_k = layout.block_q, layout.block_k
+    rows = layout.rows(block_q, block_k)
+    # The keys of the blocks that the query's own block sees, [B, G, M].
+    width = max(1, rows.count.max())
+    seen = block_lists.padded_entries(rows, block_lists.cut(rows, width), width, capacity)
+    seen = jnp.asarray(seen.reshape(-1, -(-capacity // block_q), width))
+    seen = jnp.swapaxes(seen[:, position // block_q], 0, 1)[..., None]
+    seen = (seen * block_k + jnp.arange(block_k)).reshape(*seen.shape[:2], -1)
+    index = jnp.minimum(seen, capacity - 1)[..., None]
+    keys, values = (jnp.take_along_axis(x, index, axis=2) for x in cache)
+    return attend_to(q, keys, values, seen <= position[:, None, None]), cache
 
 
 def _check_block_size(block_size: Any) -> tuple[int, int]:

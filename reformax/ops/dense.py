@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.cache import ring_decoding
+from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import check_impl, choose
 from reformax.ops.parts.masks import visibility
@@ -20,9 +20,9 @@ def dense(*, impl: str = "auto") -> AttentionOp:
     """Attention of each query to every visible key.
 
     Args:
-      impl: `"xla"` runs everywhere; its gradient recomputes the scores, so that no T x S array is
-        kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
-        without segments, bias and dropout. `"auto"` takes it where it computes this same function.
+      impl: `"xla"` runs everywhere. Its gradient computes the scores again, so that no T x S array
+        is kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
+        without segments, bias and dropout. `"auto"` takes it where it computes the same function.
 
     Raises:
       ValueError: an unknown `impl`.
@@ -34,7 +34,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
         plan=no_plan,
         apply=functools.partial(_apply, impl=impl),
         traits=Traits(cross=True, bias=True, exact=True, beams=True),
-        **ring_decoding(shared_qk=False, n_slots=lambda capacity: capacity, first=lambda now: 0),
+        **full_decoding(),
     )
 
 

@@ -1,14 +1,15 @@
 """FlashAttention: exact attention in tiles, without the T x S matrix (Dao et al. 2022).
 
-The forward pass walks through tiles of scores with a running maximum and sum, and keeps of each row
-its output and these two, the log-sum-exp; the backward pass computes the scores again from them
-(algorithms 1, 2 and 4). The log-sum-exp is kept in two parts, because as one number it rounds away
-what tells weights apart where scores are large. Dropout's mask is a function of each weight's
-address, and so the same in both passes and in any tiling.
+The forward pass walks through tiles of scores with a running maximum and sum. Of each row it keeps
+the output and these two, from which the backward pass computes the scores again (algorithms 1, 2
+and 4). They are kept apart: added up to the log-sum-exp, the sum would be rounded away where scores
+are large. Dropout's mask is a function of each weight's address, so it is the same in both passes
+and in any tiling.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -18,7 +19,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import tiles
 from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.block_lists import Everything
-from reformax.ops.parts.cache import ring_decoding
+from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.masks import segment_pair
@@ -35,15 +36,15 @@ def flash(
     """Attention of each query to every visible key, in memory linear in the length.
 
     Args:
-      query_block_size: queries of a tile of `impl="xla"`; None is what the backend is fast with.
-      key_block_size: keys of a tile, likewise.
-      scale: what products of queries and keys are multiplied by; None is `1 / sqrt(H)`.
+      query_block_size: queries in a tile of `impl="xla"`; None is a size that suits the backend.
+      key_block_size: keys in a tile, likewise.
+      scale: the factor of the products of queries and keys; None is `1 / sqrt(H)`.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
-        and bfloat16 without segments, bias and dropout. `"pallas"` is ours, that of block-sparse
+        and bfloat16 without segments, bias and dropout. `"pallas"` is the kernel of block-sparse
         attention with every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
-        without bias and `scale`; of segments it computes what they let see and no more.
-        `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"` takes the first of cuDNN,
-        Pallas and XLA that computes the call.
+        without bias and `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it
+        anywhere, slowly, for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes
+        the call.
 
     Raises:
       ValueError: a size below 1, a scale that is not above 0, an unknown `impl`.
@@ -54,52 +55,53 @@ def flash(
     if scale is not None and not 0.0 < scale < math.inf:
         raise ValueError(f"scale is {scale}: expected a number above 0, or None for 1 / sqrt(H)")
 
-    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None):
-        del params, plan
-        bias_shape = None if bias is None else bias.shape
-        chosen = choose(
-            impl,
-            cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias),
-            **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
-        )
-        if chosen == "cudnn":
-            return cudnn_attention(q, k, v, causal=causal, scale=scale)
-        if chosen == "xla":
-            return in_tiles(q, k, v, bias, segments, causal, dropout, rng)
-        from reformax.ops.kernels import block_sparse as kernel
-
-        layout = Everything(q.shape[1], k.shape[1], causal, dropout)
-        interpret = chosen == "pallas_interpret"
-        return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)
-
-    def in_tiles(q, k, v, bias, segments, causal, dropout, rng):
-        tiling = tiles.Tiling(
-            query_size=min(query_block_size or default_block_size(q), q.shape[1]),
-            key_size=min(key_block_size or default_block_size(q), k.shape[1]),
-            causal=causal,
-            scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
-            dropout=dropout,
-        )
-        every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-        x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
-        return tiles.attend(tiles.forward, tiling, x, every)
-
+    sizes = query_block_size, key_block_size
     return AttentionOp(
         init=no_params,
         plan=no_plan,
-        apply=apply,
+        apply=functools.partial(_apply, block_sizes=sizes, scale=scale, impl=impl),
         traits=Traits(cross=True, bias=True, exact=True, beams=True),
-        **ring_decoding(
-            shared_qk=False, n_slots=lambda capacity: capacity, first=lambda now: 0, scale=scale
-        ),
+        **full_decoding(scale=scale),
     )
 
 
-def default_block_size(q: Float[Array, "B T N H"]) -> int:
-    """Queries, and keys, of a tile.
+def _apply(
+    params, q, k, v, *, plan, segments, causal, dropout, rng, block_sizes, scale, impl, bias=None
+):
+    del params, plan
+    bias_shape = None if bias is None else bias.shape
+    impl = choose(
+        impl,
+        cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias),
+        **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
+    )
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    if impl == "cudnn":
+        return cudnn_attention(q, k, v, causal=causal, scale=scale)
+    if impl != "xla":
+        from reformax.ops.kernels import block_sparse as kernel
 
-    A CPU's tile fits its cache. A GPU's is worth the start of its kernels, all heads together, and
-    yet a small part of the sequence, so that tiles take no more memory than the inputs.
+        layout = Everything(n_queries, n_keys, causal, dropout)
+        interpret = impl == "pallas_interpret"
+        return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)
+    query_size, key_size = (size or default_block_size(q) for size in block_sizes)
+    tiling = tiles.Tiling(
+        query_size=min(query_size, n_queries),
+        key_size=min(key_size, n_keys),
+        causal=causal,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        dropout=dropout,
+    )
+    every = tiles.every_tile(tiling, n_queries, n_keys)
+    x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
+    return tiles.attend(tiles.forward, tiling, x, every)
+
+
+def default_block_size(q: Float[Array, "B T N H"]) -> int:
+    """How many queries, and how many keys, a tile has.
+
+    A CPU's tile fits its cache. A GPU's tile, of all heads, is large enough to pay for the start of
+    its kernels, and small enough that tiles take no more memory than the inputs.
     """
     n_batch, length, n_heads, _ = q.shape
     if jax.default_backend() == "cpu":

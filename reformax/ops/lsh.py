@@ -2,39 +2,89 @@
 
 Shared-QK attention in which a query sees the keys that fall near it when the sequence is sorted by
 hash bucket. Angular hashing (Andoni et al. 2015) projects each vector on random directions and
-takes the direction it points along most: vectors at a small angle share a bucket with high
+takes the direction it points along most. Vectors at a small angle then share a bucket with high
 probability, and several rounds make a miss in all of them unlikely. Time is
 O(n_hashes * T * chunk_len).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jax import lax
-from jaxtyping import ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.parts.chunked import (
-    Chunks,
-    Order,
-    check_chunks,
-    chunked_attention,
-    in_a_circle,
-    inverse,
-    padding,
-)
+from reformax.ops.parts.chunked import chunked_attention
+from reformax.ops.parts.circle import in_a_circle, own_weight
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.hashing import (
-    auto_buckets,
-    bucket_factors,
-    check_rotations,
-    draw_rotations,
-    hash_by,
-)
+from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
 from reformax.ops.parts.lsh_decoding import lsh_decoding
+from reformax.ops.parts.orders import ChunkSizes, Order, check_chunks
 from reformax.ops.parts.sorting import sort_by_bucket, within_buckets
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of `lsh`, whose arguments they are."""
+
+    chunk_len: int
+    n_hashes: int
+    n_hashes_eval: int | None
+    n_buckets: int | Sequence[int] | str
+    n_chunks_before: int
+    n_chunks_after: int
+    count_once: bool
+    strictly_causal: bool
+    wrap: bool
+    pad_chunks: int
+    self_score: float | None
+    rotations: Float[ArrayLike, "N H R F"] | None
+    impl: str
+
+    @property
+    def chunks(self) -> ChunkSizes:
+        """The sizes of chunks."""
+        return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
+
+    @property
+    def hashing(self) -> Hashing:
+        """The numbers of buckets and the rotations."""
+        factors = None if self.n_buckets == "auto" else bucket_factors(self.n_buckets)
+        return Hashing(factors, self.chunk_len, self.rotations)
+
+    @property
+    def whole(self) -> int:
+        """The number of places that a sequence of several chunks is padded to a multiple of."""
+        return self.chunk_len * (self.pad_chunks if self.wrap else 1)
+
+    def n_rounds(self, train: bool) -> int:
+        """The number of hashing rounds."""
+        return self.n_hashes if train or self.n_hashes_eval is None else self.n_hashes_eval
+
+    def check(self) -> None:
+        """Raises `ValueError` for sizes out of range and options that exclude each other."""
+        check_impl(self.impl, *KERNELS)
+        check_chunks(*self.chunks, self.pad_chunks)
+        if self.wrap and self.count_once:
+            raise ValueError("wrap is True and count_once is True: set count_once=False")
+        for name, n in (("n_hashes", self.n_hashes), ("n_hashes_eval", self.n_rounds(False))):
+            if n < 1:
+                raise ValueError(f"{name} is {n}: expected at least 1")
+        factors = self.hashing.factors
+        if self.strictly_causal and (self.n_chunks_before < 1 or self.n_chunks_after > 0):
+            raise ValueError(
+                f"strictly_causal=True with n_chunks_before={self.n_chunks_before} and "
+                f"n_chunks_after={self.n_chunks_after}: expected at least 1 and 0"
+            )
+        if self.wrap and self.strictly_causal:
+            raise ValueError("wrap is True and strictly_causal is True: leave one out")
+        if self.rotations is not None and factors is None:
+            raise ValueError(
+                "rotations are given and n_buckets is 'auto': give the number of buckets"
+            )
 
 
 @named
@@ -60,37 +110,36 @@ def lsh(
     where one chunk covers the length, it is `shared_qk.shared_qk()` itself. The first chunk has no
     chunk before it, unless `wrap` is set.
 
-    A step of decoding computes the last row of attention over the tokens so far. Rows before it are
-    not computed again, though a later token may have moved a chunk border, which decides what they
-    see when all positions are computed at once. With `strictly_causal` nothing that follows decides
-    what a position sees, and decoding computes the same function as all at once.
+    A step of decoding computes the last row of attention over the tokens so far. Earlier rows are
+    not computed again. A later token may have moved a chunk border, though, and where all positions
+    are computed at once, borders decide what a row sees. With `strictly_causal`, no later token
+    decides what a position sees, and decoding computes the same function as one call.
 
     Args:
       chunk_len: positions in a chunk of the sorted sequence.
       n_hashes: hashing rounds in training.
       n_hashes_eval: rounds at evaluation; by default as many as in training.
-      n_buckets: even; or a sequence of even factors, each hashed with its own rotation, the bucket
-        being their mixed-radix number (for many buckets: factors a, b cost a + b, not a * b);
-        or "auto", about two buckets a chunk of the sequence, padding included, or of the capacity
-        in decoding; factored above 128.
+      n_buckets: an even number; or a sequence of even factors, each hashed with its own rotation,
+        where the bucket is their mixed-radix number (for many buckets: factors a, b cost a + b, not
+        a * b); or "auto", about two buckets a chunk. "auto" counts the chunks of the sequence,
+        padding included, or in decoding those of the capacity; above 128 it makes two factors.
       n_chunks_before: how many chunks before its own, in sorted order, a query sees.
       n_chunks_after: how many chunks after its own.
       count_once: True counts a key once however many rounds show it, as the paper's N_ij does
         (appendix A); False counts it each time, as Trax does.
-      strictly_causal: whether a query sees in each round the keys of its own bucket alone, those
-        among the `chunk_len * n_chunks_before` places before its own in sorted order. For causal
-        attention; the plan then is three integers a position in place of two.
+      strictly_causal: True shows a query, in each round, only the keys of its own bucket that are
+        among the `chunk_len * n_chunks_before` places before its own. For causal attention. The
+        plan is then three integers a position in place of two.
       wrap: True sets the rounds' chunks in a circle, as Trax and Hugging Face do: before a round's
-        first chunk is the last one of the round before, and before the first round's that of the
-        last. Needs `count_once=False`.
-      pad_chunks: the sequence is padded to a multiple of so many chunks, which only `wrap` can
-        tell: the last chunk may be padding alone.
-      self_score: the score that Trax and Hugging Face give a position's own key, -1e5. Among scores
-        so large float32 is coarse, and one that sees nothing else gets its own value times a number
-        that is up to half a percent off 1, which this reproduces; None makes it 1. A step of
-        decoding makes it 1.
-      rotations: what to hash with instead of rotations drawn from the rng: N heads, heads of size
-        H, at least as many rounds R as are used, half the sum F of the factors of `n_buckets`.
+        first chunk is the last chunk of the round before, and before the first round the last one.
+        Needs `count_once=False`.
+      pad_chunks: with `wrap`, the sequence is padded to a multiple of so many chunks.
+      self_score: the score that Trax and Hugging Face give a position's own key, -1e5. Float32 is
+        coarse among scores so large: a position that sees nothing else gets its own value times a
+        number up to half a percent off 1. This reproduces it. None, and a step of decoding, make
+        it 1.
+      rotations: the rotations to hash with, in place of some drawn from the rng. N heads of size H,
+        at least as many rounds R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less, without `strictly_causal`, `wrap` and `self_score`;
         `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes them where they
@@ -100,94 +149,64 @@ def lsh(
       ValueError: sizes out of range, an unknown `impl`, or options that exclude each other.
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
-    check_impl(impl, *KERNELS)
-    check_chunks(chunk_len, n_chunks_before, n_chunks_after, pad_chunks)
-    if wrap and count_once:
-        raise ValueError("wrap is True and count_once is True: set count_once=False")
-    if n_hashes_eval is None:
-        n_hashes_eval = n_hashes
-    for name, n in (("n_hashes", n_hashes), ("n_hashes_eval", n_hashes_eval)):
-        if n < 1:
-            raise ValueError(f"{name} is {n}: expected at least 1")
-    factors = None if n_buckets == "auto" else bucket_factors(n_buckets)
-    if strictly_causal and (n_chunks_before < 1 or n_chunks_after > 0):
-        raise ValueError(
-            f"strictly_causal=True with n_chunks_before={n_chunks_before} and "
-            f"n_chunks_after={n_chunks_after}: expected at least 1 and 0"
-        )
-    if wrap and strictly_causal:
-        raise ValueError("wrap is True and strictly_causal is True: leave one")
-    if rotations is not None and factors is None:
-        raise ValueError("rotations are given and n_buckets is 'auto': give the number of buckets")
-
-    def implementation(q, v=None):
-        options = dict(strictly_causal=strictly_causal, wrap=wrap, self_score=self_score)
-        return choose(impl, **kernel_obstacles(q, None, v, **options))
-
-    def sizes_for(length):
-        return factors or auto_buckets(length, chunk_len)
-
-    def draw(vectors, sizes, n_rounds, rng):
-        if rotations is None:
-            return draw_rotations(vectors, sizes, n_rounds, rng)
-        return check_rotations(rotations, vectors, sizes, n_rounds)
-
-    def plan(params, q, k, *, segments, causal, rng, train, length=None) -> Order | None:
-        del params, k, causal
-        if q.shape[1] <= chunk_len and not strictly_causal:
-            return None  # One chunk shows every key, in whatever order.
-        sizes = sizes_for(length or q.shape[1])
-        n_rounds = n_hashes if train else n_hashes_eval
-        vectors, which = lax.stop_gradient(q), implementation(q)
-        buckets = hash_by(draw(vectors, sizes, n_rounds, rng), vectors, sizes, which)
-        order = sort_by_bucket(
-            buckets, math.prod(sizes), segments, padding(q.shape[1], chunk_len, pad_chunks)
-        )
-        if wrap:
-            order = in_a_circle(order, chunk_len, n_chunks_before, n_chunks_after)
-        if strictly_causal:
-            return within_buckets(order, buckets, chunk_len * n_chunks_before)
-        # A kernel writes its rows where they belong; it asks only which rounds showed a key before.
-        unasked = which != "xla" and (n_rounds == 1 or not count_once)
-        return order._replace(slot=None) if unasked else order
-
-    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
-        del params
-        chunks = Chunks(
-            length=q.shape[1],
-            chunk_len=min(chunk_len, q.shape[1]),
-            n_chunks_before=n_chunks_before,
-            n_chunks_after=n_chunks_after,
-            causal=causal,
-            shared_qk=True,
-            count_once=count_once,
-            dropout=dropout,
-            wrap=wrap and q.shape[1] > chunk_len,
-            n_pad=padding(q.shape[1], chunk_len, pad_chunks),
-            self_score=self_score,
-        )
-        which = implementation(q, v)
-        if which == "xla" and plan is not None and plan.slot is None:  # values rule the kernel out
-            plan = plan._replace(slot=inverse(plan.order))
-        return chunked_attention(q, k, v, chunks, plan, segments, rng, which)
-
+    settings = Settings(**locals())
+    settings.check()
     return AttentionOp(
         init=no_params,
-        plan=plan,
-        apply=apply,
+        plan=functools.partial(_plan, settings),
+        apply=functools.partial(_apply, settings),
         traits=Traits(
             shared_qk=True,
             random_plan=rotations is None,
+            causal_plan=strictly_causal,
             bidirectional=not strictly_causal,
         ),
-        **lsh_decoding(
-            chunk_len=chunk_len,
-            n_chunks_before=n_chunks_before,
-            n_chunks_after=n_chunks_after,
-            count_once=count_once,
-            strictly_causal=strictly_causal,
-            circle=chunk_len * pad_chunks if wrap else None,
-            draw=lambda q, capacity, rng: draw(q, sizes_for(capacity), n_hashes_eval, rng),
-            sizes_for=sizes_for,
-        ),
+        **lsh_decoding(settings),
     )
+
+
+def _choose(settings: Settings, q: Array, v: Array | None = None) -> str:
+    """The implementation of a call, whose values may not be known yet."""
+    obstacles = kernel_obstacles(
+        *(q, None, v),
+        strictly_causal=settings.strictly_causal,
+        wrap=settings.wrap,
+        self_score=settings.self_score,
+    )
+    return choose(settings.impl, **obstacles)
+
+
+def _plan(
+    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+) -> Order | None:
+    """The order by bucket in each round; None where one chunk shows every key."""
+    del params, k, causal
+    one_chunk = q.shape[1] <= settings.chunk_len
+    if one_chunk and not settings.strictly_causal:
+        return None
+    vectors, impl = lax.stop_gradient(q), _choose(settings, q)
+    length, n_rounds = length or q.shape[1], settings.n_rounds(train)
+    factors = settings.hashing.factors_for(length)
+    rotations = settings.hashing.rotations_for(vectors, length, n_rounds, rng)
+    buckets = hash_by(rotations, vectors, factors, impl)
+    n_pad = 0 if one_chunk else -q.shape[1] % settings.whole
+    order = sort_by_bucket(buckets, math.prod(factors), segments, n_pad)
+    if settings.strictly_causal:
+        return within_buckets(order, buckets, settings.chunk_len * settings.n_chunks_before)
+    if settings.wrap:
+        order = in_a_circle(order, settings.chunks)
+    # A kernel asks for places only to tell which keys an earlier round has shown.
+    asks = impl == "xla" or (n_rounds > 1 and settings.count_once)
+    return order.with_places() if asks else order
+
+
+def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+    del params
+    chunks = settings.chunks.cut(
+        q.shape[1], causal=causal, shared_qk=True, count_once=settings.count_once, dropout=dropout
+    )
+    impl = _choose(settings, q, v)
+    alone = None
+    if settings.self_score is not None and plan is not None:
+        alone = own_weight(settings.self_score, plan, settings.chunks)
+    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl, own_weight=alone)

@@ -1,14 +1,13 @@
 """Attention in chunks that are summarised one by one (Rabe and Staats 2021, figure 1).
 
-Queries come in chunks, one after the other. For each, every chunk of keys is summarised by itself:
-its maximal score, the sum of its weights relative to that, and the sum of its weighted values. In
-the end the summaries are rescaled to the largest maximum and added up. At no time is there more
-than one chunk of scores.
+Queries come in chunks, one after the other. For each, every chunk of keys has a summary of its own:
+its largest score, the sum of its weights relative to that score, and the sum of its weighted
+values. At the end the summaries are rescaled to the largest score of all and added up. There is
+never more than one chunk of scores.
 
-The gradient computes the scores of each chunk again, which is what the paper's checkpoint around
-the summary is for. It is analytic and not left to automatic differentiation, which goes through the
-loop over keys of every chunk of queries and so keeps, for each of them, copies of all keys and
-values: memory of `T / query_chunk_size` times the inputs.
+The gradient computes the scores of each chunk again, as does the paper's checkpoint around the
+summary. It is analytic: automatic differentiation would keep copies of all keys and values for each
+chunk of queries, which is `T / query_chunk_size` times the inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import tiles
 from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.block_lists import MIN_TILE, Layout
-from reformax.ops.parts.cache import ring_decoding
+from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.softmax import Softmax
 
@@ -39,13 +38,13 @@ def memory_efficient(
 ) -> AttentionOp:
     """Attention of each query to every visible key, one chunk of scores at a time.
 
-    Chunks that a causal mask hides are not computed, and those around the diagonal have the size of
-    the queries' chunk where that is smaller.
+    Chunks that a causal mask hides are not computed. Chunks around the diagonal are no larger than
+    the queries' chunk.
 
     Args:
-      query_chunk_size: queries of a chunk; `"sqrt"` is the square root of their number.
-      key_chunk_size: keys of a chunk, likewise. A chunk of queries has as many summaries as there
-        are chunks of keys; `"sqrt"` makes them as many as the keys of one, the least memory.
+      query_chunk_size: queries in a chunk; `"sqrt"` is the square root of their number.
+      key_chunk_size: keys in a chunk; `"sqrt"` is the square root of their number, which takes the
+        least memory: as many summaries as there are keys in a chunk.
       impl: how the forward pass summarises a chunk. `"xla"` runs everywhere. `"pallas"` is the
         kernel of `block_sparse`, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
         without segments, bias and dropout, for chunks of a multiple of 16 that divide the lengths
@@ -59,42 +58,45 @@ def memory_efficient(
     check_impl(impl, *KERNELS)
     check_sizes("sqrt", query_chunk_size=query_chunk_size, key_chunk_size=key_chunk_size)
 
-    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None):
-        del params, plan
-        query_size = chunk_size(query_chunk_size, q.shape[1])
-        key_size = chunk_size(key_chunk_size, k.shape[1])
-        tiling = tiles.Tiling(
-            query_size=query_size,
-            key_size=min(query_size, key_size) if causal else key_size,
-            causal=causal,
-            scale=1 / math.sqrt(q.shape[-1]),
-            dropout=dropout,
-        )
-        options = dict(
-            segments="given" if segments is not None else None,
-            bias=None if bias is None else bias.shape,
-            dropout=dropout,
-            chunks=_uneven(tiling, key_size, q.shape[1], k.shape[1]),
-        )
-        chosen = choose(impl, **kernel_obstacles(q, k, v, **options))
-        summary = tiles.summary
-        if chosen != "xla":
-            summary = functools.partial(kernel_summary, chosen == "pallas_interpret")
-        every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-        x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
-        return tiles.attend(functools.partial(forward, key_size, summary), tiling, x, every)
-
+    sizes = query_chunk_size, key_chunk_size
     return AttentionOp(
         init=no_params,
         plan=no_plan,
-        apply=apply,
+        apply=functools.partial(_apply, chunk_sizes=sizes, impl=impl),
         traits=Traits(cross=True, bias=True, exact=True, beams=True),
-        **ring_decoding(shared_qk=False, n_slots=lambda capacity: capacity, first=lambda now: 0),
+        **full_decoding(),
     )
 
 
+def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, chunk_sizes, impl, bias=None):
+    del params, plan
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    query_size = chunk_size(chunk_sizes[0], n_queries)
+    key_size = chunk_size(chunk_sizes[1], n_keys)
+    tiling = tiles.Tiling(
+        query_size=query_size,
+        key_size=min(query_size, key_size) if causal else key_size,
+        causal=causal,
+        scale=1 / math.sqrt(q.shape[-1]),
+        dropout=dropout,
+    )
+    options = dict(
+        segments="given" if segments is not None else None,
+        bias=None if bias is None else bias.shape,
+        dropout=dropout,
+        chunks=_uneven(tiling, key_size, n_queries, n_keys),
+    )
+    impl = choose(impl, **kernel_obstacles(q, k, v, **options))
+    summary = tiles.summary
+    if impl != "xla":
+        summary = functools.partial(kernel_summary, impl == "pallas_interpret")
+    every = tiles.every_tile(tiling, n_queries, n_keys)
+    x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
+    return tiles.attend(functools.partial(forward, key_size, summary), tiling, x, every)
+
+
 def chunk_size(size: int | str, length: int) -> int:
-    """A chunk's size for a length: no more than that, its square root for `"sqrt"`."""
+    """The size of a chunk, at most the length; `"sqrt"` is its square root."""
     return math.isqrt(length - 1) + 1 if size == "sqrt" else min(size, length)
 
 
@@ -134,11 +136,11 @@ def forward(
     x: tiles.Inputs,
     visits: tiles.Visits,
 ) -> tiles.Results:
-    """What `tiles.forward` returns, by summaries of chunks of keys.
+    """`tiles.forward` by summaries of chunks of keys.
 
     Args:
-      key_chunk_size: keys of a chunk that no query of a chunk is hidden from. Those around the
-        diagonal have `tiling.key_size`.
+      key_chunk_size: keys in a chunk below the diagonal, which all queries of a chunk see. Chunks
+        around the diagonal have `tiling.key_size`.
       summary: `tiles.summary`, or another function of its arguments with the same results.
       tiling, x, visits: as in `tiles.forward`.
     """
@@ -149,14 +151,14 @@ def forward(
     n_slots = n_large + (-(-(query_size + key_chunk_size) // small) + 1 if tiling.causal else 0)
 
     def query_chunk(group, i, results):
-        queries = tiles.block(i * query_size, query_size, length)
+        queries = tiles.block_at(i * query_size, query_size, length)
         q = tiles.rows(x.q, group, queries)
 
         def summaries(found, tiling, first_slot, count, first_key, size):
             def one(n, found):
-                # Where sizes do not divide each other, any chunk may be the last.
+                # If the sizes do not divide each other, any chunk may be the last one.
                 aligned = n_keys % size == 0 and key_chunk_size % size == 0
-                keys = tiles.block(first_key + n * size, size, n_keys, aligned)
+                keys = tiles.block_at(first_key + n * size, size, n_keys, aligned)
                 here = summary(tiling, x, group, queries, keys, q)
                 return Softmax(
                     *(
@@ -170,7 +172,7 @@ def forward(
         shape = n_slots, group.n_batch, group.n_heads, query_size
         found = tiles.empty(shape, x.v.shape[3])
         if tiling.causal:
-            # Up to the chunk's first query all keys are seen, by causality, by all of its queries.
+            # All queries of the chunk see the keys up to the position of the first of them.
             whole = tiling._replace(causal=False)
             n_seen = jnp.minimum(queries.position[0] + 1, n_keys)
             end = jnp.minimum(queries.position[-1] + 1, n_keys)

@@ -1,8 +1,8 @@
 """Shared-QK attention: keys are the length-normalised queries (Reformer, sec. 2).
 
-One projection serves twice, which is what lets locality-sensitive hashing put a query and the keys
-it needs into one bucket. A position would then always prefer itself, so it attends to itself only
-when it sees nothing else.
+One projection makes queries and keys, so that locality-sensitive hashing can put a query and the
+keys it needs into one bucket. A position would then always prefer itself, so it attends to itself
+only when it sees nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.cache import ring_decoding
+from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.masks import except_self, visibility
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.reference import reference_attention
@@ -19,16 +19,16 @@ from reformax.ops.parts.reference import reference_attention
 
 @named
 def shared_qk() -> AttentionOp:
-    """Dense attention with shared queries and keys: what LSH attention approximates.
+    """Dense attention with shared queries and keys, which LSH attention approximates.
 
-    O(T^2) time; the gradient recomputes the scores.
+    It takes O(T^2) time. The gradient computes the scores again.
     """
     return AttentionOp(
         init=no_params,
         plan=no_plan,
         apply=_apply,
         traits=Traits(shared_qk=True, exact=True, beams=True),
-        **ring_decoding(shared_qk=True, n_slots=lambda capacity: capacity, first=lambda now: 0),
+        **full_decoding(shared_qk=True),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from reformax.ops import (
     block_patterns,
@@ -36,8 +37,11 @@ class Row(NamedTuple):
       options: the values to try of each option; the first of each makes `op()`.
       counts: `(options, plan, shape, causal, segments) -> [B, N, T, S]`, how many times each query
         counts each key: a mask of 0 and 1 unless the op says otherwise.
-      n_pad: padding behind 11 positions that must change nothing; in a circle of chunks more of it
-        is a chunk between the last and the first.
+      relative: whether the keys that a query sees depend on their distance alone, so that packed
+        segments are attended to as they are one by one.
+      padding_counts: whether padding changes real positions, as in a circle of chunks, where whole
+        chunks of it stand between the last token and the first.
+      n_held: how many positions the cache of decoding holds; None is all.
       no_step: why the op cannot decode step by step; empty if it can.
     """
 
@@ -45,7 +49,9 @@ class Row(NamedTuple):
     factory: Callable[..., AttentionOp]
     options: dict[str, tuple[Any, ...]]
     counts: Callable[..., np.ndarray]
-    n_pad: int = 7
+    relative: bool = False
+    padding_counts: bool = False
+    n_held: int | None = None
     no_step: str = ""
 
     @property
@@ -64,9 +70,23 @@ class Row(NamedTuple):
         """Whether the calls may have a bias, which no kernel of ours computes."""
         return self.op().traits.bias and not self.in_kernel
 
-    def causal(self, causal: bool) -> bool:
-        """`causal`, or True where the op can be nothing else."""
-        return causal or not self.op().traits.bidirectional
+    @property
+    def n_pad(self) -> int:
+        """Padding behind 11 positions that changes nothing: none of it a chunk of its own."""
+        return 5 if self.padding_counts else 7
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a step is the last row of attention over the tokens, padded in any way.
+
+        Kernels are left out, for they have no step of their own.
+        """
+        return not (self.no_step or self.in_kernel or self.padding_counts)
+
+    def causal(self, causal: bool = True) -> bool:
+        """`causal` where the op can be either; or else what the op can be."""
+        traits = self.op().traits
+        return (causal or not traits.bidirectional) and traits.causal
 
 
 def visible(shape: Shape, causal: bool, segments) -> np.ndarray:
@@ -118,7 +138,7 @@ def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
     """How many of an LSH plan's rounds bring each key within reach of each query."""
     if plan is None:  # One chunk shows all there is.
         return np.ones((shape.batch, shape.n_heads, shape.n_queries, shape.n_keys), int)
-    place = np.argsort(np.asarray(plan.order), axis=-1)[..., : shape.n_queries]
+    place = np.argsort(np.asarray(plan.queries), axis=-1)[..., : shape.n_queries]
     reach = [options[name] for name in ("chunk_len", "n_chunks_before", "n_chunks_after")]
     return in_reach(place, *reach).sum(axis=2)
 
@@ -160,9 +180,8 @@ def _circle(options, plan, shape, causal, segments):
     if not plan:
         place = np.arange(n_keys)[None]
         return visible(shape, causal, segments) * around(place, length, **sizes)
-    assert plan.order.shape[-1] > length or not sum(list(sizes.values())[1:])
-    first = sizes["n_chunks_before"] * sizes["chunk_len"]
-    place = np.asarray(plan.slot)[..., :n_keys] - first
+    assert plan.keys.shape[-1] > length or not sum(list(sizes.values())[1:])
+    place = np.asarray(plan.places)[..., :n_keys]
     counts = [[around(head, length, **sizes) for head in example] for example in place]
     return except_self(visible(shape, causal, segments) * np.array(counts))
 
@@ -183,7 +202,7 @@ def _odd_blocks(n_blocks_q, n_blocks_k):
 
 
 def _own_bucket(options, plan, shape, causal, segments):
-    place, first = (np.asarray(x)[..., : shape.n_queries] for x in (plan.slot, plan.first))
+    place, first = (np.asarray(x)[..., : shape.n_queries] for x in (plan.places, plan.first))
     key = place[..., None, :]
     rounds = ((key >= first[..., None]) & (key <= place[..., None])).sum(axis=2)
     counts = rounds > 0 if options["count_once"] else rounds
@@ -239,10 +258,23 @@ ROWS = [
         _SPARSE_KERNEL | _KERNEL,
         _in_blocks,
     ),
-    Row("local", local.local, _NEIGHBOURHOODS, _neighbours),
-    Row("local_shared", local.local, _NEIGHBOURHOODS | {"shared_qk": (True,)}, _neighbours),
-    Row("local_window", local.local, _WINDOWS, _window),
-    Row("local_circle", local.local, _NEIGHBOURHOODS | _CIRCLE, _circle, n_pad=5, no_step="circle"),
+    Row("local", local.local, _NEIGHBOURHOODS, _neighbours, n_held=16),
+    Row(
+        "local_shared",
+        local.local,
+        _NEIGHBOURHOODS | {"shared_qk": (True,)},
+        _neighbours,
+        n_held=16,
+    ),
+    Row("local_window", local.local, _WINDOWS, _window, relative=True, n_held=6),
+    Row(
+        "local_circle",
+        local.local,
+        _NEIGHBOURHOODS | _CIRCLE,
+        _circle,
+        padding_counts=True,
+        no_step="circle",
+    ),
     Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed),
     Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed),
     Row(
@@ -251,9 +283,21 @@ ROWS = [
         _NEIGHBOURHOODS | {"shared_qk": (False, True)} | _KERNEL,
         _neighbours,
     ),
-    Row("local_window_pallas", local.local, _WINDOWS | _KERNEL, _window),
+    Row("local_window_pallas", local.local, _WINDOWS | _KERNEL, _window, relative=True),
     Row("lsh_pallas", lsh.lsh, _HASHING | {"count_once": (True, False)} | _KERNEL, _hashed),
     Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _own_bucket),
     Row("lsh_strict_count_each", lsh.lsh, _STRICT | {"count_once": (False,)}, _own_bucket),
-    Row("lsh_circle", lsh.lsh, _HASHING | _CIRCLE | {"count_once": (False,)}, _circle, n_pad=5),
+    Row(
+        "lsh_circle",
+        lsh.lsh,
+        _HASHING | _CIRCLE | {"count_once": (False,)},
+        _circle,
+        padding_counts=True,
+    ),
 ]
+
+
+def over(rows):
+    """Runs a test over rows, each with its name as the test's id."""
+    rows = list(rows)
+    return pytest.mark.parametrize("row", rows, ids=[row.name for row in rows])

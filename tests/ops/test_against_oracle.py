@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reformax import ops
-from reformax.ops import base
+from reformax.ops import base, local, lsh
 from reformax.ops.parts import chunked
 from reformax.ops.parts.dropout import full_dropout_mask
 from reformax.ops.parts.masks import except_self, visibility
 from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close
 from tests.ops import oracle
-from tests.ops.rows import ROWS, Shape, visible
+from tests.ops.rows import ROWS, Shape, over, visible
 
-over_rows = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+over_rows = over(ROWS)
 
 
 LENGTHS = (1, 2, 7, 16, 23, 37)
@@ -186,7 +186,8 @@ def draw_inputs(row, length, d_v=4, seed=0):
 
 
 def make_plan(op, q, k):
-    plan = functools.partial(op.plan, segments=None, causal=True, train=True)
+    causal = op.traits.causal
+    plan = functools.partial(op.plan, segments=None, causal=causal, train=True)
     return jax.jit(lambda q, k: plan((), q, k, rng=jax.random.key(0)))(q, k)
 
 
@@ -205,13 +206,14 @@ def test_padding_changes_no_real_position(row):
                 None if x is None else jnp.concatenate([x, y], axis=1)
                 for x, y in zip(inputs, junk, strict=True)
             )
-            out = op(*joined, causal=True, segments=segments, rng=key, dropout=0.2)
+            out = op(*joined, causal=row.causal(), segments=segments, rng=key, dropout=0.2)
             return jnp.sum(jnp.sin(out)), out
 
         return jax.value_and_grad(attend, argnums=(0, 1), has_aux=True)(inputs, junk)
 
     (_, out), (gradients, junk_gradients) = padded(inputs, junk)
-    alone = jax.jit(lambda q, k, v: op(q, k, v, causal=True, rng=key, dropout=0.2))(*inputs)
+    masks = dict(causal=row.causal(), rng=key, dropout=0.2)
+    alone = jax.jit(lambda q, k, v: op(q, k, v, **masks))(*inputs)
     np.testing.assert_allclose(out[:, :length], alone, atol=1e-6)
     assert not np.any(out[:, length:])
     assert all(np.any(x) for x in jax.tree.leaves(gradients))
@@ -233,15 +235,13 @@ def test_segments_do_not_leak(row):
     assert not np.allclose(after[segments == 1], before[segments == 1])
 
 
-EXACT = [row for row in ROWS if row.op().traits.exact or "window" in row.options]
-
-
-@pytest.mark.parametrize("row", EXACT, ids=[row.name for row in EXACT])
+@over(row for row in ROWS if row.relative or row.op().traits.exact)
 def test_packed_segments_equal_one_by_one(row):
     lengths = (9, 1, 9)
     op, inputs = row.op(), draw_inputs(row, sum(lengths))
     segments = np.repeat([[1, 2, 3]], lengths, axis=1).repeat(2, axis=0)
-    attend = jax.jit(lambda q, k, v, segments: op(q, k, v, causal=True, segments=segments))
+    causal = row.causal()
+    attend = jax.jit(lambda q, k, v, segments: op(q, k, v, causal=causal, segments=segments))
     packed = attend(*inputs, segments)
     for end, n in zip(np.cumsum(lengths), lengths, strict=True):
         one = (None if x is None else x[:, end - n : end] for x in inputs)
@@ -249,9 +249,9 @@ def test_packed_segments_equal_one_by_one(row):
         np.testing.assert_allclose(packed[:, end - n : end], alone, atol=1e-6)
 
 
-@over_rows
+@over(row for row in ROWS if row.op().traits.causal)
 def test_with_the_plan_given_nothing_reads_the_future(row):
-    """Of a causal op, at fixed plan. What a *plan* may read, `test_lsh.py` says."""
+    """At a fixed plan. `test_lsh.py` says what a plan may read."""
     op, now = row.op(), 17
     one, other = draw_inputs(row, 30), draw_inputs(row, 30, seed=1)
     plan = make_plan(op, *one[:2])
@@ -276,9 +276,8 @@ def test_dropout_drops_and_scales(row):
     plan = make_plan(op, *inputs[:2])
 
     def attend(key, dropout):
-        return op.apply(
-            (), *inputs, plan=plan, segments=None, causal=True, dropout=dropout, rng=key
-        )
+        masks = dict(segments=None, causal=row.causal(), dropout=dropout, rng=key)
+        return op.apply((), *inputs, plan=plan, **masks)
 
     keys = jax.random.split(jax.random.key(1), 2000)
     dropped = jax.jit(jax.vmap(lambda key: attend(key, 0.25)))(keys)
@@ -396,7 +395,8 @@ def test_equal_tokens_share_large_scores(row):
 
     @jax.jit
     def gradient(v, d_out):
-        return jax.vjp(lambda v: op(q, k, v, causal=True, rng=jax.random.key(0)), v)[1](d_out)
+        masks = dict(causal=row.causal(), rng=jax.random.key(0))
+        return jax.vjp(lambda v: op(q, k, v, **masks), v)[1](d_out)
 
     # A kernel's two passes may round a score of 3e6 = 2e6 log2(e) up and down, by an eighth each.
     bound = 2 ** (1 / 4) - 1 if row.in_kernel else 1e-5
@@ -405,11 +405,10 @@ def test_equal_tokens_share_large_scores(row):
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.name in ("local", "lsh")], ids=lambda row: row.name
+    "op", [local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_buckets=4)], ids=repr
 )
-def test_a_few_heads_at_a_time(row, monkeypatch):
+def test_a_few_heads_at_a_time(op, monkeypatch):
     """As a CPU computes more scores than its cache holds: the same numbers."""
-    op = row.op(chunk_len=4)
     rng = np.random.default_rng(0)
     q, k, v, d_out = rng.normal(size=(4, 2, 13, 6, 8)).astype(np.float32)
     inputs = (q, None if op.traits.shared_qk else k, v, None)

@@ -7,6 +7,7 @@ import pytest
 
 from reformax.ops.kernels import chunked as kernel
 from reformax.ops.parts import chunked, sorting
+from reformax.ops.parts.orders import Chunks, Order
 from tests.helpers import assert_trees_close, lower_for_gpu
 
 KEY = jax.random.key(0)
@@ -34,7 +35,7 @@ SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16),
 def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length):
     """Blocks that tile a chunk, that share one with others, and that hold several; and padding."""
     batch, n_heads = 2, 2
-    chunks = chunked.Chunks(length=length, **options)
+    chunks = Chunks(length=length, **options)
     rng = np.random.default_rng(0)
     q, k, v, d_out = (
         rng.normal(size=(batch, length, n_heads, size)).astype(np.float32) for size in (8, 8, 5, 5)
@@ -79,7 +80,7 @@ def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pac
     """Every pair of the first and last chunks, in any field of any pack, among any others."""
     n_rounds = 9
     rng = np.random.default_rng(0)
-    chunks = chunked.Chunks(n_chunks * 2, 2, before, after, causal=False, shared_qk=True)
+    chunks = Chunks(n_chunks * 2, 2, before, after, causal=False, shared_qk=True)
     packed = kernel.PackedChunks.of(chunks)
     assert packed.per_pack == per_pack
     ends = np.r_[np.arange(n_chunks), rng.integers(0, n_chunks, 2000), [0, n_chunks - 1] * 99]
@@ -102,9 +103,9 @@ def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pac
 def test_packed_chunks_are_in_each_round_s_order():
     """Fifteen earlier rounds of eleven-bit chunk numbers take eight packs; none is lost."""
     rng = np.random.default_rng(0)
-    chunks = chunked.Chunks(1100, 1, 0, 0, causal=False, shared_qk=True)
+    chunks = Chunks(1100, 1, 0, 0, causal=False, shared_qk=True)
     slot = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
-    order = chunked.Order(np.argsort(slot, axis=-1).astype(np.int32), slot)
+    order = Order(np.argsort(slot, axis=-1).astype(np.int32), slot)
     q = jnp.zeros((1, 1100, 1, 2))
     inputs = kernel._inputs(chunks, q, None, q, order, None, None)
     packed = kernel.PackedChunks.of(chunks)
@@ -112,7 +113,7 @@ def test_packed_chunks_are_in_each_round_s_order():
     for r in range(15):  # as the last round sees them
         pack, place = divmod(r, packed.per_pack)
         got = (np.asarray(inputs.packs[pack, 0, 0, 15]).view(np.uint32) >> (13 * place)) & 2047
-        np.testing.assert_array_equal(got, slot[0, 0, r][order.order[0, 0, 15]])
+        np.testing.assert_array_equal(got, slot[0, 0, r][order.queries[0, 0, 15]])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -120,7 +121,7 @@ def test_packed_chunks_are_in_each_round_s_order():
 def test_it_lowers_for_a_gpu(dtype, size):
     """What the interpreter takes and Triton does not would show here, without a GPU."""
     length, n_heads, n_rounds = 1000, 2, 2
-    chunks = chunked.Chunks(length, 64, 1, 0, causal=True, shared_qk=True, dropout=0.1)
+    chunks = Chunks(length, 64, 1, 0, causal=True, shared_qk=True, dropout=0.1)
     x = jax.ShapeDtypeStruct((1, length, n_heads, size), dtype)
     place = jax.ShapeDtypeStruct((1, n_heads, n_rounds, 1024), jnp.int32)
     segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
@@ -129,5 +130,5 @@ def test_it_lowers_for_a_gpu(dtype, size):
         inputs = (chunks, q, None, v, order, segments, rng)
         return kernel.backward(*inputs, *kernel.forward(*inputs), d_out)
 
-    lowered = lower_for_gpu(run, x, x, chunked.Order(place, place), segments, KEY, x)
+    lowered = lower_for_gpu(run, x, x, Order(place, place), segments, KEY, x)
     assert lowered.count("triton") >= 2 * n_rounds

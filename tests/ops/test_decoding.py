@@ -9,19 +9,15 @@ from hypothesis import strategies as st
 
 from reformax.ops import lsh
 from reformax.ops.parts import cache
-from tests.ops.rows import ROWS
+from tests.ops.rows import ROWS, over
 
 KEY = jax.random.key(3)
 # In a circle of chunks padding counts: the op has a test of its own below.
-DECODING = [
-    row
-    for row in ROWS  # a step is the same whatever the implementation
-    if not row.no_step and row.name != "lsh_circle" and "pallas" not in row.name
-]
-over_rows = pytest.mark.parametrize("row", DECODING, ids=[row.name for row in DECODING])
+DECODING = [row for row in ROWS if row.decodes]
+over_rows = over(DECODING)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+@over(ROWS)
 def test_every_op_decodes_or_says_why_not(row):
     op = row.op()
     assert (op.step is None) == (op.init_cache is None) == bool(row.no_step)
@@ -117,7 +113,7 @@ def test_arrays_without_padding(row):
     np.testing.assert_allclose(outs[0, 16], want, atol=1e-5)
 
 
-@pytest.mark.parametrize("row", DECODING[1::2], ids=[row.name for row in DECODING[1::2]])
+@over(DECODING[1::2])
 def test_bfloat16(row):
     op, lengths = row.op(), np.array([5], np.int32)
     inputs = draw_inputs(op, 1, 20, jnp.bfloat16)
@@ -127,10 +123,7 @@ def test_bfloat16(row):
         np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=2e-2 * 3)
 
 
-STABLE = [row for row in DECODING if not row.op().traits.random_plan or "strict" in row.name]
-
-
-@pytest.mark.parametrize("row", STABLE, ids=[row.name for row in STABLE])
+@over(row for row in DECODING if row.op().traits.causal_plan)
 def test_all_steps_are_one_forward(row):
     """Where nothing later decides what a position sees: one call over all tokens has every step."""
     op, lengths = row.op(), np.array([9, 4], np.int32)
@@ -150,31 +143,25 @@ def test_ordinary_lsh_at_once_is_another_function():
     assert max(errors) > 1e-2
 
 
-def test_local_attention_keeps_its_window_alone():
-    rings = {
-        "local": 2 * 8,  # the chunk before and its own
-        "local_shared": 2 * 8,
-        "local_window": 6,
-        "dense": 40,
-    }
-    for row in DECODING:
-        if row.name in rings:
-            op = row.op()
-            prompt = draw_inputs(op, 1, 11)
-            lengths = np.array([11])
-            held = op.init_cache((), *prompt, plan=(), lengths=lengths, capacity=40, rng=None)
-            assert held.keys.shape == (1, 2, rings[row.name], 4)
+@over_rows
+def test_the_cache_holds_what_a_step_may_see(row):
+    op, capacity = row.op(), 40
+    prompt = draw_inputs(op, 1, 11)
+    cut = dict(plan=None, lengths=np.array([11]), capacity=capacity, rng=KEY)
+    held = op.init_cache((), *prompt, **cut)
+    keys = [x for x in jax.tree.leaves(held) if x.ndim == 4 and x.shape[-1] == 4]
+    assert keys[0].shape == (1, 2, row.n_held or capacity, 4)
 
 
 def test_a_ring_holds_the_last_positions():
     k = np.arange(11, dtype=np.float32).reshape(1, 11, 1, 1).repeat(3, axis=0)
-    ring = cache.keep(k, k, np.array([11, 5, 0]), n_slots=4)
+    ring = cache.fill_ring(k, k, np.array([11, 5, 0]), n_slots=4)
     assert sorted(np.ravel(ring.keys[0])) == [7, 8, 9, 10]
     assert sorted(np.ravel(ring.keys[1])) == [1, 2, 3, 4]
     held = np.asarray(cache.positions_by_slot(jnp.array([10, 4, -1]), 4))
     np.testing.assert_array_equal(np.ravel(ring.keys[:2]), held[:2].ravel())
     assert np.all(held[2] < 0)
-    ring = cache.put(ring, k[:, :1] + 99, k[:, :1], np.array([11, 5, 0]))
+    ring = cache.add_to_ring(ring, k[:, :1] + 99, k[:, :1], np.array([11, 5, 0]))
     assert sorted(np.ravel(ring.keys[0])) == [8, 9, 10, 99]
     assert sorted(np.ravel(ring.keys[1])) == [2, 3, 4, 99]
 
@@ -202,10 +189,7 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
                 np.testing.assert_allclose(outs[b, n - 1], want[b, n - 1], atol=1e-5)
 
 
-BEAMS = [row for row in DECODING if row.op().traits.beams]
-
-
-@pytest.mark.parametrize("row", BEAMS, ids=[row.name for row in BEAMS])
+@over(row for row in DECODING if row.op().traits.beams)
 def test_beams_share_their_past(row):
     """Where beams leave some of theirs and go on from others, none of the cache is copied."""
     op, n_groups, n_beams, capacity = row.op(), 2, 3, 9
@@ -237,30 +221,3 @@ def test_beams_share_their_past(row):
             copied, (parents + n_beams * np.arange(n_groups)[:, None]).reshape(-1)
         )
         origins = jnp.take_along_axis(origins, parents[..., None], axis=1)
-
-
-SEARCHING = [row for row in DECODING if row.op().traits.beams]
-
-
-@pytest.mark.parametrize("row", SEARCHING, ids=[row.name for row in SEARCHING])
-def test_beams_find_their_past_as_if_their_caches_were_moved(row):
-    """Two searches of three beams, which go on from random ones of their own."""
-    op, rng = row.op(), np.random.default_rng(0)
-    n_searches, n_beams, capacity = 2, 3, 9
-    n_rows = n_searches * n_beams
-    inputs = draw_inputs(op, n_rows, capacity)
-
-    start = dict(plan=(), lengths=jnp.ones(n_rows, jnp.int32), capacity=capacity, rng=None)
-    moved = shared = op.init_cache((), *cut(inputs, slice(None), slice(0, 1)), **start)
-    origins = np.broadcast_to(np.arange(n_beams)[:, None], (n_searches, n_beams, capacity)).copy()
-    step = jax.jit(lambda *args, **more: op.step((), *args, **more))
-    for t in range(1, capacity):
-        parents = rng.integers(0, n_beams, (n_searches, n_beams))
-        rows = (parents + n_beams * np.arange(n_searches)[:, None]).ravel()
-        moved = cache.take_rows(moved, rows)
-        origins = np.take_along_axis(origins, parents[..., None], axis=1)
-        origins[:, :, t] = np.arange(n_beams)
-        new, position = cut(inputs, slice(None), slice(t, t + 1)), jnp.full(n_rows, t)
-        want, moved = step(*new, moved, position=position)
-        got, shared = step(*new, shared, position=position, origins=origins)
-        np.testing.assert_allclose(got, want, atol=1e-5)

@@ -15,8 +15,8 @@ from reformax.ops import (
     local,
     lsh,
     memory_efficient,
-    shared_qk,
 )
+from tests.ops.rows import ROWS, over
 
 KEY = jax.random.key(0)
 
@@ -103,97 +103,114 @@ def test_options(factory, options, message):
     assert "\n" not in str(raised.value)
 
 
-OPS = {
-    "dense": dense.dense(),
-    "block_sparse": block_sparse.block_sparse(pattern=np.ones((2, 2), bool), block_size=4),
-    "block_sparse_3": block_sparse.block_sparse(pattern=np.ones((3, 2, 2), bool), block_size=4),
-    "flash": flash.flash(),
-    "memory_efficient": memory_efficient.memory_efficient(),
-    "shared_qk": shared_qk.shared_qk(),
-    "local": local.local(chunk_len=4),
-    "lsh": lsh.lsh(chunk_len=4),
-}
+DENSE, FLASH, LSH, LOCAL = dense.dense(), flash.flash(), lsh.lsh(chunk_len=4), local.local()
+MEMORY_EFFICIENT = memory_efficient.memory_efficient()
+TWO_BLOCKS = block_sparse.block_sparse(pattern=np.ones((2, 2), bool), block_size=4)
+THREE_HEADS = block_sparse.block_sparse(pattern=np.ones((3, 2, 2), bool), block_size=4)
 INTEGERS = jnp.ones((2, 8), int)
 
 CALLS = [
-    ("dense", (x(2, 8, 4), x(), x()), {}, "q has shape (2, 8, 4): expected 4 axes"),
-    ("dense", (x(), x(), x(8, 2, 4)), {}, "v has shape (8, 2, 4): expected 4 axes"),
-    ("dense", (x(), x(2, 8, 2, 3), x()), {}, "k has shape (2, 8, 2, 3): expected batch, heads"),
-    ("dense", (x(), x(1, 8, 2, 4), x(1, 8, 2, 4)), {}, "k has shape (1, 8, 2, 4): expected batch"),
-    ("dense", (x(), x(), x(2, 9, 2, 4)), {}, "v has shape (2, 9, 2, 4): expected"),
-    ("dense", (x(), x(), x(2, 8, 1, 4)), {}, "v has shape (2, 8, 1, 4): expected"),
-    ("flash", (x(), x(2, 8, 2, 3), x()), {}, "k has shape (2, 8, 2, 3): expected batch, heads"),
-    ("memory_efficient", (x(), x(2, 8, 4, 4), x(2, 8, 4, 4)), {}, "k has shape (2, 8, 4, 4): exp"),
-    ("flash", (x(), x(), x()), dict(bias=x(3, 2, 8, 8)), "bias has shape (3, 2, 8, 8): expected"),
-    ("memory_efficient", (x(), x(), x()), dict(bias=x(8, 8)), "bias has shape (8, 8): expected"),
-    ("lsh", (x(), None, x(2, 7, 2, 4)), {}, "v has shape (2, 7, 2, 4): expected"),
-    ("dense", (x(), None, x()), {}, "k is None"),
-    ("local", (x(), None, x()), {}, "k is None"),
-    ("shared_qk", (x(), x(), x()), {}, "pass k=None"),
-    ("lsh", (x(), x(), x()), {}, "pass k=None"),
+    (DENSE, (x(2, 8, 4), x(), x()), {}, "q has shape (2, 8, 4): expected 4 axes"),
+    (DENSE, (x(), x(), x(8, 2, 4)), {}, "v has shape (8, 2, 4): expected 4 axes"),
+    (DENSE, (x(), x(2, 8, 2, 3), x()), {}, "k has shape (2, 8, 2, 3): expected batch, heads"),
+    (DENSE, (x(), x(1, 8, 2, 4), x(1, 8, 2, 4)), {}, "k has shape (1, 8, 2, 4): expected batch"),
+    (DENSE, (x(), x(), x(2, 9, 2, 4)), {}, "v has shape (2, 9, 2, 4): expected"),
+    (DENSE, (x(), x(), x(2, 8, 1, 4)), {}, "v has shape (2, 8, 1, 4): expected"),
+    (FLASH, (x(), x(2, 8, 2, 3), x()), {}, "k has shape (2, 8, 2, 3): expected batch, heads"),
+    (MEMORY_EFFICIENT, (x(), x(2, 8, 4, 4), x(2, 8, 4, 4)), {}, "k has shape (2, 8, 4, 4): exp"),
+    (FLASH, (x(), x(), x()), dict(bias=x(3, 2, 8, 8)), "bias has shape (3, 2, 8, 8): expected"),
+    (MEMORY_EFFICIENT, (x(), x(), x()), dict(bias=x(8, 8)), "bias has shape (8, 8): expected"),
+    (LSH, (x(), None, x(2, 7, 2, 4)), {}, "v has shape (2, 7, 2, 4): expected"),
+    (LOCAL, (x(), x(), x()), dict(rng=None, dropout=0.1), "rng is None: dropout > 0 needs one"),
+    (LOCAL, (x(), x(), x()), dict(dropout=1.0), "dropout is 1.0: expected a rate in [0, 1)"),
+    (LSH, (x(), None, x()), dict(dropout=-0.1), "dropout is -0.1: expected a rate in [0, 1)"),
+    (DENSE, (x(), x(), x()), dict(segments=INTEGERS[:1]), "segments has shape (1, 8): expected"),
+    (LSH, (x(), None, x()), dict(segments=INTEGERS[:, 1:]), "segments has shape (2, 7)"),
+    (DENSE, (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)), dict(segments=INTEGERS), "segments has shape"),
     (
-        "lsh",
-        (x(), None, x()),
-        dict(rng=None),
-        "rng is None: lsh, which draws its plan at random, needs",
-    ),
-    ("local", (x(), x(), x()), dict(rng=None, dropout=0.1), "rng is None: dropout > 0 needs one"),
-    ("local", (x(), x(), x()), dict(dropout=1.0), "dropout is 1.0: expected a rate in [0, 1)"),
-    ("lsh", (x(), None, x()), dict(dropout=-0.1), "dropout is -0.1: expected a rate in [0, 1)"),
-    ("dense", (x(), x(), x()), dict(segments=INTEGERS[:1]), "segments has shape (1, 8): expected"),
-    ("lsh", (x(), None, x()), dict(segments=INTEGERS[:, 1:]), "segments has shape (2, 7)"),
-    ("dense", (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)), dict(segments=INTEGERS), "segments has shape"),
-    (
-        "dense",
+        DENSE,
         (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)),
         dict(segments=(INTEGERS, INTEGERS)),
         "segments has shape (2, 8): expected [batch, length] of k, (2, 9)",
     ),
-    ("dense", (x(), x(), x()), dict(bias=x(2, 8, 8)), "bias has shape (2, 8, 8): expected [batch"),
+    (DENSE, (x(), x(), x()), dict(bias=x(2, 8, 8)), "bias has shape (2, 8, 8): expected [batch"),
     (
-        "flash",
+        FLASH,
         (x(), x(), x()),
         dict(bias=x(1, 1, 8, 8) > 0),
         "bias has dtype bool: expected floats",
     ),
-    ("flash", (x(), x(), x()), dict(segments=(None, INTEGERS)), "segments is a tuple, but not a"),
-    ("flash", (x(2, 0, 2, 4),) * 3, {}, "q has shape (2, 0, 2, 4): expected at least one of each"),
-    ("dense", (x(), x(), x()), dict(bias=x(2, 2, 8, 4)), "bias has shape (2, 2, 8, 4): expected"),
+    (FLASH, (x(), x(), x()), dict(segments=(None, INTEGERS)), "segments is a tuple, but not a"),
+    (FLASH, (x(2, 0, 2, 4),) * 3, {}, "q has shape (2, 0, 2, 4): expected at least one of each"),
+    (DENSE, (x(), x(), x()), dict(bias=x(2, 2, 8, 4)), "bias has shape (2, 2, 8, 4): expected"),
     (
-        "block_sparse",
+        TWO_BLOCKS,
         (x(2, 9, 2, 4), x(), x()),
         {},
         "pattern has shape (2, 2): expected (3, 2), the blocks of 4 in 9 queries and of 4 in 8",
     ),
-    ("block_sparse", (x(), x(2, 4, 2, 4), x(2, 4, 2, 4)), {}, "pattern has shape (2, 2): expected"),
-    ("block_sparse_3", (x(), x(), x()), {}, "pattern has shape (3, 2, 2): expected (2, 2), the"),
-    ("local", (x(), x(), x()), dict(segments=INTEGERS * 1.0), "segments has dtype float32"),
+    (TWO_BLOCKS, (x(), x(2, 4, 2, 4), x(2, 4, 2, 4)), {}, "pattern has shape (2, 2): expected"),
+    (THREE_HEADS, (x(), x(), x()), {}, "pattern has shape (3, 2, 2): expected (2, 2), the"),
+    (LOCAL, (x(), x(), x()), dict(segments=INTEGERS * 1.0), "segments has dtype float32"),
 ]
 
 
 @pytest.mark.parametrize(
-    "name, inputs, options, message", CALLS, ids=[f"{c[0]}-{c[3][:24]}" for c in CALLS]
+    "op, inputs, options, message", CALLS, ids=[f"{c[0].name}-{c[3][:24]}" for c in CALLS]
 )
-def test_arguments(name, inputs, options, message):
+def test_arguments(op, inputs, options, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        OPS[name](*inputs, **({"rng": KEY} | options))
+        op(*inputs, **({"rng": KEY} | options))
     assert "\n" not in str(raised.value)
 
 
+@over(row for row in ROWS if not row.in_kernel)
+def test_an_op_refuses_what_its_traits_exclude(row):
+    """By its name and in one line."""
+    op, longer = row.op(), x(2, 9, 2, 4)
+    traits, name = op.traits, op.name
+    inputs = x(), None if traits.shared_qk else x(), x()
+    refused = [
+        (
+            (x(), x() if traits.shared_qk else None, x()),
+            dict(),
+            f"but {name} makes its keys" if traits.shared_qk else f"but {name} does not make its",
+        )
+    ]
+    if not traits.cross:
+        pair = dict(segments=(INTEGERS, INTEGERS))
+        refused.append((inputs, pair, f"segments is a pair, but {name} attends within one"))
+    if not traits.cross and not traits.shared_qk:
+        refused.append(((x(), longer, longer), {}, f"lengths 8 and 9, but {name} attends within"))
+    if not traits.bias:
+        refused.append((inputs, dict(bias=x(1, 1, 8, 8)), f"bias is given, but {name} adds none"))
+    if not traits.bidirectional:
+        refused.append((inputs, dict(causal=False), f"causal=False: {name} is causal only"))
+    if traits.random_plan:
+        refused.append((inputs, dict(rng=None), f"rng is None: {name}, which draws its plan at"))
+    for some, options, message in refused:
+        with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)) as raised:
+            op(*some, **(dict(causal=row.causal(False), rng=KEY) | options))
+        assert "\n" not in str(raised.value)
+
+
+def test_an_op_shows_its_name_and_the_options_that_are_set():
+    for row in ROWS:
+        assert row.factory().name == row.factory.__name__
+        assert repr(row.factory()) == f"{row.factory.__name__}()"
+    op = lsh.lsh(n_hashes=2, chunk_len=64, n_buckets=4, rotations=np.zeros((2, 4, 2, 2)))
+    assert repr(op) == "lsh(n_hashes=2, n_buckets=4, rotations=float64[2, 4, 2, 2])"
+    op = block_sparse.block_sparse(pattern=block_patterns.strided(stride=2), block_size=(8, 4))
+    assert repr(op) == "block_sparse(pattern=strided, block_size=(8, 4))"
+    assert repr(block_sparse.block_sparse(pattern=block_sparse.BUTTERFLY)) == "block_sparse()"
+
+
 def test_what_an_op_cannot_do():
-    longer = x(2, 9, 2, 4)
-    with pytest.raises(NotImplementedError, match="lengths 8 and 9.*cross=True"):
-        OPS["local"](x(), longer, longer)
-    with pytest.raises(NotImplementedError, match="segments is a pair.*pass one array"):
-        OPS["local"](x(), x(), x(), segments=(INTEGERS, INTEGERS))
-    with pytest.raises(NotImplementedError, match="bias is given.*bias=True"):
-        OPS["local"](x(), x(), x(), bias=x(1, 1, 8, 8))
     with pytest.raises(ValueError, match="window is 5.*n_chunks_after is 0: raise it to 1"):
         local.local(chunk_len=4, window=5)(x(), x(), x(), causal=False)
-    traits = OPS["dense"].traits
     for refusing, causal in ((dict(causal=False), True), (dict(bidirectional=False), False)):
-        op = OPS["dense"]._replace(traits=traits._replace(**refusing))
-        with pytest.raises(NotImplementedError, match=f"causal={causal}"):
+        op = DENSE._replace(traits=DENSE.traits._replace(**refusing))
+        with pytest.raises(NotImplementedError, match=f"causal={causal}: dense"):
             op(x(), x(), x(), causal=causal)
     op = block_sparse.block_sparse(block_size=(16, 24), impl="pallas_interpret")
     with pytest.raises(NotImplementedError, match=r"block_size=\(16, 24\): use impl='auto'"):

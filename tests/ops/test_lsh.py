@@ -157,7 +157,7 @@ def test_order_is_by_segment_then_bucket_then_position(
         segments = rng.integers(0, 4, (2, 40)).astype(segment_dtype)
         last = np.where(segments == 0, 99, segments.astype(int))[:, None, None]
     sort = jax.jit(lambda buckets: sorting.sort_by_bucket(buckets, n_buckets, segments, n_pad))
-    order, slot = (np.asarray(x) for x in sort(buckets)[:2])
+    order, places = (np.asarray(x) for x in sort(buckets).with_places()[:2])
     position = np.broadcast_to(np.arange(40), buckets.shape)
     real = np.lexsort((position, buckets, np.broadcast_to(last, buckets.shape)), axis=-1)
     is_real = order < 40
@@ -165,7 +165,8 @@ def test_order_is_by_segment_then_bucket_then_position(
     if segments is None:
         assert np.all(is_real[..., :40])
     np.testing.assert_array_equal(
-        np.take_along_axis(slot, order, axis=-1), np.broadcast_to(np.arange(40 + n_pad), slot.shape)
+        np.take_along_axis(places, order, axis=-1),
+        np.broadcast_to(np.arange(40 + n_pad), places.shape),
     )
     np.testing.assert_array_equal(np.sort(order, axis=-1)[0, 0, 0], np.arange(40 + n_pad))
 
@@ -177,18 +178,20 @@ def test_the_plan_sorts_the_hashes_of_the_queries():
     for ids in (None, segments):
         plan = make_plan(op, q, segments=ids)
         buckets = hash_vectors(q, (2, 4), 3)
-        np.testing.assert_array_equal(plan.order, sorting.sort_by_bucket(buckets, 8, ids, 8).order)
+        np.testing.assert_array_equal(
+            plan.queries, sorting.sort_by_bucket(buckets, 8, ids, 8).queries
+        )
 
 
 # The options
 
 
 def test_a_plan_made_for_the_kernel_serves_array_operations():
-    """The kernel may take the queries and not the values, and its plan has no inverse."""
+    """The kernel may take the queries and not the values, and its plan has no places."""
     q, v = draw(8, 3)
     options = dict(chunk_len=8, n_hashes=1, n_buckets=4)
     plan = make_plan(lsh.lsh(**options, impl="pallas_interpret"), q)
-    assert plan.slot is None
+    assert plan.places is None
     op = lsh.lsh(**options, impl="xla")
     masks = dict(segments=None, causal=True, dropout=0.0, rng=None)
     outs = [
@@ -202,8 +205,8 @@ def test_number_of_hashes():
     (q,) = draw(8)
     for n_eval, expected in ((None, 3), (5, 5)):
         op = lsh.lsh(chunk_len=8, n_hashes=3, n_hashes_eval=n_eval)
-        assert make_plan(op, q, train=True).order.shape == (2, 2, 3, 40)
-        assert make_plan(op, q, train=False).order.shape == (2, 2, expected, 40)
+        assert make_plan(op, q, train=True).queries.shape == (2, 2, 3, 40)
+        assert make_plan(op, q, train=False).queries.shape == (2, 2, expected, 40)
     q, v = draw(8, 3)
     both = lsh.lsh(chunk_len=8, n_hashes=1, n_hashes_eval=4)
     train, evaluation = (attend(both, q, v, train=train) for train in (True, False))
@@ -215,7 +218,7 @@ def test_number_of_hashes():
 def test_number_of_buckets():
     (q,) = draw(8)
     orders = {
-        n: np.asarray(make_plan(lsh.lsh(chunk_len=8, n_buckets=n), q).order)
+        n: np.asarray(make_plan(lsh.lsh(chunk_len=8, n_buckets=n), q).queries)
         for n in ("auto", 10, 2, 8, (4, 2), (2, 4))
     }
     # 40 positions are 5 chunks of 8, two buckets each.
@@ -224,10 +227,10 @@ def test_number_of_buckets():
         for other in list(orders)[:i]:
             assert np.any(orders[one] != orders[other]), (one, other)
     np.testing.assert_array_equal(
-        make_plan(lsh.lsh(chunk_len=8, n_buckets=(8,)), q).order, orders[8]
+        make_plan(lsh.lsh(chunk_len=8, n_buckets=(8,)), q).queries, orders[8]
     )
     np.testing.assert_array_equal(
-        make_plan(lsh.lsh(chunk_len=8, n_buckets=[4, 2]), q).order, orders[4, 2]
+        make_plan(lsh.lsh(chunk_len=8, n_buckets=[4, 2]), q).queries, orders[4, 2]
     )
 
 
@@ -342,8 +345,8 @@ def test_a_strict_plan_shows_a_query_its_own_bucket(packed):
             if buckets[b, n, r, j] == buckets[b, n, r, t] and (not packed or ids[b, j] == ids[b, t])
         ]
         cut = cut or len(alike) > 7
-        places = slice(plan.first[b, n, r, t], plan.slot[b, n, r, t] + 1)
-        seen = plan.order[b, n, r, places]
+        places = slice(plan.first[b, n, r, t], plan.places[b, n, r, t] + 1)
+        seen = plan.queries[b, n, r, places]
         # Another segment's bucket may lie just before; segments hide it.
         seen = [j for j in seen if not packed or ids[b, j] == ids[b, t]]
         assert seen == alike[-7:]

@@ -150,7 +150,7 @@ class _Program(NamedTuple):
     `batch` and `head` are known within a kernel only.
     """
 
-    chunks: Any  # ops.chunked.Chunks
+    chunks: Any  # ops.parts.orders.Chunks
     tiles: Tiles
     round: int
     n_rounds: int  # 0 where there is no order
@@ -467,15 +467,16 @@ def _in_order(x: Array, order: Array | None) -> Array:
 
 
 def _inputs(chunks, q, k, v, order, segments, rng) -> _Inputs:
-    order, slot = (None, None) if order is None else (order.order, order.slot)
     packs = segment = None
-    if chunks.count_once and order is not None and order.shape[2] > 1:
-        chunk, packed = slot[:, :, :-1] // chunks.chunk_len, PackedChunks.of(chunks)
+    if chunks.count_once and order is not None and order.queries.shape[2] > 1:
+        places = order.with_places().places
+        chunk, packed = places[:, :, :-1] // chunks.chunk_len, PackedChunks.of(chunks)
         first = range(0, chunk.shape[2], packed.per_pack)
         packs = (packed.pack(chunk[:, :, r : r + packed.per_pack]) for r in first)
         # Without a barrier XLA packs again wherever it gathers, round by round.
         packs = lax.optimization_barrier(tuple(packs))
-        packs = jnp.stack([_in_order(pack, order) for pack in packs])
+        packs = jnp.stack([_in_order(pack, order.queries) for pack in packs])
+    order = None if order is None else order.queries
     if segments is not None:
         segment = _in_order(segments[:, None], order)
     seed = seed_words(rng) if chunks.dropout > 0.0 else None

@@ -1,14 +1,16 @@
-"""Lists of the tiles of a block mask that are not zero, and sums over rows of any length.
+"""Lists of the nonzero tiles of a block mask, and sums over rows of any length.
 
-Block-sparse attention runs through the nonzero tiles of each row of the mask (and, for the gradient
-of keys, of each column). The lists are NumPy: the mask is static, and known when a call is traced.
-Where there is no mask all rows share one list.
+Block-sparse attention runs through the nonzero tiles of each row of the mask, and of each column
+for the gradient of keys. The lists are NumPy arrays, because the mask is known when a call is
+traced. Without a mask, all rows share one list.
 
-Rows may be very uneven: a global block is one row that is full among thousands that hold ten tiles.
-What works on rows side by side cuts them into *parts* of a bounded number of tiles and merges the
-parts' results in a tree. Every sum then still has one order, and results repeat bit for bit.
+Rows may be very uneven: a global block is one full row among thousands that hold ten tiles each.
+Kernels that compute rows side by side therefore cut them into *parts* with a bounded number of
+tiles and merge the results of the parts in a tree. Every sum then still has one order, and results
+repeat bit for bit.
 
-Letters beside those of `reformax.ops.base`: G masks, one a head or 1 for all; U rows of all masks.
+Letters besides those of `reformax.ops.base`: G masks, one for each head or 1 for all; U rows of all
+masks.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ Ints = Int[np.ndarray, "..."]
 class Rows(NamedTuple):
     """The nonzero tiles of each row: `entries[start[i] : start[i] + count[i]]`.
 
-    A tile is whole if every query in it sees every key by its position; whole ones come first.
+    A tile is whole if each of its queries sees each of its keys by position. Whole ones come first.
     """
 
     start: Int[np.ndarray, " U"]
     count: Int[np.ndarray, " U"]
     n_whole: Int[np.ndarray, " U"]
-    entries: Int[np.ndarray, " nnz"]  # the tile's column, or of columns its row
+    entries: Int[np.ndarray, " nnz"]  # the column of each tile; in lists of columns, its row
 
 
 class Parts(NamedTuple):
-    """Stretches of the entries of `Rows`, of bounded length: one or more a row, in order."""
+    """Stretches of the entries of `Rows`, of bounded length: one or more for each row, in order."""
 
     row: Ints
     first: Ints  # index of its first entry
@@ -56,7 +58,7 @@ class Parts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """The static part of a block-sparse attention: who sees whom, by position.
+    """The static part of a block-sparse attention: which query sees which key, by position.
 
     Attributes:
       mask: whether each block of queries sees each block of keys.
@@ -78,7 +80,7 @@ class Layout:
 
     @property
     def n_masks(self) -> int:
-        """1, or the number of heads if they have masks of their own."""
+        """The number of heads if each has its own mask, or else 1."""
         return len(self.mask)
 
     def rows(self, tile_q: int, tile_k: int) -> Rows:
@@ -92,7 +94,10 @@ class Layout:
         return _rows(head, key, query, whole, self.n_masks, -(-self.n_keys // tile_k))
 
     def _tiles(self, tile_q: int, tile_k: int) -> tuple[Ints, Ints, Ints, Ints]:
-        """Mask, row and column of each nonzero tile, and whether it is whole; sizes must divide."""
+        """Mask, row and column of each nonzero tile, and whether it is whole.
+
+        The sizes of tiles divide those of blocks.
+        """
         head, query, key = (x[:, None, None] for x in np.nonzero(self.mask))
         each_q, each_k = np.ogrid[: self.block_q // tile_q, : self.block_k // tile_k]
         query, key = query * len(each_q) + each_q, key * each_k.shape[1] + each_k
@@ -116,7 +121,7 @@ def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows:
 
 @dataclasses.dataclass(frozen=True)
 class Everything:
-    """The `Layout` of attention without a mask; its lists are as long as a row, not as the mask.
+    """The `Layout` of attention without a mask, whose rows share one list.
 
     Attributes are those of `Layout`.
     """
@@ -146,19 +151,19 @@ class Everything:
         """The tiles of each column of `tile_k` keys, from the last queries on."""
         n_rows = -(-self.n_queries // tile_q)
         first_k = tile_k * np.arange(-(-self.n_keys // tile_k))
-        # The first row that sees some of the keys, and that which sees them all.
-        some = whole = np.zeros_like(first_k)
+        # The first row that sees any of the keys, and the first that sees all of them.
+        first = whole = np.zeros_like(first_k)
         if self.causal:
-            some = np.where(first_k < self.n_queries, first_k // tile_q, n_rows)
+            first = np.where(first_k < self.n_queries, first_k // tile_q, n_rows)
             whole = np.minimum(-(-(first_k + tile_k - 1) // tile_q), n_rows)
-        # A row that is not full stands in front, and whole ones have to.
+        # The last row stands in front. If it is not full, no tile counts as whole.
         full = (first_k + tile_k <= self.n_keys) & (self.n_queries % tile_q == 0)
         entries = np.arange(n_rows, dtype=np.int32)[::-1]
-        return Rows(np.zeros_like(some), n_rows - some, full * (n_rows - whole), entries)
+        return Rows(np.zeros_like(first), n_rows - first, full * (n_rows - whole), entries)
 
 
 def cut(rows: Rows, most: int) -> Parts:
-    """The rows in parts of at most so many tiles."""
+    """The rows in parts of at most `most` tiles."""
     per_row = np.maximum(-(-rows.count // most), 1)
     row, nth = _ranges(per_row)
     start = rows.start[row] + nth * most
@@ -168,20 +173,20 @@ def cut(rows: Rows, most: int) -> Parts:
 
 
 def _ranges(sizes: Ints) -> tuple[Ints, Ints]:
-    """`(0, 0), (0, 1), ...`: the number of each range, and the numbers in it."""
+    """`(0, 0), (0, 1), ...`: the index of each range, and the indices in it."""
     which = np.repeat(np.arange(len(sizes)), sizes)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np.ndarray, "P W"]:
-    """The entries of each part side by side, filled up with `nothing`."""
+    """The entries of each part, one part a row, filled up with `nothing`."""
     nth = np.arange(width)
     index = np.where(nth < parts.count[:, None], parts.first[:, None] + nth, len(rows.entries))
     return np.append(rows.entries, np.int32(nothing))[index]
 
 
 def merge_softmax(parts: Softmax, per_row: Ints, scale: float = 1.0) -> Softmax:
-    """One `Softmax` a row of those of its parts; `scale` turns `top` into scores."""
+    """One `Softmax` for each row, of those of its parts; `scale` turns `top` into scores."""
 
     def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:
         exists = exists.reshape(*exists.shape, *[1] * (x.top.ndim - 2))
@@ -203,12 +208,13 @@ def merge_sums(parts: Any, per_row: Ints) -> Any:
 
 
 def merge(parts: Any, per_row: Ints, merged: Callable[[Any, Array], Any]) -> Any:
-    """Results of parts, arrays `[P, ...]`, as those of rows, `[U, ...]`.
+    """The results of rows, arrays `[U, ...]`, from those of their parts, `[P, ...]`.
 
     Args:
       parts: a tree of arrays.
-      per_row: how many parts each row has.
-      merged: `(some, exists) -> one` of `[P, F, ...]`; those that do not exist count for nothing.
+      per_row: the number of parts of each row.
+      merged: `(x, exists) -> y`, which merges `[P, F, ...]` to `[P, ...]` and ignores parts that do
+        not exist.
     """
     first, left, stride = np.cumsum(per_row) - per_row, np.asarray(per_row), 1
     while left.max(initial=1) > 1:
@@ -220,7 +226,7 @@ def merge(parts: Any, per_row: Ints, merged: Callable[[Any, Array], Any]) -> Any
         one = merged(jax.tree.map(lambda x, slot=slot: x[slot], parts), jnp.asarray(exists))
         leader = first[row] + stride * FAN_IN * nth
         parts = jax.tree.map(
-            lambda x, new, at=leader: x.at[at].set(new, unique_indices=True), parts, one
+            lambda x, new, slot=leader: x.at[slot].set(new, unique_indices=True), parts, one
         )
         left, stride = -(-left // FAN_IN), stride * FAN_IN
     return parts if stride == 1 else jax.tree.map(lambda x: x[first], parts)

@@ -1,6 +1,6 @@
-"""What decoding keeps of the tokens so far, and one query's attention to it.
+"""The cache of decoding, and one query's attention to it.
 
-Letters beside those of `reformax.ops.base`: S slots of a ring, K keys that one query looks at.
+Letters besides those of `reformax.ops.base`: S slots of a ring, K keys that one query sees.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from reformax.ops.parts.softmax import HIDDEN
 
 
 class KeyValues(NamedTuple):
-    """Keys and values in a ring: position p is at slot p % S, over the one S positions before."""
+    """Keys and values in a ring: position p is in slot p % S, where it replaces position p - S."""
 
     keys: Float[Array, "B N S H"]
     values: Float[Array, "B N S V"]
 
 
 class Shared(NamedTuple):
-    """What in a cache is the same for every row."""
+    """A part of a cache that all rows share."""
 
     value: Any
 
 
 def take_rows(cache: Any, rows: Int[Array, " R"]) -> Any:
-    """The cache of other rows, each of those given as often as it is named."""
+    """The cache of some of its rows, in the order of `rows`, which may repeat one."""
     return jax.tree.map(
         lambda x: x if isinstance(x, Shared) else x[rows],
         cache,
@@ -39,7 +39,7 @@ def take_rows(cache: Any, rows: Int[Array, " R"]) -> Any:
     )
 
 
-def keep(
+def fill_ring(
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
     lengths: Int[Array, " B"],
@@ -51,13 +51,13 @@ def keep(
     return KeyValues(*(jnp.take_along_axis(jnp.swapaxes(x, 1, 2), index, axis=2) for x in (k, v)))
 
 
-def put(
+def add_to_ring(
     ring: KeyValues,
     k: Float[Array, "B 1 N H"],
     v: Float[Array, "B 1 N V"],
     position: Int[Array, " B"],
 ) -> KeyValues:
-    """The ring with each row's next key and value, those of `position`."""
+    """The ring with the key and the value of each row's `position`."""
     row, slot = jnp.arange(position.shape[0]), position % ring.keys.shape[2]
     return KeyValues(
         *(
@@ -68,7 +68,7 @@ def put(
 
 
 def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]:
-    """Which position each slot holds once `last` is in the ring; below 0: none yet."""
+    """The position in each slot once `last` is in the ring; below 0 there is none yet."""
     return last[:, None] - (last[:, None] - jnp.arange(n_slots)) % n_slots
 
 
@@ -80,9 +80,14 @@ def attend_to(
     alone: Float[Array, "B 1 N V"] | None = None,
     scale: float | None = None,
 ) -> Float[Array, "B 1 N V"]:
-    """Softmax attention of one query a row; `alone`, or zeros, where the mask shows it nothing.
+    """Softmax attention of one query a row.
 
-    `scale` is what scores are multiplied by, `1 / sqrt(H)` by default.
+    Args:
+      q: the queries.
+      keys, values: those that they may see.
+      mask: which of them they see.
+      alone: the output where a query sees nothing; None is zeros.
+      scale: the factor of the scores; None is `1 / sqrt(H)`.
     """
     scores = jnp.einsum("btnh,bnkh->bnk", q, keys, preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -107,16 +112,16 @@ def attend_among(
     alone: Float[Array, "R 1 N V"] | None = None,
     scale: float | None = None,
 ) -> Float[Array, "R 1 N V"]:
-    """`attend_to`, each slot of a row read from the row of its group of G that has it.
+    """`attend_to` where each slot of a row is read from another row of its group of G.
 
-    All rows of a group are looked at, and all but one hidden, for each slot: products of matrices
-    in place of a copy of the cache, which lies as they read it.
+    A query reads each slot in all rows of its group, and all rows but that of `origins` are hidden.
+    That is a product of matrices over the cache as it lies, in place of a copy of the cache.
     """
     n_groups, size, n_slots = origins.shape
     q, keys, values = (x.reshape(n_groups, size, *x.shape[1:]) for x in (q[:, 0], keys, values))
-    # b group, j row that is looked at, i row that looks
-    looked_at = jnp.arange(size)[:, None, None]
-    mask = mask.reshape(n_groups, 1, size, n_slots) & (origins[:, None] == looked_at)
+    # b group, j row of the keys, i row of the query
+    key_row = jnp.arange(size)[:, None, None]
+    mask = mask.reshape(n_groups, 1, size, n_slots) & (origins[:, None] == key_row)
     mask = mask[:, :, None]  # [b, j, 1, i, s]
     q = jnp.broadcast_to(
         jnp.swapaxes(q, 1, 2)[:, None], (n_groups, *keys.shape[1:3], *q.shape[1::2])
@@ -151,22 +156,22 @@ def ring_decoding(
 
     Args:
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
-      n_slots: how many of the last positions a ring has to hold, given the capacity.
+      n_slots: how many positions a ring has to hold, given the capacity.
       first: the first position that a query sees, by its own.
-      scale: what scores are multiplied by, `1 / sqrt(H)` by default.
+      scale: the factor of the scores; None is `1 / sqrt(H)`.
 
-    The trait `beams` may be set with them. `step` then takes `origins [B, K, C]`, where rows are K
-    beams of each of B searches: which of the K has the key and the value of each position of a
-    beam. A search that leaves some beams and goes on from others twice has no cache to copy.
+    With the trait `beams`, `step` also takes `origins [B, K, C]` for rows that are K beams of each
+    of B searches: which of the K beams holds the key and the value of each position of a beam. A
+    search that drops some beams and continues others twice then need not copy the cache.
     """
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
         del params, plan, rng
-        return keep(length_normalize(q) if shared_qk else k, v, lengths, n_slots(capacity))
+        return fill_ring(length_normalize(q) if shared_qk else k, v, lengths, n_slots(capacity))
 
     def step(params, q, k, v, cache, *, position, origins=None):
         del params
-        cache = put(cache, length_normalize(q) if shared_qk else k, v, position)
+        cache = add_to_ring(cache, length_normalize(q) if shared_qk else k, v, position)
         now = position[:, None]
         held = positions_by_slot(position, cache.keys.shape[2])
         mask = held >= jnp.maximum(first(now), 0)
@@ -180,3 +185,8 @@ def ring_decoding(
         return attend_among(q, *cache, mask, origins, alone, scale), cache
 
     return dict(init_cache=init_cache, step=step)
+
+
+def full_decoding(shared_qk: bool = False, scale: float | None = None) -> dict[str, Callable]:
+    """`ring_decoding` of attention to all positions so far."""
+    return ring_decoding(shared_qk, lambda capacity: capacity, lambda now: 0, scale)

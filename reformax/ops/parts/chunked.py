@@ -1,18 +1,19 @@
 """Attention within neighbouring chunks of a reordered sequence: the core of local and LSH.
 
-A sequence is put in some order and cut into chunks of `L` positions; each chunk's queries see the
-keys of their own chunk and of its neighbours. Local attention keeps the order as it is; LSH
-attention sorts by bucket, once per hashing round. The rounds' keys share one softmax, accumulated
-round by round with its running log-sum-exp, so a row's output is exactly softmax attention over
-the union of what it sees.
+A sequence is put in an order and cut into chunks of `L` positions. The queries of a chunk see the
+keys of their own chunk and of its neighbours. Local attention keeps the sequence as it is; LSH
+attention sorts it by bucket, once for each hashing round. All rounds share one softmax, accumulated
+round by round with a running maximum and sum, so a row's output is exactly softmax attention over
+the union of the keys that it sees.
 
-The gradient is analytic, from the output and its log-sum-exp alone (Dao et al. 2022, sec. 3.1 and
-appendix B.2): scores are computed again, round by round, and never stored.
+The gradient is analytic: from the output, the maximum and the sum it computes the scores again,
+round by round, and stores none (Dao et al. 2022, sec. 3.1 and appendix B.2).
 
-Inside this module arrays are heads-first, `[N, B, T, ...]`, with T padded to whole chunks.
+Inside this module arrays are heads-first, `[N, B, T, ...]`, with T padded to whole chunks. Keys
+have `n_chunks_before` more chunks in front and `n_chunks_after` behind, called their border.
 
-On a CPU a few heads are computed at a time: scores are written and read a dozen times, and all of
-them are more than its cache holds. On an NVIDIA GPU `kernels.chunked` computes the same function.
+A CPU computes a few heads at a time: scores are written and read a dozen times, and those of all
+heads would not fit in its cache. On NVIDIA GPUs `kernels.chunked` computes the same function.
 """
 
 from __future__ import annotations
@@ -30,95 +31,11 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.normalization import length_normalize, mean_product
+from reformax.ops.parts.orders import Chunks, Order
 from reformax.ops.parts.softmax import HIDDEN
 
 # Scores of one round that a CPU computes at a time: 2 MiB of float32.
 SCORES_IN_CACHE = 2**19
-
-
-class Order(NamedTuple):
-    """An order of the padded sequence for each round, and its inverse: `slot[order[t]] == t`.
-
-    With `first`, a position sees no key at a place before `first[t]` or after its own.
-    """
-
-    order: Int[Array, "B N R T"]  # the position that stands at each place
-    slot: Int[Array, "B N R T"] | None  # the place of each position; None where nobody asks
-    first: Int[Array, "B N R T"] | None = None  # by position; None: all of the chunks in reach
-
-
-def inverse(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
-    """The inverse of each permutation along the last axis."""
-    place = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=order.dtype), order.shape)
-    slot = jnp.zeros_like(order)
-    return jnp.put_along_axis(slot, order, place, axis=-1, inplace=False, mode="promise_in_bounds")
-
-
-class Chunks(NamedTuple):
-    """The static part of a chunked attention: which keys a query sees, and with what weight.
-
-    Attributes:
-      length: the number of real positions; those behind it are padding.
-      chunk_len: positions in a chunk, L.
-      n_chunks_before: how many chunks before its own a query sees.
-      n_chunks_after: how many chunks after its own a query sees.
-      causal: whether the future is hidden, by original position.
-      shared_qk: whether keys are the length-normalised queries, hidden from themselves.
-      window: if set, keys `window` or more positions away are hidden.
-      count_once: whether a key that several rounds see counts once (the paper's N_ij) or each time.
-      dropout: the rate at which attention weights are dropped.
-      wrap: whether the order is one of `in_a_circle`.
-      n_pad: positions of padding behind the real ones; None makes whole chunks.
-      self_score: the score of a position's own key where it sees no other; see `_own_share`.
-    """
-
-    length: int
-    chunk_len: int
-    n_chunks_before: int
-    n_chunks_after: int
-    causal: bool
-    shared_qk: bool
-    window: int | None = None
-    count_once: bool = True
-    dropout: float = 0.0
-    wrap: bool = False
-    n_pad: int | None = None
-    self_score: float | None = None
-
-    @property
-    def padding(self) -> int:
-        """How many positions stand behind the real ones."""
-        return -self.length % self.chunk_len if self.n_pad is None else self.n_pad
-
-
-def padding(length: int, chunk_len: int, pad_chunks: int) -> int:
-    """What makes a length a multiple of so many chunks; none where one chunk covers it."""
-    return 0 if length <= chunk_len else -length % (chunk_len * pad_chunks)
-
-
-def check_chunks(
-    chunk_len: int, n_chunks_before: int, n_chunks_after: int, pad_chunks: int = 1
-) -> None:
-    """Raises `ValueError` for chunk sizes that mean nothing."""
-    for name, n in (("chunk_len", chunk_len), ("pad_chunks", pad_chunks)):
-        if n < 1:
-            raise ValueError(f"{name} is {n}: expected at least 1")
-    for name, n in (("n_chunks_before", n_chunks_before), ("n_chunks_after", n_chunks_after)):
-        if n < 0:
-            raise ValueError(f"{name} is {n}: expected 0 or more")
-
-
-def in_a_circle(order: Order, chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> Order:
-    """The order with, around each round, the chunks that its first and its last chunk see there.
-
-    The rounds stand one behind the other and the first behind the last, as in Trax: before a
-    round's first chunk are the last ones of the round before. Of one round it makes a circle.
-    """
-    n_rounds, length = order.order.shape[2:]
-    before, after = n_chunks_before * chunk_len, n_chunks_after * chunk_len
-    place = np.arange(n_rounds)[:, None] * length + np.arange(-before, length + after)
-    rounds = order.order.reshape(*order.order.shape[:2], -1)
-    return order._replace(order=rounds[:, :, place % (n_rounds * length)], slot=order.slot + before)
 
 
 def chunked_attention(
@@ -130,6 +47,7 @@ def chunked_attention(
     segments: Int[Array, "B T"] | None,
     rng: PRNGKeyArray | None,
     impl: str = "xla",
+    own_weight: Float[Array, "B N Tp"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the union of the chunks that each query sees.
 
@@ -141,28 +59,36 @@ def chunked_attention(
       order: the rounds' orders of the padded sequence; None keeps the sequence as it is.
       segments: ids; a position sees its own id only, and 0 is padding.
       rng: the source of dropout, needed where `chunks.dropout > 0`.
-      impl: what `dispatch.choose` returned.
+      impl: "xla" or the kernel, as `dispatch.choose` returns them.
+      own_weight: for shared queries and keys, the weight of a position's own value where it sees
+        nothing else; None is 1. "xla" only.
 
     Returns:
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
+    padding = chunks.padding if order is None else order.queries.shape[-1] - chunks.length
     if segments is not None:
-        segments = jnp.pad(segments, ((0, 0), (0, chunks.padding)))
+        segments = jnp.pad(segments, ((0, 0), (0, padding)))
     if impl == "xla":
-        return _attend(chunks, q, k, v, order, segments, rng)
+        order = None if order is None else order.with_places()
+        return _attend(chunks, q, k, v, order, segments, rng, own_weight)
     from reformax.ops.kernels import chunked as kernel
 
     return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, segments, rng)
 
 
-def _heads_first(x: Float[Array, "B T N H"], chunks: Chunks) -> Float[Array, "N B Tp H"]:
-    """Heads outermost, positions padded to whole chunks."""
-    return jnp.pad(jnp.moveaxis(x, 2, 0), ((0, 0), (0, 0), (0, chunks.padding), (0, 0)))
+# Layout: heads, chunks and windows.
 
 
-def _heads_last(x: Float[Array, "N B Tp H"], chunks: Chunks) -> Float[Array, "B T N H"]:
-    """The inverse of `_heads_first`."""
-    return jnp.moveaxis(x[:, :, : chunks.length], 0, 2)
+def _heads_first(x: Float[Array, "B T N H"], length: int) -> Float[Array, "N B Tp H"]:
+    """Heads outermost, positions padded to `length`."""
+    padding = length - x.shape[1]
+    return jnp.pad(jnp.moveaxis(x, 2, 0), ((0, 0), (0, 0), (0, padding), (0, 0)))
+
+
+def _heads_last(x: Float[Array, "N B Tp H"], length: int) -> Float[Array, "B T N H"]:
+    """The inverse of `_heads_first` for `length` positions."""
+    return jnp.moveaxis(x[:, :, :length], 0, 2)
 
 
 def _by_heads(function: Callable, chunks: Chunks, *operands: Any) -> Any:
@@ -186,23 +112,6 @@ def _take(x: Array, index: Int[Array, "N B T"] | None) -> Array:
     return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")
 
 
-def _put_back(x: Array, this: _Round, chunks: Chunks) -> Array:
-    """The transpose of `_take` by a round's order: what is said of each place, by position."""
-    total = _take(x, this.slot)
-    if chunks.wrap:
-        border = _border(x.shape[2], chunks)
-        head, batch = np.ogrid[: x.shape[0], : x.shape[1]]
-        position = this.order[:, :, border]
-        total = total.at[head[..., None], batch[..., None], position].add(x[:, :, border])
-    return total
-
-
-def _border(n_places: int, chunks: Chunks) -> np.ndarray:
-    """The places that `in_a_circle` added around a round."""
-    before, after = (n * chunks.chunk_len for n in (chunks.n_chunks_before, chunks.n_chunks_after))
-    return np.r_[:before, n_places - after : n_places]
-
-
 def _split(x: Array, chunks: Chunks) -> Array:
     """`[N, B, T, ...]` cut into `[N, B, C, L, ...]`."""
     return x.reshape(*x.shape[:2], -1, chunks.chunk_len, *x.shape[3:])
@@ -213,120 +122,167 @@ def _merge(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def _look_around(x: Array, chunks: Chunks) -> Array:
-    """Each chunk beside its neighbours, `[N, B, C, L, ...] -> [N, B, C, M, ...]`, zeros outside."""
-    before, after = chunks.n_chunks_before, chunks.n_chunks_after
-    n = x.shape[2]
-    padded = jnp.pad(x, [(0, 0), (0, 0), (before, after)] + [(0, 0)] * (x.ndim - 3))
-    return jnp.concatenate([padded[:, :, i : i + n] for i in range(before + after + 1)], axis=3)
+def _with_border(x: Array, chunks: Chunks, value: int = 0) -> Array:
+    """`[N, B, C, ...]` with chunks of `value` in the place of the keys' border."""
+    border = [(0, 0), (0, 0), (chunks.n_chunks_before, chunks.n_chunks_after)]
+    return jnp.pad(x, border + [(0, 0)] * (x.ndim - 3), constant_values=value)
 
 
-def _fold_back(x: Array, chunks: Chunks) -> Array:
-    """The transpose of `_look_around`, `[N, B, C, V, M] -> [N, B, C, L, V]`.
+def _windows(x: Array, chunks: Chunks) -> Array:
+    """The keys that each chunk sees: of `[N, B, C + border, L, ...]`, `[N, B, C, M, ...]`."""
+    reach = chunks.n_chunks_before + chunks.n_chunks_after
+    n = x.shape[2] - reach
+    return jnp.concatenate([x[:, :, i : i + n] for i in range(reach + 1)], axis=3)
 
-    It sums what every chunk's window says of a position. Windows come with features first, as a
-    CPU computes such products twice as fast, and the barrier keeps the transposition out of them.
+
+def _sum_windows(x: Array, chunks: Chunks) -> Array:
+    """The transpose of `_windows`, `[N, B, C, V, M] -> [N, B, C + border, L, V]`.
+
+    It sums over the windows that hold a key. Windows come with features first, because a CPU
+    computes such products twice as fast; the barrier keeps the transposition out of them.
     """
-    before, after = chunks.n_chunks_before, chunks.n_chunks_after
-    n = x.shape[2]
-    total = jnp.zeros((*x.shape[:2], n + before + after, x.shape[3], chunks.chunk_len), x.dtype)
-    for i, part in enumerate(jnp.split(x, before + after + 1, axis=-1)):
+    reach, n = chunks.n_chunks_before + chunks.n_chunks_after, x.shape[2]
+    total = jnp.zeros((*x.shape[:2], n + reach, x.shape[3], chunks.chunk_len), x.dtype)
+    for i, part in enumerate(jnp.split(x, reach + 1, axis=-1)):
         total = total.at[:, :, i : i + n].add(part)
-    total = jax.lax.optimization_barrier(total[:, :, before : before + n])
-    return jnp.swapaxes(total, -1, -2)
+    return jnp.swapaxes(jax.lax.optimization_barrier(total), -1, -2)
 
 
-def _exists(n_chunks: int, chunks: Chunks) -> Bool[Array, "C 1 M"]:
-    """Whether the chunk that a window's key belongs to lies within the sequence."""
-    offsets = np.arange(-chunks.n_chunks_before, chunks.n_chunks_after + 1)
-    neighbour = np.arange(n_chunks)[:, None] + offsets
-    exists = (neighbour >= 0) & (neighbour < n_chunks)
-    return jnp.asarray(np.repeat(exists, chunks.chunk_len, axis=1)[:, None])
+# One round.
 
 
-def _positions(chunks: Chunks, order: Int[Array, "N B T"] | None, length: int) -> Array:
-    """Original positions by place, `[N, B, C, L]`, or `[1, 1, C, L]` without an order."""
-    return _split(jnp.arange(length)[None, None] if order is None else order, chunks)
+class _Round(NamedTuple):
+    """One round of an `Order`, and the chunks it is cut into; None keeps the sequence as it is."""
+
+    chunks: Chunks
+    index: Int[Array, ""]
+    queries: Int[Array, "N B T"] | None
+    places: Int[Array, "N B T"] | None
+    keys: Int[Array, "N B K"] | None
+
+    def at_queries(self, x: Array) -> Array:
+        """Rows of `x`, `[N, B, T, ...]`, at the places of queries, `[N, B, C, L, ...]`."""
+        return _split(_take(x, self.queries), self.chunks)
+
+    def at_keys(self, x: Array, outside: int = 0) -> Array:
+        """Rows of `x` at the places of keys, `[N, B, C + border, L, ...]`.
+
+        `outside` fills a border that has no keys.
+        """
+        if self.keys is None:
+            return _with_border(self.at_queries(x), self.chunks, outside)
+        return _split(_take(x, self.keys), self.chunks)
+
+    def by_query(self, x: Array) -> Array:
+        """The transpose of `at_queries`: `[N, B, C, L, ...]` by position."""
+        return _take(_merge(x), self.places)
+
+    def by_key(self, x: Array) -> Array:
+        """The transpose of `at_keys`: sums of `[N, B, C + border, L, ...]` by position."""
+        x = _merge(x)
+        before, after = (
+            n * self.chunks.chunk_len
+            for n in (self.chunks.n_chunks_before, self.chunks.n_chunks_after)
+        )
+        n_places = x.shape[2]
+        total = _take(x[:, :, before : n_places - after], self.places)
+        if self.keys is None:
+            return total
+        border = np.r_[:before, n_places - after : n_places]
+        head, batch = np.ogrid[: x.shape[0], : x.shape[1]]
+        position = self.keys[:, :, border]
+        return total.at[head[..., None], batch[..., None], position].add(x[:, :, border])
+
+    def pair(self, x: Int[Array, "N B T"], outside: int = 0) -> tuple[Array, Array]:
+        """A number of each position for queries, `[..., L, 1]`, and keys, `[..., 1, M]`."""
+        keys = _windows(self.at_keys(x, outside), self.chunks)
+        return self.at_queries(x)[..., :, None], keys[..., None, :]
+
+    def positions(self, length: int) -> tuple[Array, Array]:
+        """The positions of queries, `[..., L, 1]`, and of keys, `[..., 1, M]`.
+
+        A key of an empty border has position `length`, behind all others.
+        """
+        if self.queries is None:
+            return self.pair(jnp.arange(length)[None, None], length)
+        queries = _split(self.queries, self.chunks)
+        if self.keys is None:
+            keys = _with_border(queries, self.chunks, length)
+        else:
+            keys = _split(self.keys, self.chunks)
+        return queries[..., :, None], _windows(keys, self.chunks)[..., None, :]
+
+
+def _scan_rounds(body: Callable, carry: Any, chunks: Chunks, order: Order | None) -> Any:
+    """`lax.scan` of `body(carry, round)` over the rounds; a single round needs no loop."""
+    if order is None:
+        return body(carry, _Round(chunks, jnp.int32(0), None, None, None))
+    of_rounds = order.queries, order.places, order.keys
+    n_rounds = order.queries.shape[2]
+    if n_rounds == 1:
+        of_round = jax.tree.map(lambda x: x[:, :, 0], of_rounds)
+        return body(carry, _Round(chunks, jnp.int32(0), *of_round))
+    of_rounds = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), of_rounds)
+
+    def each(carry, indexed):
+        index, of_round = indexed
+        return body(carry, _Round(chunks, index, *of_round)), None
+
+    return lax.scan(each, carry, (jnp.arange(n_rounds), of_rounds))[0]
 
 
 def _visible(
-    chunks: Chunks,
-    index: Int[Array, ""],
-    order: Int[Array, "N B T"] | None,
-    rounds: Order | None,
+    this: _Round,
+    order: Order | None,
     segments: Int[Array, "B T"] | None,
+    n_heads: int,
     length: int,
-) -> Bool[Array, "#N #B C L M"]:
-    """Which key of its window each query sees in round `index` of `rounds`, `[N, B, R, T]`."""
-    around = functools.partial(_look_around, chunks=chunks)
-
-    def pair(x):  # queries [..., L, 1] and keys [..., 1, M] of a per-position quantity
-        return x[..., :, None], around(x)[..., None, :]
-
-    position = _positions(chunks, order, length)
-    query, key = pair(position)
-    mask = _exists(position.shape[2], chunks)
-    if chunks.wrap:  # what was added around the round are keys alone
-        own = np.ones(order.shape[2], bool)
-        own[_border(order.shape[2], chunks)] = False
-        mask = mask & own.reshape(-1, chunks.chunk_len, 1)
-    if chunks.causal:
-        mask = mask & (key <= query)
-    elif segments is None and length > chunks.length:
-        mask = mask & (key < chunks.length)
+) -> Bool[Array, "#N #B C #L M"]:
+    """Which key of its window each query sees in a round of `order`, `[N, B, R, T]`."""
+    chunks = this.chunks
+    query, key = this.positions(length)
+    mask = key <= query if chunks.causal else key < chunks.length
     if chunks.shared_qk:
         mask = mask & (key != query)
     if chunks.window is not None:
         mask = mask & (jnp.abs(query - key) < chunks.window)
     if segments is not None:
-        segment = jnp.broadcast_to(segments, (position.shape[0], *segments.shape))
-        query_segment, key_segment = pair(_split(_take(segment, order), chunks))
+        of_head = jnp.broadcast_to(segments, (n_heads, *segments.shape))
+        query_segment, key_segment = this.pair(of_head)
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
-    if rounds is not None and rounds.first is not None:
-        query, key = pair(_split(jnp.arange(length)[None, None], chunks))
-        first = jax.lax.dynamic_index_in_dim(rounds.first, index, axis=2, keepdims=False)
-        first = _split(_take(first, order), chunks)[..., None]
-        mask = mask & (key >= first) & (key <= query)
-    if chunks.count_once and rounds is not None:
+    if order is not None and order.first is not None:
+        first = jax.lax.dynamic_index_in_dim(order.first, this.index, axis=2, keepdims=False)
+        mask = mask & _shown_from(this, this.places, first)
+    if chunks.count_once and order is not None:
         # N_ij by elimination: a key counts in the first round that shows it.
-        for earlier in range(rounds.slot.shape[2] - 1):
-            place = _split(_take(rounds.slot[:, :, earlier], order), chunks)
-            if rounds.first is None:
-                query_chunk, key_chunk = pair(place // chunks.chunk_len)
-                distance = key_chunk - query_chunk
-                seen = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
+        for earlier in range(order.places.shape[2] - 1):
+            places = order.places[:, :, earlier]
+            if order.first is None:
+                seen = _in_reach(this, places)
             else:
-                query, key = pair(place)
-                first = _split(_take(rounds.first[:, :, earlier], order), chunks)[..., None]
-                seen = (key >= first) & (key <= query)
-            mask = mask & ~(seen & (earlier < index))
+                seen = _shown_from(this, places, order.first[:, :, earlier])
+            mask = mask & ~(seen & (earlier < this.index))
     return mask
 
 
-class _Round(NamedTuple):
-    """What one round needs beside q, k and v."""
-
-    index: Int[Array, ""]
-    order: Int[Array, "N B T"] | None
-    slot: Int[Array, "N B T"] | None
-
-
-def _scan_rounds(body, carry, order: Order | None):
-    """`lax.scan` of `body(carry, round)` over the rounds; a single round needs no loop."""
-    if order is None:
-        return body(carry, _Round(jnp.int32(0), None, None))
-    n_rounds = order.order.shape[2]
-    if n_rounds == 1:
-        return body(carry, _Round(jnp.int32(0), order.order[:, :, 0], order.slot[:, :, 0]))
-    rounds = _Round(
-        jnp.arange(n_rounds), jnp.moveaxis(order.order, 2, 0), jnp.moveaxis(order.slot, 2, 0)
-    )
-    return lax.scan(lambda c, r: (body(c, r), None), carry, rounds)[0]
+def _in_reach(this: _Round, places: Int[Array, "N B T"]) -> Bool[Array, "N B C L M"]:
+    """Whether each key's chunk is in reach of the query's, in the round with those places."""
+    query_chunk, key_chunk = this.pair(places // this.chunks.chunk_len)
+    distance = key_chunk - query_chunk
+    return (distance >= -this.chunks.n_chunks_before) & (distance <= this.chunks.n_chunks_after)
 
 
-def _keys(chunks: Chunks, q: Array, k: Array | None) -> Array:
-    """The keys of each window, made from the queries where they are shared."""
-    return _look_around(length_normalize(q) if chunks.shared_qk else k, chunks)
+def _shown_from(
+    this: _Round, places: Int[Array, "N B T"], first: Int[Array, "N B T"]
+) -> Bool[Array, "N B C L M"]:
+    """Whether each key stands between the query's `first` place and its own, in such a round."""
+    query, key = this.pair(places)
+    return (key >= this.at_queries(first)[..., None]) & (key <= query)
+
+
+def _keys(chunks: Chunks, x: Array) -> Array:
+    """The keys of each window, of queries where they are shared."""
+    return _windows(length_normalize(x) if chunks.shared_qk else x, chunks)
 
 
 def _scores(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
@@ -334,23 +290,24 @@ def _scores(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Ar
     return product / math.sqrt(q.shape[-1])
 
 
-def _dropout(chunks: Chunks, order, length, head, rng) -> Float[Array, "N B C L M"] | float:
-    if chunks.dropout == 0.0:
+def _dropout_mask(
+    this: _Round, length: int, head: Int[Array, "N B"], rng: PRNGKeyArray | None
+) -> Float[Array, "N B C L M"] | float:
+    """The factors of a round's weights."""
+    if this.chunks.dropout == 0.0:
         return 1.0
-    position = _positions(chunks, order, length)
-    return dropout_mask(
-        seed_words(rng),
-        chunks.dropout,
-        jnp.arange(head.shape[1])[:, None, None, None],
-        head[..., None, None, None],
-        position[..., :, None],
-        _look_around(position, chunks)[..., None, :],
-    )
+    batch = jnp.arange(head.shape[1])[:, None, None, None]
+    address = batch, head[..., None, None, None], *this.positions(length)
+    return dropout_mask(seed_words(rng), this.chunks.dropout, *address)
 
 
-def _lone_weight(chunks: Chunks, total, order, segments, rng) -> Float[Array, "N B T 1"]:
+# All rounds, both passes.
+
+
+def _lone_weight(chunks: Chunks, total, segments, rng, own_weight) -> Float[Array, "N B T 1"]:
     """The weight of a position's own value: 1, or its dropout, where it sees nothing else."""
-    weight = jnp.where(total == 0.0, _own_share(chunks, order), 0.0)
+    own_weight = 1.0 if own_weight is None else jnp.swapaxes(own_weight, 0, 1)
+    weight = jnp.where(total == 0.0, own_weight, 0.0)
     if segments is not None:
         weight = weight * (segments != 0)
     if chunks.dropout > 0.0:
@@ -360,64 +317,40 @@ def _lone_weight(chunks: Chunks, total, order, segments, rng) -> Float[Array, "N
     return weight[..., None]
 
 
-def _own_share(chunks: Chunks, order: Order | None) -> Float[Array, "N B T"] | float:
-    """What float32 makes of a position's softmax over its own key alone, in every round: about 1.
-
-    To the scores, `self_score` each, it adds the logarithms of how often a round shows the key and
-    of the number of rounds, and rounds: at -1e5 it tells 1/128 apart.
-    """
-    if chunks.self_score is None or order is None:
-        return 1.0
-    score = jnp.float32(chunks.self_score)
-    copies = jnp.ones(order.slot.shape, jnp.float32)
-    if chunks.wrap:  # a round shows it again where a chunk of the next round has it too
-        border = _border(order.order.shape[-1], chunks)
-        position = order.order[..., border]
-        own = jnp.take_along_axis(order.slot, position, axis=-1) // chunks.chunk_len
-        distance = border // chunks.chunk_len - own
-        near = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
-        index = np.ogrid[tuple(slice(n) for n in position.shape[:-1])]
-        copies = copies.at[*(i[..., None] for i in index), position].add(near)
-    # Barriers, as what cancels here on paper is the point.
-    logits = jax.lax.optimization_barrier(score + jnp.log(copies))
-    top = logits.max(axis=2, keepdims=True)
-    everything = jnp.log(jnp.sum(jnp.exp(logits - top), axis=2, keepdims=True))
-    everything = jax.lax.optimization_barrier(top + everything)
-    return jnp.sum(copies * jnp.exp(score - logits) * jnp.exp(logits - everything), axis=2)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(chunks, q, k, v, order, segments, rng):
-    return _attend_forward(chunks, q, k, v, order, segments, rng)[0]
+def _attend(chunks, q, k, v, order, segments, rng, own_weight):
+    return _attend_forward(chunks, q, k, v, order, segments, rng, own_weight)[0]
 
 
-def _attend_forward(chunks, q, k, v, order, segments, rng):
-    q, k, values = (None if x is None else _heads_first(x, chunks) for x in (q, k, v))
+def _attend_forward(chunks, q, k, v, order, segments, rng, own_weight):
+    n_places = chunks.length + chunks.padding if order is None else order.queries.shape[-1]
+    q, k, values = (None if x is None else _heads_first(x, n_places) for x in (q, k, v))
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
     forward = functools.partial(_forward, chunks, segments, rng)
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.shared_qk:
-        out = out + _lone_weight(chunks, total, order, segments, rng) * values
-    out = _heads_last(out, chunks).astype(v.dtype)
-    # The maximum and the sum apart: their log-sum-exp would lose the sum where scores are large.
-    return out, (q, k, values, order, segments, rng, out, top, total)
+        out = out + _lone_weight(chunks, total, segments, rng, own_weight) * values
+    out = _heads_last(out, chunks.length).astype(v.dtype)
+    # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where scores are
+    # large.
+    return out, (q, k, values, order, segments, rng, own_weight, out, top, total)
 
 
 def _attend_backward(chunks, residuals, d_out):
-    q, k, v, order, segments, rng, out, top, total = residuals
+    q, k, v, order, segments, rng, own_weight, out, top, total = residuals
     # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
-    row = mean_product(d_out, out) * out.shape[-1]
-    d_out, row = (_heads_first(x, chunks) for x in (d_out, row))
+    row_dot = mean_product(d_out, out) * out.shape[-1]
+    d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
     backward = functools.partial(_backward, chunks, segments, rng)
-    statistics = (top, total, row[..., 0])
+    statistics = (top, total, row_dot[..., 0])
     dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
     if chunks.shared_qk:
-        dv = dv + _lone_weight(chunks, total, order, segments, rng) * d_out
+        dv = dv + _lone_weight(chunks, total, segments, rng, own_weight) * d_out
 
     def like(dx, x):
-        return None if x is None else _heads_last(dx, chunks).astype(x.dtype)
+        return None if x is None else _heads_last(dx, chunks.length).astype(x.dtype)
 
-    return like(dq, q), like(dk, k), like(dv, v), None, None, None
+    return like(dq, q), like(dk, k), like(dv, v), None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -430,107 +363,73 @@ def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
 
 def _forward(chunks, segments, rng, q, k, v, order, head):
     """Each position's attended values, largest score, and sum of `exp(score - largest)`."""
-    length = q.shape[2]
+    n_heads, _, length = q.shape[:3]
 
     def attend_round(carry, this):
         acc, top, total = carry
-        q_sorted = _split(_take(q, this.order), chunks)
-        k_sorted = None if k is None else _split(_take(k, this.order), chunks)
-        values = _look_around(_split(_take(v, this.order), chunks), chunks)
-        mask = _visible(chunks, this.index, this.order, order, segments, length)
-        scores = jnp.where(mask, _scores(q_sorted, _keys(chunks, q_sorted, k_sorted)), HIDDEN)
+        queries = this.at_queries(q)
+        keys = _keys(chunks, this.at_keys(q if k is None else k))
+        values = _windows(this.at_keys(v), chunks)
+        mask = _visible(this, order, segments, n_heads, length)
+        scores = jnp.where(mask, _scores(queries, keys), HIDDEN)
         top_here = scores.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(scores - top_here[..., None]), 0.0)
         total_here = weights.sum(axis=-1)
-        weights = weights * _dropout(chunks, this.order, length, head, rng)
+        weights = weights * _dropout_mask(this, length, head, rng)
         here = jnp.einsum(
             "bnclm,bncmv->bnclv",
             weights.astype(v.dtype),
             values,
             preferred_element_type=jnp.float32,
         )
-        here, top_here, total_here = (
-            _take(_merge(x), this.slot) for x in (here, top_here, total_here)
-        )
+        here, top_here, total_here = (this.by_query(x) for x in (here, top_here, total_here))
         both = jnp.maximum(top, top_here)
         old, new = jnp.exp(top - both), jnp.exp(top_here - both)
         acc = acc * old[..., None] + here * new[..., None]
         return acc, both, total * old + total_here * new
 
-    acc, top, total = _scan_rounds(
-        attend_round,
-        (
-            jnp.zeros(v.shape, jnp.float32),
-            jnp.full(v.shape[:3], HIDDEN, jnp.float32),
-            jnp.zeros(v.shape[:3], jnp.float32),
-        ),
-        order,
+    nothing = (
+        jnp.zeros(v.shape, jnp.float32),
+        jnp.full(v.shape[:3], HIDDEN, jnp.float32),
+        jnp.zeros(v.shape[:3], jnp.float32),
     )
+    acc, top, total = _scan_rounds(attend_round, nothing, chunks, order)
     return acc / jnp.where(total > 0, total, 1.0)[..., None], top, total
 
 
 def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
     """The gradients of q, k and v, float32, of what `_forward` returns first."""
-    length = q.shape[2]
+    n_heads, _, length = q.shape[:3]
+    f32 = dict(preferred_element_type=jnp.float32)
 
     def attend_round(carry, this):
         dq, dk, dv = carry
-        q_sorted = _split(_take(q, this.order), chunks)
-        k_sorted = None if k is None else _split(_take(k, this.order), chunks)
-        values = _look_around(_split(_take(v, this.order), chunks), chunks)
-        keys, keys_vjp = jax.vjp(functools.partial(_keys, chunks), q_sorted, k_sorted)
-        d_here = _split(_take(d_out, this.order), chunks)
-        mask = _visible(chunks, this.index, this.order, order, segments, length)
-        top, total, row = (_split(_take(x, this.order), chunks)[..., None] for x in statistics)
+        queries = this.at_queries(q)
+        at_keys = this.at_keys(q if k is None else k)
+        keys, keys_vjp = jax.vjp(functools.partial(_keys, chunks), at_keys)
+        values = _windows(this.at_keys(v), chunks)
+        d_here = this.at_queries(d_out)
+        mask = _visible(this, order, segments, n_heads, length)
+        top, total, row_dot = (this.at_queries(x)[..., None] for x in statistics)
         # Where nothing was hidden from it, no score exceeds the maximum but by rounding.
-        scores = jnp.minimum(_scores(q_sorted, keys) - top, 0.0)
+        scores = jnp.minimum(_scores(queries, keys) - top, 0.0)
         weights = jnp.where(mask, jnp.exp(scores) * (1 / total), 0.0)
-        keep = _dropout(chunks, this.order, length, head, rng)
-        f32 = dict(preferred_element_type=jnp.float32)
-        d_values = jnp.einsum("bnclm,bnclv->bncvm", (weights * keep).astype(v.dtype), d_here, **f32)
-        d_weights = jnp.einsum("bnclv,bncmv->bnclm", d_here, values, **f32) * keep
-        d_scores = weights * (d_weights - row) / math.sqrt(q.shape[-1])
+        dropped = _dropout_mask(this, length, head, rng)
+        d_values = jnp.einsum(
+            "bnclm,bnclv->bncvm", (weights * dropped).astype(v.dtype), d_here, **f32
+        )
+        d_weights = jnp.einsum("bnclv,bncmv->bnclm", d_here, values, **f32) * dropped
+        d_scores = weights * (d_weights - row_dot) / math.sqrt(q.shape[-1])
         d_scores = d_scores.astype(q.dtype)
-        d_query = jnp.einsum("bnclm,bncmh->bnclh", d_scores, keys, **f32)
-        d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_scores, q_sorted, **f32)
-        d_query_as_key, d_key = keys_vjp(d_keys.astype(q.dtype))
-        dq = dq + _put_back(_merge(d_query + d_query_as_key), this, chunks)
-        dk = None if dk is None else dk + _put_back(_merge(d_key), this, chunks)
-        dv = dv + _put_back(_merge(_fold_back(d_values, chunks)), this, chunks)
+        d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_scores, keys, **f32)
+        d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_scores, queries, **f32)
+        (d_keys,) = keys_vjp(d_keys.astype(q.dtype))
+        if k is None:  # a query and its key are one vector
+            dq = dq + this.by_key(_with_border(d_queries, chunks) + d_keys)
+        else:
+            dq, dk = dq + this.by_query(d_queries), dk + this.by_key(d_keys)
+        dv = dv + this.by_key(_sum_windows(d_values, chunks))
         return dq, dk, dv
 
     nothing = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
-    return _scan_rounds(attend_round, tuple(nothing), order)
-
-
-def visible_union(
-    chunks: Chunks, order: Order | None, segments: Int[Array, "B T"] | None
-) -> Bool[Array, "B N T T"]:
-    """The mask of original positions for which `chunked_attention` is exact softmax attention.
-
-    O(T^2) memory: this is what the tests hand to the oracle, not a way to compute.
-    """
-    length = chunks.length + chunks.padding
-    place = jnp.arange(length)[None, None, None] if order is None else order.slot
-    chunk = place // chunks.chunk_len
-    distance = chunk[..., None, :] - chunk[..., :, None]
-    near = (distance >= -chunks.n_chunks_before) & (distance <= chunks.n_chunks_after)
-    if chunks.wrap:  # a key stands at several places
-        around = jnp.arange(order.order.shape[-1]) // chunks.chunk_len - chunk[..., None]
-        near = (around >= -chunks.n_chunks_before) & (around <= chunks.n_chunks_after)
-        stands = jax.nn.one_hot(order.order, length, dtype=bool)
-        near = jnp.any(near[..., None] & stands[:, :, :, None], axis=-2)
-    if order is not None and order.first is not None:
-        key = place[..., None, :]
-        near = near & (key >= order.first[..., None]) & (key <= place[..., None])
-    mask = near.any(axis=2)[:, :, : chunks.length, : chunks.length]
-    query, key = jnp.ogrid[: chunks.length, : chunks.length]
-    if chunks.causal:
-        mask = mask & (key <= query)
-    if chunks.window is not None:
-        mask = mask & (jnp.abs(query - key) < chunks.window)
-    if segments is not None:
-        segments = segments[:, : chunks.length]
-        same = segments[:, None, :, None] == segments[:, None, None, :]
-        mask = mask & same & (segments != 0)[:, None, None, :]
-    return mask
+    return _scan_rounds(attend_round, tuple(nothing), chunks, order)

@@ -1,7 +1,7 @@
 """Angular hashing: vectors at a small angle share a bucket (Andoni et al. 2015).
 
-A vector is projected on random directions, and its bucket is the direction that it points along
-most, of those and their opposites (Reformer, sec. 2).
+A vector is projected on random directions. Of these and their opposites, the one that it points
+along most is its bucket (Reformer, sec. 2).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ MAX_BUCKETS_UNFACTORED = 128
 
 
 def bucket_factors(n_buckets: int | Sequence[int]) -> tuple[int, ...]:
-    """`n_buckets` as a sequence of even factors; `ValueError` if it is none."""
+    """The even factors of `n_buckets`; `ValueError` if it has none."""
     try:
         sizes = n_buckets if isinstance(n_buckets, Sequence) else (n_buckets,)
         factors = tuple(operator.index(size) for size in sizes)
@@ -43,6 +44,33 @@ def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
     return (first, 2 * max(1, n_buckets // (2 * first)))
 
 
+class Hashing(NamedTuple):
+    """How a sequence is hashed.
+
+    Attributes:
+      factors: even factors of the number of buckets; None is two buckets a chunk of the length.
+      chunk_len: the length of a chunk.
+      rotations: those to hash with; None draws them from an rng.
+    """
+
+    factors: tuple[int, ...] | None
+    chunk_len: int
+    rotations: Float[ArrayLike, "N H R F"] | None
+
+    def factors_for(self, length: int) -> tuple[int, ...]:
+        """The factors of the number of buckets for a length."""
+        return self.factors or auto_buckets(length, self.chunk_len)
+
+    def rotations_for(
+        self, vectors: Float[Array, "B T N H"], length: int, n_rounds: int, rng: PRNGKeyArray | None
+    ) -> Float[Array, "N H R F"]:
+        """The rotations of `n_rounds`, given or drawn."""
+        factors = self.factors_for(length)
+        if self.rotations is None:
+            return draw_rotations(vectors, factors, n_rounds, rng)
+        return check_rotations(self.rotations, vectors, factors, n_rounds)
+
+
 def hash_vectors(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
@@ -55,7 +83,7 @@ def hash_vectors(
     Rotations are shared by the batch and drawn for each head and round.
 
     Args:
-      vectors: what to hash; only directions matter.
+      vectors: the vectors to hash; only their directions matter.
       factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
       n_rounds: R.
       rng: the source of the rotations.
@@ -96,7 +124,7 @@ def hash_by(
     factors: Sequence[int],
     impl: str = "xla",
 ) -> Int[Array, "B N R T"]:
-    """`hash_vectors` by rotations that were drawn before."""
+    """`hash_vectors` by given rotations."""
     if impl != "xla":
         from reformax.ops.kernels import angular_hash
 

@@ -1,6 +1,6 @@
 """A step of decoding for LSH attention: one more token among those already sorted by bucket.
 
-Letters beside those of `reformax.ops.base`: C is the capacity; a *place* is an index into a round's
+C is the capacity, besides the letters of `reformax.ops.base`; a *place* is an index into a round's
 order, a *position* one into the sequence.
 """
 
@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.parts.cache import KeyValues, Shared, attend_to, keep, put
+from reformax.ops.parts.cache import KeyValues, Shared, add_to_ring, attend_to, fill_ring
 from reformax.ops.parts.hashing import hash_by
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.sorting import sort_by_bucket
+
+if TYPE_CHECKING:
+    from reformax.ops.lsh import Settings
 
 _take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
 class Hashed(NamedTuple):
-    """What decoding keeps; entries of no token yet are arbitrary."""
+    """The cache of LSH attention; entries of positions without a token are arbitrary."""
 
     memory: KeyValues  # by position
     buckets: Int[Array, "B N R C"]  # by position
@@ -31,73 +34,81 @@ class Hashed(NamedTuple):
     rotations: Shared  # [N, H, R, F]
 
 
-def lsh_decoding(
-    *,
-    chunk_len: int,
-    n_chunks_before: int,
-    n_chunks_after: int,
-    count_once: bool,
-    strictly_causal: bool,
-    circle: int | None,
-    sizes_for: Callable[[int], Sequence[int]],
-    draw: Callable[[Float[Array, "B T N H"], int, PRNGKeyArray], Float[Array, "N H R F"]],
-) -> dict[str, Callable]:
-    """`init_cache` and `step` of `lsh.lsh`, whose options the first five are.
+def lsh_decoding(settings: Settings) -> dict[str, Callable]:
+    """`init_cache` and `step` of `lsh.lsh`."""
+    return dict(
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+    )
+
+
+def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
+    del params, k, plan  # a plan has no buckets
+    factors, length = settings.hashing.factors_for(capacity), q.shape[1]
+    rotations = settings.hashing.rotations_for(q, capacity, settings.n_rounds(train=False), rng)
+    buckets = hash_by(rotations, q, factors)
+    is_token = jnp.arange(length) < lengths[:, None, None, None]
+    last = math.prod(factors)
+    order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).queries
+    n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
+    return Hashed(
+        fill_ring(length_normalize(q), v, lengths, capacity),
+        jnp.pad(buckets, n_free),
+        jnp.pad(order, n_free),
+        Shared(rotations),
+    )
+
+
+def _step(
+    settings: Settings, params, q, k, v, cache: Hashed, *, position: Int[Array, " B"]
+) -> tuple[Float[Array, "B 1 N V"], Hashed]:
+    del params, k
+    memory, buckets, order, (rotations,) = cache
+    memory = add_to_ring(memory, length_normalize(q), v, position)
+    bucket = hash_by(rotations, q, settings.hashing.factors_for(order.shape[-1]))
+    now = position[:, None, None, None]
+    order, first, own = _inserted(order, buckets, bucket, now)
+    buckets = buckets.at[jnp.arange(q.shape[0]), :, :, position].set(bucket[..., 0])
+
+    seen, exists = _seen(settings, order, first, own, now)
+    exists = exists & (seen != now)
+    seen = jnp.where(exists, seen, -1)
+    if settings.count_once and seen.shape[2] > 1:
+        exists = exists & ~_seen_before(seen)
+    index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
+    keys, values = (_take(x, index[..., None], axis=2) for x in memory)
+    out = attend_to(q, keys, values, exists.reshape(index.shape), alone=v)
+    return out, Hashed(memory, buckets, order, Shared(rotations))
+
+
+def _seen(
+    settings: Settings,
+    order: Int[Array, "B N R C"],
+    first: Int[Array, "B N R 1"],
+    own: Int[Array, "B N R 1"],
+    now: Int[Array, "B 1 1 1"],
+) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
+    """The positions in reach of the newest one in each round, and whether there is one.
 
     Args:
-      circle: where the rounds' chunks stand in a circle, what a round is padded to a multiple of.
-      sizes_for: the factors of the number of buckets, by the capacity.
-      draw: the rotations, by vectors, capacity and rng.
+      settings: the op's.
+      order: each round's order, with the newest position in it.
+      first: the place where its bucket begins.
+      own: its place.
+      now: the newest position.
     """
-
-    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
-        del params, k, plan  # a plan has no buckets, and may do without an order
-        sizes, length = sizes_for(capacity), q.shape[1]
-        rotations = draw(q, capacity, rng)
-        buckets = hash_by(rotations, q, sizes)
-        is_token = jnp.arange(length) < lengths[:, None, None, None]
-        last = math.prod(sizes)
-        order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).order
-        n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
-        return Hashed(
-            keep(length_normalize(q), v, lengths, capacity),
-            jnp.pad(buckets, n_free),
-            jnp.pad(order, n_free),
-            Shared(rotations),
-        )
-
-    def step(params, q, k, v, cache, *, position):
-        del params, k
-        memory, buckets, order, (rotations,) = cache
-        capacity = order.shape[-1]
-        memory = put(memory, length_normalize(q), v, position)
-        bucket = hash_by(rotations, q, sizes_for(capacity))
-        now = position[:, None, None, None]
-        order, first, own = _inserted(order, buckets, bucket, now)
-        buckets = buckets.at[jnp.arange(q.shape[0]), :, :, position].set(bucket[..., 0])
-
-        if strictly_causal:
-            reach = chunk_len * n_chunks_before
-            place = own - reach + jnp.arange(reach)
-            exists = place >= first
-        else:
-            n_places = (n_chunks_before + 1 + n_chunks_after) * chunk_len
-            place = (own // chunk_len - n_chunks_before) * chunk_len + jnp.arange(n_places)
-            exists = (place >= 0) & (place <= now)
-        if circle:
-            seen, exists = _in_a_circle(order, place, now, circle)
-        else:
-            seen = _take(order, jnp.clip(place, 0, capacity - 1), axis=-1)
-        exists = exists & (seen != now)
-        seen = jnp.where(exists, seen, -1)
-        if count_once and seen.shape[2] > 1:
-            exists = exists & ~_seen_before(seen)
-        index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
-        keys, values = (_take(x, index[..., None], axis=2) for x in memory)
-        out = attend_to(q, keys, values, exists.reshape(index.shape), alone=v)
-        return out, Hashed(memory, buckets, order, Shared(rotations))
-
-    return dict(init_cache=init_cache, step=step)
+    chunk_len, n_chunks_before, n_chunks_after = settings.chunks
+    if settings.strictly_causal:
+        reach = chunk_len * n_chunks_before
+        place = own - reach + jnp.arange(reach)
+        exists = place >= first
+    else:
+        n_places = (n_chunks_before + 1 + n_chunks_after) * chunk_len
+        place = (own // chunk_len - n_chunks_before) * chunk_len + jnp.arange(n_places)
+        exists = (place >= 0) & (place <= now)
+    if settings.wrap:
+        return _in_a_circle(order, place, now, settings.whole)
+    return _take(order, jnp.clip(place, 0, order.shape[-1] - 1), axis=-1), exists
 
 
 def _inserted(
@@ -106,7 +117,7 @@ def _inserted(
     bucket: Int[Array, "B N R 1"],
     now: Int[Array, "B 1 1 1"],
 ) -> tuple[Int[Array, "B N R C"], Int[Array, "B N R 1"], Int[Array, "B N R 1"]]:
-    """The order with position `now` after all that are of no later bucket.
+    """The order with position `now` behind the positions of its own bucket and of those before it.
 
     Returns:
       The order, the place where its bucket begins, and its own place.
@@ -116,8 +127,8 @@ def _inserted(
         jnp.sum((place < now) & here, axis=-1, keepdims=True, dtype=jnp.int32)
         for here in (buckets <= bucket, buckets < bucket)
     )
-    moved = jnp.concatenate([order[..., :1], order[..., :-1]], axis=-1)
-    order = jnp.where(place < own, order, jnp.where(place == own, now, moved))
+    shifted = jnp.concatenate([order[..., :1], order[..., :-1]], axis=-1)
+    order = jnp.where(place < own, order, jnp.where(place == own, now, shifted))
     return order, first, own
 
 
@@ -127,7 +138,10 @@ def _in_a_circle(
     now: Int[Array, "B 1 1 1"],
     whole: int,
 ) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
-    """What stands at places of rounds that follow each other in a circle, and whether it exists."""
+    """The positions at places of rounds in a circle, and whether there is one.
+
+    Rounds are padded to a multiple of `whole` places.
+    """
     n_rounds, capacity = order.shape[2:]
     length = (now // whole + 1) * whole
     place = jnp.arange(n_rounds)[:, None] * length + place
@@ -139,7 +153,7 @@ def _in_a_circle(
 
 
 def _seen_before(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
-    """Which positions an earlier round has shown already."""
+    """Which positions an earlier round has shown."""
     rounds = jnp.arange(seen.shape[2])[:, None]
     again = seen[..., None, None] == seen[:, :, None, None]  # [B, N, R, M, R, M]
     again = again & (rounds[:, :, None, None] > rounds)

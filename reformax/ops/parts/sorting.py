@@ -1,4 +1,4 @@
-"""The order of a sequence by hash bucket, and what a position sees of its own bucket in it."""
+"""The order of a sequence by hash bucket, and the stretch of its bucket that a position sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from reformax.ops.parts.chunked import Order, inverse
+from reformax.ops.parts.orders import Order
 
 
 def sort_by_bucket(
@@ -18,7 +18,7 @@ def sort_by_bucket(
     segments: Int[Array, "B T"] | None,
     n_pad: int,
 ) -> Order:
-    """The order by (segment, bucket, position), padding last, of a sequence padded by `n_pad`."""
+    """The order by (segment, bucket, position) of a sequence padded by `n_pad`, padding last."""
     length = buckets.shape[-1] + n_pad
     n_rows = math.prod(buckets.shape[:-1])
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)
@@ -31,34 +31,35 @@ def sort_by_bucket(
         # A stable sort leaves equal keys in the order of their positions.
         order = lax.sort((segments, buckets, position), num_keys=2, is_stable=True)[-1]
     elif jax.default_backend() == "gpu" and n_rows * n_buckets < 2**31:
-        # As one row: there XLA has a radix sort, and it is for one row.
+        # As one row: XLA has a radix sort there, for a single row.
         row = jnp.arange(n_rows, dtype=jnp.int32).reshape(*buckets.shape[:-1], 1)
         keys = (row * n_buckets + buckets).reshape(-1)
-        if n_rows * n_buckets <= 2**16:  # a pass over all for each 8 bits: two in place of four
+        if n_rows * n_buckets <= 2**16:  # one pass for 8 bits: two passes in place of four
             keys = keys.astype(jnp.uint16)
             order = lax.sort((keys, position.reshape(-1)), num_keys=1, is_stable=True)[-1]
         elif n_rows * n_buckets * length < 2**32:
-            words = keys.astype(jnp.uint32) * length + position.reshape(-1).astype(jnp.uint32)
-            order = (lax.sort(words) % length).astype(jnp.int32)
+            packed = keys.astype(jnp.uint32) * length + position.reshape(-1).astype(jnp.uint32)
+            order = (lax.sort(packed) % length).astype(jnp.int32)
         else:
             order = lax.sort((keys, position.reshape(-1)), num_keys=1, is_stable=True)[-1]
         order = order.reshape(buckets.shape)
     elif n_buckets * length < 2**31:
-        # One packed word sorts several times faster than a key with its payload.
+        # One packed number sorts several times faster than a key with its payload.
         order = lax.sort(buckets * length + position) % length
     else:
         order = lax.sort((buckets, position), num_keys=1, is_stable=True)[-1]
-    return Order(order, inverse(order))
+    return Order(order)
 
 
 def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:
     """The order in which a position sees its own bucket, up to `reach` places before its own."""
-    n_pad = order.order.shape[-1] - buckets.shape[-1]
+    order = order.with_places()
+    n_pad = order.queries.shape[-1] - buckets.shape[-1]
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=-1)
-    buckets = jnp.take_along_axis(buckets, order.order, axis=-1, mode="promise_in_bounds")
+    buckets = jnp.take_along_axis(buckets, order.queries, axis=-1, mode="promise_in_bounds")
     begins = jnp.pad(buckets[..., 1:] != buckets[..., :-1], ((0, 0),) * 3 + ((1, 0),))
     place = jnp.arange(buckets.shape[-1], dtype=jnp.int32)
     start = lax.cummax(jnp.where(begins, place, 0), axis=buckets.ndim - 1)
     first = jnp.maximum(start, place - reach)
-    first = jnp.take_along_axis(first, order.slot, axis=-1, mode="promise_in_bounds")
+    first = jnp.take_along_axis(first, order.places, axis=-1, mode="promise_in_bounds")
     return order._replace(first=first)

@@ -1,17 +1,16 @@
-"""Exact attention tile by tile, in array operations: the core of every op that has no N x N array.
+"""Exact attention tile by tile, in array operations: the core of the ops without a T x S matrix.
 
-A tile is one block of queries against one block of keys. FlashAttention (Dao et al. 2022) walks
+A tile is one block of queries with one block of keys. FlashAttention (Dao et al. 2022) walks
 through the tiles of a row with a running maximum and sum (algorithm 2), and its gradient computes
-the scores again from those two and the output (algorithm 4). Which tiles there are is data,
-`Visits`, and a tile that no block visits costs nothing in either pass: causal attention visits
-those up to the diagonal.
+the scores again from those two and the output (algorithm 4). `Visits` names the tiles. Other tiles
+cost nothing in either pass: causal attention visits those up to the diagonal.
 
 Nothing is padded and nothing is copied: a block is a slice of the arrays as they are. Where the
-length is no multiple of the block, the last block begins earlier and its rows that belong to the
-block before are masked.
+length is not a multiple of the block, the last block begins earlier, and its rows that belong to
+the block before are masked.
 
-Letters beside those of `reformax.ops.base`: b examples and n heads of a group, Q queries and K keys
-of a tile, I and J the blocks of queries and of keys.
+Letters besides those of `reformax.ops.base`: b examples and n heads of a group, Q queries and K
+keys of a tile, I and J the blocks of queries and of keys.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.masks import Segments, segment_pair
 from reformax.ops.parts.softmax import HIDDEN, Softmax
 
-# Scores of a tile, over the heads that are computed together. A CPU keeps them in its cache; a GPU
-# has one kernel after another write and read them, which takes many to be worth their start.
+# Scores of a tile, of all heads that are computed together. On a CPU they fit in its cache. On a
+# GPU one kernel after another writes and reads them, so many of them pay for a kernel's start.
 SCORES_IN_CACHE = 2**19
 SCORES_AT_A_TIME = 2**25
 
 
 class Tiling(NamedTuple):
-    """The static part of a call: how it is cut and what a tile computes.
+    """The static part of a call: how it is cut, and what each tile computes.
 
     Attributes:
       query_size: queries of a block.
       key_size: keys of a block.
       causal: whether a key is hidden from the queries before it.
-      scale: what products of queries and keys are multiplied by.
+      scale: the factor of the products of queries and keys.
       dropout: the rate at which attention weights are dropped.
     """
 
@@ -55,7 +54,7 @@ class Tiling(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call; None where it has no such thing."""
+    """The arrays of a call; None for those it does not have."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S N H"]
@@ -63,14 +62,14 @@ class Inputs(NamedTuple):
     bias: Float[Array, "#B #N #T #S"] | None
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
-    words: Int[Array, 2] | None  # `seed_words` of the rng
+    seed: Int[Array, 2] | None  # `seed_words` of the rng
 
 
 class Visits(NamedTuple):
-    """Which blocks of the other side each block meets: `index[start[i]:stop[i]]`.
+    """The blocks of the other side that each block meets: `index[start[i]:stop[i]]`.
 
-    The first axis is that of heads, of size 1 where all meet the same. `index` None stands for the
-    numbers from `start[i]` to `stop[i]` themselves.
+    The first axis is heads, of size 1 where all heads meet the same. Without an `index`, the blocks
+    are `start[i]` to `stop[i] - 1`.
     """
 
     start: Int[Array, "#N I"]
@@ -78,7 +77,7 @@ class Visits(NamedTuple):
     index: Int[Array, "#N P"] | None = None
 
     def loop(self, head: Any, i: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """`carry = body(j, carry)` over what block `i` meets."""
+        """`carry = body(j, carry)` over the blocks that block `i` meets."""
         head = head if self.start.shape[0] > 1 else 0
         each = body
         if self.index is not None:
@@ -90,14 +89,14 @@ class Visits(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The tiles of a call, once by their queries and once by their keys."""
+    """The tiles of a call, by their queries and by their keys."""
 
     by_query: Visits
     by_key: Visits
 
 
 def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> Plan:
-    """All tiles; if causal, those that hold a key which is not after a query."""
+    """All tiles; if causal, those where some query sees some key."""
     n_rows, n_columns = -(-n_queries // tiling.query_size), -(-n_keys // tiling.key_size)
     row, column = np.arange(n_rows), np.arange(n_columns)
     stop, start = np.full(n_rows, n_columns), np.zeros(n_columns, int)
@@ -110,7 +109,7 @@ def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> Plan:
 
 
 class Group(NamedTuple):
-    """Some examples and heads, which are computed together."""
+    """Examples and heads that are computed together."""
 
     batch: Any  # the first of them
     head: Any
@@ -119,17 +118,21 @@ class Group(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Some neighbouring rows of queries or of keys."""
+    """Neighbouring rows of queries or of keys."""
 
-    start: Any  # where they are read
+    start: Any  # the first row that is read
     position: Int[Array, " L"]
-    own: Bool[Array, " L"] | None  # not those that the block before has; None: all of them
+    own: Bool[Array, " L"] | None  # False for rows of the block before; None: all are its own
 
 
-def block(start: Any, size: int, length: int, aligned: bool | None = None) -> Block:
-    """The block from `start` on, or as many rows before it as there are too few behind.
+def block_at(start: Any, size: int, length: int, aligned: bool | None = None) -> Block:
+    """The block of `size` rows from `start` on; it begins earlier if there are too few.
 
-    `aligned` says that there never are; by default starts are the multiples of `size`.
+    Args:
+      start: its first own row.
+      size: its number of rows.
+      length: the length of the sequence.
+      aligned: whether there are always enough rows; by default, whether `size` divides the length.
     """
     aligned = length % size == 0 if aligned is None else aligned
     first = start if aligned else jnp.minimum(start, length - size)
@@ -138,9 +141,9 @@ def block(start: Any, size: int, length: int, aligned: bool | None = None) -> Bl
 
 
 def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -> tuple[int, int]:
-    """How many examples and heads are computed together, divisors of what there is.
+    """How many examples and how many heads are computed together, divisors of their numbers.
 
-    Heads are parted first: the examples may lie on several devices, and then are never parted.
+    Heads are divided first. Examples may lie on several devices and then are not divided.
     """
     fit = SCORES_IN_CACHE if jax.default_backend() == "cpu" else SCORES_AT_A_TIME
     fit //= tiling.query_size * tiling.key_size
@@ -175,56 +178,56 @@ def over_groups(
     return lax.fori_loop(0, n_batch // some_batch * n_parts * n_blocks, each, carry)
 
 
-# Reading and writing.
+# Reading and writing blocks.
 
 
-def rows(x: Float[Array, "B T N H"], group: Group, some: Block) -> Float[Array, "b n L H"]:
+def rows(x: Float[Array, "B T N H"], group: Group, block: Block) -> Float[Array, "b n L H"]:
     """A block's rows of the group's heads."""
-    sizes = group.n_batch, some.position.size, group.n_heads, x.shape[3]
-    part = lax.dynamic_slice(x, (group.batch, some.start, group.head, 0), sizes)
+    sizes = group.n_batch, block.position.size, group.n_heads, x.shape[3]
+    part = lax.dynamic_slice(x, (group.batch, block.start, group.head, 0), sizes)
     return jnp.swapaxes(part, 1, 2)
 
 
 def put_rows(
-    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, some: Block
+    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: Block
 ) -> Float[Array, "B T N H"]:
     """`x` with a block's rows of the group's heads replaced."""
     value = value.astype(x.dtype)
-    if some.own is not None:
-        value = jnp.where(some.own[:, None], value, rows(x, group, some))
-    at = group.batch, some.start, group.head, 0
-    return lax.dynamic_update_slice(x, jnp.swapaxes(value, 1, 2), at)
+    if block.own is not None:
+        value = jnp.where(block.own[:, None], value, rows(x, group, block))
+    start = group.batch, block.start, group.head, 0
+    return lax.dynamic_update_slice(x, jnp.swapaxes(value, 1, 2), start)
 
 
 def add_rows(
-    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, some: Block
+    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: Block
 ) -> Float[Array, "B T N H"]:
-    """`x` with `value`, which is 0 in rows that are not the block's own, added."""
-    total = rows(x, group, some) + value.astype(x.dtype)
-    at = group.batch, some.start, group.head, 0
-    return lax.dynamic_update_slice(x, jnp.swapaxes(total, 1, 2), at)
+    """`x` with `value` added, which is 0 in rows that are not the block's own."""
+    total = rows(x, group, block) + value.astype(x.dtype)
+    start = group.batch, block.start, group.head, 0
+    return lax.dynamic_update_slice(x, jnp.swapaxes(total, 1, 2), start)
 
 
-def numbers(x: Float[Array, "B N T"], group: Group, some: Block) -> Float[Array, "b n L"]:
-    """A block's entries of the group's heads."""
-    sizes = group.n_batch, group.n_heads, some.position.size
-    return lax.dynamic_slice(x, (group.batch, group.head, some.start), sizes)
+def row_statistics(x: Float[Array, "B N T"], group: Group, block: Block) -> Float[Array, "b n L"]:
+    """A number for each of a block's rows, of the group's heads."""
+    sizes = group.n_batch, group.n_heads, block.position.size
+    return lax.dynamic_slice(x, (group.batch, group.head, block.start), sizes)
 
 
-def put_numbers(
-    x: Float[Array, "B N T"], value: Float[Array, "b n L"], group: Group, some: Block
+def put_row_statistics(
+    x: Float[Array, "B N T"], value: Float[Array, "b n L"], group: Group, block: Block
 ) -> Float[Array, "B N T"]:
-    """`x` with a block's entries of the group's heads replaced."""
-    if some.own is not None:
-        value = jnp.where(some.own, value, numbers(x, group, some))
-    return lax.dynamic_update_slice(x, value, (group.batch, group.head, some.start))
+    """`x` with the numbers of a block's rows, of the group's heads, replaced."""
+    if block.own is not None:
+        value = jnp.where(block.own, value, row_statistics(x, group, block))
+    return lax.dynamic_update_slice(x, value, (group.batch, group.head, block.start))
 
 
 def _bias_tile(shape: tuple[int, ...], group: Group, queries: Block, keys: Block):
-    """Where a tile's part of a bias is, and how large: axes of size 1 are not cut."""
-    at = group.batch, group.head, queries.start, keys.start
+    """The start and the size of a tile's part of a bias; axes of size 1 are not cut."""
+    starts = group.batch, group.head, queries.start, keys.start
     sizes = group.n_batch, group.n_heads, queries.position.size, keys.position.size
-    start = [a if n > 1 else 0 for a, n in zip(at, shape, strict=True)]
+    start = [i if n > 1 else 0 for i, n in zip(starts, shape, strict=True)]
     return start, [s if n > 1 else 1 for s, n in zip(sizes, shape, strict=True)]
 
 
@@ -235,7 +238,7 @@ def add_bias_tile(
     queries: Block,
     keys: Block,
 ) -> Float[Array, "#B #N #T #S"]:
-    """`x` with a tile's gradient added, summed over the axes that are shared."""
+    """`x` with a tile's gradient added, summed over the axes of size 1."""
     start, sizes = _bias_tile(x.shape, group, queries, keys)
     shared = [axis for axis, n in enumerate(x.shape) if n == 1]
     value = jnp.sum(value, axis=shared, keepdims=True)
@@ -245,14 +248,14 @@ def add_bias_tile(
 # The arithmetic of a tile.
 
 
-def _segment(ids: Int[Array, "B T"], group: Group, some: Block) -> Int[Array, "b L"]:
-    return lax.dynamic_slice(ids, (group.batch, some.start), (group.n_batch, some.position.size))
+def _segment(ids: Int[Array, "B T"], group: Group, block: Block) -> Int[Array, "b L"]:
+    return lax.dynamic_slice(ids, (group.batch, block.start), (group.n_batch, block.position.size))
 
 
 def visible(
     tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
 ) -> Bool[Array, "#b 1 #Q #K"] | None:
-    """Which key of a tile each query sees; None: all."""
+    """Which keys of a tile each query sees; None: all."""
     masks = []
     if tiling.causal:
         masks.append(queries.position[:, None] >= keys.position)
@@ -284,16 +287,16 @@ def scores(
     return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
 
-def keep(
+def tile_dropout_mask(
     tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
 ) -> Float[Array, "b n Q K"] | float:
-    """What dropout multiplies the weights of a tile by, which their addresses alone decide."""
+    """The dropout mask of a tile's weights."""
     if tiling.dropout == 0.0:
         return 1.0
     example = group.batch + jnp.arange(group.n_batch)[:, None, None, None]
     head = group.head + jnp.arange(group.n_heads)[:, None, None]
     address = example, head, queries.position[:, None], keys.position
-    return dropout_mask(x.words, tiling.dropout, *address)
+    return dropout_mask(x.seed, tiling.dropout, *address)
 
 
 def empty(shape: tuple[int, ...], d_v: int) -> Softmax:
@@ -306,26 +309,26 @@ def empty(shape: tuple[int, ...], d_v: int) -> Softmax:
 
 
 class Results(NamedTuple):
-    """What a forward pass returns: all that the backward pass needs beside the inputs."""
+    """The results of a forward pass: all that the backward pass needs besides the inputs."""
 
     out: Float[Array, "B T N V"]
     top: Float[Array, "B N T"]  # the largest score of each row
     total: Float[Array, "B N T"]  # the sum of `exp(score - top)`
 
-    def with_rows(self, state: Softmax, group: Group, some: Block) -> Results:
-        """With the rows of a block, whose softmax is complete; zeros for one that saw nothing."""
+    def with_rows(self, state: Softmax, group: Group, block: Block) -> Results:
+        """Adds the rows of a block, whose softmax is complete; zeros for rows that saw nothing."""
         out = state.acc / jnp.where(state.total > 0, state.total, 1.0)[..., None]
         return Results(
-            put_rows(self.out, out, group, some),
-            put_numbers(self.top, state.top, group, some),
-            put_numbers(self.total, state.total, group, some),
+            put_rows(self.out, out, group, block),
+            put_row_statistics(self.top, state.top, group, block),
+            put_row_statistics(self.total, state.total, group, block),
         )
 
 
 def no_results(x: Inputs) -> Results:
     """Results with no rows written."""
-    number = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), jnp.float32)
-    return Results(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype), number, number)
+    statistic = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), jnp.float32)
+    return Results(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype), statistic, statistic)
 
 
 def summary(
@@ -343,7 +346,7 @@ def summary(
     top = jnp.maximum(jnp.max(s, axis=-1), top)
     p = jnp.exp(s - top[..., None])
     total = jnp.sum(p, axis=-1)
-    p = p * keep(tiling, x, group, queries, keys)
+    p = p * tile_dropout_mask(tiling, x, group, queries, keys)
     acc = jnp.einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Softmax(acc, top, total)
 
@@ -352,19 +355,19 @@ def summary(
 
 
 def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
-    """Attention over the tiles that `visits`, of the blocks of queries, names.
+    """Attention over the tiles that the `visits` of the blocks of queries name.
 
-    Dao et al., algorithm 2, with the loops the other way round, so that a row is written once.
+    This is algorithm 2 of Dao et al. with the loops exchanged, so that a row is written once.
     """
     n_batch, length, n_heads, _ = x.q.shape
     n_keys = x.k.shape[1]
 
     def query_block(group, i, results):
-        queries = block(i * tiling.query_size, tiling.query_size, length)
+        queries = block_at(i * tiling.query_size, tiling.query_size, length)
         q = rows(x.q, group, queries)
 
         def key_block(j, state):
-            keys = block(j * tiling.key_size, tiling.key_size, n_keys)
+            keys = block_at(j * tiling.key_size, tiling.key_size, n_keys)
             here = summary(tiling, x, group, queries, keys, q, state.top)
             old = jnp.exp(state.top - here.top)
             return Softmax(
@@ -392,7 +395,7 @@ def backward(
     Args:
       tiling, x: as in `forward`.
       visits: of the blocks of keys.
-      results: what the forward pass returned.
+      results: those of the forward pass.
       d_out: the gradient of `out`.
     """
     n_batch, length, n_heads, _ = x.q.shape
@@ -403,21 +406,22 @@ def backward(
 
     def key_block(group, j, written):
         *sums, dk_all, dv_all = written
-        keys = block(j * tiling.key_size, tiling.key_size, n_keys)
+        keys = block_at(j * tiling.key_size, tiling.key_size, n_keys)
         k, v = rows(x.k, group, keys), rows(x.v, group, keys)
 
         def query_block(i, sums):
             dq_all, d_bias, dk, dv = sums
-            queries = block(i * tiling.query_size, tiling.query_size, length)
+            queries = block_at(i * tiling.query_size, tiling.query_size, length)
             q, d = rows(x.q, group, queries), rows(d_out, group, queries)
-            of_row = (numbers(n, group, queries)[..., None] for n in (results.top, share, dot))
-            row_top, row_share, row_dot = of_row
+            row_top, row_share, row_dot = (
+                row_statistics(y, group, queries)[..., None] for y in (results.top, share, dot)
+            )
             s = scores(tiling, x, group, queries, keys, q, k)
             p = jnp.exp(s - row_top) * row_share
-            kept = keep(tiling, x, group, queries, keys)
+            mask = tile_dropout_mask(tiling, x, group, queries, keys)
             dp = jnp.einsum("bnqv,bnkv->bnqk", d, v, preferred_element_type=jnp.float32)
-            ds = p * (dp * kept - row_dot)
-            p = (p * kept).astype(d.dtype)
+            ds = p * (dp * mask - row_dot)
+            p = (p * mask).astype(d.dtype)
             dv = dv + jnp.einsum("bnqk,bnqv->bnkv", p, d, preferred_element_type=jnp.float32)
             if d_bias is not None:
                 d_bias = add_bias_tile(d_bias, ds, group, queries, keys)
@@ -464,12 +468,12 @@ def _attend_forward(forward_pass, tiling, x, plan):
     return results.out, (x, plan, results)
 
 
-def _attend_backward(forward_pass, tiling, kept, d_out):
+def _attend_backward(forward_pass, tiling, residuals, d_out):
     del forward_pass
-    x, plan, results = kept
+    x, plan, results = residuals
     gradients = backward(tiling, x, plan.by_key, results, d_out)
-    # What is made of integers has no gradient.
-    return Inputs(*gradients, query_segments=None, key_segments=None, words=None), None
+    # Integers have no gradient.
+    return Inputs(*gradients, query_segments=None, key_segments=None, seed=None), None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -485,5 +489,5 @@ def inputs(
     rng: PRNGKeyArray | None,
 ) -> Inputs:
     """The arrays of an op's call."""
-    words = seed_words(rng) if dropout > 0.0 else None
-    return Inputs(q, k, v, bias, *segment_pair(segments), words)
+    seed = seed_words(rng) if dropout > 0.0 else None
+    return Inputs(q, k, v, bias, *segment_pair(segments), seed)

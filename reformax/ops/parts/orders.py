@@ -1,0 +1,104 @@
+"""Orders of a sequence and the chunks they are cut into: the data of chunked attention.
+
+A *position* is an index into the sequence, a *place* one into an order of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+class ChunkSizes(NamedTuple):
+    """A chunk's length, and how many chunks before and after its own a query sees."""
+
+    chunk_len: int
+    n_chunks_before: int
+    n_chunks_after: int
+
+    def cut(self, length: int, **options: Any) -> Chunks:
+        """The `Chunks` of a sequence, with further `options` of theirs; one if it is shorter."""
+        sizes = self._replace(chunk_len=min(self.chunk_len, length))
+        return Chunks(length, *sizes, **options)
+
+
+class Chunks(NamedTuple):
+    """The static part of a chunked attention: which keys a query sees, and with what weight.
+
+    Attributes:
+      length: the number of positions; those behind them are padding.
+      chunk_len: positions in a chunk, L.
+      n_chunks_before: how many chunks before its own a query sees.
+      n_chunks_after: how many chunks after its own a query sees.
+      causal: whether the future is hidden, by original position.
+      shared_qk: whether keys are the length-normalised queries, hidden from themselves.
+      window: if set, keys `window` or more positions away are hidden.
+      count_once: whether a key that several rounds show counts once (the paper's N_ij) or each
+        time.
+      dropout: the rate at which attention weights are dropped.
+    """
+
+    length: int
+    chunk_len: int
+    n_chunks_before: int
+    n_chunks_after: int
+    causal: bool
+    shared_qk: bool
+    window: int | None = None
+    count_once: bool = True
+    dropout: float = 0.0
+
+    @property
+    def padding(self) -> int:
+        """The padding that makes whole chunks."""
+        return -self.length % self.chunk_len
+
+
+class Order(NamedTuple):
+    """Where the queries and the keys of a padded sequence stand in each round.
+
+    The places of queries are cut into chunks. Around them stand the keys: a query's chunk sees the
+    `n_chunks_before` chunks of keys before it, its own, and `n_chunks_after` chunks behind it.
+
+    Attributes:
+      queries: the position whose query stands at each place.
+      places: the place of each position's query, the inverse of `queries`. None leaves it to
+        `with_places`.
+      keys: the position whose key stands at each place, from `n_chunks_before` chunks before the
+        first query's to `n_chunks_after` behind the last query's. None is `queries`, with no key
+        before or behind them.
+      first: the first place whose key a position's query sees; it then sees none after its own
+        place either. None shows it all chunks in reach.
+    """
+
+    queries: Int[Array, "B N R T"]
+    places: Int[Array, "B N R T"] | None = None
+    keys: Int[Array, "B N R K"] | None = None
+    first: Int[Array, "B N R T"] | None = None
+
+    def with_places(self) -> Order:
+        """The order with the place of each position."""
+        return self if self.places is not None else self._replace(places=inverse(self.queries))
+
+
+def inverse(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
+    """The inverse of each permutation along the last axis."""
+    place = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=order.dtype), order.shape)
+    places = jnp.zeros_like(order)
+    return jnp.put_along_axis(
+        places, order, place, axis=-1, inplace=False, mode="promise_in_bounds"
+    )
+
+
+def check_chunks(
+    chunk_len: int, n_chunks_before: int, n_chunks_after: int, pad_chunks: int = 1
+) -> None:
+    """Raises `ValueError` for chunk sizes out of range."""
+    for name, n in (("chunk_len", chunk_len), ("pad_chunks", pad_chunks)):
+        if n < 1:
+            raise ValueError(f"{name} is {n}: expected at least 1")
+    for name, n in (("n_chunks_before", n_chunks_before), ("n_chunks_after", n_chunks_after)):
+        if n < 0:
+            raise ValueError(f"{name} is {n}: expected 0 or more")
