@@ -42,12 +42,13 @@ class Shape(NamedTuple):
     length: int
     d_model: int
     depths: tuple[int, ...] = (2, 4, 8, 12, 24)
+    dtypes: tuple[str, ...] = DTYPES
     cost_length: int = 4096
     cost_d_model: int = 128
 
 
 SHAPES = {
-    "tiny": Shape(1, 32, 16, (2,), 128, 16),
+    "tiny": Shape(1, 32, 16, (2,), DTYPES[:1], 128, 16),
     "cpu": Shape(1, 128, 64),
     "gpu": Shape(2, 1024, 512),
 }
@@ -137,7 +138,7 @@ def print_drifts(shape: Shape) -> list[Drift]:
     columns = "largest error", "numbers that differ", "gradient error"
     table = Table("layers", "sublayers", "stack", *columns, n_names=3)
     drifts = []
-    for dtype in DTYPES:
+    for dtype in shape.dtypes:
         for exact in (False, True):
             for n_layers in shape.depths:
                 d = drift(shape, n_layers, dtype, exact)
@@ -174,7 +175,7 @@ def draw(drifts: Sequence[Drift], title: str, path: Path) -> None:
             # Logarithmic, with room at the bottom for an error of 0.
             axes.set_yscale("symlog", linthresh=1e-9)
             axes.set_ylim(bottom=-2e-10)
-            axes.set_xticks(x)
+            axes.set_xticks(sorted({d.n_layers for d in drifts}))
             axes.set_xlabel("layers")
             axes.set_title(label, fontsize=10)
         legend = panels[0].get_legend_handles_labels()

@@ -36,7 +36,7 @@ COMMANDS = [
     ("exact_attention", "--longest", "| flash |"),
     ("generation", "", "| ordinary |"),
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
-    ("reversible", "--plot={path}/a.png", "| bfloat16 | exact | 0 | 0 of 1,024 |"),
+    ("reversible", "--plot={path}/a.png", "| float32 | exact | 0 | 0 of 1,024 |"),
     ("step", "", "| reformax TransformerLM, dense | 12,880 |"),
     ("translation", "--sources={path}/lines", "ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),
