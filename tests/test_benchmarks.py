@@ -5,9 +5,11 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +56,15 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     importlib.import_module(f"benchmarks.{name}").main(flags)
     assert last in capsys.readouterr().out
     assert "--plot" not in flags or os.path.getsize(tmp_path / "a.png")
+
+
+def test_no_benchmark_imports_another():
+    folder = Path(step.__file__).parent
+    files = [*folder.glob("*.py"), *folder.glob("*/*.py")]
+    assert len(files) > 20
+    for path in files:
+        for imported in re.findall(r"from benchmarks(\S*) import (.*)", path.read_text()):
+            assert imported[0].startswith((".harness", ".peers")), (path, imported)
 
 
 def cells(table: str, row: str) -> list[str]:
