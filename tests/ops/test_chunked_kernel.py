@@ -1,4 +1,4 @@
-"""The kernel of chunked attention, interpreted, against the array operations."""
+"""The kernels of chunked attention, interpreted, against the array operations."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16),
     ],
 )
 def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length):
-    """Blocks that tile a chunk, that share one with others, and that hold several; and padding."""
+    """Chunks of several blocks, blocks of several chunks, and padding."""
     batch, n_heads = 2, 2
     chunks = Chunks(length=length, **options)
     rng = np.random.default_rng(0)

@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs, each beside the layer whose function it computes."""
+"""Kernels for NVIDIA GPUs, a file for each layer that has some."""

@@ -65,9 +65,9 @@ class _Tile(NamedTuple):
     rows: int
     columns: int
     length: int  # rows of a sequence
-    rate: float
-    shape: tuple[int, int]
-    right: bool = False  # of the two
+    rate: float  # of dropout
+    shape: tuple[int, int]  # [R, F]
+    right: bool = False  # whether it is the right one of a program's two
 
     @property
     def _row(self) -> Array:
@@ -75,12 +75,13 @@ class _Tile(NamedTuple):
 
     @property
     def _column(self) -> Array:
-        # In sums of multiples, which show the compiler how many numbers it may read at once.
+        # Sums of multiples show the compiler how many numbers it may read at once.
         first = pl.program_id(1) * (2 * APART) + pl.program_id(2) * self.columns
         return first + APART * self.right + jnp.arange(self.columns, dtype=jnp.int32)
 
     @property
     def grid(self) -> tuple[int, int, int]:
+        """Programs by rows, by pairs of `APART` columns, and by tiles within these."""
         pairs = pl.cdiv(self.shape[1], 2 * APART)
         return pl.cdiv(self.shape[0], self.rows), pairs, APART // self.columns
 
@@ -126,8 +127,8 @@ class _Tile(NamedTuple):
             row = self._row[:, None]
             sequence, position = row // self.length, row % self.length + inputs.start[0]
             seed = inputs.seed[0], inputs.seed[1]
-            nothing = jnp.zeros((), jnp.int32)
-            bits = dropout_bits(seed, sequence, nothing, position, self._column[None])
+            head = jnp.zeros((), jnp.int32)  # there are none
+            bits = dropout_bits(seed, sequence, head, position, self._column[None])
             masks = multiplier(bits, self.rate), multiplier(bits << 16, self.rate)
         return list(zip((self, self._replace(right=True)), masks, strict=True))
 

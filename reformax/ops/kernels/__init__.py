@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs, each imported by the algorithm that owns it when `impl` chooses it."""
+"""Kernels for NVIDIA GPUs. An algorithm imports its own when `impl` chooses them."""

@@ -47,9 +47,9 @@ from reformax.ops.kernels.common import (
     power_of_two,
     product,
     query_rows,
+    recompute_weights,
     softmax_step,
     view_rows,
-    weights_again,
 )
 from reformax.ops.parts import block_lists
 from reformax.ops.parts.block_lists import Everything, Layout, Rows
@@ -93,8 +93,8 @@ class _Own(NamedTuple):
 
     head: Any
     tile: Any
-    first: Any
-    end_whole: Any
+    first: Any  # entry of the stretch
+    end_whole: Any  # of the tiles that need no mask, which come first
     end: Any
     slot: Any  # in the buffer of parts; -1 for a whole row, which goes to its place
 
@@ -118,9 +118,9 @@ class _Program(NamedTuple):
     n_keys: int
     causal: bool
     dropout: float
-    per_head: bool
-    any_whole: bool  # whether the list has whole tiles
-    any_cut: bool  # and others
+    per_head: bool  # whether each head has a mask of its own
+    any_whole: bool  # whether the list has tiles that need no mask
+    any_cut: bool  # whether it has others
     batch: Any = None
 
     def here(self) -> _Program:
@@ -176,8 +176,10 @@ class _Program(NamedTuple):
         exists = None if block.whole else block.position < ref.shape[1]
         return view_rows(ref, self.batch, block.position, head, width, exists)
 
-    def statistics(self, ref, block: _Block, head) -> Array:
-        """A block's entries of `[B, N, T]`; zeros where there is none."""
+    def statistics(self, ref, block: _Block, head) -> Array | None:
+        """A block's entries of `[B, N, T]`, zeros where there is none; None of None."""
+        if ref is None:
+            return None
         exists = None if block.whole else block.position < ref.shape[2]
         return load(ref.at[self.batch, head, block.position], exists, 0.0)
 
@@ -257,8 +259,8 @@ def _queries_kernel(x: _Inputs, row: QueryRows, work: _Work, dq, part, *, progra
     own = here.own(work)
     queries = here.queries(x, own.tile)
     q, d_out = (here.rows(ref, queries, own.head) for ref in (x.q, row.d_out))
-    top, dot = (here.statistics(ref, queries, own.head) for ref in (row.top, row.dot))
-    share = None if row.share is None else here.statistics(row.share, queries, own.head)
+    statistics = row.top, row.dot, row.share
+    top, dot, share = (here.statistics(ref, queries, own.head) for ref in statistics)
     query, size = column(queries), x.q.shape[3]
     scale = LOG2_E / math.sqrt(size)
 
@@ -268,7 +270,7 @@ def _queries_kernel(x: _Inputs, row: QueryRows, work: _Work, dq, part, *, progra
         v = here.rows(x.v, keys, own.head)
         key = line(keys)
         logits = hide(product(q, k, transpose_b=True), here.visible(query, key, whole))
-        p = weights_again(logits, top[:, None] * scale, column(share), size)
+        p = recompute_weights(logits, top[:, None] * scale, column(share), size)
         dp = product(d_out, v, transpose_b=True) * here.dropped(x, own.head, query, key)
         ds = p * (dp - dot[:, None])
         return sums + product(ds.astype(k.dtype), k)
@@ -290,11 +292,11 @@ def _keys_kernel(x: _Inputs, row: QueryRows, work: _Work, gradients, part, *, pr
         queries = here.queries(x, tile, whole)
         q = here.rows(x.q, queries, own.head)
         d_out = here.rows(row.d_out, queries, own.head)
-        top, dot = (here.statistics(ref, queries, own.head) for ref in (row.top, row.dot))
-        share = None if row.share is None else here.statistics(row.share, queries, own.head)
+        statistics = row.top, row.dot, row.share
+        top, dot, share = (here.statistics(ref, queries, own.head) for ref in statistics)
         query = line(queries)
         logits = hide(product(k, q, transpose_b=True), here.visible(query, key, whole))
-        p = weights_again(logits, top[None, :] * scale, line(share), size)
+        p = recompute_weights(logits, top[None, :] * scale, line(share), size)
         dropped = here.dropped(x, own.head, query, key)
         dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
         ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])

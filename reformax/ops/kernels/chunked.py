@@ -50,9 +50,9 @@ from reformax.ops.kernels.common import (
     power_of_two,
     product,
     query_rows,
+    recompute_weights,
     softmax_step,
     view_rows,
-    weights_again,
 )
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.normalization import length_normalize
@@ -187,8 +187,10 @@ class _Program(NamedTuple):
 
     # Reading and writing.
 
-    def load_places(self, ref, place, exists, other, pack: int | None = None) -> Array:
-        """Entries of `[B, N, R, Tp]`, or of one pack of `[W, B, N, R, Tp]`, at some places."""
+    def load_places(self, ref, place, exists, other, pack: int | None = None) -> Array | None:
+        """Entries of `[B, N, R, Tp]`, or of one pack of `[W, B, N, R, Tp]`; None of None."""
+        if ref is None:
+            return None
         index = (
             self.batch,
             self.head if ref.shape[-3] > 1 else jnp.int32(0),
@@ -209,9 +211,7 @@ class _Program(NamedTuple):
             position = self.load_places(x.order, place, exists, self.n_places)
         else:
             position = place if self.whole else jnp.where(exists, place, self.n_places)
-        segment = None
-        if x.segment is not None:
-            segment = self.load_places(x.segment, place, exists, 0)
+        segment = self.load_places(x.segment, place, exists, 0)
         per_pack = PackedChunks.of(self.chunks).per_pack
         n_packs = 0 if x.packs is None else pl.cdiv(self.round, per_pack)
         packs = tuple(self.load_places(x.packs, place, exists, 0, pack) for pack in range(n_packs))
@@ -368,9 +368,7 @@ def _backward_kernel(
     def queries(block):
         exists = block.position < here.chunks.length
         top = here.load_places(row.top, block.place, exists, 0.0) * (scale * LOG2_E)
-        share = None
-        if row.share is not None:
-            share = here.load_places(row.share, block.place, exists, 0.0)
+        share = here.load_places(row.share, block.place, exists, 0.0)
         dot = here.load_places(row.dot, block.place, exists, 0.0)
         return here.rows(row.d_out, block), dot, top, share
 
@@ -382,7 +380,7 @@ def _backward_kernel(
         d_out, dot, top, share = queries(block)
         query, key = line(block), column(own)
         logits = hide(product(k, q, transpose_b=True), here.visible(query, key))
-        p = weights_again(logits, top[None, :], line(share), size)
+        p = recompute_weights(logits, top[None, :], line(share), size)
         dropped = here.dropped(x, query, key)
         dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
         ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
@@ -409,7 +407,7 @@ def _backward_kernel(
         k, v = here.rows(x.k, block), here.rows(x.v, block)
         query, key = column(own), line(block)
         logits = hide(product(q, k, transpose_b=True), here.visible(query, key))
-        p = weights_again(logits, top[:, None], column(share), size)
+        p = recompute_weights(logits, top[:, None], column(share), size)
         dropped = here.dropped(x, query, key)
         ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
         return dq + product(ds.astype(k.dtype), k)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.ops.parts import dropout
 from reformax.ops.parts.softmax import HIDDEN, Softmax
 
-# A row's maximum starts here, and exp2 of a hidden logit less it is 0.
+# A row's maximum starts here, so far above `HIDDEN` that exp2 of their difference is 0.
 LOWEST = HIDDEN / 10
 LOG2_E = math.log2(math.e)
 
@@ -169,15 +169,15 @@ def query_rows(
     return QueryRows(d_out.astype(dtype), dot, top, None, share)
 
 
-def weights_again(
+def recompute_weights(
     logits: Float[Array, "I J"], top: Array, share: Array | None, size: int
 ) -> Float[Array, "I J"]:
-    """The weights of a tile, computed again in a backward pass.
+    """The weights of a tile, in a backward pass, not yet divided by their sum.
 
     Args:
       logits: as in `softmax_step`, or transposed.
       top: the rows' largest logits times `LOG2_E / sqrt(size)`, as a side of the tile.
-      share: as in `QueryRows`, as a side of the tile.
+      share: as in `QueryRows`, as a side of the tile; it divides them.
       size: H.
     """
     weights = jnp.exp2(logits * (LOG2_E / math.sqrt(size)) - top)
