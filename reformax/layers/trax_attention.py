@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from reformax.layers._trax import Layer
 from reformax.layers.attention import QKV, Attention
@@ -348,8 +349,7 @@ class LSHSelfAttention(TraxAttention):
         return jnp.zeros((n_pairs, n_buckets), jnp.int32), jax.random.split(rng, n_pairs)
 
     def _plan(self, qkv, segments, state, update):
-        vectors = jax.lax.stop_gradient(qkv.q)  # [E, T, G, H]
-        length = vectors.shape[1]
+        length = qkv.q.shape[1]
         if self.n_buckets is None:
             factors = hashing.auto_buckets(length, self.chunk_len)
         else:
@@ -365,14 +365,8 @@ class LSHSelfAttention(TraxAttention):
                 "set max_length_for_buckets"
             )
         if update:
-
-            def hash_head(vectors, rng):  # [T, H] -> [n_hashes, T]
-                return hashing.hash_vectors(vectors[None, :, None], factors, self.n_hashes, rng)[
-                    0, 0
-                ]
-
             rngs, subrngs = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(rngs), 2, 0)
-            buckets = jax.vmap(jax.vmap(hash_head))(jnp.swapaxes(vectors, 1, 2), subrngs)
+            buckets = self._hash(jax.lax.stop_gradient(qkv.q), factors, subrngs)
             if segments is not None:
                 buckets = jnp.where(segments[:, None, None] > 0, buckets, n_buckets - 1)
             new = (buckets + first).reshape(*buckets.shape[:2], -1)
@@ -387,3 +381,12 @@ class LSHSelfAttention(TraxAttention):
             sizes = ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
             plan = in_a_circle(plan, sizes)
         return plan.with_places(), (stored, rngs)
+
+    def _hash(self, vectors: Float[Array, "E T G H"], factors, rngs) -> Int[Array, "E G R T"]:
+        """Buckets of E examples and G heads in R rounds, each head with rotations of its own."""
+
+        def hash_head(vectors, rng):
+            vectors = vectors[None, :, None]
+            return hashing.hash_vectors(vectors, factors, self.n_hashes, rng)[0, 0]
+
+        return jax.vmap(jax.vmap(hash_head))(jnp.swapaxes(vectors, 1, 2), rngs)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from reformax import layers
-from reformax.ops import dense, local, lsh
+from reformax.ops import dense, lsh
 from reformax.ops.parts.dropout import full_dropout_mask
 from tests.layers import plain
 from tests.ops import oracle
-from tests.ops.rows import ROWS, Shape
+from tests.ops.rows import ROWS, Shape, over
 
 RNG = jax.random.PRNGKey(5)
 SIZES = dict(n_heads=3, d_qk=6, d_v=5)
-over_rows = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+over_rows = over(ROWS)
 
 
 def numbers(length=13, d_model=7, seed=0):
@@ -64,10 +64,10 @@ def test_equals_an_independent_computation(row, everything):
     )
     shape = Shape(batch=2, n_queries=13, n_keys=13, n_heads=3)
     counts = row.counts(row.first, plan, shape, causal, segments)
-    keep = np.ones(counts.shape)
+    dropped = np.ones(counts.shape)
     if everything:
-        keep = full_dropout_mask(jax.random.fold_in(RNG, 1), rate, counts.shape)
-    out, _ = oracle.attention(q, k, v, counts, np.asarray(keep), np.zeros_like(v))
+        dropped = full_dropout_mask(jax.random.fold_in(RNG, 1), rate, counts.shape)
+    out, _ = oracle.attention(q, k, v, counts, np.asarray(dropped), np.zeros_like(v))
     want = np.einsum("btnv,nvd->btd", out, np.asarray(params["w_o"], np.float64))
     np.testing.assert_allclose(got, want, atol=1e-5 * max(1, np.abs(want).max()))
 
@@ -122,9 +122,10 @@ def test_masked_says_how_many_inputs_come():
     assert layers.Attention(dense.dense(), masked=True).n_in == 2
 
 
-@pytest.mark.parametrize("op", [dense.dense(), lsh.lsh(chunk_len=4)], ids=["dense", "lsh"])
-def test_dropout_is_a_function_of_the_rng(op):
+@pytest.mark.parametrize("random_plan", [False, True])
+def test_dropout_is_a_function_of_the_rng(random_plan):
     x = numbers()
+    op = next(row.op() for row in ROWS if row.op().traits.random_plan == random_plan)
     layer = layers.Attention(op, **SIZES)
     params = plain.init(layer, x.shape)
     # The plan is fixed, so that an rng changes the dropout alone.
@@ -189,17 +190,21 @@ def test_mode_selects_the_hashes_of_evaluation():
     np.testing.assert_array_equal(*outs)
 
 
-@pytest.mark.parametrize("op", [dense.dense(), local.local(chunk_len=32)], ids=["dense", "local"])
-def test_rotary_is_relative(op):
+RELATIVE = [row for row in ROWS if (row.relative or row.op().traits.exact) and not row.in_kernel]
+
+
+@over(RELATIVE)
+def test_rotary_is_relative(row):
     """The same tokens further along the sequence attend to each other the same."""
     x, shift = numbers(), 11
-    layer = layers.Attention(op, **SIZES, causal=True, masked=True, use_rotary=True)
+    layer = layers.Attention(row.op(), **SIZES, causal=True, masked=True, use_rotary=True)
     params = plain.init(layer, x.shape, x.shape[:2])
     later = np.concatenate([numbers(shift, seed=1), x], axis=1)
-    out = layer.apply(params, x, np.ones(x.shape[:2], bool))
-    out_later = layer.apply(params, later, np.arange(13 + shift)[None].repeat(2, 0) >= shift)
+    apply = jax.jit(layer.apply)
+    out = apply(params, x, np.ones(x.shape[:2], bool))
+    out_later = apply(params, later, np.arange(13 + shift)[None].repeat(2, 0) >= shift)
     np.testing.assert_allclose(out_later[:, shift:], out, atol=1e-5)
-    without = layers.Attention(op, **SIZES, causal=True).apply(params, x)
+    without = jax.jit(layers.Attention(row.op(), **SIZES, causal=True).apply)(params, x)
     assert not np.allclose(out, without, atol=1e-2)
 
 
@@ -259,18 +264,16 @@ def test_errors_of_use(options, mask, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("name", ["dense", "local_shared", "lsh_strict"])
-def test_prefill_and_steps_are_apply(name, rotate):
+@over(row for row in ROWS if row.decodes and row.op().traits.causal_plan)
+def test_prefill_and_steps_are_apply(row):
     """With biases, by the merged weights; the rows' prompts have different lengths."""
-    (row,) = (row for row in ROWS if row.name == name)
     layer = layers.Attention(
         row.op(),
         **SIZES,
         causal=True,
         bias=True,
         output_bias=True,
-        use_rotary=rotate,
+        use_rotary=True,
         mode="eval",
     )
     x, lengths = numbers(), np.array([6, 3])

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from reformax.models import ReformerLM, TransformerLM
-from reformax.ops import dense, local, lsh, shared_qk
+from reformax.ops import dense, local, lsh
 from tests.layers import plain
+from tests.ops.rows import ROWS, over
 
 RNG = jax.random.PRNGKey(4)
 LENGTH = 23
@@ -23,24 +24,24 @@ SMALL = dict(
     n_heads=2,
     mode="eval",
 )
-LOCAL, STRICT = (
+CYCLE = (
     local.local(chunk_len=4),
     lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True),
 )
 AXIAL = dict(pos_type="axial", pos_axial_shape=(5, 6), pos_d_axial_embs=(2, 6))
 MODELS = {
-    "transformer, rotary": (TransformerLM, dense.dense(), {}),
-    "transformer, axial, shared": (TransformerLM, shared_qk.shared_qk(), AXIAL),
-    "reformer, rotary": (ReformerLM, (LOCAL, STRICT), dict(n_layers=4)),
-    "reformer, axial": (ReformerLM, (LOCAL, STRICT), AXIAL | dict(ff_chunk_size=5)),
-    "reformer, sinusoidal": (ReformerLM, (STRICT,), dict(pos_type="sinusoidal")),
-    "reformer, none": (ReformerLM, (LOCAL, dense.dense()), dict(pos_type="none")),
+    "transformer, rotary": (TransformerLM, {}),
+    "transformer, axial": (TransformerLM, AXIAL),
+    "reformer, rotary": (ReformerLM, dict(attention_type=CYCLE, n_layers=4)),
+    "reformer, axial": (ReformerLM, dict(attention_type=CYCLE, ff_chunk_size=5) | AXIAL),
+    "reformer, sinusoidal": (ReformerLM, dict(attention_type=CYCLE, pos_type="sinusoidal")),
+    "reformer, none": (ReformerLM, dict(attention_type=CYCLE, pos_type="none")),
 }
 
 
 def make(name, **options):
-    constructor, op, own = MODELS[name]
-    model = constructor(**SMALL | own | options, attention_type=op)
+    constructor, own = MODELS[name]
+    model = constructor(**SMALL | own | options)
     return model, plain.init(model, (2, LENGTH))
 
 
@@ -72,8 +73,17 @@ def decode(model, params, tokens, lengths, capacity=LENGTH, n_prompt=None):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_position_is_that_of_the_forward(name):
+    check_every_position(*make(name))
+
+
+@over(row for row in ROWS if row.decodes and row.op().traits.causal_plan)
+def test_every_op_decodes_in_a_model(row):
+    model = ReformerLM(**SMALL, attention_type=row.op())
+    check_every_position(model, plain.init(model, (2, LENGTH)))
+
+
+def check_every_position(model, params):
     """Rows of different lengths, an empty one among them, padded further than the longest."""
-    model, params = make(name)
     tokens = some_tokens(3)
     whole = jax.jit(model.apply)(params, np.pad(tokens, ((0, 0), (0, 1))), RNG)
     found = decode(model, params, tokens, [9, 0, 4], capacity=LENGTH + 1, n_prompt=11)
@@ -98,7 +108,7 @@ def test_ordinary_lsh_in_one_layer_is_the_last_row_of_each_forward():
 def test_a_prompt_is_the_forward_whatever_the_algorithm():
     """Deep stacks of ordinary LSH too: prefill is the evaluation of the prompt."""
     op = lsh.lsh(chunk_len=4, n_hashes=2, n_hashes_eval=3, n_buckets=4)
-    model = ReformerLM(**SMALL, attention_type=(LOCAL, op))
+    model = ReformerLM(**SMALL, attention_type=(CYCLE[0], op))
     params, tokens = plain.init(model, (2, LENGTH)), some_tokens()
     logits = jax.jit(model.apply)(params, tokens, RNG)
     found = decode(model, params, tokens[:, :-1], [LENGTH - 1] * 2)
