@@ -164,14 +164,17 @@ class _Round(NamedTuple):
         """Rows of `x`, `[N, B, T, ...]`, at the places of queries, `[N, B, C, L, ...]`."""
         return _split(_take(x, self.queries), self.chunks)
 
-    def at_keys(self, x: Array, outside: int = 0) -> Array:
-        """Rows of `x` at the places of keys, `[N, B, C + border, L, ...]`.
+    def rows_of_keys(self, x: Array) -> Array:
+        """Rows of `x` at the places of keys; without the border where that is empty."""
+        return self.at_queries(x) if self.keys is None else _split(_take(x, self.keys), self.chunks)
 
-        `outside` fills a border that has no keys.
-        """
-        if self.keys is None:
-            return _with_border(self.at_queries(x), self.chunks, outside)
-        return _split(_take(x, self.keys), self.chunks)
+    def bordered(self, x: Array, outside: int = 0) -> Array:
+        """`rows_of_keys` with the border, `[N, B, C + border, L, ...]`; `outside` fills it."""
+        return _with_border(x, self.chunks, outside) if self.keys is None else x
+
+    def at_keys(self, x: Array, outside: int = 0) -> Array:
+        """Rows of `x` at the places of keys and in their border, `[N, B, C + border, L, ...]`."""
+        return self.bordered(self.rows_of_keys(x), outside)
 
     def by_query(self, x: Array) -> Array:
         """The transpose of `at_queries`: `[N, B, C, L, ...]` by position."""
@@ -280,9 +283,10 @@ def _shown_from(
     return (key >= this.at_queries(first)[..., None]) & (key <= query)
 
 
-def _keys(chunks: Chunks, x: Array) -> Array:
-    """The keys of each window, of queries where they are shared."""
-    return _windows(length_normalize(x) if chunks.shared_qk else x, chunks)
+def _keys(this: _Round, rows: Array) -> Array:
+    """The keys of each window, from rows of keys, or of queries where they are shared."""
+    rows = length_normalize(rows) if this.chunks.shared_qk else rows
+    return _windows(this.bordered(rows), this.chunks)
 
 
 def _scores(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
@@ -368,7 +372,7 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
     def attend_round(carry, this):
         acc, top, total = carry
         queries = this.at_queries(q)
-        keys = _keys(chunks, this.at_keys(q if k is None else k))
+        keys = _keys(this, this.rows_of_keys(q if k is None else k))
         values = _windows(this.at_keys(v), chunks)
         mask = _visible(this, order, segments, n_heads, length)
         scores = jnp.where(mask, _scores(queries, keys), HIDDEN)
@@ -405,8 +409,8 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
     def attend_round(carry, this):
         dq, dk, dv = carry
         queries = this.at_queries(q)
-        at_keys = this.at_keys(q if k is None else k)
-        keys, keys_vjp = jax.vjp(functools.partial(_keys, chunks), at_keys)
+        rows = this.rows_of_keys(q if k is None else k)
+        keys, keys_vjp = jax.vjp(functools.partial(_keys, this), rows)
         values = _windows(this.at_keys(v), chunks)
         d_here = this.at_queries(d_out)
         mask = _visible(this, order, segments, n_heads, length)
@@ -423,7 +427,8 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         d_scores = d_scores.astype(q.dtype)
         d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_scores, keys, **f32)
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_scores, queries, **f32)
-        (d_keys,) = keys_vjp(d_keys.astype(q.dtype))
+        (d_rows,) = keys_vjp(d_keys.astype(q.dtype))
+        d_keys = this.bordered(d_rows)
         if k is None:  # a query and its key are one vector
             dq = dq + this.by_key(_with_border(d_queries, chunks) + d_keys)
         else:
