@@ -86,7 +86,10 @@ def assert_same(one, other):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "lsh" else pytest.param(name, marks=pytest.mark.slow) for name in SPECS],
+)
 def test_our_weights_in_traxs_own_model(name, tmp_path):
     """Trax loads the file by itself, its logits equal ours, and the weights come back."""
     spec, path = SPECS[name], tmp_path / "model.pkl.gz"
@@ -141,6 +144,7 @@ def trained(tmp_path_factory):
     return spec, folder / "model.pkl.gz", loop
 
 
+@pytest.mark.slow
 @needs_tensorflow
 def test_a_checkpoint_of_traxs_training_loop(trained, tmp_path):
     """Trax -> here -> Trax gives the identical arrays, and the logits agree."""

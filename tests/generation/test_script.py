@@ -91,6 +91,7 @@ SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads
 FLAGS = ["--output_dir=bytes", "--max_new_tokens=24"]
 
 
+@pytest.mark.slow
 def test_the_text_is_that_of_the_function(run):
     code, out, err = run(*FLAGS, "--prompt=grü", "--seed=4", "--temperature=0.9", "--top_k=40")
     assert code == 0
@@ -130,6 +131,7 @@ def test_several_rows(run):
     assert texts[0] != texts[1]
 
 
+@pytest.mark.slow
 def test_flags_are_heeded(run):
     def text(*more):
         code, out, err = run(*FLAGS, "--prompt=das ", *more)

@@ -85,6 +85,7 @@ def run(runs, monkeypatch, capsys):
     gin.clear_config()
 
 
+@pytest.mark.slow
 def test_an_evaluation_translates_and_scores(run, runs, monkeypatch):
     code, out, err = run(evaluate.main, "--output_dir=text", "--split=test", *FAST)
     assert code == 0, err

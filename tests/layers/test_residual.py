@@ -22,7 +22,12 @@ def stream(length=13, d_model=8):
 
 
 @pytest.mark.parametrize(
-    "remat, packed, scan_layers", [(False, False, True), (True, True, True), (False, True, False)]
+    "remat, packed, scan_layers",
+    [
+        (True, True, True),
+        pytest.param(False, False, True, marks=pytest.mark.slow),
+        pytest.param(False, True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_output_and_gradients_are_the_equations(remat, packed, scan_layers):
     cycle, x = plain.blocks([local.local(chunk_len=4), dense.dense()]), stream()

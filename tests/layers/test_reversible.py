@@ -48,10 +48,12 @@ def by_plain_autodiff():
     "exact, ff_chunk_size, options",
     [
         (False, 0, {}),
-        (False, 5, dict(scan_layers=False)),
-        (True, 0, dict(scan_layers=False, keep_ff_outputs=True)),
+        pytest.param(False, 5, dict(scan_layers=False), marks=pytest.mark.slow),
+        pytest.param(
+            True, 0, dict(scan_layers=False, keep_ff_outputs=True), marks=pytest.mark.slow
+        ),
         (True, 5, {}),
-        (False, 5, dict(keep_ff_outputs=True)),
+        pytest.param(False, 5, dict(keep_ff_outputs=True), marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatch):

@@ -298,6 +298,9 @@ ROWS = [
 
 
 def over(rows):
-    """Runs a test over rows, each with its name as the test's id."""
-    rows = list(rows)
-    return pytest.mark.parametrize("row", rows, ids=[row.name for row in rows])
+    """Runs a test over rows, each with its name as the test's id. Interpreted kernels are slow."""
+    params = [
+        pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.in_kernel else [])
+        for row in rows
+    ]
+    return pytest.mark.parametrize("row", params)

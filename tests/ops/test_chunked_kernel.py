@@ -16,7 +16,7 @@ AROUND = ONE_BEFORE | dict(n_chunks_after=1, causal=False)
 SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16), (16, 32)))
 
 
-@pytest.mark.parametrize("length", [83, 128])
+@pytest.mark.parametrize("length", [83, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options, n_rounds, packed, tiles",
     [
@@ -24,8 +24,11 @@ SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16),
         (ONE_BEFORE, 3, True, TALL),
         (ONE_BEFORE | dict(chunk_len=10, n_chunks_before=2), 2, False, WIDE),
         (ONE_BEFORE | dict(count_once=False, dropout=0.2), 2, False, SQUARE),
-        (AROUND | dict(dropout=0.2), 3, True, WIDE),
-        (AROUND | dict(chunk_len=1, n_chunks_before=0), 7, False, SQUARE),
+        pytest.param(AROUND | dict(dropout=0.2), 3, True, WIDE, marks=pytest.mark.slow),
+        pytest.param(
+            *(AROUND | dict(chunk_len=1, n_chunks_before=0), 7, False, SQUARE),
+            marks=pytest.mark.slow,
+        ),
         (ONE_BEFORE | dict(shared_qk=False), 0, False, SQUARE),
         (ONE_BEFORE | dict(chunk_len=64), 0, True, SQUARE),
         (AROUND | dict(chunk_len=32, window=9, dropout=0.2), 0, True, TALL),

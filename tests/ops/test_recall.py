@@ -5,6 +5,7 @@ import pytest
 from benchmarks.recall import mean_recall
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_recall_of_the_attention_weight_grows_with_the_hashes(causal):
     """1,024 vectors in 32 clusters, chunks of 64."""

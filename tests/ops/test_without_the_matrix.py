@@ -27,6 +27,7 @@ def numbers(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize(
     "draw, bound", [(jax.random.normal, 1.5e-7), (jax.random.uniform, 6.5e-7)], ids=["n", "u"]
@@ -78,6 +79,7 @@ def test_memory_is_linear_in_the_length(name, gradient):
     assert used[0] - slopes[0] * lengths[0] < 160 * 2**20
 
 
+@pytest.mark.slow
 def test_the_gradient_at_65536_tokens_of_8_heads_takes_less_than_a_gigabyte():
     """The paper's code takes 33.9 GB."""
     assert temp_bytes(memory_efficient.memory_efficient(), 2**16, 8, gradient=True) < 2**30
