@@ -19,7 +19,7 @@ from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.parts.arguments import check_arguments
 from reformax.ops.parts.cache import take_rows
 
-# The numbers that make three rngs of a layer's one.
+# Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
 
 
@@ -40,8 +40,9 @@ class MultiHead(Layer):
     """The projections and the dropout of attention, and an algorithm between them.
 
     `apply` is `project`, `plan` and `attend` in turn. They are apart so that a reversible stack can
-    keep a plan and attend again by it. A subclass defines `project` and `apply`. Computes in the
-    dtype of its input.
+    keep a plan and attend again by it. A subclass defines `project` and `apply`, and for decoding
+    `for_decoding` and `step`, which project with merged weights. Computes in the dtype of its
+    input.
 
     Weights: `w_q, w_k [N, D, H]` (no `w_k` where the algorithm shares queries and keys), `w_v
     [N, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [N, H]` and `b_v [N, V]`, with
@@ -75,7 +76,7 @@ class MultiHead(Layer):
     output_dropout: float = 0.0
     mode: str = "train"
 
-    n_sequences = 1  # that a subclass reads
+    n_sequences = 1  # `CrossAttention` reads two
     causal = False  # an argument of `Attention`
 
     def __post_init__(self):
@@ -253,8 +254,8 @@ class Attention(MultiHead):
         """
         if self.op.step is None:
             raise NotImplementedError(
-                f"op is {self.op}: it has no step to decode with; use one that has, as all of "
-                "reformax.ops do"
+                f"op is {self.op}: it has no step to decode with; use one that has, such as "
+                "dense.dense()"
             )
         if not self.causal or self.mode != "eval":
             raise ValueError(

@@ -189,7 +189,7 @@ class Model(Layer):
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Residual:
-    """A model of one residual stream.
+    """A mixin of `Model`: one residual stream.
 
     Args:
       remat: whether the gradient computes each layer again instead of keeping its activations.
@@ -204,7 +204,7 @@ class Residual:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Reversible:
-    """A model of two residual streams; its gradient keeps no layer's activations.
+    """A mixin of `Model`: two residual streams, and a gradient that keeps no layer's activations.
 
     Args:
       exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).

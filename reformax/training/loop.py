@@ -16,8 +16,8 @@ def train(output_dir: str | os.PathLike, **settings) -> dict[str, Any]:
 
     Args:
       output_dir: gets checkpoints/, config.gin, metrics.jsonl, tensorboard/ and loss.png.
-      **settings: the fields of `reformax.training.settings.Settings`. Without defaults are model,
-        task, optimizer, steps, batch_size and length.
+      **settings: the fields of `reformax.training.settings.Settings`. Six have no
+        default: model, task, optimizer, steps, batch_size and length.
 
     Returns:
       step, steps, eval_split, metric: 'bits_per_dim', or 'bits_per_token' of a translation; under
