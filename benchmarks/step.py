@@ -279,10 +279,7 @@ def print_table(results: Results, shape: Shape) -> None:
             f"{shape.batch * shape.length / r.median:,.0f}",
             f"{r.temp_mib:,.1f}",
             f"{r.compile_seconds:.1f}",
-            *(
-                f"{p.median / r.median:.2f}" if isinstance(p, Runner) else "-"
-                for p in peers.values()
-            ),
+            *(speed(peer, r) for peer in peers.values()),
         )
 
 

@@ -12,7 +12,7 @@ dropout 0.1 and rows packed with pairs of those lengths, against the same model 
 and torch.compile: with the masks that packing needs and, which is another function and less work,
 without. A time is the mean of ten steps in a row.
 
-Peers run in a process of their own. They and reformax take turns; times are medians.
+Peers run in a process of their own. In decoding they and reformax take turns. Times are medians.
 """
 
 from __future__ import annotations

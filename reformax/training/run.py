@@ -40,7 +40,7 @@ class Run:
     """
 
     def __init__(self, output_dir: str | os.PathLike, settings: Settings):
-        """Checks that devices, folder, model and task fit, and writes nothing yet."""
+        """Makes the folder and checks that devices, model and task fit; writes no file yet."""
         self._started = time.monotonic()
         self._settings, self._task = settings, settings.task
         self._metric = metric_name(settings.task)
