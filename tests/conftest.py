@@ -12,7 +12,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Most of a test's time is XLA compiling a program that runs once or twice. Here it does so without
 # LLVM's optimisation of the loops, and with its older, quicker emitter of fused ones where it has
-# that. `tests.ops.fast.default_jit` compiles as in use; XLA_FLAGS of one's own come after these.
+# that. `tests.helpers.default_jit` compiles as in use; XLA_FLAGS of one's own come after these.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     if metadata.version("jaxlib").startswith("0.10."):

@@ -309,7 +309,8 @@ class LSHSelfAttention(TraxAttention):
 
     Args:
       share_qk: "unused" or True: hashing needs one vector for query and key.
-      chunk_len: positions in a chunk of the sorted sequence, as for the next two.
+      chunk_len: positions in a chunk of the sorted sequence. `n_chunks_before` and
+        `n_chunks_after` count such chunks.
       n_hashes: hashing rounds.
       n_buckets: even; or a list of even factors; None is about two for each chunk.
       max_length_for_buckets: room in the state for sequences longer than the one that the layer

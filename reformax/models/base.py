@@ -221,8 +221,8 @@ class Reversible:
 
 
 def check_vocab_size(name: str, size: int | None) -> None:
-    """Raises a `ValueError` that names the argument, if a vocabulary is too small."""
-    if size is not None and size < 2:
+    """Raises a `ValueError` that names the argument, if a vocabulary is missing or too small."""
+    if size is None or size < 2:
         raise ValueError(f"{name} is {size}: expected at least 2")
 
 

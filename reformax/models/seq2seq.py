@@ -94,7 +94,8 @@ class EncoderDecoder(Model):
     def __post_init__(self):
         super().__post_init__()
         check_vocab_size("input_vocab_size", self.input_vocab_size)
-        check_vocab_size("output_vocab_size", self.output_vocab_size)
+        if self.output_vocab_size is not None:
+            check_vocab_size("output_vocab_size", self.output_vocab_size)
         cross = self.cross_attention_type
         if not isinstance(cross, AttentionOp):
             raise ValueError(

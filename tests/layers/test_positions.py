@@ -96,17 +96,17 @@ def test_rotary_products_depend_on_the_distance_alone():
     q, k = numbers(1, 9, 2, 6), numbers(1, 9, 2, 6, seed=1)
 
     def products(shift):
-        moved = (np.pad(x, ((0, 0), (shift, 0), (0, 0), (0, 0))) for x in (q, k))
-        turned_q, turned_k = (layers.rotary(x)[:, shift:] for x in moved)
-        return np.einsum("btnh,bsnh->bnts", turned_q, turned_k)
+        shifted = (np.pad(x, ((0, 0), (shift, 0), (0, 0), (0, 0))) for x in (q, k))
+        rotated_q, rotated_k = (layers.rotary(x)[:, shift:] for x in shifted)
+        return np.einsum("btnh,bsnh->bnts", rotated_q, rotated_k)
 
     np.testing.assert_allclose(products(40), products(0), atol=1e-5)
-    unturned = np.einsum("btnh,bsnh->bnts", q, k)
+    unrotated = np.einsum("btnh,bsnh->bnts", q, k)
     off_diagonal = ~np.eye(9, dtype=bool)
     np.testing.assert_allclose(
-        np.diagonal(products(0), 0, 2, 3), np.diagonal(unturned, 0, 2, 3), atol=1e-5
+        np.diagonal(products(0), 0, 2, 3), np.diagonal(unrotated, 0, 2, 3), atol=1e-5
     )
-    assert np.abs(products(0) - unturned)[..., off_diagonal].max() > 0.5
+    assert np.abs(products(0) - unrotated)[..., off_diagonal].max() > 0.5
 
 
 def test_rotary_keeps_the_dtype():

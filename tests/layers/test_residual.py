@@ -124,7 +124,7 @@ def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gradient_beside_a_norm_is_added_in_its_kernel(dtype):
+def test_the_gradient_of_a_residual_is_added_in_the_norms_kernel(dtype):
     x, *weights = np.random.default_rng(0).normal(size=(4, 2, 37, 24)).astype(np.float32)
     params = {"scale": weights[0][0, 0], "bias": weights[1][0, 0]}
 
@@ -156,10 +156,10 @@ def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, monkeypatch):
 
     assert lower_for_gpu(jax.grad(loss, (0, 1)), params, x, y).count("layer_norm") >= 2
 
-    def loss_beside(params, x):
+    def loss_with_residual(params, x):
         return sum(jnp.sum(jnp.sin(out)) for out in norm.with_residual(params, x))
 
-    text = lower_for_gpu(jax.grad(loss_beside, (0, 1)), params, x)
+    text = lower_for_gpu(jax.grad(loss_with_residual, (0, 1)), params, x)
     (backward,) = [line for line in text.splitlines() if "layer_norm_backward" in line]
     assert backward.count("operand_index") == 1, "it does not write over what it adds"
 

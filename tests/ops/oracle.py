@@ -17,13 +17,13 @@ def _length_normalize_vjp(x, d_out):
     return d_out / rms - x * np.mean(d_out * x, axis=-1, keepdims=True) / rms**3
 
 
-def attention(q, k, v, counts, keep, d_out, bias=0.0):
-    """`sum_j c_ij exp(s_ij) keep_ij v_j / sum_j c_ij exp(s_ij)`, with `s = q k^T / sqrt(H) + b`.
+def attention(q, k, v, counts, dropout_mask, d_out, bias=0.0):
+    """`sum_j c_ij exp(s_ij) mask_ij v_j / sum_j c_ij exp(s_ij)`, with `s = q k^T / sqrt(H) + b`.
 
     Args:
       q, k, v: float64 arrays; k None makes the keys of the queries.
       counts: integers, how many times a query counts a key; 0 hides it.
-      keep: what dropout multiplies each weight with.
+      dropout_mask: the factor of each weight.
       d_out: the cotangent of the output.
       bias: b, whose axes of size 1 are shared.
 
@@ -38,10 +38,10 @@ def attention(q, k, v, counts, keep, d_out, bias=0.0):
     weights = np.where(counts > 0, counts * np.exp(np.where(counts > 0, scores - top, 0)), 0)
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / np.where(total > 0, total, 1)
-    out = np.einsum("bnts,bsnv->btnv", weights * keep, v)
+    out = np.einsum("bnts,bsnv->btnv", weights * dropout_mask, v)
 
-    dv = np.einsum("bnts,btnv->bsnv", weights * keep, d_out)
-    d_weights = np.einsum("btnv,bsnv->bnts", d_out, v) * keep
+    dv = np.einsum("bnts,btnv->bsnv", weights * dropout_mask, d_out)
+    d_weights = np.einsum("btnv,bsnv->bnts", d_out, v) * dropout_mask
     d_scores = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
     shared = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
     db = d_scores.sum(axis=shared, keepdims=True) if np.ndim(bias) else d_scores.sum()

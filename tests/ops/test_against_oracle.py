@@ -116,9 +116,9 @@ def check(
         full = (batch, n_heads, n_queries, n_keys)
         sizes = [n if whole else 1 for n, whole in zip(full, bias_axes, strict=True)]
         bias = rng.normal(size=sizes).astype(np.float32)
-    keep = np.ones((batch, n_heads, n_queries, n_keys))
+    dropout_mask = np.ones((batch, n_heads, n_queries, n_keys))
     if dropout:
-        keep = largest_dropout(key)[:batch, :n_heads, :n_queries, :n_keys]
+        dropout_mask = largest_dropout(key)[:batch, :n_heads, :n_queries, :n_keys]
     run = attend_and_differentiate(op, causal, dropout)
 
     def run_at(scale):
@@ -130,7 +130,7 @@ def check(
         counts = row.counts(options, plan, shape, causal, segments)
         scaled = [None if x is None else x * scale for x in (q, k, v)]
         added = 0.0 if bias is None else bias.astype(np.float64)
-        want, want_gradients = oracle.attention(*scaled, counts, keep, d_out, added)
+        want, want_gradients = oracle.attention(*scaled, counts, dropout_mask, d_out, added)
         *want_gradients, want_d_bias = want_gradients
         *gradients, d_bias = gradients
         # The gradient of a score is a difference from dO . O, whose O was rounded to `dtype`.
@@ -306,15 +306,15 @@ def test_the_oracles_gradient_is_its_slope(shared_qk):
     shape = Shape(batch=1, n_queries=5, n_keys=5, n_heads=2)
     q, k, v, d_out = (rng.normal(size=(1, 5, 2, d)) for d in (3, 3, 2, 2))
     counts = visible(shape, True, None) * rng.integers(0, 3, (1, 2, 5, 5))
-    keep = rng.integers(0, 2, counts.shape) / 0.5
+    dropout_mask = rng.integers(0, 2, counts.shape) / 0.5
     inputs = [q, None if shared_qk else k, v, rng.normal(size=(1, 1, 5, 5))]
 
     def value(inputs):
         *vectors, bias = inputs
-        return np.sum(oracle.attention(*vectors, counts, keep, d_out, bias)[0] * d_out)
+        return np.sum(oracle.attention(*vectors, counts, dropout_mask, d_out, bias)[0] * d_out)
 
     *vectors, bias = inputs
-    gradients = oracle.attention(*vectors, counts, keep, d_out, bias)[1]
+    gradients = oracle.attention(*vectors, counts, dropout_mask, d_out, bias)[1]
     for i, gradient in enumerate(gradients):
         if gradient is None:
             continue
@@ -335,9 +335,9 @@ def test_reference_attention_is_the_oracle(dropout):
     )
     mask = rng.random((2, 3, 7, 9)) < 0.5
     mask[0, 1, 2] = False
-    keep = np.ones(mask.shape)
+    dropout_mask = np.ones(mask.shape)
     if dropout:
-        keep = np.asarray(full_dropout_mask(key, dropout, keep.shape))
+        dropout_mask = np.asarray(full_dropout_mask(key, dropout, dropout_mask.shape))
 
     @jax.jit
     def attend(d_out, *inputs):
@@ -348,7 +348,7 @@ def test_reference_attention_is_the_oracle(dropout):
 
     out, gradients = attend(d_out, q, k, v)
     want, want_gradients = oracle.attention(
-        *(x.astype(np.float64) for x in (q, k, v)), mask.astype(int), keep, d_out
+        *(x.astype(np.float64) for x in (q, k, v)), mask.astype(int), dropout_mask, d_out
     )
     assert_trees_close({"out": out}, {"out": want}, 1e-6)
     assert not np.any(out[0, 2, 1])
@@ -372,17 +372,17 @@ def test_visibility_and_except_self_are_the_tables():
 
 def test_dropout_masks_are_fair_coins():
     """The rate is right, and no axis of the address repeats another's coins."""
-    keep = np.asarray(full_dropout_mask(jax.random.key(0), 0.25, (4, 4, 64, 64)))
-    assert set(np.unique(keep)) == {0, np.float32(1 / 0.75)}
-    dropped = keep == 0
-    assert abs(dropped.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / keep.size)
+    dropout_mask = np.asarray(full_dropout_mask(jax.random.key(0), 0.25, (4, 4, 64, 64)))
+    assert set(np.unique(dropout_mask)) == {0, np.float32(1 / 0.75)}
+    dropped = dropout_mask == 0
+    assert abs(dropped.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / dropout_mask.size)
     coins = dropped - dropped.mean()
     variance = np.mean(coins**2)
     for axis in range(4):
         shifted = np.roll(coins, 1, axis=axis)
-        assert abs(np.mean(coins * shifted)) / variance < 5 / np.sqrt(keep.size)
+        assert abs(np.mean(coins * shifted)) / variance < 5 / np.sqrt(dropout_mask.size)
     across = np.swapaxes(coins, 2, 3) * coins * ~np.eye(64, dtype=bool)
-    assert abs(np.mean(across)) / variance < 5 * np.sqrt(2) / np.sqrt(keep.size)
+    assert abs(np.mean(across)) / variance < 5 * np.sqrt(2) / np.sqrt(dropout_mask.size)
 
 
 @over_rows

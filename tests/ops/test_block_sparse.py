@@ -1,4 +1,4 @@
-"""Block-sparse attention beside the shared tests: patterns, lists, cost, heads, and its kernels."""
+"""Block-sparse attention, where no shared test looks: patterns, lists, cost, heads, kernels."""
 
 import functools
 import math

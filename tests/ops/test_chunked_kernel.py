@@ -107,16 +107,16 @@ def test_packed_chunks_are_in_each_round_s_order():
     """Fifteen earlier rounds of eleven-bit chunk numbers take eight packs; none is lost."""
     rng = np.random.default_rng(0)
     chunks = Chunks(1100, 1, 0, 0, causal=False, shared_qk=True)
-    slot = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
-    order = Order(np.argsort(slot, axis=-1).astype(np.int32), slot)
+    places = np.stack([rng.permutation(1100) for _ in range(16)]).astype(np.int32)[None, None]
+    order = Order(np.argsort(places, axis=-1).astype(np.int32), places)
     q = jnp.zeros((1, 1100, 1, 2))
     inputs = kernel._inputs(chunks, q, None, q, order, None, None)
     packed = kernel.PackedChunks.of(chunks)
     assert (packed.guard, packed.per_pack, len(inputs.packs)) == (11, 2, 8)
     for r in range(15):  # as the last round sees them
-        pack, place = divmod(r, packed.per_pack)
-        got = (np.asarray(inputs.packs[pack, 0, 0, 15]).view(np.uint32) >> (13 * place)) & 2047
-        np.testing.assert_array_equal(got, slot[0, 0, r][order.queries[0, 0, 15]])
+        pack, field = divmod(r, packed.per_pack)
+        got = (np.asarray(inputs.packs[pack, 0, 0, 15]).view(np.uint32) >> (13 * field)) & 2047
+        np.testing.assert_array_equal(got, places[0, 0, r][order.queries[0, 0, 15]])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -71,8 +71,8 @@ def test_near_vectors_share_buckets_more_often_than_far_ones():
         away *= np.linalg.norm(x, axis=-1, keepdims=True) / np.linalg.norm(
             away, axis=-1, keepdims=True
         )
-        turned = math.cos(angle) * x + math.sin(angle) * away
-        same = hash_vectors(x, (16,), 8) == hash_vectors(turned, (16,), 8)
+        rotated = math.cos(angle) * x + math.sin(angle) * away
+        same = hash_vectors(x, (16,), 8) == hash_vectors(rotated, (16,), 8)
         shares.append(float(np.mean(same)))
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.7 and abs(shares[-1] - 1 / 16) < 0.02
@@ -135,7 +135,7 @@ def test_given_rotations_are_the_hash():
 @pytest.mark.parametrize("segment_dtype", [None, np.int32, np.uint8])
 @pytest.mark.parametrize(
     "n_buckets, backend",
-    # Of 12 rows on a GPU: all keys in 16 bits, with the position in 32, beside it.
+    # Of 12 rows on a GPU: a key in 16 bits, a key with its position in 32, or neither.
     [
         (6, "cpu"),
         (2**31 // 45 + 1, "cpu"),

@@ -51,7 +51,7 @@ def test_the_papers_check_of_16384_tokens(name, draw, bound):
 
 
 def temp_bytes(op, length, n_heads, gradient, bias_shape=None, causal=True):
-    """Of the compiled program, beside its inputs and outputs."""
+    """The temporary memory of the compiled program, without its inputs and outputs."""
     x = jax.ShapeDtypeStruct((1, length, n_heads, 64), jnp.float32)
     inputs = [x, x, x]
     if bias_shape is not None:
