@@ -82,12 +82,14 @@ def results():
     return measured({name: rows[name] for name in (OURS, TRAX)}, repeats=2)
 
 
+@pytest.mark.slow
 def test_both_train_and_are_of_one_size(results):
     ours, trax = results[OURS], results[TRAX]
     assert len(ours.seconds) == len(trax.seconds) == 2
     assert ours.n_weights == trax.n_weights
 
 
+@pytest.mark.slow
 def test_the_table_compares_with_trax_where_it_ran(results, capsys):
     step.print_table(results, TINY)
     table = capsys.readouterr().out

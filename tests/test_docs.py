@@ -354,7 +354,8 @@ def _snippets():
     for page in PAGES:
         texts = [b.text for b in blocks(page.read_text()) if b.language == "python"]
         for number, text in enumerate(texts[N_PARTS.get(page_name(page), 0) :], start=1):
-            found.append(pytest.param(text, id=f"{page_name(page)}-{number}"))
+            marks = [] if page.name == "README.md" else [pytest.mark.slow]
+            found.append(pytest.param(text, id=f"{page_name(page)}-{number}", marks=marks))
     return found
 
 

@@ -164,7 +164,11 @@ def test_a_checkpoint_of_traxs_training_loop(trained, tmp_path):
 
 
 @needs_tensorflow
-@pytest.mark.parametrize("layer", [tl.LSHSelfAttention, LSHSelfAttention], ids=["trax", "ours"])
+@pytest.mark.parametrize(
+    "layer",
+    [pytest.param(tl.LSHSelfAttention, marks=pytest.mark.slow), LSHSelfAttention],
+    ids=["trax", "ours"],
+)
 def test_into_a_model_of_traxs_layers_or_of_ours(trained, layer, tmp_path):
     """Weights and state equal those of Trax's own `init_from_file`, and are written back."""
     _, path, _ = trained

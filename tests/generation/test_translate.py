@@ -140,7 +140,9 @@ def test_the_search_is_the_one_written_out(name, alpha):
         assert (got.score, got.log_p) == pytest.approx((score, log_p), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["transformer", "local and LSH"])
+@pytest.mark.parametrize(
+    "name", ["transformer", pytest.param("local and LSH", marks=pytest.mark.slow)]
+)
 def test_no_search_scores_below_greedy_decoding(name):
     some = sources(tuple(range(1, 15)) * 4, seed=3)
     one, four = (translated(name, some, beam_size=n) for n in (1, 4))
@@ -154,6 +156,7 @@ def test_no_search_scores_below_greedy_decoding(name):
         assert got.log_p == pytest.approx(total, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sentence_does_not_depend_on_its_batch():
     """Bit for bit in another order; up to rounding in batches of other sizes."""
     some = sources(tuple(range(1, 25)), seed=4)

@@ -222,10 +222,10 @@ def test_a_step_sees_the_blocks_of_its_head():
     "per_head, causal, packed, dropout, least_part, sizes",
     [
         (False, True, False, 0.0, 2, (16, 16)),
-        (None, True, True, 0.2, 2, (16, 32)),
+        pytest.param(None, True, True, 0.2, 2, (16, 32), marks=pytest.mark.slow),
         (None, False, True, 0.0, 16, (32, 16)),
-        (None, True, False, 0.0, 16, (16, 16)),
-        (True, False, True, 0.2, 1, (16, 32)),
+        pytest.param(None, True, False, 0.0, 16, (16, 16), marks=pytest.mark.slow),
+        pytest.param(True, False, True, 0.2, 1, (16, 32), marks=pytest.mark.slow),
         (True, True, False, 0.2, 16, (32, 16)),
     ],
 )

@@ -21,7 +21,7 @@ SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16),
     "options, n_rounds, packed, tiles",
     [
         (ONE_BEFORE, 1, False, SQUARE),
-        (ONE_BEFORE, 3, True, TALL),
+        pytest.param(ONE_BEFORE, 3, True, TALL, marks=pytest.mark.slow),
         (ONE_BEFORE | dict(chunk_len=10, n_chunks_before=2), 2, False, WIDE),
         (ONE_BEFORE | dict(count_once=False, dropout=0.2), 2, False, SQUARE),
         pytest.param(AROUND | dict(dropout=0.2), 3, True, WIDE, marks=pytest.mark.slow),
@@ -119,8 +119,10 @@ def test_packed_chunks_are_in_each_round_s_order():
         np.testing.assert_array_equal(got, places[0, 0, r][order.queries[0, 0, 15]])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("size", [64, 80])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "float32"]
+)
+@pytest.mark.parametrize("size", [64, pytest.param(80, marks=pytest.mark.slow)])
 def test_it_lowers_for_a_gpu(dtype, size):
     """What the interpreter takes and Triton does not would show here, without a GPU."""
     length, n_heads, n_rounds = 1000, 2, 2

@@ -166,8 +166,8 @@ def test_a_ring_holds_the_last_positions():
     assert sorted(np.ravel(ring.keys[1])) == [2, 3, 4, 99]
 
 
-@pytest.mark.parametrize("pad_chunks", [1, 3])
-@pytest.mark.parametrize("n_chunks_before", [1, 2])
+@pytest.mark.parametrize("pad_chunks", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("n_chunks_before", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
     """The last row of attention over the tokens so far and no padding but that to whole chunks."""
     op = lsh.lsh(
