@@ -428,11 +428,12 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_scores, keys, **f32)
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_scores, queries, **f32)
         (d_rows,) = keys_vjp(d_keys.astype(q.dtype))
-        d_keys = this.bordered(d_rows)
         if k is None:  # a query and its key are one vector
-            dq = dq + this.by_key(_with_border(d_queries, chunks) + d_keys)
+            # An empty border joins after the sum, which keeps the bits of short sequences.
+            d_rows += d_queries if this.keys is None else _with_border(d_queries, chunks)
+            dq = dq + this.by_key(this.bordered(d_rows))
         else:
-            dq, dk = dq + this.by_query(d_queries), dk + this.by_key(d_keys)
+            dq, dk = dq + this.by_query(d_queries), dk + this.by_key(this.bordered(d_rows))
         dv = dv + this.by_key(_sum_windows(d_values, chunks))
         return dq, dk, dv
 
