@@ -114,7 +114,15 @@ def searched(name, source, n_beams, alpha):
     return max(found)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformer",
+        pytest.param("reformer", marks=pytest.mark.slow),
+        pytest.param("moved caches", marks=pytest.mark.slow),
+        "local and LSH",
+    ],
+)
 def test_a_beam_of_one_is_greedy_decoding_by_whole_forwards(name):
     """At every step the token of the cached steps is the argmax of the forward pass."""
     some, end = sources(), make(name)[2]

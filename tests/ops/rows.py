@@ -298,9 +298,14 @@ ROWS = [
 
 
 def over(rows):
-    """Runs a test over rows, each with its name as the test's id. Interpreted kernels are slow."""
-    params = [
-        pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.in_kernel else [])
-        for row in rows
-    ]
+    """Runs a test over rows, each with its name as the test's id.
+
+    All but the first row of each factory are slow: variants and interpreted kernels.
+    """
+    seen: set[Callable[..., AttentionOp]] = set()
+    params = []
+    for row in rows:
+        variant = row.in_kernel or row.factory in seen
+        seen.add(row.factory)
+        params.append(pytest.param(row, id=row.name, marks=[pytest.mark.slow] if variant else []))
     return pytest.mark.parametrize("row", params)

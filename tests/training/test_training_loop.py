@@ -68,6 +68,7 @@ def test_a_run_learns_and_leaves_its_record(uninterrupted):
     assert result["n_params"] == 16 * 8 + 8 * 8 + 8 + 8 * 16
 
 
+@pytest.mark.slow
 def test_killed_anywhere_a_rerun_computes_the_same_bits(uninterrupted, tmp_path):
     _, record, vector = uninterrupted
     # In the middle of training, of writing a checkpoint, and once it has its name.
