@@ -30,7 +30,7 @@ class Traits(NamedTuple):
     causal: bool = True  # it can hide the future
     bidirectional: bool = True  # it can show the future
     cross: bool = False  # queries and keys may come from different sequences
-    bias: bool = False  # it can add a given bias to the scores
+    bias: bool = False  # it can add a given bias to the logits
     exact: bool = False  # it attends to every visible key
     random_plan: bool = False  # its plan is drawn at random and needs an rng
     causal_plan: bool = True  # in a causal call, where a position looks depends on no later one
@@ -108,7 +108,7 @@ class AttentionOp(NamedTuple):
           v: values.
           causal: whether a position sees only itself and what came before it.
           segments: ids of the tokens, or a pair of them for queries and for keys.
-          bias: added to the scores after they are scaled; an axis of size 1 is shared.
+          bias: added to the logits after they are scaled; an axis of size 1 is shared.
           dropout: the rate at which attention weights are dropped.
           rng: the source of hashes and of dropout.
           train: False selects the algorithm's settings for evaluation.

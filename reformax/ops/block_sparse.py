@@ -1,8 +1,8 @@
 """Block-sparse attention: only the nonzero blocks of a mask (FlashAttention, algorithm 5).
 
-A block mask says which blocks of the score matrix to leave out; the softmax is over the others (Dao
-et al. 2022, "FlashAttention", sec. 3.3 and appendix D.1). Time is proportional to the number of
-nonzero blocks in both passes, and memory to the length. Patterns are in `block_patterns`.
+A block mask says which blocks of the attention matrix to leave out; the softmax is over the others
+(Dao et al. 2022, "FlashAttention", sec. 3.3 and appendix D.1). Time is proportional to the number
+of nonzero blocks in both passes, and memory to the length. Patterns are in `block_patterns`.
 
 The arithmetic is FlashAttention's: in array operations that of `tiles`, one tile after the other,
 and on NVIDIA GPUs that of `kernels.block_sparse`.

@@ -20,7 +20,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
     """Attention of each query to every visible key.
 
     Args:
-      impl: `"xla"` runs everywhere. Its gradient computes the scores again, so that no T x S array
+      impl: `"xla"` runs everywhere. Its gradient computes the logits again, so that no T x S array
         is kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
         without segments, bias and dropout. `"auto"` takes it where it computes the same function.
 

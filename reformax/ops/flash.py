@@ -1,8 +1,8 @@
 """FlashAttention: exact attention in tiles, without the T x S matrix (Dao et al. 2022).
 
-The forward pass walks through tiles of scores with a running maximum and sum. Of each row it keeps
-the output and these two, from which the backward pass computes the scores again (algorithms 1, 2
-and 4). They are kept apart: added up to the log-sum-exp, the sum would be rounded away where scores
+The forward pass walks through tiles of logits with a running maximum and sum. Of each row it keeps
+the output and these two, from which the backward pass computes the logits again (algorithms 1, 2
+and 4). They are kept apart: added up to the log-sum-exp, the sum would be rounded away where logits
 are large. Dropout's mask is a function of each weight's address, so it is the same in both passes
 and in any tiling.
 """
@@ -107,6 +107,6 @@ def default_block_size(q: Float[Array, "B T N H"]) -> int:
     if jax.default_backend() == "cpu":
         size = min(max(length // 8, 128), 512)
     else:
-        size = min(math.isqrt(tiles.SCORES_AT_A_TIME // (n_batch * n_heads)), length // 32)
+        size = min(math.isqrt(tiles.LOGITS_AT_A_TIME // (n_batch * n_heads)), length // 32)
         size = min(max(size, 256), 2048)
     return 2 ** size.bit_length() // 2

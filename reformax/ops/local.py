@@ -7,16 +7,65 @@ Time and memory are linear in the length. With `window` it is exact sliding-wind
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.parts import circle
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.chunked import chunked_attention
-from reformax.ops.parts.circle import own_weight, sequence_in_a_circle
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.orders import ChunkSizes, check_chunks
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of `local`, whose arguments they are."""
+
+    chunk_len: int
+    n_chunks_before: int
+    n_chunks_after: int
+    window: int | None
+    shared_qk: bool
+    wrap: bool
+    pad_chunks: int
+    self_score: float | None
+    impl: str
+
+    @property
+    def chunks(self) -> ChunkSizes:
+        """The sizes of chunks."""
+        return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
+
+    @property
+    def reach(self) -> int:
+        """The number of chunks on either side that the window reaches into."""
+        return 0 if self.window is None else -(-(self.window - 1) // self.chunk_len)
+
+    def n_slots(self, capacity: int) -> int:
+        """The number of positions that decoding holds."""
+        return min(self.window or (self.n_chunks_before + 1) * self.chunk_len, capacity)
+
+    def first_key(self, now):
+        """The first position that a query at `now` sees in decoding."""
+        chunk = (now // self.chunk_len - self.n_chunks_before) * self.chunk_len
+        return chunk if self.window is None else jnp.maximum(chunk, now - self.window + 1)
+
+    def check(self) -> None:
+        """Raises `ValueError` for sizes out of range and options that exclude each other."""
+        check_chunks(*self.chunks, self.pad_chunks)
+        check_impl(self.impl, "cudnn", *KERNELS)
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}: expected at least 1, the position itself")
+        if self.wrap and self.window is not None:
+            raise ValueError(f"wrap is True and window is {self.window}: leave one out")
+        if self.reach > self.n_chunks_before:
+            raise ValueError(
+                f"window is {self.window}: expected at most "
+                f"{self.n_chunks_before * self.chunk_len + 1} with chunk_len={self.chunk_len}; "
+                f"raise n_chunks_before to {self.reach}"
+            )
 
 
 @named
@@ -58,91 +107,39 @@ def local(
       ValueError: sizes out of range, a window that the chunks cannot hold, an unknown `impl`.
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
-    check_chunks(chunk_len, n_chunks_before, n_chunks_after, pad_chunks)
-    check_impl(impl, "cudnn", *KERNELS)
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}: expected at least 1, the position itself")
-    if wrap and window is not None:
-        raise ValueError(f"wrap is True and window is {window}: leave one out")
-    reach = _reach(window, chunk_len)
-    if reach > n_chunks_before:
-        raise ValueError(
-            f"window is {window}: expected at most {n_chunks_before * chunk_len + 1} with "
-            f"chunk_len={chunk_len}; raise n_chunks_before to {reach}"
-        )
-
-    sizes = ChunkSizes(chunk_len, n_chunks_before, n_chunks_after)
-    decoding = ring_decoding(
-        shared_qk,
-        n_slots=lambda capacity: min(window or (n_chunks_before + 1) * chunk_len, capacity),
-        first=functools.partial(_first_key, sizes=sizes, window=window),
-    )
+    settings = Settings(**locals())
+    settings.check()
+    decoding = ring_decoding(shared_qk, settings.n_slots, settings.first_key)
     return AttentionOp(
         init=no_params,
         plan=no_plan,
-        apply=functools.partial(
-            _apply,
-            sizes=sizes,
-            window=window,
-            shared_qk=shared_qk,
-            pad_chunks=pad_chunks if wrap else None,
-            self_score=self_score,
-            impl=impl,
-        ),
+        apply=functools.partial(_apply, settings),
         traits=Traits(shared_qk=shared_qk, beams=not wrap),
         **({} if wrap else decoding),
     )
 
 
-def _reach(window: int | None, chunk_len: int) -> int:
-    """How many chunks on either side a window reaches into."""
-    return 0 if window is None else -(-(window - 1) // chunk_len)
-
-
-def _first_key(now, *, sizes: ChunkSizes, window: int | None):
-    """The first position that a query at `now` sees in decoding."""
-    chunk = (now // sizes.chunk_len - sizes.n_chunks_before) * sizes.chunk_len
-    return chunk if window is None else jnp.maximum(chunk, now - window + 1)
-
-
-def _apply(
-    params,
-    q,
-    k,
-    v,
-    *,
-    plan,
-    segments,
-    causal,
-    dropout,
-    rng,
-    sizes: ChunkSizes,
-    window: int | None,
-    shared_qk: bool,
-    pad_chunks: int | None,
-    self_score: float | None,
-    impl: str,
-):
+def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
     del params, plan
-    reach = _reach(window, sizes.chunk_len)
-    if not causal and reach > sizes.n_chunks_after:
+    window, shared_qk = settings.window, settings.shared_qk
+    if not causal and settings.reach > settings.n_chunks_after:
         raise ValueError(
-            f"window is {window} and causal=False, but n_chunks_after is {sizes.n_chunks_after}: "
-            f"raise it to {reach}"
+            f"window is {window} and causal=False, but n_chunks_after is "
+            f"{settings.n_chunks_after}: raise it to {settings.reach}"
         )
     not_for_cudnn = f"window={window}, shared_qk={shared_qk}, causal={causal}"
     if window is not None and not shared_qk and causal:
         not_for_cudnn = cudnn_obstacle(q, k, v, segments, dropout)
-    impl = choose(
-        impl, cudnn=not_for_cudnn, **kernel_obstacles(q, k, v, wrap=pad_chunks is not None)
-    )
+    obstacles = kernel_obstacles(q, k, v, wrap=settings.wrap)
+    impl = choose(settings.impl, cudnn=not_for_cudnn, **obstacles)
     if impl == "cudnn":
         return cudnn_attention(q, k, v, causal=True, window=window)
-    n_batch, length, n_heads = q.shape[:3]
-    order = alone = None
-    if pad_chunks is not None and length > sizes.chunk_len:
-        n_places = length + -length % (sizes.chunk_len * pad_chunks)
-        order = sequence_in_a_circle(n_batch, n_heads, n_places, sizes)
-        alone = None if self_score is None else own_weight(self_score, order, sizes)
+    sizes, (n_batch, length, n_heads) = settings.chunks, q.shape[:3]
+    order = own_weight = None
+    if settings.wrap and length > settings.chunk_len:
+        n_places = length + -length % (settings.chunk_len * settings.pad_chunks)
+        order = circle.sequence_in_a_circle(n_batch, n_heads, n_places, sizes)
+        if settings.self_score is not None:
+            own_weight = circle.own_weight(settings.self_score, order, sizes)
     chunks = sizes.cut(length, causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
-    return chunked_attention(q, k, v, chunks, order, segments, rng, impl, own_weight=alone)
+    return chunked_attention(q, k, v, chunks, order, segments, rng, impl, own_weight)

@@ -18,8 +18,8 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.parts import circle
 from reformax.ops.parts.chunked import chunked_attention
-from reformax.ops.parts.circle import in_a_circle, own_weight
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
 from reformax.ops.parts.lsh_decoding import lsh_decoding
@@ -107,22 +107,22 @@ def lsh(
     """LSH attention with its hyperparameters fixed.
 
     It is exact shared-QK attention over the union of the chunks that the rounds show each query;
-    where one chunk covers the length, it is `shared_qk.shared_qk()` itself. The first chunk has no
-    chunk before it, unless `wrap` is set.
+    where one chunk covers the length, these are all keys, as in `shared_qk.shared_qk()`. The first
+    chunk has no chunk before it, unless `wrap` is set.
 
-    A step of decoding computes the last row of attention over the tokens so far. Earlier rows are
-    not computed again. A later token may have moved a chunk border, though, and where all positions
-    are computed at once, borders decide what a row sees. With `strictly_causal`, no later token
-    decides what a position sees, and decoding computes the same function as one call.
+    A step of decoding computes the last row of attention over the tokens so far. In one call over
+    all positions, later tokens may move the border of a chunk, and an earlier row may see other
+    keys than it did in its step. With `strictly_causal`, no later token decides what a position
+    sees, and decoding computes the same function as one call.
 
     Args:
       chunk_len: positions in a chunk of the sorted sequence.
       n_hashes: hashing rounds in training.
       n_hashes_eval: rounds at evaluation; by default as many as in training.
-      n_buckets: an even number; or a sequence of even factors, each hashed with its own rotation,
-        where the bucket is their mixed-radix number (for many buckets: factors a, b cost a + b, not
-        a * b); or "auto", about two buckets a chunk. "auto" counts the chunks of the sequence,
-        padding included, or in decoding those of the capacity; above 128 it makes two factors.
+      n_buckets: an even number, a sequence of even factors, or "auto". Each factor is hashed with
+        its own rotation and a bucket is their mixed-radix number: two factors a and b cost a + b in
+        place of a * b. "auto" makes about two buckets a chunk, above 128 in two factors. It counts
+        the chunks of the sequence, padding included; in decoding those of the capacity.
       n_chunks_before: how many chunks before its own, in sorted order, a query sees.
       n_chunks_after: how many chunks after its own.
       count_once: True counts a key once however many rounds show it, as the paper's N_ij does
@@ -138,8 +138,8 @@ def lsh(
         coarse among scores so large: a position that sees nothing else gets its own value times a
         number up to half a percent off 1. This reproduces it. None, and a step of decoding, make
         it 1.
-      rotations: the rotations to hash with, in place of some drawn from the rng. N heads of size H,
-        at least as many rounds R as are used, and F half the sum of the factors of `n_buckets`.
+      rotations: the rotations to hash with; None draws them from the rng. N heads of size H, at
+        least as many rounds R as are used, and F half the sum of the factors of `n_buckets`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less, without `strictly_causal`, `wrap` and `self_score`;
         `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"` takes them where they
@@ -194,7 +194,7 @@ def _plan(
     if settings.strictly_causal:
         return within_buckets(order, buckets, settings.chunk_len * settings.n_chunks_before)
     if settings.wrap:
-        order = in_a_circle(order, settings.chunks)
+        order = circle.in_a_circle(order, settings.chunks)
     # A kernel asks for places only to tell which keys an earlier round has shown.
     asks = impl == "xla" or (n_rounds > 1 and settings.count_once)
     return order.with_places() if asks else order
@@ -206,7 +206,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         q.shape[1], causal=causal, shared_qk=True, count_once=settings.count_once, dropout=dropout
     )
     impl = _choose(settings, q, v)
-    alone = None
+    own_weight = None
     if settings.self_score is not None and plan is not None:
-        alone = own_weight(settings.self_score, plan, settings.chunks)
-    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl, own_weight=alone)
+        own_weight = circle.own_weight(settings.self_score, plan, settings.chunks)
+    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl, own_weight)

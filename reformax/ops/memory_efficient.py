@@ -1,11 +1,11 @@
 """Attention in chunks that are summarised one by one (Rabe and Staats 2021, figure 1).
 
 Queries come in chunks, one after the other. For each, every chunk of keys has a summary of its own:
-its largest score, the sum of its weights relative to that score, and the sum of its weighted
-values. At the end the summaries are rescaled to the largest score of all and added up. There is
-never more than one chunk of scores.
+its largest logit, the sum of its weights relative to that logit, and the sum of its weighted
+values. At the end the summaries are rescaled to the largest logit of all and added up. There is
+never more than one chunk of logits.
 
-The gradient computes the scores of each chunk again, as does the paper's checkpoint around the
+The gradient computes the logits of each chunk again, as does the paper's checkpoint around the
 summary. It is analytic: automatic differentiation would keep copies of all keys and values for each
 chunk of queries, which is `T / query_chunk_size` times the inputs.
 """
@@ -36,7 +36,7 @@ def memory_efficient(
     key_chunk_size: int | str = 4096,
     impl: str = "auto",
 ) -> AttentionOp:
-    """Attention of each query to every visible key, one chunk of scores at a time.
+    """Attention of each query to every visible key, one chunk of logits at a time.
 
     Chunks that a causal mask hides are not computed. Chunks around the diagonal are no larger than
     the queries' chunk.
@@ -194,7 +194,7 @@ def forward(
         return results.with_rows(whole, group, queries)
 
     sizes = tiles.groups(tiling._replace(key_size=key_chunk_size), n_batch, n_heads)
-    if summary is not tiles.summary:  # a kernel has no array of scores
+    if summary is not tiles.summary:  # a kernel has no array of logits
         sizes = n_batch, n_heads
     n_chunks = visits.start.shape[1]
     return tiles.over_groups(sizes, n_batch, n_heads, n_chunks, query_chunk, tiles.no_results(x))

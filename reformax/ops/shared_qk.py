@@ -21,7 +21,7 @@ from reformax.ops.parts.reference import reference_attention
 def shared_qk() -> AttentionOp:
     """Dense attention with shared queries and keys, which LSH attention approximates.
 
-    It takes O(T^2) time. The gradient computes the scores again.
+    It takes O(T^2) time. The gradient computes the logits again.
     """
     return AttentionOp(
         init=no_params,

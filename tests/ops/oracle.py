@@ -32,22 +32,22 @@ def attention(q, k, v, counts, dropout_mask, d_out, bias=0.0):
     """
     keys = length_normalize(q) if k is None else k
     scale = 1 / np.sqrt(q.shape[-1])
-    scores = np.einsum("btnh,bsnh->bnts", q, keys) * scale + bias
-    top = np.where(counts > 0, scores, -np.inf).max(axis=-1, keepdims=True)
+    logits = np.einsum("btnh,bsnh->bnts", q, keys) * scale + bias
+    top = np.where(counts > 0, logits, -np.inf).max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0)
-    weights = np.where(counts > 0, counts * np.exp(np.where(counts > 0, scores - top, 0)), 0)
+    weights = np.where(counts > 0, counts * np.exp(np.where(counts > 0, logits - top, 0)), 0)
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / np.where(total > 0, total, 1)
     out = np.einsum("bnts,bsnv->btnv", weights * dropout_mask, v)
 
     dv = np.einsum("bnts,btnv->bsnv", weights * dropout_mask, d_out)
     d_weights = np.einsum("btnv,bsnv->bnts", d_out, v) * dropout_mask
-    d_scores = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
+    d_logits = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
     shared = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
-    db = d_scores.sum(axis=shared, keepdims=True) if np.ndim(bias) else d_scores.sum()
-    d_scores = d_scores * scale
-    dq = np.einsum("bnts,bsnh->btnh", d_scores, keys)
-    dk = np.einsum("bnts,btnh->bsnh", d_scores, q)
+    db = d_logits.sum(axis=shared, keepdims=True) if np.ndim(bias) else d_logits.sum()
+    d_logits = d_logits * scale
+    dq = np.einsum("bnts,bsnh->btnh", d_logits, keys)
+    dk = np.einsum("bnts,btnh->bsnh", d_logits, q)
     if k is None:
         return out, (dq + _length_normalize_vjp(q, dk), None, dv, db)
     return out, (dq, dk, dv, db)

@@ -133,7 +133,7 @@ def check(
         want, want_gradients = oracle.attention(*scaled, counts, dropout_mask, d_out, added)
         *want_gradients, want_d_bias = want_gradients
         *gradients, d_bias = gradients
-        # The gradient of a score is a difference from dO . O, whose O was rounded to `dtype`.
+        # The gradient of a logit is a difference from dO . O, whose O was rounded to `dtype`.
         rounded = np.abs(d_out * want).sum(axis=-1).max() * float(jnp.finfo(dtype).eps) / 2
         if bias is not None:
             # A bias that is shared adds up as many of these differences as share it.
@@ -151,7 +151,7 @@ def check(
                 assert_trees_close(
                     {name: x}, {name: y}, tolerance, 0.0 if name == "dv" else rounded
                 )
-    # Scores of 1e8 are beyond what float32 tells apart, but must not leave it.
+    # Logits of 1e8 are beyond what float32 tells apart, but must not leave it.
     for x in jax.tree.leaves(run_at(1e4)):
         assert np.isfinite(np.asarray(x, np.float64)).all()
 
@@ -386,8 +386,8 @@ def test_dropout_masks_are_fair_coins():
 
 
 @over_rows
-def test_equal_tokens_share_large_scores(row):
-    """Ties stay ties where scores are far apart: each output's weights sum to 1 in the gradient."""
+def test_equal_tokens_share_large_logits(row):
+    """Ties stay ties where logits are far apart: each output's weights sum to 1 in the gradient."""
     _, _, v = draw_inputs(row, 20)
     q = np.full((2, 20, 2, 4), 1e3, np.float32)
     k = None if row.op().traits.shared_qk else q
@@ -398,7 +398,7 @@ def test_equal_tokens_share_large_scores(row):
         masks = dict(causal=row.causal(), rng=jax.random.key(0))
         return jax.vjp(lambda v: op(q, k, v, **masks), v)[1](d_out)
 
-    # A kernel's two passes may round a score of 3e6 = 2e6 log2(e) up and down, by an eighth each.
+    # A kernel's two passes may round a logit of 3e6 = 2e6 log2(e) up and down, by an eighth each.
     bound = 2 ** (1 / 4) - 1 if row.in_kernel else 1e-5
     dv = gradient(v, np.ones_like(v))[0]
     np.testing.assert_allclose(np.sum(dv, axis=1), 20, rtol=bound)
@@ -408,14 +408,14 @@ def test_equal_tokens_share_large_scores(row):
     "op", [local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_buckets=4)], ids=repr
 )
 def test_a_few_heads_at_a_time(op, monkeypatch):
-    """As a CPU computes more scores than its cache holds: the same numbers."""
+    """As a CPU computes more logits than its cache holds: the same numbers."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = rng.normal(size=(4, 2, 13, 6, 8)).astype(np.float32)
     inputs = (q, None if op.traits.shared_qk else k, v, None)
     segments = random_segments(rng, 2, 13)
 
-    def run(n_scores):
-        monkeypatch.setattr(chunked, "SCORES_IN_CACHE", n_scores)
+    def run(n_logits):
+        monkeypatch.setattr(chunked, "LOGITS_IN_CACHE", n_logits)
         run = attend_and_differentiate(op, True, DROPOUT)
         return run.lower(inputs, segments, jax.random.key(0), d_out).as_text(), run(
             inputs, segments, jax.random.key(0), d_out

@@ -145,13 +145,13 @@ def test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never(
     pattern, causal, monkeypatch
 ):
     """Also where rows are as uneven as can be: a full row and a full column among short ones."""
-    ran, scores = [], tiles.scores
+    ran, logits = [], tiles.logits
 
     def counted(tiling, x, group, queries, keys, q, k):
         jax.debug.callback(lambda *at: ran.append(at), queries.position[0], keys.position[0])
-        return scores(tiling, x, group, queries, keys, q, k)
+        return logits(tiling, x, group, queries, keys, q, k)
 
-    monkeypatch.setattr(tiles, "scores", counted)
+    monkeypatch.setattr(tiles, "logits", counted)
     op = block_sparse.block_sparse(pattern=pattern, block_size=2, impl="xla")
     *arrays, d_out = np.random.default_rng(0).normal(size=(4, 1, 32, 1, 2)).astype(np.float32)
     jax.block_until_ready(with_gradients(functools.partial(op, causal=causal))(d_out, *arrays))

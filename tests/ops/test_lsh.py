@@ -428,5 +428,5 @@ def test_temporary_memory_of_the_gradient():
         return jax.jit(gradient).lower(x, x).compile().memory_analysis().temp_size_in_bytes
 
     few, many = temp(2), temp(8)
-    assert many < length**2 * 4 / 3, "a third of one float32 score matrix"
+    assert many < length**2 * 4 / 3, "a third of one float32 matrix of logits"
     assert many < 1.15 * few

@@ -91,7 +91,7 @@ def test_what_a_bias_shares_is_never_expanded(name, shape):
     op, length, n_heads = OPS[name](), 2**15, 4
     size = 4 * np.prod(shape)
     without = temp_bytes(op, length, n_heads, gradient=True)
-    # What comes on top: the bias's gradient in the loop, and a tile of scores at most.
+    # What comes on top: the bias's gradient in the loop, and a tile of logits at most.
     assert temp_bytes(op, length, n_heads, True, shape) < without + 2 * size + 64 * 2**20
 
 
@@ -135,13 +135,13 @@ def test_the_gradient_of_a_bias_keeps_its_dtype(name):
 @pytest.mark.parametrize("n_queries, n_keys", [(47, 47), (47, 30)])
 def test_chunks_above_the_diagonal_cost_nothing(name, n_queries, n_keys, monkeypatch):
     """The tiles that run are counted, in both passes, and under vmap, where a branch takes both."""
-    ran, scores = [], tiles.scores
+    ran, logits = [], tiles.logits
 
     def counted(tiling, x, group, queries, keys, q, k):
         jax.debug.callback(lambda *at: ran.append(at), queries.position, keys.position)
-        return scores(tiling, x, group, queries, keys, q, k)
+        return logits(tiling, x, group, queries, keys, q, k)
 
-    monkeypatch.setattr(tiles, "scores", counted)
+    monkeypatch.setattr(tiles, "logits", counted)
     op = OPS[name](**SIZES[name])
     q, k, v, d_out = (
         numbers(2, 1, n, 1, 4, seed=i) for i, n in enumerate((n_queries, n_keys, n_keys, n_queries))
@@ -162,14 +162,14 @@ def test_chunks_above_the_diagonal_cost_nothing(name, n_queries, n_keys, monkeyp
 
 @both
 def test_a_few_heads_at_a_time(name, monkeypatch):
-    """As a CPU computes more scores than its cache holds: the same numbers."""
+    """As a CPU computes more logits than its cache holds: the same numbers."""
     op = OPS[name](**SIZES[name])
     q, k, v, d_out = (numbers(4, 29, 6, 8, seed=i) for i in range(4))
     bias = numbers(4, 6, 29, 29)
     segments = np.sort(np.random.default_rng(0).integers(0, 3, (4, 29)))
 
-    def run(n_scores):
-        monkeypatch.setattr(tiles, "SCORES_IN_CACHE", n_scores)
+    def run(n_logits):
+        monkeypatch.setattr(tiles, "LOGITS_IN_CACHE", n_logits)
 
         def attend(*inputs):
             *inputs, bias = inputs

@@ -43,7 +43,6 @@ from reformax.ops.kernels.common import (
     launch,
     line,
     load,
-    nonzero,
     power_of_two,
     product,
     query_rows,
@@ -54,7 +53,7 @@ from reformax.ops.kernels.common import (
 from reformax.ops.parts import block_lists
 from reformax.ops.parts.block_lists import Everything, Layout, Rows
 from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.softmax import Softmax
+from reformax.ops.parts.softmax import Softmax, nonzero
 
 # The fewest tiles of a part, and how many parts keep all processors of a GPU busy.
 LEAST_PART, N_SHARES = 16, 2048

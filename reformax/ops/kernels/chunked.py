@@ -46,7 +46,6 @@ from reformax.ops.kernels.common import (
     launch,
     line,
     load,
-    nonzero,
     power_of_two,
     product,
     query_rows,
@@ -56,7 +55,7 @@ from reformax.ops.kernels.common import (
 )
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.softmax import Softmax
+from reformax.ops.parts.softmax import Softmax, nonzero
 
 
 class Tiles(NamedTuple):

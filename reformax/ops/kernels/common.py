@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.parts import dropout
-from reformax.ops.parts.softmax import HIDDEN, Softmax
+from reformax.ops.parts.softmax import HIDDEN, Softmax, nonzero
 
 # A row's maximum starts here, so far above `HIDDEN` that exp2 of their difference is 0.
 LOWEST = HIDDEN / 10
@@ -93,11 +93,6 @@ def product(
 def hide(logits: Float[Array, "I J"], visible: Bool[Array, "I J"] | None) -> Float[Array, "I J"]:
     """The logits of what is visible, `HIDDEN` elsewhere; None: all is visible."""
     return logits if visible is None else jnp.where(visible, logits, HIDDEN)
-
-
-def nonzero(total: Float[Array, "*d"]) -> Float[Array, "*d"]:
-    """`total`, or 1 for a row that has seen nothing, so that dividing by it leaves zeros."""
-    return jnp.where(total == 0.0, 1.0, total)
 
 
 def empty_softmax(n_rows: int, d_v: int) -> Softmax:

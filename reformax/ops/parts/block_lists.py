@@ -186,7 +186,7 @@ def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np
 
 
 def merge_softmax(parts: Softmax, per_row: Ints, scale: float = 1.0) -> Softmax:
-    """One `Softmax` for each row, of those of its parts; `scale` turns `top` into scores."""
+    """One `Softmax` for each row, of those of its parts; `scale` turns `top` into logits."""
 
     def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:
         exists = exists.reshape(*exists.shape, *[1] * (x.top.ndim - 2))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.softmax import HIDDEN
+from reformax.ops.parts.softmax import masked_exp, nonzero
 
 
 class KeyValues(NamedTuple):
@@ -86,21 +86,18 @@ def attend_to(
       q: the queries.
       keys, values: those that they may see.
       mask: which of them they see.
-      alone: the output where a query sees nothing; None is zeros.
-      scale: the factor of the scores; None is `1 / sqrt(H)`.
+      alone: the output of a query that sees nothing; None is zeros.
+      scale: the factor of the logits; None is `1 / sqrt(H)`.
     """
-    scores = jnp.einsum("btnh,bnkh->bnk", q, keys, preferred_element_type=jnp.float32)
-    scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    top = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=HIDDEN)
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
+    logits = jnp.einsum("btnh,bnkh->bnk", q, keys, preferred_element_type=jnp.float32)
+    logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    weights = masked_exp(logits, mask, axis=-1)
     total = weights.sum(axis=-1)[:, None, :, None]
     out = jnp.einsum(
         "bnk,bnkv->bnv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
     )[:, None]
     nothing = 0.0 if alone is None else alone.astype(jnp.float32)
-    return jnp.where(total > 0, out / jnp.where(total > 0, total, 1.0), nothing).astype(
-        values.dtype
-    )
+    return jnp.where(total > 0, out / nonzero(total), nothing).astype(values.dtype)
 
 
 def attend_among(
@@ -112,24 +109,23 @@ def attend_among(
     alone: Float[Array, "R 1 N V"] | None = None,
     scale: float | None = None,
 ) -> Float[Array, "R 1 N V"]:
-    """`attend_to` where each slot of a row is read from another row of its group of G.
+    """`attend_to` where `origins` says which row of a group of G holds each slot of a row.
 
     A query reads each slot in all rows of its group, and all rows but that of `origins` are hidden.
-    That is a product of matrices over the cache as it lies, in place of a copy of the cache.
+    This multiplies the cache as it lies, in place of copying it.
     """
     n_groups, size, n_slots = origins.shape
     q, keys, values = (x.reshape(n_groups, size, *x.shape[1:]) for x in (q[:, 0], keys, values))
-    # b group, j row of the keys, i row of the query
+    # Axes: b group, j row of the keys, i row of the query.
     key_row = jnp.arange(size)[:, None, None]
     mask = mask.reshape(n_groups, 1, size, n_slots) & (origins[:, None] == key_row)
     mask = mask[:, :, None]  # [b, j, 1, i, s]
     q = jnp.broadcast_to(
         jnp.swapaxes(q, 1, 2)[:, None], (n_groups, *keys.shape[1:3], *q.shape[1::2])
     )
-    scores = jnp.einsum("bjnih,bjnsh->bjnis", q, keys, preferred_element_type=jnp.float32)
-    scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    top = jnp.max(scores, axis=(1, -1), keepdims=True, where=mask, initial=HIDDEN)
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
+    logits = jnp.einsum("bjnih,bjnsh->bjnis", q, keys, preferred_element_type=jnp.float32)
+    logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    weights = masked_exp(logits, mask, axis=(1, -1))
     total = weights.sum(axis=(1, -1))[..., None]  # [b, n, i, 1]
     out = jnp.einsum(
         "bjnis,bjnsv->bjniv",
@@ -141,7 +137,7 @@ def attend_among(
     if alone is not None:
         nothing = jnp.swapaxes(alone.reshape(n_groups, size, *alone.shape[2:]), 1, 2)
         nothing = nothing.astype(jnp.float32)
-    out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1.0), nothing)
+    out = jnp.where(total > 0, out / nonzero(total), nothing)
     out = jnp.swapaxes(out, 1, 2).reshape(n_groups * size, 1, *out.shape[1::2])
     return out.astype(values.dtype)
 
@@ -158,7 +154,7 @@ def ring_decoding(
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
       n_slots: how many positions a ring has to hold, given the capacity.
       first: the first position that a query sees, by its own.
-      scale: the factor of the scores; None is `1 / sqrt(H)`.
+      scale: the factor of the logits; None is `1 / sqrt(H)`.
 
     With the trait `beams`, `step` also takes `origins [B, K, C]` for rows that are K beams of each
     of B searches: which of the K beams holds the key and the value of each position of a beam. A

@@ -6,13 +6,13 @@ attention sorts it by bucket, once for each hashing round. All rounds share one 
 round by round with a running maximum and sum, so a row's output is exactly softmax attention over
 the union of the keys that it sees.
 
-The gradient is analytic: from the output, the maximum and the sum it computes the scores again,
+The gradient is analytic: from the output, the maximum and the sum it computes the logits again,
 round by round, and stores none (Dao et al. 2022, sec. 3.1 and appendix B.2).
 
 Inside this module arrays are heads-first, `[N, B, T, ...]`, with T padded to whole chunks. Keys
 have `n_chunks_before` more chunks in front and `n_chunks_after` behind, called their border.
 
-A CPU computes a few heads at a time: scores are written and read a dozen times, and those of all
+A CPU computes a few heads at a time: logits are written and read a dozen times, and those of all
 heads would not fit in its cache. On NVIDIA GPUs `kernels.chunked` computes the same function.
 """
 
@@ -32,10 +32,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.normalization import length_normalize, mean_product
 from reformax.ops.parts.orders import Chunks, Order
-from reformax.ops.parts.softmax import HIDDEN
+from reformax.ops.parts.softmax import HIDDEN, nonzero
 
-# Scores of one round that a CPU computes at a time: 2 MiB of float32.
-SCORES_IN_CACHE = 2**19
+# Logits of one round that a CPU computes at a time: 2 MiB of float32.
+LOGITS_IN_CACHE = 2**19
 
 
 def chunked_attention(
@@ -95,7 +95,7 @@ def _by_heads(function: Callable, chunks: Chunks, *operands: Any) -> Any:
     """`function` of arrays `[N, B, T, ...]`, on a CPU for a few heads at a time."""
     n_heads, n_batch, length = operands[0].shape[:3]
     n_seen = (chunks.n_chunks_before + 1 + chunks.n_chunks_after) * chunks.chunk_len
-    fit = SCORES_IN_CACHE // max(1, n_batch * length * n_seen)
+    fit = LOGITS_IN_CACHE // max(1, n_batch * length * n_seen)
     if jax.default_backend() != "cpu" or n_heads <= fit:
         return function(*operands)
     size = max(n for n in range(1, n_heads) if n_heads % n == 0 and n <= max(fit, 1))
@@ -289,7 +289,7 @@ def _keys(this: _Round, rows: Array) -> Array:
     return _windows(this.bordered(rows), this.chunks)
 
 
-def _scores(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
+def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
     product = jnp.einsum("bnclh,bncmh->bnclm", q, keys, preferred_element_type=jnp.float32)
     return product / math.sqrt(q.shape[-1])
 
@@ -335,7 +335,7 @@ def _attend_forward(chunks, q, k, v, order, segments, rng, own_weight):
     if chunks.shared_qk:
         out = out + _lone_weight(chunks, total, segments, rng, own_weight) * values
     out = _heads_last(out, chunks.length).astype(v.dtype)
-    # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where scores are
+    # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where logits are
     # large.
     return out, (q, k, values, order, segments, rng, own_weight, out, top, total)
 
@@ -366,7 +366,7 @@ def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
 
 
 def _forward(chunks, segments, rng, q, k, v, order, head):
-    """Each position's attended values, largest score, and sum of `exp(score - largest)`."""
+    """Each position's attended values, largest logit, and sum of `exp(logit - largest)`."""
     n_heads, _, length = q.shape[:3]
 
     def attend_round(carry, this):
@@ -375,9 +375,9 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
         keys = _keys(this, this.rows_of_keys(q if k is None else k))
         values = _windows(this.at_keys(v), chunks)
         mask = _visible(this, order, segments, n_heads, length)
-        scores = jnp.where(mask, _scores(queries, keys), HIDDEN)
-        top_here = scores.max(axis=-1)
-        weights = jnp.where(mask, jnp.exp(scores - top_here[..., None]), 0.0)
+        logits = jnp.where(mask, _logits(queries, keys), HIDDEN)
+        top_here = logits.max(axis=-1)
+        weights = jnp.where(mask, jnp.exp(logits - top_here[..., None]), 0.0)
         total_here = weights.sum(axis=-1)
         weights = weights * _dropout_mask(this, length, head, rng)
         here = jnp.einsum(
@@ -398,7 +398,7 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
         jnp.zeros(v.shape[:3], jnp.float32),
     )
     acc, top, total = _scan_rounds(attend_round, nothing, chunks, order)
-    return acc / jnp.where(total > 0, total, 1.0)[..., None], top, total
+    return acc / nonzero(total)[..., None], top, total
 
 
 def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
@@ -415,18 +415,18 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         d_here = this.at_queries(d_out)
         mask = _visible(this, order, segments, n_heads, length)
         top, total, row_dot = (this.at_queries(x)[..., None] for x in statistics)
-        # Where nothing was hidden from it, no score exceeds the maximum but by rounding.
-        scores = jnp.minimum(_scores(queries, keys) - top, 0.0)
-        weights = jnp.where(mask, jnp.exp(scores) * (1 / total), 0.0)
+        # Where nothing was hidden from it, no logit exceeds the maximum but by rounding.
+        logits = jnp.minimum(_logits(queries, keys) - top, 0.0)
+        weights = jnp.where(mask, jnp.exp(logits) * (1 / total), 0.0)
         dropped = _dropout_mask(this, length, head, rng)
         d_values = jnp.einsum(
             "bnclm,bnclv->bncvm", (weights * dropped).astype(v.dtype), d_here, **f32
         )
         d_weights = jnp.einsum("bnclv,bncmv->bnclm", d_here, values, **f32) * dropped
-        d_scores = weights * (d_weights - row_dot) / math.sqrt(q.shape[-1])
-        d_scores = d_scores.astype(q.dtype)
-        d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_scores, keys, **f32)
-        d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_scores, queries, **f32)
+        d_logits = weights * (d_weights - row_dot) / math.sqrt(q.shape[-1])
+        d_logits = d_logits.astype(q.dtype)
+        d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_logits, keys, **f32)
+        d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, queries, **f32)
         (d_rows,) = keys_vjp(d_keys.astype(q.dtype))
         if k is None:  # a query and its key are one vector
             # An empty border joins after the sum, which keeps the bits of short sequences.

@@ -51,7 +51,7 @@ def cudnn_attention(
     Args:
       q, k, v: the call's.
       causal: whether a position sees only itself and what came before it.
-      scale: what scores are multiplied by; None is `1 / sqrt(H)`.
+      scale: what logits are multiplied by; None is `1 / sqrt(H)`.
       window: if set, a causal position sees only the last `window` positions.
     """
     n_queries, n_keys = q.shape[1], k.shape[1]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from reformax.ops.parts.dropout import full_dropout_mask
-from reformax.ops.parts.softmax import HIDDEN
+from reformax.ops.parts.softmax import masked_exp, nonzero
 
 
 def reference_attention(
@@ -24,18 +23,14 @@ def reference_attention(
 ) -> Float[Array, "B T N V"]:
     """`softmax(q k^T / sqrt(H) + bias) v` over the keys that a mask shows.
 
-    Scores and weights are float32 whatever the inputs are. A row that sees nothing is zeros.
+    Logits and weights are float32 whatever the inputs are. A row that sees nothing is zeros.
     """
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
-    scores = scores / math.sqrt(q.shape[-1])
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    logits = logits / math.sqrt(q.shape[-1])
     if bias is not None:
-        scores = scores + bias
-    # The maximum is of visible scores only, so that a fully masked row stays finite. It cancels in
-    # the softmax, so its gradient is 0.
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=HIDDEN))
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
-    total = weights.sum(axis=-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, 1.0)
+        logits = logits + bias
+    weights = masked_exp(logits, mask, axis=-1)
+    weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
     if dropout > 0.0:
         weights = weights * full_dropout_mask(rng, dropout, weights.shape)
     out = jnp.einsum(

@@ -2,7 +2,7 @@
 
 A tile is one block of queries with one block of keys. FlashAttention (Dao et al. 2022) walks
 through the tiles of a row with a running maximum and sum (algorithm 2), and its gradient computes
-the scores again from those two and the output (algorithm 4). `Visits` names the tiles. Other tiles
+the logits again from those two and the output (algorithm 4). `Visits` names the tiles. Other tiles
 cost nothing in either pass: causal attention visits those up to the diagonal.
 
 Nothing is padded and nothing is copied: a block is a slice of the arrays as they are. Where the
@@ -27,12 +27,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.masks import Segments, segment_pair
-from reformax.ops.parts.softmax import HIDDEN, Softmax
+from reformax.ops.parts.softmax import HIDDEN, Softmax, nonzero
 
-# Scores of a tile, of all heads that are computed together. On a CPU they fit in its cache. On a
+# Logits of a tile, of all heads that are computed together. On a CPU they fit in its cache. On a
 # GPU one kernel after another writes and reads them, so many of them pay for a kernel's start.
-SCORES_IN_CACHE = 2**19
-SCORES_AT_A_TIME = 2**25
+LOGITS_IN_CACHE = 2**19
+LOGITS_AT_A_TIME = 2**25
 
 
 class Tiling(NamedTuple):
@@ -145,7 +145,7 @@ def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -
 
     Heads are divided first. Examples may lie on several devices and then are not divided.
     """
-    fit = SCORES_IN_CACHE if jax.default_backend() == "cpu" else SCORES_AT_A_TIME
+    fit = LOGITS_IN_CACHE if jax.default_backend() == "cpu" else LOGITS_AT_A_TIME
     fit //= tiling.query_size * tiling.key_size
     heads = 1 if per_head else _largest_divisor(n_heads, fit // n_batch)
     whole = jax.device_count() > 1 or heads > 1
@@ -270,7 +270,7 @@ def visible(
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
-def scores(
+def logits(
     tiling: Tiling,
     x: Inputs,
     group: Group,
@@ -279,7 +279,7 @@ def scores(
     q: Float[Array, "b n Q H"],
     k: Float[Array, "b n K H"],
 ) -> Float[Array, "b n Q K"]:
-    """The scores of a tile, float32, minus infinity where a query does not see a key."""
+    """The logits of a tile, float32, minus infinity where a query does not see a key."""
     s = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=jnp.float32) * tiling.scale
     if x.bias is not None:
         s = s + lax.dynamic_slice(x.bias, *_bias_tile(x.bias.shape, group, queries, keys))
@@ -312,12 +312,12 @@ class Results(NamedTuple):
     """The results of a forward pass: all that the backward pass needs besides the inputs."""
 
     out: Float[Array, "B T N V"]
-    top: Float[Array, "B N T"]  # the largest score of each row
-    total: Float[Array, "B N T"]  # the sum of `exp(score - top)`
+    top: Float[Array, "B N T"]  # the largest logit of each row
+    total: Float[Array, "B N T"]  # the sum of `exp(logit - top)`
 
     def with_rows(self, state: Softmax, group: Group, block: Block) -> Results:
         """Adds the rows of a block, whose softmax is complete; zeros for rows that saw nothing."""
-        out = state.acc / jnp.where(state.total > 0, state.total, 1.0)[..., None]
+        out = state.acc / nonzero(state.total)[..., None]
         return Results(
             put_rows(self.out, out, group, block),
             put_row_statistics(self.top, state.top, group, block),
@@ -342,7 +342,7 @@ def summary(
 ) -> Softmax:
     """The softmax of one tile by itself, relative to the larger of its maximum and `top`."""
     k, v = rows(x.k, group, keys), rows(x.v, group, keys)
-    s = scores(tiling, x, group, queries, keys, q, k)
+    s = logits(tiling, x, group, queries, keys, q, k)
     top = jnp.maximum(jnp.max(s, axis=-1), top)
     p = jnp.exp(s - top[..., None])
     total = jnp.sum(p, axis=-1)
@@ -402,7 +402,7 @@ def backward(
     n_keys = x.k.shape[1]
     # D_i = sum_j P_ij dP_ij = dO_i . O_i.
     dot = jnp.einsum("btnv,btnv->bnt", d_out, results.out, preferred_element_type=jnp.float32)
-    share = 1.0 / jnp.where(results.total > 0, results.total, 1.0)
+    share = 1.0 / nonzero(results.total)
 
     def key_block(group, j, written):
         *sums, dk_all, dv_all = written
@@ -416,7 +416,7 @@ def backward(
             row_top, row_share, row_dot = (
                 row_statistics(y, group, queries)[..., None] for y in (results.top, share, dot)
             )
-            s = scores(tiling, x, group, queries, keys, q, k)
+            s = logits(tiling, x, group, queries, keys, q, k)
             p = jnp.exp(s - row_top) * row_share
             mask = tile_dropout_mask(tiling, x, group, queries, keys)
             dp = jnp.einsum("bnqv,bnkv->bnqk", d, v, preferred_element_type=jnp.float32)
