@@ -91,21 +91,21 @@ def _continue(args, model, params, run_length: int) -> int:
 def _translate(args, model, params, step: int, run_length: int) -> int:
     """Translates lines with an encoder-decoder."""
     from reformax.cli import translations
-    from reformax.data import vocabulary
+    from reformax.data import vocabulary as vocabulary_lib
 
     report.note_unused(args.config, saved_run.MODEL, file=sys.stderr)
     folder = Path(args.output_dir)
-    if (folder / vocabulary.FILE).exists():
-        words = vocabulary.load(folder)
+    if (folder / vocabulary_lib.FILE).exists():
+        vocabulary = vocabulary_lib.load(folder)
     else:
-        words = vocabulary.Numbers(model.source_vocab_size)
-    saved_run.keep_vocabulary(args, words, step)
+        vocabulary = vocabulary_lib.Numbers(model.source_vocab_size)
+    saved_run.keep_vocabulary(args, vocabulary, step)
     options = flags.search_options(args) | {"hash_seed": args.hash_seed}
     lines = prompts.read_lines(args)
-    translations.write_lines(model, params, words, lines, run_length, **options)
+    translations.write_lines(model, params, vocabulary, lines, run_length, **options)
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads may have read enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop first
     sys.exit(errors.exit_code(main))

@@ -11,9 +11,10 @@ TRACEBACK = "--traceback"
 SEARCH = {"beam_size": 4, "length_penalty": 0.6, "max_extra": 50, "batch_tokens": 4096}
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with a module's docstring as its help."""
+def parser(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """A parser with a module's docstring as its help; `prog` names a command that is no file."""
     return argparse.ArgumentParser(
+        prog=prog,
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -1,7 +1,7 @@
-"""Prompts as a user gives them, and tokens as text: of models of bytes, and of numbers.
+"""Reads prompts and writes tokens as text, for models of bytes and of numbers.
 
 A model of bytes reads and writes UTF-8; byte 0 is its token `offset`, and ids below are reserved.
-Every other model reads and writes numbers apart by spaces, and its offset is None.
+Every other model reads and writes numbers separated by spaces, and its offset is None.
 """
 
 from __future__ import annotations

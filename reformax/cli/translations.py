@@ -40,7 +40,7 @@ def write_lines(
         sys.stdout.flush()
         n_tokens += sum(line.n_tokens for line in found)
         n_long += sum(line.n_source > trained_length for line in found)
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     if n_long:
         print(
             f"note: {n_long:,} lines have more than {trained_length} tokens, the longest that the "
@@ -48,7 +48,7 @@ def write_lines(
             file=sys.stderr,
         )
     print(
-        f"{len(lines):,} lines, {n_tokens:,} tokens in {taken:.1f} s, compilation included",
+        f"{len(lines):,} lines, {n_tokens:,} tokens in {seconds:.1f} s, compilation included",
         file=sys.stderr,
     )
 
@@ -83,6 +83,6 @@ def score_split(
         table = csv.writer(file, "excel-tab", lineterminator="\n")
         table.writerow(["score", "log_p", "tokens", "translation", "source", "reference"])
         for line, source, reference in zip(lines, sources, references, strict=True):
-            numbers = [f"{line.score:.4f}", f"{line.log_p:.4f}", line.n_tokens]
-            table.writerow([*numbers, line.text, source, reference])
+            values = f"{line.score:.4f}", f"{line.log_p:.4f}", line.n_tokens
+            table.writerow([*values, line.text, source, reference])
     return score(texts, references) | {"n_sentences": len(lines)}

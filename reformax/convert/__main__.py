@@ -35,12 +35,7 @@ class Source(NamedTuple):
 
 def main() -> int:
     """Reads, writes and checks; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m reformax.convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = flags.parser(__doc__, prog="python -m reformax.convert")
     parser.add_argument("--from", required=True, dest="source", help="what to read")
     parser.add_argument("--to", required=True, dest="target", help="what to write")
     parser.add_argument(
@@ -149,8 +144,8 @@ def _check(source: Source, source_path: Path, kind: str, target_path: Path) -> i
         "trax": lambda: trax_models.read_params(target_path, source.spec),
         "hugging_face": lambda: hugging_face.read(target_path).params,
     }[kind]()
-    what = f"{target_path} as read again"
-    found = [check.against_params(source.spec, source.params, reread, what)]
+    other = f"{target_path} as read again"
+    found = [check.against_params(source.spec, source.params, reread, other)]
     paths = {source.kind: source_path, kind: target_path}
     if "hugging_face" in paths:
         if check.has_transformers():

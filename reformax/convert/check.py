@@ -90,7 +90,7 @@ def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None
     length = trax_length(spec)
     if length is None:
         return None
-    spec = _with_numbers_of_buckets(spec, length)
+    spec = _with_bucket_counts(spec, length)
     model = trax_models.model_of(spec)
     trax_files.load(model, path, ShapeDtype((1, length), np.int32))
     n_heads = spec.arguments["n_heads"]
@@ -126,8 +126,8 @@ def _n_rotations(op: Op) -> int:
     return (n_buckets if isinstance(n_buckets, int) else sum(n_buckets)) // 2
 
 
-def _with_numbers_of_buckets(spec: Spec, length: int) -> Spec:
-    """The spec with numbers of buckets in place of "auto", for a length."""
+def _with_bucket_counts(spec: Spec, length: int) -> Spec:
+    """The spec for a length, with numbers in place of `n_buckets="auto"`."""
     ops = []
     for op in spec.attention:
         if op.name == "lsh" and op.option("n_buckets") == "auto":

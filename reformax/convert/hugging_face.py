@@ -51,26 +51,12 @@ def table(spec: Spec) -> list[Tensor]:
 
 
 def _positions(shape: Sequence[int], d_embs: Sequence[int]) -> list[Tensor]:
-    """The table of positions, or one for each axis, which has length 1 along the others there."""
+    """The table of positions, or one for each axis."""
     name = "reformer.embeddings.position_embeddings"
     if len(shape) == 1:
         sizes = (shape[0], d_embs[0])
         return [Tensor(f"{name}.embedding.weight", ("positions", "axis_0"), sizes)]
-    rows = []
-    for axis, sizes in enumerate(zip(shape, d_embs, strict=True)):
-        broadcast = [1] * len(shape) + [d_embs[axis]]
-        broadcast[axis] = shape[axis]
-        path = ("positions", f"axis_{axis}")
-        rows.append(
-            Tensor(
-                f"{name}.weights.{axis}",
-                path,
-                tuple(broadcast),
-                None,
-                lambda x, sizes=sizes: x.reshape(sizes),
-            )
-        )
-    return rows
+    return tables.axial(f"{name}.weights.{{axis}}", shape, d_embs)
 
 
 def _block(

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reformax.convert.spec import Op, Spec
+from reformax.ops.parts.circle import SELF_SCORE
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -30,7 +31,6 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-SELF_SCORE = -1e5
 
 # The defaults of ReformerConfig.
 DEFAULTS = {

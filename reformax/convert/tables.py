@@ -39,6 +39,25 @@ class Tensor(NamedTuple):
     write: Callable[[np.ndarray], np.ndarray] = same
 
 
+def axial(name: str, shape: Sequence[int], d_embs: Sequence[int], leading: int = 0) -> list[Tensor]:
+    """The tables of axial positions, one for each axis, which has length 1 along the others there.
+
+    Args:
+      name: of the table of an axis, with `{axis}` for its number.
+      shape: the grid.
+      d_embs: the features of each axis.
+      leading: axes of length 1 in front there.
+    """
+    rows = []
+    for axis, sizes in enumerate(zip(shape, d_embs, strict=True)):
+        broadcast = [1] * (leading + len(shape)) + [d_embs[axis]]
+        broadcast[leading + axis] = shape[axis]
+        path = ("positions", f"axis_{axis}")
+        tensor = Tensor(name.format(axis=axis), path, tuple(broadcast))
+        rows.append(tensor._replace(read=lambda x, sizes=sizes: x.reshape(sizes)))
+    return rows
+
+
 def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str) -> Any:
     """The parameters of a model, float32, from tensors of the other format.
 

@@ -17,6 +17,7 @@ from reformax.convert import tables, trax_files
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.layers._trax import ShapeDtype, tl, trax
+from reformax.ops.parts.circle import SELF_SCORE
 
 
 def table(spec: Spec) -> list[Tensor]:
@@ -48,24 +49,10 @@ def table(spec: Spec) -> list[Tensor]:
 
 
 def _positions(shape: Sequence[int], d_embs: Sequence[int]) -> list[Tensor]:
-    """The table of positions, or one for each axis, which has length 1 along the others there."""
+    """The table of positions, or one for each axis."""
     if len(shape) == 1:
         return [Tensor("positions", ("positions", "axis_0"), (shape[0], d_embs[0]))]
-    rows = []
-    for axis, sizes in enumerate(zip(shape, d_embs, strict=True)):
-        broadcast = [1] * (len(shape) + 1) + [d_embs[axis]]
-        broadcast[axis + 1] = shape[axis]
-        path = ("positions", f"axis_{axis}")
-        rows.append(
-            Tensor(
-                f"positions.axis_{axis}",
-                path,
-                tuple(broadcast),
-                None,
-                lambda x, sizes=sizes: x.reshape(sizes),
-            )
-        )
-    return rows
+    return tables.axial("positions.axis_{axis}", shape, d_embs, leading=1)
 
 
 def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None) -> list[Tensor]:
@@ -157,7 +144,7 @@ def notes(spec: Spec) -> list[str]:
         )
     if spec.arguments.get("exact"):
         found.append("exact=True rounds the streams to multiples of 2^-12")
-    wanted = {"count_once": False, "wrap": True, "self_score": -1e5, "n_hashes_eval": None}
+    wanted = {"count_once": False, "wrap": True, "self_score": SELF_SCORE, "n_hashes_eval": None}
     wanted |= {"pad_chunks": 1}
     for op in dict.fromkeys((op.name, *op.options.items()) for op in spec.attention):
         op = Op(op[0], dict(op[1:]))
@@ -165,7 +152,7 @@ def notes(spec: Spec) -> list[str]:
             if op.option(name) != value:
                 found.append(f"lsh.{name} is {op.option(name)!r}; Trax computes {value!r}")
         if op.name == "local" and op.option("n_chunks_before") > 1:
-            circle = {"wrap": True} | ({"self_score": -1e5} if op.option("shared_qk") else {})
+            circle = {"wrap": True} | ({"self_score": SELF_SCORE} if op.option("shared_qk") else {})
             for name, value in circle.items():
                 if op.option(name) != value:
                     found.append(f"local.{name} is {op.option(name)!r}; Trax computes {value!r}")

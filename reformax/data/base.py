@@ -102,7 +102,7 @@ class Task(NamedTuple):
 def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[np.ndarray, " n"]]:
     """The first 90% of `data` to train on, the next 5% to choose by, the last 5% to report.
 
-    This is the usual split of enwik8, 90M, 5M and 5M bytes. Fractions go to train.
+    This is the usual split of enwik8: 90, 5 and 5 million bytes. The remainder goes to train.
 
     Args:
       data: the bytes of the text, in order.

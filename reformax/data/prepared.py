@@ -34,15 +34,15 @@ def load(
       OSError: the data could not be downloaded, checked, written or read.
     """
     try:
-        made = builder()
-        if not made.is_prepared():
+        dataset = builder()
+        if not dataset.is_prepared():
             # Without a network tensorflow-datasets retries for minutes, so ask first.
             with contextlib.suppress(urllib.error.HTTPError):
                 urllib.request.urlopen(url, timeout=_TIMEOUT).close()
-            made.download_and_prepare(
+            dataset.download_and_prepare(
                 download_config=tfds.download.DownloadConfig(force_checksums_validation=True)
             )
-        return read(made)
+        return read(dataset)
     except Exception as error:  # tensorflow-datasets has no base class of its errors
         reason = str(error).strip().partition("\n")[0].rstrip(":") or type(error).__name__
         raise OSError(f"{name} could not be prepared from {url} ({reason}): {instead}") from error

@@ -54,8 +54,8 @@ def reverse(max_symbols: int = 15, vocab_size: int = 32, n_eval: int = 512) -> T
         position = np.arange(length)
         backwards = np.take_along_axis(symbols, np.maximum(lengths - 1 - position, 0), axis=1)
         source, target = (
-            np.where(position < lengths, words, EOS * (position == lengths)).astype(np.int32)
-            for words in (symbols, backwards)
+            np.where(position < lengths, ids, EOS * (position == lengths)).astype(np.int32)
+            for ids in (symbols, backwards)
         )
         segments = (position <= lengths).astype(np.int32)
         return SentencePairs(source, target, segments, segments)

@@ -69,7 +69,7 @@ def search(
     beam_size: int,
     capacity: int,
 ) -> Hypotheses:
-    """Translates sources; the result of one depends on no other. To be compiled.
+    """Translates sources; the result of one depends on no other. `compiled_search` compiles it.
 
     Args:
       model: an encoder-decoder built for evaluation: `prefill`, `beams`, `select`, `step`.
@@ -96,7 +96,7 @@ def search(
 
     tokens = jnp.zeros((n_rows, beam_size, capacity), jnp.int32)
     nothing = jnp.full((n_rows,), -jnp.inf)
-    empty = jnp.where(jnp.arange(beam_size) == 0, 0.0, -jnp.inf)  # one beginning, without a token
+    empty = jnp.where(jnp.arange(beam_size) == 0, 0.0, -jnp.inf)  # one empty beginning
     state = _State(
         count=jnp.int32(0),
         decoding=model.beams(decoding, beam_size, capacity),
@@ -176,7 +176,7 @@ def _best_of(
 
 
 def _better(best: Hypotheses, found: Hypotheses, where: Bool[Array, " B"]) -> Hypotheses:
-    """`found` in the rows of `where` that it is better in, `best` in the others."""
+    """`found` in those rows of `where` in which it is better, `best` in the others."""
     where = where & (found.scores > best.scores)
     return Hypotheses(
         *(
@@ -187,7 +187,7 @@ def _better(best: Hypotheses, found: Hypotheses, where: Bool[Array, " B"]) -> Hy
 
 
 def _top(x: Float[Array, "R V"], n: int) -> tuple[Float[Array, "R n"], Int[Array, "R n"]]:
-    """The n largest of each row in order, and their places; of equals the first."""
+    """The n largest of each row in order, and their places; the first of equals."""
     if n > 1:
         return jax.lax.top_k(x, n)
     # On a CPU two plain reductions take a quarter of the time of `top_k`.

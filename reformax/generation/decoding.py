@@ -145,7 +145,7 @@ def _check(model, max_new_tokens: int, every: int, end: int | None, **seeds: int
 
 def _blocks(model, params, start, draws: _Draws, n_new: int, every: int) -> Iterator[np.ndarray]:
     state = start()
-    # The next call uses the state up: what is handed out has to be a copy.
+    # The next call donates the state, so copies of it are handed out.
     ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
     left = n_new - 1
     params = _prepare(model, params)
@@ -177,7 +177,7 @@ def _start(model, capacity, params, tokens, lengths, draws: _Draws, hash_rng) ->
 def _go_on(
     model, params, state: _State, draws: _Draws, n_new: Int[Array, ""]
 ) -> tuple[_State, Int[Array, "B n"]]:
-    """Draws `n_new` tokens of each row, into the first columns; fewer if all rows have ended."""
+    """Draws `n_new` tokens of each row into the first columns; stops when all rows have ended."""
     n_rows = state.token.shape[0]
 
     def more(carry):

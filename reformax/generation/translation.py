@@ -196,9 +196,9 @@ def translate_lines(
       first_line: the number of the first line, for errors.
       **options: those of `translate`.
     """
-    numbers = [i for i, line in enumerate(lines) if line.strip()]
+    indices = [i for i, line in enumerate(lines) if line.strip()]
     sources = []
-    for i in numbers:
+    for i in indices:
         try:
             sources.append(vocabulary.encode(lines[i]))
         except ValueError as error:
@@ -206,7 +206,7 @@ def translate_lines(
         _check_source(model, f"line {first_line + i}", np.asarray(sources[-1], np.int32))
     results = [Line("", 0, 0.0, 0.0)] * len(lines)
     translated = translate(model, params, sources, **options)
-    for i, source, found in zip(numbers, sources, translated, strict=True):
+    for i, source, found in zip(indices, sources, translated, strict=True):
         # A translation is one line, even if the model wrote several.
         text = " ".join(vocabulary.decode(found.tokens).splitlines())
         results[i] = Line(text, len(found.tokens), found.log_p, found.score, len(source))

@@ -1,4 +1,4 @@
-"""Trax layers: attention of every kind, reversible stacks, and what a model needs around them.
+"""Trax layers: attention of every kind, reversible stacks, and the other layers of a model.
 
 Each layer is a Trax layer over two pure functions, `init_params(rng, *shapes)` and
 `apply(params, *inputs, rng)`, so it stands in a `tl.Serial` or in plain JAX.

@@ -1,9 +1,9 @@
 """Trax, imported quickly and with or without TensorFlow; and the base class of reformax's layers.
 
-Trax 1.4.1 loads in 13 s and only where TensorFlow is installed, though its layers and models use
-TensorFlow for no more than files and two `isinstance` checks. This module, the only one that
-imports Trax, makes three changes, all of them inside Trax's own modules; `sys.modules` never holds
-a stand-in, so the rest of the program sees the TensorFlow that is installed, or none:
+Trax 1.4.1 loads in 13 s and only where TensorFlow is installed, though its layers and models need
+TensorFlow only for files and two `isinstance` checks. No other module imports Trax. This one makes
+three changes inside Trax's own modules. `sys.modules` never holds a stand-in, so the rest of the
+program sees the TensorFlow that is installed, or none:
 
   * where a module of Trax says `import tensorflow`, it gets an object that imports TensorFlow at
     its first use, and that does Trax's file handling where TensorFlow is not installed;
@@ -176,9 +176,9 @@ __all__ = ["Layer", "ShapeDtype", "signature", "tl", "trax"]
 class Layer(tl.Layer):
     """A Trax layer around two pure functions, which a subclass defines: `init_params`, `apply`.
 
-    It can stand wherever Trax takes a layer; calling the two functions uses it without Trax's
-    bookkeeping. Its weights are any tree of arrays, by convention a dict of names; a layer made of
-    others keeps theirs under their names. It has no state.
+    It can stand wherever Trax takes a layer. The two functions also work without Trax. Its weights
+    are any tree of arrays, by convention a dict of names; a layer made of others keeps theirs under
+    their names. It has no state.
 
     A constructor keeps an argument `x` as `self._x`, which `repr` then shows. A layer with many
     arguments is a dataclass: its fields are public.
@@ -203,8 +203,8 @@ class Layer(tl.Layer):
         return (*super()._settable_attrs(), *getattr(self, "__dataclass_fields__", ()))
 
     def _set_weights(self, weights: Any) -> None:
-        # JAX sorts the keys of a dict, and Trax pairs weights with gradients, and with what a file
-        # holds, by the order of insertion: they have to be the same order.
+        # JAX sorts the keys of a dict. Trax pairs weights with gradients, and with the arrays of a
+        # file, by the order of insertion. The two orders must agree.
         tl.Layer.weights.fset(self, jax.tree.map(lambda leaf: leaf, weights))
 
     weights = tl.Layer.weights.setter(_set_weights)

@@ -198,7 +198,7 @@ class Attention(MultiHead):
     def project(self, params, x: Float[Array, "B T D"]) -> QKV:
         """Queries, keys and values of all heads, rotated by their positions if `use_rotary`.
 
-        Plans are made of rotated vectors, for hashing looks for the largest logits.
+        Plans are made of rotated vectors, for hashing looks for large logits.
         """
         return self._rotate(QKV(*(self._heads(params, letter, x) for letter in "qkv")))
 

@@ -20,8 +20,8 @@ class CrossAttention(MultiHead):
     """`[B, T, D], [B, S, D] -> [B, T, D]`: each position of the first reads the second, the memory.
 
     Vaswani et al. 2017, sec. 3.2.3. The algorithm must have the trait `cross`. An algorithm that
-    shares queries and keys has no keys for a memory; one that sorts or chunks a sequence relies on
-    neighbours, which mean nothing across two sequences. Positions are not rotated. Weights and
+    shares queries and keys has no keys for a memory. One that sorts or chunks a sequence relies on
+    neighbours, and two sequences have none. Positions are not rotated. Weights and
     arguments are those of `MultiHead`.
 
     Raises:

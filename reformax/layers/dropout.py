@@ -30,8 +30,8 @@ def dropout(
       rate: in [0, 1), rounded to a multiple of 2^-16; 0 returns `x` itself.
       rng: the mask's source; may be None if rate is 0.
       shared_axes: axes along which one mask serves all positions.
-      start: where along the last axis but one `x` begins, if it is a part of something longer: it
-        then gets its part of the whole's mask.
+      start: the first position of `x`, along the last axis but one, in a longer array: `x` then
+        gets its part of the mask of the whole.
 
     Raises:
       ValueError: an rng is needed and missing, or an axis that `x` does not have.
@@ -49,7 +49,7 @@ def dropout(
     column = column.astype(jnp.uint32)
     right = column & APART  # a bit
     bits = dropout_bits(seed_words(rng), index, 0, position + start, column ^ right)
-    # In float32: 1 / (1 - rate) rounded to the eight bits of a bfloat16 would be another mean.
+    # In float32: in bfloat16, 1 / (1 - rate) would be rounded to eight bits and shift the mean.
     return (x * multiplier(bits << right // (APART // 16), rate)).astype(x.dtype)
 
 

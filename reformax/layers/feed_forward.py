@@ -36,8 +36,8 @@ def _narrow_vjp(residuals, dy):
 _narrow.defvjp(lambda x, w: (x @ w, (x, w)), _narrow_vjp)
 
 
-# The activations that the kernel has, and the sizes that "auto" takes it for: with few numbers,
-# as in a step of decoding, XLA fuses all but the products; more than `MOST` were never tested.
+# The activations of the kernel, and the sizes for which "auto" takes it. With few numbers, as in a
+# step of decoding, XLA fuses all but the products; more than `MOST` were never tested.
 IN_KERNELS = (jax.nn.gelu, jax.nn.relu)
 LEAST_SIZE, MOST = 2**20, 2**31
 

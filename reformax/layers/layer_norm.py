@@ -11,7 +11,7 @@ from reformax.layers._trax import Layer
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.normalization import length_normalize
 
-# The sizes that "auto" takes the kernel for: with fewer rows, as in a step of decoding, XLA fuses
+# The sizes for which "auto" takes the kernel. With fewer rows, as in a step of decoding, XLA fuses
 # the norm with its neighbours; more than `MOST` numbers were never tested.
 LEAST_ROWS, MOST = 4096, 2**31
 

@@ -1,6 +1,6 @@
 """Positions of tokens: axial embeddings, sinusoids, and rotary angles.
 
-None ties a model to the length it was trained at: axial embeddings hold any length up to the
+No model is tied to the length it was trained at: axial embeddings hold any length up to the
 product of their shape, the other two any length at all.
 """
 

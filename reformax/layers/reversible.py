@@ -5,10 +5,10 @@ A layer maps two streams to two streams,
     y1 = x1 + attention(x2)        y2 = x2 + feed_forward(y1)            (Reformer, eq. 9)
 
 so that its inputs can be computed back from its outputs (eq. 8). The gradient then needs nothing
-else but each layer's attention plan: two integers a head, hashing round and token for LSH. A layer
-can have any number of sublayers, each reading the stream that was written last and adding to the
-other. A decoder's has three: the second attends to the encoder's memory, whose gradient adds up on
-the way back.
+else but each layer's attention plan: for LSH two integers for each head, hashing round and token. A
+layer can have any number of sublayers. Each reads the stream that was written last and adds to the
+other. A decoder layer has three: the second attends to the encoder's memory, whose gradient adds up
+on the way back.
 
 **Exactness.** In floating point `(x + f) - f` is not `x`, and a sublayer that the compiler fuses
 with its gradient may give other numbers than it gave alone. The inputs rebuilt then differ from the
@@ -178,8 +178,8 @@ class ReversibleStack(BlockStack):
                     d_block |= d_own
                 d_params[f"block_{i}"] = d_block
                 if self.keep_ff_outputs:
-                    # The streams of all layers can then be rebuilt without any gradient: without
-                    # a fence all of them would be in memory at once.
+                    # Streams can then be rebuilt before any gradient. Without a fence those of all
+                    # layers would be in memory at once.
                     streams, gradient = jax.lax.optimization_barrier((streams, gradient))
             return (streams, gradient, d_memory), d_params
 
@@ -322,8 +322,8 @@ def _run(stack: ReversibleStack, params, streams: Streams, context: Context, rng
 
 
 def _run_forward(stack, params, streams, context, rng):
-    outputs, made = stack._forward(params, streams, context, rng)
-    return outputs, (params, outputs, made, context, rng)
+    outputs, stored = stack._forward(params, streams, context, rng)
+    return outputs, (params, outputs, stored, context, rng)
 
 
 def _run_backward(stack, residuals, gradient):

@@ -65,8 +65,8 @@ class BlockStack(Layer):
       masked: whether segments are an input, as in `Attention`.
       norm_epsilon: added to the variance in the layers' norms.
       scan_layers: whether the layers compile as a loop over the cycle. Then the depth does not
-        change compile time. Written out, layers run faster on a GPU, for nothing is copied into
-        arrays of all layers and out of them.
+        change compile time. Written out, layers run faster on a GPU, because nothing is copied to
+        and from arrays of all layers.
     """
 
     blocks: Sequence[Block]
@@ -267,8 +267,8 @@ class BlockStack(Layer):
         """The streams `[B, 1, D]` of each row's next position, and the caches with it.
 
         `params` are the weights from `for_decoding`, `memory_kv` is from `prefill`; for `origins`
-        see `Attention.step`. The layers are written out, for a scan would copy all of each layer's
-        weights and cache, of which a step reads and writes little.
+        see `Attention.step`. The layers are written out: a scan would copy each layer's weights and
+        cache whole, and a step touches little of them.
         """
         streams, after = tuple(map(self._residual, streams)), []
         for repeat, (params_here, caches_here) in enumerate(zip(params, caches, strict=True)):

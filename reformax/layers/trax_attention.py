@@ -28,11 +28,8 @@ from reformax.layers.dropout import check_rate, dropout
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
 from reformax.ops.parts import hashing, sorting
-from reformax.ops.parts.circle import in_a_circle
+from reformax.ops.parts.circle import SELF_SCORE, in_a_circle
 from reformax.ops.parts.orders import ChunkSizes
-
-# The score that Trax gives a position's own key to hide it.
-SELF_SCORE = -1e5
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -15,7 +15,7 @@ def logits_product(
 ) -> Float[Array, "*d V"]:
     """`x @ table.T` in float32, both operands rounded to `dtype`.
 
-    The gradient is rounded to bfloat16 too, for products with a float32 gradient take twice as
+    The gradient is rounded to bfloat16 too, because products with a float32 gradient take twice as
     long. It is not rounded to float16, which underflows the small gradients of a mean over many
     targets and overflows their sums.
     """

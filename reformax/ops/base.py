@@ -24,7 +24,7 @@ from reformax.ops.parts.masks import Segments
 
 
 class Traits(NamedTuple):
-    """What an algorithm is, as data: callers ask these and never the algorithm's name."""
+    """The properties of an algorithm. Callers ask these, never its name."""
 
     shared_qk: bool = False  # one projection serves as query and, length-normalised, as key
     causal: bool = True  # it can hide the future
@@ -49,9 +49,9 @@ class Dims(NamedTuple):
 class AttentionOp(NamedTuple):
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
-    `plan` says where each query looks, and `apply` does the arithmetic there. They are apart for
-    reversible stacks, which compute `apply` again in the backward pass and must look in the same
-    places: such a stack keeps the plans, which are small, and no activations.
+    `plan` says where each query looks, and `apply` does the arithmetic there. A reversible stack
+    computes `apply` again in the backward pass and must look in the same places. It keeps the
+    plans, which are small, and no activations.
 
     Attributes:
       init: `(rng, dims) -> params`, the algorithm's own weights, usually `()`.

@@ -2,7 +2,7 @@
 
 The forward pass walks through tiles of logits with a running maximum and sum. Of each row it keeps
 the output and these two, from which the backward pass computes the logits again (algorithms 1, 2
-and 4). They are kept apart: added up to the log-sum-exp, the sum would be rounded away where logits
+and 4). The two are kept apart, because their log-sum-exp would round the sum away where logits
 are large. Dropout's mask is a function of each weight's address, so it is the same in both passes
 and in any tiling.
 """
@@ -98,7 +98,7 @@ def _apply(
 
 
 def default_block_size(q: Float[Array, "B T N H"]) -> int:
-    """How many queries, and how many keys, a tile has.
+    """The number of queries, and of keys, in a tile.
 
     A CPU's tile fits its cache. A GPU's tile, of all heads, is large enough to pay for the start of
     its kernels, and small enough that tiles take no more memory than the inputs.

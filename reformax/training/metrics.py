@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 
 class Record:
-    """Writes a run's metrics after `step`; lines of later steps are deleted first."""
+    """Writes the metrics of a run that goes on from `step`; lines of later steps are deleted."""
 
     def __init__(self, output_dir: str | os.PathLike, step: int, metric: str = "bits_per_dim"):
         folder = Path(output_dir)

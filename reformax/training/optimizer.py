@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Weight decay is a prior for matrices of linear maps; norms, biases, embeddings and positions are
-# none. Names decide, because a scanned stack gives all tensors one more axis.
+# Weight decay is for matrices of linear maps, not for norms, biases, embeddings and positions.
+# Names decide, because a scanned stack gives all tensors one more axis.
 NO_DECAY = r"norm|bias|scale|embed|position|(^|\.)b(\d|_\w+)?$"
 
 

@@ -56,8 +56,8 @@ class Settings:
       checkpoint_every: steps between checkpoints, besides those after evaluations; None: no more.
       keep: latest checkpoints kept, besides the best. An average of n needs n.
       log_every: steps between lines of the record; each line has the mean since the last.
-      max_minutes: evaluates, saves and returns after this time, as if `steps` were reached. The
-        schedule of the learning rate does not know of it. None: no limit.
+      max_minutes: minutes after which training evaluates, saves and returns, as if `steps` were
+        reached. The learning rate's schedule still goes by `steps`. None: no limit.
       config_text: returns the text of config.gin, once everything is built.
       progress: whether to print and show a bar.
 

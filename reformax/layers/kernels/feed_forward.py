@@ -2,8 +2,8 @@
 
 They compute `dropout(activation(pre + bias))` in half precision, and its gradient, in one pass over
 the numbers each. In array operations XLA keeps the gradient in float32 in order to sum it up for
-the bias, and GELU's tangent hyperbolic takes it longer than reading the numbers. Here the tangent
-hyperbolic is the chip's own, whose error of 2^-11 is below the rounding of the result.
+the bias, and computing GELU's tanh takes longer than reading the numbers. Here tanh is the chip's
+own, whose error of 2^-11 is below the rounding of the result.
 
 The gradient of the next weights needs the hidden layer again. The backward pass makes it: it has
 read `pre`, and has the activation and the dropout mask at hand. It writes over what it reads.
@@ -35,7 +35,7 @@ FORWARD, BACKWARD = (16, 256, 8), (32, 128, 8)
 
 
 class Inputs(NamedTuple):
-    """What both passes read."""
+    """The arrays that both passes read."""
 
     pre: Float[Array, "R F"]
     bias: Float[Array, " F"]
@@ -86,7 +86,7 @@ class _Tile(NamedTuple):
         return pl.cdiv(self.shape[0], self.rows), pairs, APART // self.columns
 
     def _mask(self, *sizes: int) -> Array | None:
-        """What of a tile of these sizes, or of a row of it, exists; None: everything."""
+        """The mask of what exists in a tile of these sizes, or in a row of it; None: everything."""
         masks = []
         if self.shape[0] % self.rows and len(sizes) == 2:
             masks.append(self._row[:, None] < self.shape[0])
@@ -134,7 +134,7 @@ class _Tile(NamedTuple):
 
 
 def _gelu(x: Array, tanh: Callable) -> tuple[Array, Array]:
-    """GELU by the tangent hyperbolic (Hendrycks and Gimpel 2016, section 2), and its slope."""
+    """GELU by tanh (Hendrycks and Gimpel 2016, section 2), and its slope."""
     scale, cubic = math.sqrt(2 / math.pi), 0.044715
     t = tanh(scale * (x + cubic * x * x * x))
     inside = scale * (1 + 3 * cubic * x * x)

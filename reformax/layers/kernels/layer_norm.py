@@ -31,7 +31,7 @@ PER_WARP = 1024
 
 
 class Inputs(NamedTuple):
-    """What both passes read."""
+    """The arrays that both passes read."""
 
     x: Float[Array, "R D"]
     y: Float[Array, "R D"] | None  # what is added to `x`

@@ -60,7 +60,7 @@ LEAST_PART, N_SHARES = 16, 2048
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: queries and keys of a tile, warps, pipeline stages."""
+    """The sizes of a kernel: queries and keys of a tile, warps, pipeline stages."""
 
     query: int
     key: int
@@ -69,7 +69,7 @@ class Tiles(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """What all kernels read; None where a call has no such thing."""
+    """The arrays that all kernels read; None for those that a call does not have."""
 
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, N, H]
@@ -80,7 +80,7 @@ class _Inputs(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What each program does, one column of `parts` each, and the list of tiles."""
+    """The work of each program, one column of `parts` each, and the list of tiles."""
 
     parts: Array  # [6, programs]: head, own tile, first entry, end of the whole ones, end, slot
     entries: Array  # [nnz], numbers of the other side's tiles
@@ -88,7 +88,7 @@ class _Work(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """What a program owns: a tile of one side, and a stretch of the list."""
+    """The share of one program: a tile of one side, and a stretch of the list."""
 
     head: Any
     tile: Any
@@ -128,7 +128,7 @@ class _Program(NamedTuple):
         return self._replace(batch=pl.program_id(2))
 
     def own(self, work: _Work) -> _Own:
-        """What this program owns."""
+        """The share of this program."""
         own = _Own(*(work.parts[jnp.int32(i), pl.program_id(0)] for i in range(6)))
         if work.spans is not None:  # no tile is whole then
             first, end = (work.spans[jnp.int32(i), self.batch, own.tile] for i in (0, 1))

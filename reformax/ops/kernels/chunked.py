@@ -12,8 +12,8 @@ pass:
     4). A program takes a block of positions first as keys and then as queries, so that it, too,
     writes each row once.
 
-These kernels wait for instructions more than for memory. So numbers of which a row has one
-(segments, chunks, maxima) are put in order beforehand, and a block reads them side by side.
+These kernels wait for instructions more than for memory. Row statistics (segments, chunks, maxima)
+are therefore put in order beforehand, and a block reads them side by side.
 
 Letters as in `reformax.ops.base`; Tp is T padded to whole chunks, W the packs of `PackedChunks`. A
 *place* is an index into the order, a *position* one into the sequence. Positions of T or more are
@@ -59,7 +59,7 @@ from reformax.ops.parts.softmax import Softmax, nonzero
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: rows a program owns, rows it reads at a time, warps, pipeline stages."""
+    """The sizes of a kernel: rows of a program, rows it reads at a time, warps, pipeline stages."""
 
     own: int
     other: int
@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """What both passes read; None where a call has no such thing.
+    """The arrays that both passes read; None for those that a call does not have.
 
     Without an order, the axes of heads and rounds have size 1.
     """
@@ -104,8 +104,8 @@ class PackedChunks(NamedTuple):
     """The chunks of a position in several rounds, packed in one integer of 32 bits.
 
     Three operations then compare two positions in all of these rounds. A chunk's number has `guard`
-    bits and its field two more, so that no sum reaches the next field. The last field needs one
-    more only, for its carry may be lost.
+    bits and its field two more, so that no sum reaches the next field. The last field needs only
+    one more, because its carry may be lost.
     """
 
     guard: int  # 2^guard is above the number of every chunk and every distance that is near
@@ -583,7 +583,7 @@ def backward(
 
 
 def _like(x: Array, program: _Program) -> jax.ShapeDtypeStruct:
-    """What a round writes: float32, except in the last round."""
+    """The shape and dtype of a round's result: float32, except in the last round."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype if program.is_last else jnp.float32)
 
 

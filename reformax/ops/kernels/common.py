@@ -51,7 +51,7 @@ def line(block: T) -> T:
 
 
 def load(view: Any, mask: Bool[Array, "*d"] | None, other: float = 0) -> Array:
-    """What is at a view of a reference; `other` where the mask is False."""
+    """The values at a view of a reference; `other` where the mask is False."""
     return pltriton.load(view) if mask is None else pltriton.load(view, mask=mask, other=other)
 
 
@@ -131,7 +131,7 @@ def softmax_step(
 
 
 class QueryRows(NamedTuple):
-    """What a backward pass reads of each query.
+    """The rows of queries that a backward pass reads.
 
     Statistics of rows are `[B, N, T]`, or in another order of the positions.
     """
@@ -149,10 +149,10 @@ def query_rows(
     top: Float[Array, "B N T"],
     total: Float[Array, "B N T"],
 ) -> QueryRows:
-    """What a backward pass reads, of the gradient of the output and the results of the forward.
+    """`QueryRows` of the gradient of the output and the results of the forward pass.
 
-    `d_out` is divided by the sum of the softmax, so that the weights need not be. Float16 has no
-    room for such a quotient: there `share` is what to multiply the weights by.
+    `d_out` is divided by the sum of the softmax, so that the weights need not be. Float16 may not
+    hold the quotient: there the weights are multiplied by `share` instead.
 
     `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
     """
@@ -200,7 +200,7 @@ def launch(
     name: str,
     aliases: dict[int, int] | None = None,
 ) -> Any:
-    """What a kernel writes.
+    """Runs a kernel and returns its outputs.
 
     Args:
       kernel: called with references to the inputs and then to the outputs, trees as given here.

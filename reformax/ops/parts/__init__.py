@@ -1,1 +1,1 @@
-"""What the algorithms of `reformax.ops` are built of: hashing, sorting, chunks, tiles, caches."""
+"""The parts of the algorithms in `reformax.ops`: hashing, sorting, chunks, tiles, caches."""

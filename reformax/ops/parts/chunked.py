@@ -278,7 +278,7 @@ def _in_reach(this: _Round, places: Int[Array, "N B T"]) -> Bool[Array, "N B C L
 def _shown_from(
     this: _Round, places: Int[Array, "N B T"], first: Int[Array, "N B T"]
 ) -> Bool[Array, "N B C L M"]:
-    """Whether each key stands between the query's `first` place and its own, in such a round."""
+    """Whether each key stands between the query's `first` place and its own, in that round."""
     query, key = this.pair(places)
     return (key >= this.at_queries(first)[..., None]) & (key <= query)
 
@@ -297,7 +297,7 @@ def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Ar
 def _dropout_mask(
     this: _Round, length: int, head: Int[Array, "N B"], rng: PRNGKeyArray | None
 ) -> Float[Array, "N B C L M"] | float:
-    """The factors of a round's weights."""
+    """The dropout mask of a round's weights."""
     if this.chunks.dropout == 0.0:
         return 1.0
     batch = jnp.arange(head.shape[1])[:, None, None, None]
@@ -309,7 +309,7 @@ def _dropout_mask(
 
 
 def _lone_weight(chunks: Chunks, total, segments, rng, own_weight) -> Float[Array, "N B T 1"]:
-    """The weight of a position's own value: 1, or its dropout, where it sees nothing else."""
+    """The weight of a position's own value: 1, or its dropout mask, where it sees nothing else."""
     own_weight = 1.0 if own_weight is None else jnp.swapaxes(own_weight, 0, 1)
     weight = jnp.where(total == 0.0, own_weight, 0.0)
     if segments is not None:

@@ -1,8 +1,8 @@
-"""Chunks in a circle, and how they round: what Trax and Hugging Face do otherwise.
+"""Chunks in a circle and their rounding, as in Trax and Hugging Face.
 
-In their attention every round's first chunk looks at the last chunk of the round before, and the
-first round's at the last chunk of all. A position's own key has a score of -1e5 instead of being
-hidden, and among scores so large float32 is coarse.
+In their attention the first chunk of a round looks at the last chunk of the round before, and that
+of the first round at the last chunk of all. A position's own key is not hidden: its score is -1e5,
+where float32 is coarse.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from jaxtyping import Array, Float
 
 from reformax.ops.parts.orders import ChunkSizes, Order
 
+# The score that Trax and Hugging Face give a position's own key to hide it.
+SELF_SCORE = -1e5
+
 
 def in_a_circle(order: Order, chunks: ChunkSizes) -> Order:
-    """The order with rounds that follow each other, the first after the last.
+    """The order with its rounds in a circle: the first follows the last.
 
     Before a round's first chunk stand the last keys of the round before, and behind its last chunk
-    the first keys of the next round. Of one round it makes a circle.
+    the first keys of the next round. A single round follows itself.
     """
     chunk_len, n_chunks_before, n_chunks_after = chunks
     n_rounds, length = order.queries.shape[2:]
@@ -37,7 +40,7 @@ def sequence_in_a_circle(n_batch: int, n_heads: int, length: int, chunks: ChunkS
 
 
 def own_weight(self_score: float, order: Order, chunks: ChunkSizes) -> Float[Array, "B N T"]:
-    """The weight of a position's own value where it sees nothing else: about 1, as float32 has it.
+    """The weight of a position's own value where it sees nothing else: 1, up to rounding.
 
     It is a softmax over the position's own key in every round. The logarithms of how often a round
     shows the key, and of the number of rounds, are added to scores of `self_score`. Near -1e5,
@@ -54,7 +57,7 @@ def own_weight(self_score: float, order: Order, chunks: ChunkSizes) -> Float[Arr
         seen = (distance >= -n_chunks_before) & (distance <= n_chunks_after)
         index = np.ogrid[tuple(slice(n) for n in order.keys.shape[:-1])]
         copies = jnp.zeros_like(copies).at[*(i[..., None] for i in index), order.keys].add(seen)
-    # The barriers keep XLA from cancelling on paper what rounds in float32.
+    # The barriers keep XLA from simplifying away the rounding.
     logits = jax.lax.optimization_barrier(score + jnp.log(copies))
     top = logits.max(axis=2, keepdims=True)
     everything = jnp.log(jnp.sum(jnp.exp(logits - top), axis=2, keepdims=True))

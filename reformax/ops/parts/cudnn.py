@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from reformax.ops.parts.masks import Segments
 
-# cuDNN is asked for whole blocks of so many positions.
+# Lengths are padded to a multiple of this.
 BLOCK = 64
 
 
@@ -20,7 +20,7 @@ def cudnn_obstacle(
     dropout: float,
     bias: Array | None = None,
 ) -> str | None:
-    """What in this call cuDNN cannot compute, in words; None if it can."""
+    """The reason why cuDNN cannot compute this call, in words; None if it can."""
     if segments is not None:
         return "segments"
     if bias is not None:
@@ -43,15 +43,15 @@ def cudnn_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention by cuDNN, of a call that `cudnn_obstacle` has nothing against.
+    """Attention by cuDNN, for a call without a `cudnn_obstacle`.
 
-    Lengths that are no multiple of 64 are padded. Padded keys are in the future of every query, or
-    hidden by their number where the future is seen; padded queries are cut off.
+    Lengths are padded to a multiple of 64. Padded keys are in the future of every query; where the
+    future is visible, cuDNN is told the true lengths. Padded queries are cut off.
 
     Args:
       q, k, v: the call's.
       causal: whether a position sees only itself and what came before it.
-      scale: what logits are multiplied by; None is `1 / sqrt(H)`.
+      scale: the factor of the logits; None is `1 / sqrt(H)`.
       window: if set, a causal position sees only the last `window` positions.
     """
     n_queries, n_keys = q.shape[1], k.shape[1]

@@ -1,4 +1,4 @@
-"""Which implementation computes a call: array operations, a kernel of ours, or NVIDIA's cuDNN."""
+"""The choice of an implementation: array operations, a kernel of ours, or NVIDIA's cuDNN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 
 class Implementation(NamedTuple):
-    """What an implementation needs of the machine.
+    """The machine that an implementation needs.
 
     Attributes:
       on_gpu: whether it needs an NVIDIA GPU of Ampere or later.
@@ -22,7 +22,7 @@ class Implementation(NamedTuple):
     divisible: bool
 
 
-# In the order in which "auto" tries them. It takes "xla" at the latest: nothing stands in its way.
+# In the order in which "auto" tries them. Nothing stands in the way of "xla".
 IMPLEMENTATIONS = {
     "cudnn": Implementation(on_gpu=True, divisible=True),
     "pallas": Implementation(on_gpu=True, divisible=False),
@@ -88,7 +88,7 @@ def gpu_obstacle() -> str | None:
 def kernel_obstacles(
     q: Array, k: Array | None, v: Array | None, **options: Any
 ) -> dict[str, str | None]:
-    """What an attention kernel of ours cannot compute, as `choose` takes it.
+    """The obstacles of our attention kernels, as `choose` takes them.
 
     Args:
       q: queries.
@@ -103,7 +103,7 @@ def kernel_obstacles(
 
 
 def _chip_obstacle(q: Array, v: Array | None) -> str | None:
-    """What does not fit on a GPU's chip, though the interpreter computes it."""
+    """The obstacle of a GPU's chip alone: the interpreter computes such calls."""
     for x in (q, q if v is None else v):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             return f"dtype {x.dtype}"

@@ -45,12 +45,12 @@ def auto_buckets(length: int, chunk_len: int) -> tuple[int, ...]:
 
 
 class Hashing(NamedTuple):
-    """How a sequence is hashed.
+    """The settings of hashing.
 
     Attributes:
       factors: even factors of the number of buckets; None is two buckets a chunk of the length.
       chunk_len: the length of a chunk.
-      rotations: those to hash with; None draws them from an rng.
+      rotations: the rotations to hash with; None draws them from an rng.
     """
 
     factors: tuple[int, ...] | None

@@ -37,7 +37,7 @@ def _normalized(x, epsilon):
 def mean_product(x: Float[Array, "*d H"], y: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:
     """The mean of `x * y` over the last axis, float32."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    if jax.default_backend() == "cpu":  # XLA has a faster product of vectors there than sum
+    if jax.default_backend() == "cpu":  # where XLA's product of vectors is faster than its sum
         product = jnp.einsum("...h,...h->...", x, y)
     else:
         product = jnp.sum(x * y, axis=-1)

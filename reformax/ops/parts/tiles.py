@@ -141,7 +141,7 @@ def block_at(start: Any, size: int, length: int, aligned: bool | None = None) ->
 
 
 def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -> tuple[int, int]:
-    """How many examples and how many heads are computed together, divisors of their numbers.
+    """The numbers of examples and of heads that are computed together, divisors of all.
 
     Heads are divided first. Examples may lie on several devices and then are not divided.
     """
