@@ -9,7 +9,7 @@ import pytest
 
 from reformax import layers
 from reformax.ops.parts import dispatch
-from tests.helpers import assert_trees_close, lower_for_gpu
+from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.layers import plain
 
 RNG = jax.random.PRNGKey(2)
@@ -40,16 +40,11 @@ def test_chunks_change_neither_output_nor_gradients(length, chunk_size):
     x = numbers(length)
     params = plain.init(layers.FeedForward(10), x.shape)
 
-    def value_and_gradient(chunk_size):
+    def run(chunk_size):
         layer = layers.FeedForward(10, 0.2, 0.3, chunk_size=chunk_size)
+        return with_gradients(functools.partial(layer.apply, rng=RNG))(x[:, ::-1], params, x)
 
-        def loss(params, x):
-            y = layer.apply(params, x, rng=RNG)
-            return jnp.sum(jnp.sin(y)), y
-
-        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
-
-    assert_trees_close(value_and_gradient(chunk_size), value_and_gradient(0))
+    assert_trees_close(run(chunk_size), run(0))
 
 
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu], ids=["gelu", "relu"])
@@ -71,12 +66,7 @@ def test_the_kernel_is_the_same_function(dtype, d_ff, rate, chunk_size, activati
         layer = layers.FeedForward(d_ff, 0.0, rate, **options)
         params = plain.init(layer, x.shape)
         params |= {"b1": jnp.linspace(-1, 1, d_ff)}
-
-        def loss(params, x):
-            out = layer.apply(params, x, rng=RNG)
-            return jnp.sum(weights * out), out
-
-        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+        return with_gradients(functools.partial(layer.apply, rng=RNG))(weights, params, x)
 
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     assert_trees_close(output_and_gradients(KERNEL), output_and_gradients("xla"), tolerance)
@@ -125,10 +115,7 @@ def test_gradients_are_those_of_the_formula():
     def formula(params, x):
         return jax.nn.gelu(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
 
-    got, want = (
-        jax.grad(lambda *args, f=f: jnp.sum(jnp.sin(f(*args))), (0, 1))(params, x)
-        for f in (layer.apply, formula)
-    )
+    got, want = (with_gradients(f)(x[:, ::-1], params, x) for f in (layer.apply, formula))
     assert_trees_close(got, want)
 
 

@@ -18,6 +18,7 @@ from reformax.models import ReformerLM, TransformerLM, base
 from reformax.ops import dense, local, lsh, shared_qk
 from tests.helpers import assert_trees_close
 from tests.layers import plain
+from tests.ops.rows import ROWS, over
 
 RNG = jax.random.PRNGKey(4)
 LENGTH = 12
@@ -80,7 +81,7 @@ def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, na
     start, others = depends[:, 0], depends[:, 1:]
     assert not np.any(np.triu(others))
     assert np.all(np.diagonal(others, -1))
-    if name in ("dense", "shared_qk"):
+    if OPS[name].traits.exact:
         assert np.all(start) and np.all(others == np.tri(LENGTH, k=-1, dtype=bool))
 
 
@@ -106,17 +107,16 @@ def test_the_future_changes_nothing(model_fn, op, tolerance):
     assert np.all(np.abs(after - before)[:, now + 1 :].max(axis=-1) > 0)
 
 
-@pytest.mark.parametrize("op", ["flash", "memory_efficient", "block_sparse"])
-def test_another_attention_is_one_gin_line(op, tmp_path):
-    """Its sizes are another line."""
-    argument = {"flash": "key_block_size", "memory_efficient": "key_chunk_size"}.get(
-        op, "block_size"
-    )
+@over([row for row in ROWS if row.op().traits.cross and row.op().traits.exact])
+def test_another_attention_is_one_gin_line(row, tmp_path):
+    """Its options are a line each."""
+    op = row.factory.__name__
+    options = "".join(f"{op}.{op}.{name} = {value!r}\n" for name, value in row.first.items())
     path = tmp_path / "run.gin"
     path.write_text(
         "from __gin__ import dynamic_registration\n"
         f"from reformax.models import lm\nfrom reformax.ops import {op}\n"
-        f"lm.TransformerLM.attention_type = @{op}.{op}()\n{op}.{op}.{argument} = 16\n"
+        f"lm.TransformerLM.attention_type = @{op}.{op}()\n{options}"
     )
     config.parse([str(path)])
     got = logits_of(config.configured(TransformerLM)(**SMALL))

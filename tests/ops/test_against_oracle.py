@@ -18,7 +18,7 @@ from reformax.ops.parts import chunked
 from reformax.ops.parts.dropout import full_dropout_mask
 from reformax.ops.parts.masks import except_self, visibility
 from reformax.ops.parts.reference import reference_attention
-from tests.helpers import assert_trees_close
+from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import oracle
 from tests.ops.rows import ROWS, Shape, over, visible
 
@@ -339,13 +339,7 @@ def test_reference_attention_is_the_oracle(dropout):
     if dropout:
         dropout_mask = np.asarray(full_dropout_mask(key, dropout, dropout_mask.shape))
 
-    @jax.jit
-    def attend(d_out, *inputs):
-        out, vjp = jax.vjp(
-            lambda *x: reference_attention(*x, mask, dropout=dropout, rng=key), *inputs
-        )
-        return out, vjp(d_out)
-
+    attend = with_gradients(lambda *x: reference_attention(*x, mask, dropout=dropout, rng=key))
     out, gradients = attend(d_out, q, k, v)
     want, want_gradients = oracle.attention(
         *(x.astype(np.float64) for x in (q, k, v)), mask.astype(int), dropout_mask, d_out
@@ -393,14 +387,10 @@ def test_equal_tokens_share_large_logits(row):
     k = None if row.op().traits.shared_qk else q
     op = row.op()
 
-    @jax.jit
-    def gradient(v, d_out):
-        masks = dict(causal=row.causal(), rng=jax.random.key(0))
-        return jax.vjp(lambda v: op(q, k, v, **masks), v)[1](d_out)
-
+    masks = dict(causal=row.causal(), rng=jax.random.key(0))
     # A kernel's two passes may round a logit of 3e6 = 2e6 log2(e) up and down, by an eighth each.
     bound = 2 ** (1 / 4) - 1 if row.in_kernel else 1e-5
-    dv = gradient(v, np.ones_like(v))[0]
+    _, (dv,) = with_gradients(lambda v: op(q, k, v, **masks))(np.ones_like(v), v)
     np.testing.assert_allclose(np.sum(dv, axis=1), 20, rtol=bound)
 
 
@@ -423,4 +413,4 @@ def test_a_few_heads_at_a_time(op, monkeypatch):
 
     (whole, want), (groups, got) = run(2**19), run(2 * 2 * 16 * 8)
     assert groups.count("while") == whole.count("while") + 2, "a loop in each pass"
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, want)
+    assert_trees_close(got, want, 1e-6)

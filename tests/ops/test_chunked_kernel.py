@@ -8,7 +8,7 @@ import pytest
 from reformax.ops.kernels import chunked as kernel
 from reformax.ops.parts import chunked, sorting
 from reformax.ops.parts.orders import Chunks, Order
-from tests.helpers import assert_trees_close, lower_for_gpu
+from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 KEY = jax.random.key(0)
 ONE_BEFORE = dict(chunk_len=16, n_chunks_before=1, n_chunks_after=0, causal=True, shared_qk=True)
@@ -54,15 +54,10 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
         ids = None if segments is None else segments[:, :length]
         order = jax.jit(lambda b: sorting.sort_by_bucket(b, 6, ids, n_pad))(buckets)
 
-    @jax.jit
-    def arrays(q, k, v, d_out):
-        out, vjp = jax.vjp(
-            lambda q, k, v: chunked.chunked_attention(
-                q, k, v, chunks, order, None if segments is None else segments[:, :length], KEY
-            ),
-            *(q, k, v),
-        )
-        return out, vjp(d_out)
+    @with_gradients
+    def arrays(q, k, v):
+        ids = None if segments is None else segments[:, :length]
+        return chunked.chunked_attention(q, k, v, chunks, order, ids, KEY)
 
     @jax.jit
     def blocks(q, k, v, d_out):
@@ -71,7 +66,7 @@ def test_many_blocks_are_one_attention(options, n_rounds, packed, tiles, length)
         gradients = kernel.backward(*inputs, *results, d_out, tiles=tiles, interpret=True)
         return results[0], gradients
 
-    want, got = arrays(q, k, v, d_out), blocks(q, k, v, d_out)
+    want, got = arrays(d_out, q, k, v), blocks(q, k, v, d_out)
     assert_trees_close(got, want)
 
 

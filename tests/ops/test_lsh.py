@@ -10,6 +10,7 @@ import pytest
 
 from reformax.ops import lsh, shared_qk
 from reformax.ops.parts import hashing, sorting
+from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
 
@@ -279,16 +280,10 @@ def test_one_chunk_is_full_shared_qk_attention(causal, packed, count_once):
         lsh.lsh(chunk_len=48, n_hashes=2, n_chunks_before=0, count_once=count_once),
         shared_qk.shared_qk(),
     ):
-
-        @jax.jit
-        def run(q, v, op=op):
-            masks = dict(causal=causal, segments=ids, rng=KEY, dropout=0.2)
-            out, vjp = jax.vjp(lambda q, v: op(q, None, v, **masks), q, v)
-            return out, *vjp(d_out)
-
-        results.append(run(q, v))
-    for got, want in zip(*results, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+        masks = dict(causal=causal, segments=ids, rng=KEY, dropout=0.2)
+        run = with_gradients(lambda q, v, op=op: op(q, None, v, **masks))  # noqa: B023
+        results.append(run(d_out, q, v))
+    assert_trees_close(*results)
 
 
 # What causality promises
@@ -380,16 +375,14 @@ def test_backward_drops_the_weights_that_forward_dropped(count_once):
     op = lsh.lsh(chunk_len=8, n_hashes=3, count_once=count_once)
     plan = make_plan(op, q)
 
-    @jax.jit
     def run(rng):
         masks = dict(plan=plan, segments=None, causal=True, dropout=0.5, rng=rng)
-        out, vjp = jax.vjp(lambda v: op.apply((), q, None, v, **masks), v)
-        return out, *vjp(d_out)
+        return with_gradients(lambda v: op.apply((), q, None, v, **masks))(d_out, v)
 
-    out, dv = run(KEY)
+    out, (dv,) = run(KEY)
     forward, backward = (np.sum(x * y, axis=(1, 3)) for x, y in ((out, d_out), (v, dv)))
     np.testing.assert_allclose(forward, backward, atol=1e-4)
-    other, other_dv = run(jax.random.key(1))
+    other, (other_dv,) = run(jax.random.key(1))
     assert np.abs(other - out).max() > 0.1
     mixed = np.sum(v * other_dv, axis=(1, 3))
     assert np.abs(forward - mixed).min() > 0.1
