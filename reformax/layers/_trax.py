@@ -54,7 +54,7 @@ class _Lazy(types.ModuleType):
     """Stands in Trax's modules for a module that takes seconds to import; loads it at first use."""
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # somebody inspects the object and uses nothing of it
+        if attribute.startswith("__"):  # an inspection, which needs nothing of the module
             raise AttributeError(f"{self.__name__} is not loaded; no attribute {attribute!r}")
         try:
             return getattr(importlib.import_module(self.__name__), attribute)
@@ -66,7 +66,7 @@ class _Lazy(types.ModuleType):
 class _LazyTensorFlow(_Lazy):
     def __getattr__(self, attribute: str) -> Any:
         if attribute in ("TensorShape", "DType"):
-            # Trax checks every shape for it. None is one until somebody imports TensorFlow.
+            # Trax checks every shape for it. Without TensorFlow no shape is one.
             return getattr(sys.modules.get("tensorflow"), attribute, _Never)
         try:
             return super().__getattr__(attribute)
@@ -125,7 +125,7 @@ class _Package(types.ModuleType):
         except ModuleNotFoundError as error:
             if error.name != submodule:
                 raise
-        self.__class__ = types.ModuleType  # while it runs, and when it is done, an ordinary module
+        self.__class__ = types.ModuleType  # an ordinary module, while it runs and afterwards
         try:
             importlib.machinery.SourceFileLoader.exec_module(self.__loader__, self)
         except BaseException:

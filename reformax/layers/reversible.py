@@ -44,7 +44,7 @@ GRID = 2.0**-12
 def to_grid(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
     """`x` rounded to the nearest multiple of `GRID`; its gradient is that of the identity."""
     y = jnp.round(x * (1 / GRID)) * GRID
-    return jnp.where(y == 0, 0.0, y)  # -0 would come back from the sums as +0
+    return jnp.where(y == 0, 0.0, y)  # the sums would turn -0 into +0
 
 
 to_grid.defvjp(lambda x: (to_grid(x), None), lambda _, gradient: (gradient,))

@@ -160,7 +160,7 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
         ]
         return op._replace(name=factory.__name__, options=", ".join(changed))
 
-    make.__signature__ = signature  # inspect.getfullargspec asks for it and not for the wrapped
+    make.__signature__ = signature  # inspect.getfullargspec reads it
     return make
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import circle
+from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
@@ -54,7 +55,8 @@ class Settings(NamedTuple):
 
     def check(self) -> None:
         """Raises `ValueError` for sizes out of range and options that exclude each other."""
-        check_chunks(*self.chunks, self.pad_chunks)
+        check_chunks(*self.chunks)
+        check_sizes(pad_chunks=self.pad_chunks)
         check_impl(self.impl, "cudnn", *KERNELS)
         if self.window is not None and self.window < 1:
             raise ValueError(f"window is {self.window}: expected at least 1, the position itself")

@@ -19,6 +19,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params
 from reformax.ops.parts import circle
+from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
@@ -67,7 +68,8 @@ class Settings(NamedTuple):
     def check(self) -> None:
         """Raises `ValueError` for sizes out of range and options that exclude each other."""
         check_impl(self.impl, *KERNELS)
-        check_chunks(*self.chunks, self.pad_chunks)
+        check_chunks(*self.chunks)
+        check_sizes(pad_chunks=self.pad_chunks)
         if self.wrap and self.count_once:
             raise ValueError("wrap is True and count_once is True: set count_once=False")
         for name, n in (("n_hashes", self.n_hashes), ("n_hashes_eval", self.n_rounds(False))):

@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
 
     def due(self, step: int, minutes: float) -> Due:
         """The things due after `step` steps, `minutes` after this process began to train."""
-        # At least one step, or a limit below the compile time would never end.
+        # At least one step: under a limit below the compile time a run would never end.
         late = self.max_minutes is not None and minutes > self.max_minutes and step > self.first
         stop = step >= self.steps or late
         evaluate = stop or _divides(self.eval_every, step)

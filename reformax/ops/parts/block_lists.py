@@ -156,7 +156,7 @@ class Everything:
         if self.causal:
             first = np.where(first_k < self.n_queries, first_k // tile_q, n_rows)
             whole = np.minimum(-(-(first_k + tile_k - 1) // tile_q), n_rows)
-        # The last row stands in front. If it is not full, no tile counts as whole.
+        # A list begins with the last row. If that is not full, no tile counts as whole.
         full = (first_k + tile_k <= self.n_keys) & (self.n_queries % tile_q == 0)
         entries = np.arange(n_rows, dtype=np.int32)[::-1]
         return Rows(np.zeros_like(first), n_rows - first, full * (n_rows - whole), entries)

@@ -415,7 +415,7 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         d_here = this.at_queries(d_out)
         mask = _visible(this, order, segments, n_heads, length)
         top, total, row_dot = (this.at_queries(x)[..., None] for x in statistics)
-        # Where nothing was hidden from it, no logit exceeds the maximum but by rounding.
+        # A visible logit exceeds the maximum by rounding alone; hidden ones must not overflow.
         logits = jnp.minimum(_logits(queries, keys) - top, 0.0)
         weights = jnp.where(mask, jnp.exp(logits) * (1 / total), 0.0)
         dropped = _dropout_mask(this, length, head, rng)

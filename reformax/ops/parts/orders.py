@@ -92,13 +92,10 @@ def inverse(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
     )
 
 
-def check_chunks(
-    chunk_len: int, n_chunks_before: int, n_chunks_after: int, pad_chunks: int = 1
-) -> None:
+def check_chunks(chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> None:
     """Raises `ValueError` for chunk sizes out of range."""
-    for name, n in (("chunk_len", chunk_len), ("pad_chunks", pad_chunks)):
-        if n < 1:
-            raise ValueError(f"{name} is {n}: expected at least 1")
+    if chunk_len < 1:
+        raise ValueError(f"chunk_len is {chunk_len}: expected at least 1")
     for name, n in (("n_chunks_before", n_chunks_before), ("n_chunks_after", n_chunks_after)):
         if n < 0:
             raise ValueError(f"{name} is {n}: expected 0 or more")

@@ -31,7 +31,7 @@ def sort_by_bucket(
         # A stable sort leaves equal keys in the order of their positions.
         order = lax.sort((segments, buckets, position), num_keys=2, is_stable=True)[-1]
     elif jax.default_backend() == "gpu" and n_rows * n_buckets < 2**31:
-        # As one row: XLA has a radix sort there, for a single row.
+        # As one row: on GPUs XLA has a radix sort, for a single row.
         row = jnp.arange(n_rows, dtype=jnp.int32).reshape(*buckets.shape[:-1], 1)
         keys = (row * n_buckets + buckets).reshape(-1)
         if n_rows * n_buckets <= 2**16:  # one pass for 8 bits: two passes in place of four

@@ -30,7 +30,7 @@ from reformax.ops.parts.masks import Segments, segment_pair
 from reformax.ops.parts.softmax import HIDDEN, Softmax, nonzero
 
 # Logits of a tile, of all heads that are computed together. On a CPU they fit in its cache. On a
-# GPU one kernel after another writes and reads them, so many of them pay for a kernel's start.
+# GPU each is written and read by several kernels, and many at a time pay for their start.
 LOGITS_IN_CACHE = 2**19
 LOGITS_AT_A_TIME = 2**25
 
