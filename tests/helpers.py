@@ -66,3 +66,14 @@ def assert_trees_close(got, want, tolerance=1e-5, more=0.0):
         error = np.abs(x - y).max(initial=0)
         allowed = tolerance * max(1, np.abs(y).max(initial=0)) + more
         assert error <= allowed, f"{name} is off by {error:.2g}, {allowed:.2g} is allowed"
+
+
+def assert_trees_equal(got, want):
+    """The same tree of the same arrays, bit for bit."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        name, x, y = jax.tree_util.keystr(path) or "the array", np.asarray(x), np.asarray(y)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), name
+        assert x.tobytes() == y.tobytes(), f"{name} differs"

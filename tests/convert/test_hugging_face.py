@@ -13,6 +13,7 @@ from reformax.convert import hugging_face, hugging_face_config, tables
 from reformax.convert.spec import Op, Spec
 from tests.convert import make_hugging_face_fixture as fixture
 from tests.convert.hugging_face_models import CONFIGS, FIXTURE, PUBLISHED, saved, weights
+from tests.helpers import assert_trees_equal
 
 HAS_TRANSFORMERS = all(importlib.util.find_spec(x) for x in ("torch", "transformers"))
 
@@ -145,7 +146,7 @@ def test_a_model_trained_here_goes_there(tmp_path):
     params = spec.build().init_params(jax.random.key(0), (1, 8))
     hugging_face.write(tmp_path, spec, params)
     read = hugging_face.read(tmp_path)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), params, read.params))
+    assert_trees_equal(read.params, params)
     for op, want in zip(read.spec.attention, attention, strict=True):
         assert {name: op.option(name) for name in want.options} == want.options
     assert read.config["hidden_act"] == "gelu_new"
@@ -295,7 +296,7 @@ def test_live(name, tmp_path):
     torch.save(model.state_dict(), tmp_path / "there/pytorch_model.bin")
     (tmp_path / "there/model.safetensors").unlink()
     from_torch = hugging_face.read(tmp_path / "there").params
-    jax.tree.map(np.testing.assert_array_equal, from_torch, read.params)
+    assert_trees_equal(from_torch, read.params)
     hugging_face.write(tmp_path / "back", read.spec, read.params, read.config)
     back = transformers.ReformerModelWithLMHead.from_pretrained(tmp_path / "back").eval()
     for key, tensor in model.state_dict().items():

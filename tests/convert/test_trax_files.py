@@ -15,6 +15,7 @@ from reformax.convert import check, tables, trax_files, trax_models
 from reformax.convert.spec import Op, Spec
 from reformax.layers import LSHSelfAttention
 from reformax.layers._trax import signature, tl, trax
+from tests.helpers import assert_trees_equal
 
 needs_tensorflow = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None, reason="Trax's loop needs TensorFlow"
@@ -80,12 +81,6 @@ def initialised(model, length, batch=1):
     return model
 
 
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
 @pytest.mark.parametrize(
     "name",
     [name if name == "lsh" else pytest.param(name, marks=pytest.mark.slow) for name in SPECS],
@@ -100,7 +95,7 @@ def test_our_weights_in_traxs_own_model(name, tmp_path):
     flat, _ = tl.flatten_weights_and_state(model.weights, model.state)
     want = tables.write(trax_models.table(spec), params)
     assert [w.tobytes() for w in map(np.asarray, flat)] == [w.tobytes() for w in want.values()]
-    assert_same(trax_models.read_params(path, spec), params)
+    assert_trees_equal(trax_models.read_params(path, spec), params)
     assert trax_models.notes(spec) == []
     found = check.against_trax(spec, params, path)
     assert found.scale > 1 and found.difference < 1e-5, found
@@ -152,14 +147,14 @@ def test_a_checkpoint_of_traxs_training_loop(trained, tmp_path):
     saved = trax_files.read(path)
     assert saved.step == 5 and saved.input_signature == (signature(next(counting(32))[0]),)
     want, _ = tl.flatten_weights_and_state(loop.model.weights, loop.model.state)
-    assert_same(saved.weights, [np.asarray(w) for w in want])
+    assert_trees_equal(saved.weights, [np.asarray(w) for w in want])
     params = trax_models.read_params(path, spec)
     trax_models.write_params(tmp_path / "back.pkl.gz", spec, params, length_of(spec))
-    assert_same(trax_files.read(tmp_path / "back.pkl.gz").weights, saved.weights)
+    assert_trees_equal(trax_files.read(tmp_path / "back.pkl.gz").weights, saved.weights)
     model = initialised(trax_models.model_of(spec), length_of(spec))
     model.init_from_file(str(tmp_path / "back.pkl.gz"))
     flat, _ = tl.flatten_weights_and_state(model.weights, model.state)
-    assert_same([np.asarray(w) for w in flat], saved.weights)
+    assert_trees_equal([np.asarray(w) for w in flat], saved.weights)
     assert check.against_trax(spec, params, path).difference < 1e-5
 
 
@@ -182,16 +177,16 @@ def test_into_a_model_of_traxs_layers_or_of_ours(trained, layer, tmp_path):
     trax_files.load(ours, path)
     theirs.init_from_file(str(path))
     one, other = (tl.flatten_weights_and_state(m.weights, m.state) for m in (ours, theirs))
-    assert_same(one, other)
+    assert_trees_equal(one, other)
     trax_files.save(ours, tmp_path / "back.pkl.gz", trax_files.read(path).input_signature)
     again = initialised(fresh(), 32, batch=4)
     again.init_from_file(str(tmp_path / "back.pkl.gz"))
-    assert_same(again.weights, theirs.weights)
-    assert_same(again.state, theirs.state)
+    assert_trees_equal(again.weights, theirs.weights)
+    assert_trees_equal(again.state, theirs.state)
     # For another batch the state is fresh.
     other = fresh()
     trax_files.load(other, path, signature(np.zeros((1, 32), np.int32)))
-    assert_same(other.weights, theirs.weights)
+    assert_trees_equal(other.weights, theirs.weights)
     assert other(np.zeros((1, 32), np.int32)).shape == (1, 32, 12)
 
 
@@ -207,10 +202,10 @@ def test_our_models_as_layers_of_trax(tmp_path):
     input_signature = signature(np.zeros((1, 32), np.int32))
     theirs.save_to_file(str(tmp_path / "theirs.pkl.gz"), input_signature=input_signature)
     trax_files.load(ours, tmp_path / "theirs.pkl.gz")
-    assert_same(ours.weights, theirs.weights)
+    assert_trees_equal(ours.weights, theirs.weights)
     trax_files.save(ours, tmp_path / "ours.pkl.gz", input_signature)
     again.init_from_file(str(tmp_path / "ours.pkl.gz"))
-    assert_same(again.weights, theirs.weights)
+    assert_trees_equal(again.weights, theirs.weights)
 
 
 def saved(tmp_path, spec, change=lambda content: None):
@@ -235,7 +230,7 @@ def test_older_files(tmp_path):
         content["weights"] = [(flat[0],), (), {"rest": tuple(flat[1:])}]
 
     path, params = saved(tmp_path, spec, as_it_was)
-    assert_same(trax_models.read_params(path, spec), params)
+    assert_trees_equal(trax_models.read_params(path, spec), params)
 
 
 def test_weights_in_bfloat16(tmp_path):
@@ -251,7 +246,7 @@ def test_weights_in_bfloat16(tmp_path):
             np.save(file, half.view(np.uint16))
     read = trax_models.read_params(path, spec)
     want = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params)
-    assert_same(read, want)
+    assert_trees_equal(read, want)
 
 
 def without_one(content):

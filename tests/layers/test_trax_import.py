@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from reformax.layers._trax import Layer, signature, tl
+from tests.helpers import assert_trees_equal
 
 HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
 needs_tensorflow = pytest.mark.skipif(not HAS_TENSORFLOW, reason="TensorFlow is not installed")
@@ -213,7 +214,7 @@ def test_weights_of_a_file_come_back_to_their_names(tmp_path):
     with gzip.open(path) as file:
         assert len(pickle.load(file)["flat_weights"]) == 6
     copy.init_from_file(path)
-    jax.tree.map(np.testing.assert_array_equal, copy.weights, model.weights)
+    assert_trees_equal(copy.weights, model.weights)
 
 
 def test_an_error_names_the_line_that_made_the_layer():

@@ -12,6 +12,7 @@ import pytest
 from reformax.training import checkpoint, description, manifest
 from reformax.training.averaging import restore_average
 from reformax.training.step import State
+from tests.helpers import assert_trees_equal
 
 
 def state(step=3, d=4, ema=False, momentum=True):
@@ -45,9 +46,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path):
     checkpoints.wait()
     after, info = checkpoint.Checkpoints(tmp_path).restore(3, jax.eval_shape(lambda: before))
     assert info == {"step": 3, "score": 1.25, "window": [[0.1, 0.2]]}
-    assert jax.tree.structure(after) == jax.tree.structure(before)
-    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, np.asarray(b).tobytes())
+    assert_trees_equal(after, before)
 
 
 def test_it_says_what_wrote_it_and_what_it_holds(tmp_path):
