@@ -138,8 +138,8 @@ def _described(value):
 def operative() -> str:
     """The values in use, defaults included, as text that `parse` reads.
 
-    Trax configures some of its own functions by gin. No file imports their modules, and the text
-    leaves them out.
+    Trax configures some of its own functions by gin. The text leaves them out: no config file
+    imports their modules.
     """
     text = gin.operative_config_str()
     imported = set(gin_text.imports(gin.config_str()))

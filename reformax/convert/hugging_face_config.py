@@ -4,10 +4,10 @@
 finds:
 
   * LSH layers: chunks in a circle, keys counted each time, factored buckets, the rounding of
-    `self_score` where a position finds only itself; attention over everything where one chunk
-    covers the length.
-  * Local layers: queries and keys of their own. Their circle is invisible to causal attention
-    unless a chunk sees two or more before it.
+    `self_score` where a position finds only itself. Where one chunk covers the length, attention
+    is over all keys.
+  * Local layers: separate queries and keys. Causality hides their circle, unless a chunk sees two
+    or more before it.
   * Axial positions, or a table of positions, which is one axis.
 
 Two things differ: rows of padding, and which weights dropout drops in training.

@@ -1,9 +1,10 @@
 """Reads pickles of arrays and containers without running their code.
 
-A pickle is a program: it names functions and calls them. This reader gives it none. Each name it
-knows stands for a class below that builds an array or a record from plain values. Every other name
-is refused before it is looked up, and no module is imported for a pickle. NumPy's own functions are
-not called either: an array is made from its bytes, dtype and shape, after a check that they fit.
+A pickle is a program: it names functions and calls them. This reader gives it none. Each name in
+its table stands for a class below that builds an array or a record from plain values. Every other
+name is refused before it is looked up, and no module is imported for a pickle. NumPy's own
+functions are not called either: an array is made from its bytes, dtype and shape, after a check
+that they fit.
 
 Names of Trax's modules become a `Record`, which stores its arguments and does nothing.
 """

@@ -28,7 +28,7 @@ from reformax.data.base import (
 )
 from reformax.data.vocabulary import SentencePieces
 
-# Packing starts with rows for 98% fill: the room that is left spares most pairs a second attempt.
+# Packing starts with rows for 98% fill: then few pairs do not fit.
 _FILL = 0.98
 _BLOCK = 1 << 16  # sentences encoded together: their ids are Python integers until they are joined
 
@@ -184,7 +184,7 @@ def pack(lengths: Int[np.ndarray, "P 2"], pairs: Int[np.ndarray, " N"], length: 
     """Puts pairs into rows that hold `length` tokens of either language.
 
     Pairs are dealt by falling length, one to each row at a time, the longest to the row with most
-    room. Pairs that do not fit are packed by themselves into further rows.
+    room. Pairs that do not fit are packed in the same way into further rows.
 
     Args:
       lengths: tokens of both sentences of every pair; from 1 to `length` for the packed ones.

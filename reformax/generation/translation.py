@@ -1,8 +1,8 @@
 """Translates any number of sentences: batches of similar lengths, and text in and out.
 
-The arithmetic of a sentence depends on its own length alone: the length decides which of a few
-sizes it is padded to and how much room its translation has. In a call, all batches of one size have
-the same number of rows, empty ones included. The place of a sentence therefore changes nothing.
+The arithmetic of a sentence depends on its own length alone. The length decides which of a few
+sizes it is padded to, and the room for its translation. In a call, all batches of one size have the
+same number of rows, empty ones included. So the order of the sentences changes no translation.
 """
 
 from __future__ import annotations

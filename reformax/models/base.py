@@ -41,7 +41,7 @@ ACTIVATIONS = {
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Model(Layer):
-    """Language models and encoder-decoders are `Model`s: these are the arguments that they share.
+    """The arguments that language models and encoder-decoders share.
 
     Args:
       d_model: the size of the residual stream, or of each of the two in a reversible model.
@@ -207,9 +207,9 @@ class Reversible:
     """A mixin of `Model`: two residual streams, and a gradient that keeps no layer's activations.
 
     Args:
-      exact: whether the backward pass rebuilds activations bit for bit (`layers.reversible`).
-      keep_ff_outputs: whether the feed-forward layers' outputs are kept for it: fewer products, and
-        memory that grows with the depth.
+      exact: whether the backward pass rebuilds activations bit for bit; see `layers.reversible`.
+      keep_ff_outputs: whether the gradient keeps the feed-forward layers' outputs: fewer
+        products, and memory that grows with the depth.
     """
 
     exact: bool = False

@@ -59,8 +59,8 @@ class EncoderDecoder(Model):
     the sequence. Sources and targets may be packed: the k-th segment of a target's row translates
     the k-th of its source's row (`models.packing`). Each is then computed as if it were alone:
     positions and the shift to the right start again with it, and it attends to itself and its
-    source. (An algorithm that cuts a row into chunks or sorts it, without a window, also goes by
-    where a segment stands in its row.)
+    source. Algorithms that sort a row, or cut it into chunks without a window, are an exception:
+    they also go by the place of a segment in its row.
 
     One matrix embeds source and target and, transposed, makes the logits (sec. 3.4); embeddings are
     scaled by sqrt(d_model). A target with a vocabulary of its own has a matrix of its own.
@@ -230,8 +230,8 @@ class EncoderDecoder(Model):
     def for_decoding(self, params) -> Any:
         """The decoder's weights for decoding: one tree a layer, each in the dtype it is used in.
 
-        `softmax [D, V]` is the embedding as the logits' product reads it: with few rows, a CPU
-        takes as long to transpose the table as to multiply by it.
+        `softmax [D, V]` is the embedding, transposed for the product that makes logits: with few
+        rows, a CPU takes as long to transpose the table as to multiply by it.
         """
         stack = self._stacks["decoder"].for_decoding(params["decoder"]["stack"])
         return {

@@ -209,7 +209,7 @@ def add_rows(
 
 
 def row_statistics(x: Float[Array, "B N T"], group: Group, block: Block) -> Float[Array, "b n L"]:
-    """A number for each of a block's rows, of the group's heads."""
+    """The statistics of a block's rows, of the group's heads."""
     sizes = group.n_batch, group.n_heads, block.position.size
     return lax.dynamic_slice(x, (group.batch, group.head, block.start), sizes)
 
@@ -217,7 +217,7 @@ def row_statistics(x: Float[Array, "B N T"], group: Group, block: Block) -> Floa
 def put_row_statistics(
     x: Float[Array, "B N T"], value: Float[Array, "b n L"], group: Group, block: Block
 ) -> Float[Array, "B N T"]:
-    """`x` with the numbers of a block's rows, of the group's heads, replaced."""
+    """`x` with the statistics of a block's rows, of the group's heads, replaced."""
     if block.own is not None:
         value = jnp.where(block.own, value, row_statistics(x, group, block))
     return lax.dynamic_update_slice(x, value, (group.batch, group.head, block.start))
