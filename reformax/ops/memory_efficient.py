@@ -170,7 +170,7 @@ def forward(
             return lax.fori_loop(0, count, one, found)
 
         shape = n_slots, group.n_batch, group.n_heads, query_size
-        found = tiles.empty(shape, x.v.shape[3])
+        found = Softmax.empty(shape, x.v.shape[3])
         if tiling.causal:
             # All queries of the chunk see the keys up to the position of the first of them.
             whole = tiling._replace(causal=False)

@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.normalization import length_normalize, mean_product
 from reformax.ops.parts.orders import Chunks, Order
-from reformax.ops.parts.softmax import HIDDEN, nonzero
+from reformax.ops.parts.softmax import HIDDEN, Softmax, nonzero
 
 # Logits of one round that a CPU computes at a time: 2 MiB of float32.
 LOGITS_IN_CACHE = 2**19
@@ -390,13 +390,9 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
         both = jnp.maximum(top, top_here)
         old, new = jnp.exp(top - both), jnp.exp(top_here - both)
         acc = acc * old[..., None] + here * new[..., None]
-        return acc, both, total * old + total_here * new
+        return Softmax(acc, both, total * old + total_here * new)
 
-    nothing = (
-        jnp.zeros(v.shape, jnp.float32),
-        jnp.full(v.shape[:3], HIDDEN, jnp.float32),
-        jnp.zeros(v.shape[:3], jnp.float32),
-    )
+    nothing = Softmax.empty(v.shape[:3], v.shape[3])
     acc, top, total = _scan_rounds(attend_round, nothing, chunks, order)
     return acc / nonzero(total)[..., None], top, total
 

@@ -26,6 +26,12 @@ class Softmax(NamedTuple):
     top: Float[Array, "*rows"]
     total: Float[Array, "*rows"]
 
+    @classmethod
+    def empty(cls, rows: tuple[int, ...], d_v: int) -> Softmax:
+        """The state of rows that have seen nothing."""
+        zeros = jnp.zeros(rows, jnp.float32)
+        return cls(jnp.zeros((*rows, d_v), jnp.float32), jnp.full(rows, HIDDEN, jnp.float32), zeros)
+
 
 def masked_exp(
     logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], axis: int | tuple[int, ...]

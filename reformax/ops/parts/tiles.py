@@ -299,15 +299,6 @@ def tile_dropout_mask(
     return dropout_mask(x.seed, tiling.dropout, *address)
 
 
-def empty(shape: tuple[int, ...], d_v: int) -> Softmax:
-    """The state of rows that have seen nothing."""
-    return Softmax(
-        jnp.zeros((*shape, d_v), jnp.float32),
-        jnp.full(shape, HIDDEN, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-    )
-
-
 class Results(NamedTuple):
     """The results of a forward pass: all that the backward pass needs besides the inputs."""
 
@@ -374,7 +365,7 @@ def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
                 state.acc * old[..., None] + here.acc, here.top, state.total * old + here.total
             )
 
-        state = empty((group.n_batch, group.n_heads, tiling.query_size), x.v.shape[3])
+        state = Softmax.empty((group.n_batch, group.n_heads, tiling.query_size), x.v.shape[3])
         state = visits.loop(group.head, i, key_block, state)
         return results.with_rows(state, group, queries)
 
