@@ -10,7 +10,6 @@ full attention need not.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +18,8 @@ from typing import Any
 import jax
 
 from benchmarks.harness import command_line
-from benchmarks.harness.table import Table
+from benchmarks.harness.command_line import Table
+from benchmarks.harness.language_models import Sizes
 from reformax.data import duplication
 from reformax.models import ReformerLM
 from reformax.ops import lsh, shared_qk
@@ -27,52 +27,42 @@ from reformax.training import loop, optimizer
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.evaluation import evaluate
 
+SIZES = Sizes(d_model=128, d_ff=256, n_heads=4, d_head=32, n_layers=1)
+# The number of hashes; 0 is full shared-QK attention.
 TRAINED_WITH = {"full": 0, "LSH-4": 4, "LSH-1": 1}
 EVALUATED_WITH = {"full": 0, "LSH-8": 8, "LSH-4": 4, "LSH-2": 2, "LSH-1": 1}
 
 
-def attention(n_hashes: int, chunk_len: int):
-    """LSH attention of `n_hashes`; full shared-QK attention for 0."""
-    return lsh.lsh(chunk_len=chunk_len, n_hashes=n_hashes) if n_hashes else shared_qk.shared_qk()
-
-
-def model(n_hashes: int, chunk_len: int, length: int, mode: str):
+def model(length: int, chunk_len: int, n_hashes: int, mode: str):
     """One layer and a learned embedding of each position: the task is to find a distance."""
+    hashed = lsh.lsh(chunk_len=chunk_len, n_hashes=n_hashes) if n_hashes else None
     return ReformerLM(
-        vocab_size=128,
-        d_model=128,
-        d_ff=256,
-        d_attention_key=32,
-        d_attention_value=32,
-        n_layers=1,
-        n_heads=4,
+        **SIZES.arguments() | dict(vocab_size=128),
         dropout=0.0,
-        attention_type=attention(n_hashes, chunk_len),
+        attention_type=hashed or shared_qk.shared_qk(),
         pos_type="axial",
         pos_axial_shape=(length,),
-        pos_d_axial_embs=(128,),
+        pos_d_axial_embs=(SIZES.d_model,),
         mode=mode,
     )
 
 
-def train(args: argparse.Namespace, n_hashes: int, task: Any) -> Any:
-    """The weights of a model trained with `n_hashes`."""
-    schedule = optimizer.cosine(args.learning_rate, args.steps, args.steps // 10)
-    sizes = dict(batch_size=args.batch_size, length=args.length)
+def train(build, task: Any, steps: int, learning_rate: float, **sizes: int) -> Any:
+    """The weights of a trained model, which `build(mode=...)` makes."""
+    schedule = optimizer.cosine(learning_rate, steps, steps // 10)
     with tempfile.TemporaryDirectory() as folder:
         loop.train(
             folder,
-            model=functools.partial(model, n_hashes, args.chunk_len, args.length),
+            model=build,
             task=task,
             optimizer=optimizer.adamw(schedule),
-            steps=args.steps,
+            steps=steps,
             progress=False,
             **sizes,
         )
-        checkpoints = Checkpoints(folder)
-        trained = model(n_hashes, args.chunk_len, args.length, "eval")
-        init = functools.partial(trained.init_params, shape=tuple(sizes.values()))
+        init = functools.partial(build(mode="eval").init_params, shape=tuple(sizes.values()))
         like = jax.eval_shape(init, jax.random.PRNGKey(0))
+        checkpoints = Checkpoints(folder)
         return checkpoints.restore_params(checkpoints.steps()[-1], like)[0]
 
 
@@ -89,11 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.length, args.batch_size, args.steps, args.chunk_len = 32, 2, 10, 8
         trained_with = {"LSH-1": 1}
     task = duplication.duplication(length=args.length, n_eval=4 if args.tiny else 128)
+    build = functools.partial(model, args.length, args.chunk_len)
+    sizes = dict(batch_size=args.batch_size, length=args.length)
     table = Table("trained with", *EVALUATED_WITH)
     for name, n_hashes in trained_with.items():
-        params = train(args, n_hashes, task)
-        sizes = dict(batch_size=args.batch_size, length=args.length)
-        models = [model(n, args.chunk_len, args.length, "eval") for n in EVALUATED_WITH.values()]
+        trained = functools.partial(build, n_hashes)
+        params = train(trained, task, args.steps, args.learning_rate, **sizes)
+        models = [build(n, "eval") for n in EVALUATED_WITH.values()]
         scores = [evaluate(one, params, task, **sizes)["accuracy"] for one in models]
         table.row(name, *(f"{100 * accuracy:.1f}%" for accuracy in scores))
 

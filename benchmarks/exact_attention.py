@@ -1,28 +1,23 @@
 """Exact attention without the N x N matrix: its memory by length, its training, its reach.
 
     python -m benchmarks.exact_attention --memory
-    python -m benchmarks.exact_attention --curves
-    python -m benchmarks.exact_attention --longest
+    python -m benchmarks.exact_attention --curves --longest
 
 print tables of
 
-  * memory: what the compiled gradient needs besides its inputs and outputs, at 2^8 to 2^20 tokens
-    of one head of 64, not causal; next to it the figures of Rabe and Staats for a TPU (table 3) and
-    of Dao et al. for their benchmark's batch (table 21). Nothing is run;
-  * curves: TransformerLM on the source text of Python's standard library, in float32, with each
-    attention in turn: the largest difference of its loss to dense attention's over the steps;
-  * longest: one gradient through 2^20 tokens of one head, on a CPU 2^14, causal: its time, and its
-    error where only 32 of the positions have a cotangent, which plain attention can check.
-
-`python -m benchmarks.attention --exact` measures their speed.
+  * memory: what the compiled gradient needs besides its inputs and outputs, by length, of one head
+    of 64, not causal; next to it what Rabe and Staats print for a TPU, and Dao et al. for their
+    benchmark's batch. Nothing is run;
+  * curves: TransformerLM on the source text of Python's standard library, in float32: the largest
+    difference of its loss to dense attention's over the steps;
+  * longest: one causal gradient through one head: its time, and its error where only 32 of the
+    positions have a cotangent, which plain attention can check.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -31,27 +26,29 @@ import optax
 from jaxtyping import Array
 
 from benchmarks.harness import command_line, rows
-from benchmarks.harness.failures import attempt, reason
-from benchmarks.harness.rows import MIB, output_and_gradient, relative_error
-from benchmarks.harness.table import Table
-from benchmarks.peers import rabe_staats
+from benchmarks.harness.calls import attempt
+from benchmarks.harness.command_line import Table
+from benchmarks.harness.language_models import Sizes
+from benchmarks.harness.rows import KEY, MIB, output_and_gradient, relative_error
 from reformax.data import stdlib
 from reformax.models import TransformerLM
 from reformax.ops import AttentionOp, block_sparse, dense, flash, memory_efficient
+from reformax.ops.parts.reference import reference_attention
+from reformax.training import mesh, step
 
-KEY = jax.random.key(0)
 SIZE = 64
+SMALL = Sizes(d_model=64, d_ff=256, n_heads=2, d_head=32, n_layers=2)
 LONGEST = {"tiny": 100, "cpu": 2**14, "gpu": 2**20}
-LENGTHS = tuple(2**n for n in range(8, 21, 2))
 # Beyond this a GPU that tunes its products would allocate plain attention's scores.
 PLAIN_ON_GPU = 2**14
 
-# As the papers print them, for the gradient.
-RABE_STAATS = ("532 KB", "8.0 MB", "41 MB", "64 MB", "257 MB", "1.0 GB", "4.0 GB")
-DAO = ("44 MB", "209 MB", "836 MB", "3,344 MB", "13,376 MB")
+
+# What the papers print for the gradient, by length.
 PAPERS = {
-    "Rabe and Staats, table 3": dict(zip(LENGTHS, RABE_STAATS, strict=True)),
-    "Dao et al., table 21": dict(zip(LENGTHS, DAO, strict=False)),
+    2**8: ("532 KB", "44 MB"),
+    2**12: ("41 MB", "836 MB"),
+    2**16: ("257 MB", "13,376 MB"),
+    2**20: ("4.0 GB", "-"),
 }
 
 
@@ -68,98 +65,58 @@ def dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def temp_mib(attend: Callable[..., Array], length: int) -> str:
+def temp_mib(attend: Callable[..., Array], length: int) -> float:
     """The memory that the compiled gradient needs besides its inputs and outputs."""
     x = jax.ShapeDtypeStruct((1, length, 1, SIZE), dtype())
-
-    def compiled() -> float:
-        program = jax.jit(output_and_gradient(attend)).lower(x, x, x, x).compile()
-        return program.memory_analysis().temp_size_in_bytes / MIB
-
-    mib = attempt(compiled)
-    return reason(mib) if isinstance(mib, Exception) else f"{mib:,.1f}"
+    program = jax.jit(output_and_gradient(attend)).lower(x, x, x, x).compile()
+    return program.memory_analysis().temp_size_in_bytes / MIB
 
 
-def memory(lengths: Sequence[int], threads: int) -> None:
+def memory(lengths: Sequence[int]) -> None:
     """Prints the table of memory by length."""
-    candidates: dict[str, Callable] = {"plain": functools.partial(rabe_staats.plain, causal=False)}
-    candidates |= {name: lambda *x, op=op: op(*x) for name, op in attentions().items()}
-    table = Table("N", "q, k, v", *candidates, *PAPERS, title="MiB, gradient")
-    with ThreadPoolExecutor(threads) as pool:
-        futures = {
-            (length, name): pool.submit(temp_mib, attend, length)
-            for length in lengths
-            for name, attend in candidates.items()
-            if not (name == "plain" and length > PLAIN_ON_GPU and dtype() == "bfloat16")
-        }
-        for length in lengths:
-            own = 3 * SIZE * length * jnp.dtype(dtype()).itemsize / MIB
-            found = [futures.get((length, name)) for name in candidates]
-            cells = ["-" if future is None else future.result() for future in found]
-            papers = [paper.get(length, "-") for paper in PAPERS.values()]
-            table.row(f"{length:,}", f"{own:,.1f}", *cells, *papers)
-
-
-def everything(n_query_blocks: int, n_key_blocks: int) -> np.ndarray:
-    """A block mask with no zero."""
-    return np.ones((n_query_blocks, n_key_blocks), bool)
+    candidates = {"plain": rows.plain} | attentions()
+    papers = "Rabe and Staats, table 3", "Dao et al., table 21"
+    table = Table("N", "q, k, v", *candidates, *papers, title="MiB, gradient")
+    for length in lengths:
+        cells = [f"{length:,}", f"{3 * SIZE * length * jnp.dtype(dtype()).itemsize / MIB:,.1f}"]
+        for name, attend in candidates.items():
+            if name == "plain" and length > PLAIN_ON_GPU and dtype() == "bfloat16":
+                cells.append("-")
+                continue
+            cells.append(f"{temp_mib(attend, length):,.1f}")
+        table.row(*cells, *PAPERS[length])
 
 
 def loss_curve(
     op: AttentionOp,
     steps: int,
     length: int,
-    d_model: int = 64,
-    n_layers: int = 2,
+    sizes: Sizes = SMALL,
     model_fn: Callable = TransformerLM,
 ) -> np.ndarray:
     """The losses of a small model in training; everything but the attention is the same."""
     task = stdlib.stdlib(max_bytes=2_000_000)
-    model = model_fn(
-        vocab_size=task.vocab_size,
-        d_model=d_model,
-        d_ff=4 * d_model,
-        d_attention_key=d_model // 2,
-        d_attention_value=d_model // 2,
-        n_layers=n_layers,
-        n_heads=2,
-        dropout=0.0,
-        attention_type=op,
-    )
+    model = model_fn(**sizes.arguments(), dropout=0.0, attention_type=op)
     optimizer = optax.adam(3e-3)
-
-    def loss(params, tokens):
-        logits = model.apply(params, tokens, KEY)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
-
-    @jax.jit
-    def step(params, state, tokens):
-        value, gradient = jax.value_and_grad(loss)(params, tokens)
-        updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(params, updates), state, value
-
-    @jax.jit
-    def start():
-        params = model.init_params(KEY, (4, length))
-        return params, optimizer.init(params)
-
-    (params, state), losses = start(), []
+    run = step.step_fn(model, optimizer, mesh.data_mesh())
+    params = jax.jit(lambda: model.init_params(KEY, (4, length)))()
+    state, losses = step.State(jnp.int32(0), params, optimizer.init(params), None), []
     for n in range(steps):
-        batch = task.train_batch(0, n, 4, length)
-        params, state, value = step(params, state, np.asarray(batch.inputs))
-        losses.append(value)
+        state, metrics = run(state, tuple(task.train_batch(0, n, 4, length)), KEY)
+        losses.append(metrics["nats"])
     return np.asarray(losses)
 
 
 def in_parts(length: int) -> dict[str, AttentionOp]:
     """Exact attentions that cut a sequence of this length into several parts, by name."""
+    part = length // 4
     return {
         "memory_efficient": memory_efficient.memory_efficient(
-            query_chunk_size=length // 4, key_chunk_size=length // 2
+            query_chunk_size=part, key_chunk_size=2 * part
         ),
-        "flash": flash.flash(query_block_size=length // 4, key_block_size=length // 4),
+        "flash": flash.flash(query_block_size=part, key_block_size=part),
         "block_sparse, all blocks": block_sparse.block_sparse(
-            pattern=everything, block_size=length // 4
+            pattern=lambda n_queries, n_keys: np.ones((n_queries, n_keys), bool), block_size=part
         ),
     }
 
@@ -169,12 +126,10 @@ def curves(steps: int, length: int) -> None:
     ops = {"dense": dense.dense(impl="xla")} | in_parts(length)
     columns = "attention", "first loss", "last loss", "largest difference to dense"
     table = Table(*columns, title=f"{steps} steps of 4 x {length} bytes")
-    want = None
-    for name, op in ops.items():
-        losses = loss_curve(op, steps, length)
-        want = losses if want is None else want
-        difference = np.abs(losses - want).max()
-        table.row(name, *(f"{losses[i]:.4f}" for i in (0, -1)), f"{difference:.1e}")
+    losses = {name: loss_curve(op, steps, length) for name, op in ops.items()}
+    for name, found in losses.items():
+        difference = np.abs(found - losses["dense"]).max()
+        table.row(name, f"{found[0]:.4f}", f"{found[-1]:.4f}", f"{difference:.1e}")
 
 
 def longest(length: int) -> None:
@@ -184,13 +139,12 @@ def longest(length: int) -> None:
     d = jnp.zeros_like(d).at[:, some].set(d[:, some])
 
     def plain(q, k, v):
+        mask = jnp.asarray(some[:, None] >= np.arange(length))[None, None]
         q, k, v = (x.astype(jnp.float32) for x in (q[:, some], k, v))
-        logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / SIZE**0.5
-        logits = jnp.where(some[:, None] >= np.arange(length), logits, -jnp.inf)
-        weights = jax.nn.softmax(logits, axis=-1)
-        return jnp.einsum("bnts,bsnv->btnv", weights, v, precision="highest")
+        return reference_attention(q, k, v, mask)
 
-    want, gradients = jax.jit(output_and_gradient(plain))(d[:, some], q, k, v)
+    with jax.default_matmul_precision("highest"):
+        want, gradients = jax.jit(output_and_gradient(plain))(d[:, some], q, k, v)
 
     def measure(op: AttentionOp) -> list[str]:
         run = output_and_gradient(lambda *x: op(*x, causal=True))
@@ -205,25 +159,24 @@ def longest(length: int) -> None:
     columns = "attention", "seconds", "temp MiB", "error of the output", "of the gradient"
     table = Table(*columns, title=f"Gradient through {length:,} tokens of one head, {dtype()}")
     for name, op in attentions().items():
-        cells = attempt(measure, op)
-        table.row(name, *([reason(cells)] if isinstance(cells, Exception) else cells))
+        table.result(name, known=attempt(measure, op), cells=list)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, threads=True)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--memory", action="store_true", help="memory by length")
     parser.add_argument("--curves", action="store_true", help="losses in training")
     parser.add_argument("--longest", action="store_true", help="the gradient of a long sequence")
     args = parser.parse_args(argv)
     if not (args.memory or args.curves or args.longest):
         parser.error("nothing to do: give --memory, --curves or --longest")
-    print(f"{command_line.machine()}, {dtype()}")
+    length = command_line.of_size(LONGEST, args.tiny)
     if args.memory:
-        memory(LENGTHS[:2] if args.tiny else LENGTHS, args.threads)
+        memory(list(PAPERS)[:2] if args.tiny else list(PAPERS))
     if args.curves:
         curves(*((2, 32) if args.tiny else (100, 128)))
     if args.longest:
-        longest(command_line.of_size(LONGEST, args.tiny))
+        longest(length)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ the prompt gives: the time of many new tokens less the time of few, after both h
 from __future__ import annotations
 
 import functools
-import time
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,18 +23,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import command_line, language_models
-from benchmarks.harness.failures import attempt, reason
+from benchmarks.harness.calls import attempt, in_turn
+from benchmarks.harness.command_line import Table
 from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SIZE
-from benchmarks.harness.table import Table
-from benchmarks.harness.timing import in_turn
-from benchmarks.peers import generation_torch
 from reformax import generation, models
 from reformax.ops.parts import hashing
 
 # The two kinds of LSH attention, the last of which is compared with peers.
 LSH = {"strictly causal": dict(strictly_causal=True), "ordinary": {}}
+# What a peer computes in, and whether a loop of ours around its cache generates.
+PEERS = {
+    "bfloat16, generate": ("bfloat16", False),
+    "float32, generate": ("float32", False),
+    "float32, its cache by hand": ("float32", True),
+}
 PEER_NEW = 34  # new tokens of a peer
-PEER_SECONDS = 240  # after which no peer starts
 
 
 class Shape(NamedTuple):
@@ -75,27 +78,68 @@ def prompts(shape: Shape, batch: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB_SIZE, size, np.int32)
 
 
-def calls(generate: Callable[[int], Any], counts: Sequence[int]) -> dict[int, Callable[[], Any]]:
-    """`generate` for several numbers of new tokens."""
-    return {n: functools.partial(generate, n) for n in counts}
+def rate(
+    generate: Callable[[int], Any], few: int, many: int, repeats: int, **others: Callable[[], Any]
+) -> list[float]:
+    """Seconds of a step, of the prompt and the first tokens, and of other functions."""
+    functions = {n: functools.partial(generate, n) for n in (few, many)} | others
+    start, end, *rest = in_turn(functions, repeats).values()
+    return [(end - start) / (many - few), start, *rest]
 
 
-def ours(shape: Shape, model, params, batch: int, repeats: int) -> tuple[float, float]:
-    """Seconds of a step for all rows, and of the prompt and the first token."""
+def ours(shape: Shape, batch: int, model, params, repeats: int) -> list[float]:
+    """Our times, without peers also that of the forward pass."""
     text = prompts(shape, batch)
     generate = functools.partial(generation.generate, model, params, text, max_length=shape.context)
-    few, many = in_turn(calls(generate, (1, shape.n_new)), repeats).values()
-    return (many - few) / (shape.n_new - 1), few
+    others = {} if shape.axial else {"forward": forward(shape, model, params)}
+    return rate(generate, 1, shape.n_new, repeats, **others)
 
 
-def theirs(shape: Shape, dtype: str, batch: int, by_hand: bool) -> tuple[float, float]:
+def theirs(shape: Shape, batch: int, dtype: str, by_hand: bool) -> list[float]:
     """Hugging Face's times: of its `generate`, or of its cache in a loop of our own."""
-    buckets = hashing.auto_buckets(shape.context, shape.sizes.lsh_chunk_len)
-    positions = shape.sizes.axial(shape.context)
-    config = generation_torch.config(shape.sizes, positions, buckets, VOCAB_SIZE)
-    generate = generation_torch.generator(config, dtype, prompts(shape, batch), by_hand)
-    few, many = in_turn(calls(generate, (2, PEER_NEW)), 1).values()
-    return (many - few) / (PEER_NEW - 2), few
+    import torch
+    import transformers
+
+    sizes, positions = shape.sizes, shape.sizes.axial(shape.context)
+    config = transformers.ReformerConfig(
+        attn_layers=list(sizes.cycle) * (sizes.n_layers // len(sizes.cycle)),
+        attention_head_size=sizes.d_head,
+        num_attention_heads=sizes.n_heads,
+        hidden_size=sizes.d_model,
+        feed_forward_size=sizes.d_ff,
+        axial_pos_embds_dim=positions["pos_d_axial_embs"],
+        axial_pos_shape=positions["pos_axial_shape"],
+        max_position_embeddings=math.prod(positions["pos_axial_shape"]),
+        local_attn_chunk_length=sizes.local_chunk_len,
+        lsh_attn_chunk_length=sizes.lsh_chunk_len,
+        num_hashes=sizes.n_hashes,
+        num_buckets=list(hashing.auto_buckets(shape.context, sizes.lsh_chunk_len)),
+        vocab_size=VOCAB_SIZE,
+        is_decoder=True,
+        use_cache=True,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.ReformerModelWithLMHead(config).to(device, getattr(torch, dtype)).eval()
+    text = torch.as_tensor(prompts(shape, batch), dtype=torch.long, device=device)
+
+    @torch.inference_mode()
+    def generate(n: int) -> torch.Tensor:
+        if not by_hand:
+            out = model.generate(
+                text, max_new_tokens=n, min_new_tokens=n, use_cache=True, do_sample=True, top_k=0
+            )
+            assert out.shape[1] == text.shape[1] + n
+            return out.cpu()
+        out = model(text, use_cache=True)
+        for _ in range(n - 1):
+            drawn = torch.multinomial(torch.softmax(out.logits[:, -1].float(), dim=-1), 1)
+            cache = out.past_buckets_states
+            out = model(drawn, past_buckets_states=cache, use_cache=True)
+        return out.logits.cpu()
+
+    return rate(generate, 2, PEER_NEW, 1)
 
 
 def forward(shape: Shape, model, params) -> Callable[[], Any]:
@@ -111,69 +155,29 @@ def forward(shape: Shape, model, params) -> Callable[[], Any]:
     return lambda: np.asarray(next_token(params, text, shape.context - shape.n_new))
 
 
-def against_the_forward(shape: Shape, repeats: int) -> None:
-    """Prints the time of a step and of the forward pass over all tokens."""
-    table = Table("LSH", "forward of all, ms", "step, ms", "ratio", "tokens/s")
-    for name, options in LSH.items():
-        model, params = reformer(shape, **options)
-        generate = functools.partial(
-            generation.generate, model, params, prompts(shape, 1), max_length=shape.context
-        )
-        functions = calls(generate, (1, shape.n_new)) | {"all": forward(shape, model, params)}
-        few, many, whole = in_turn(functions, repeats).values()
-        step = (many - few) / (shape.n_new - 1)
-        row = f"{whole * 1e3:.1f}", f"{step * 1e3:.3f}", f"{whole / step:.0f}", f"{1 / step:.0f}"
-        table.row(name, *row)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = command_line.parser(__doc__, repeats=5).parse_args(argv)
+    shape = command_line.of_size(SHAPES, args.tiny)
+    columns = "step, ms", "tokens/s", "prompt, s", "forward of all, ms", "forward / step"
+    table = Table("model", "batch", *columns)
 
+    def row(name: str, batch: int, measure: Callable[..., list[float]], *arguments: Any) -> None:
+        def cells(known: list[float]) -> list[str]:
+            step, prompt, *rest = known
+            ratio = [x for one in rest for x in (f"{one * 1e3:.1f}", f"{one / step:.0f}")]
+            return [f"{step * 1e3:.3f}", f"{batch / step:,.0f}", f"{prompt:.2f}", *ratio]
 
-def against_peers(shape: Shape, repeats: int, peers: bool) -> None:
-    """Prints the rates of reformax and of Hugging Face."""
-    table = Table("model", "batch", "step, ms", "tokens/s", "prompt, s")
-    steps: dict[int, float] = {}
-    peer_steps: dict[int, list[float]] = {}
-
-    def report(name: str, batch: int, measure: Callable[..., Any], *arguments: Any) -> float:
-        known = attempt(measure, *arguments)
-        if isinstance(known, Exception):
-            table.row(name, str(batch), reason(known))
-            return float("inf")
-        step, prompt = known
-        row = f"{step * 1e3:.3f}", f"{batch / step:,.0f}", f"{prompt:.2f}"
-        table.row(name, str(batch), *row)
-        return step
+        known = attempt(measure, shape, batch, *arguments)
+        table.result(name, str(batch), known=known, cells=cells)
 
     for name, options in LSH.items():
         model, params = reformer(shape, **options)
         for batch in shape.batches:
-            arguments = shape, model, params, batch, repeats
-            steps[batch] = report(f"reformax, {name}", batch, ours, *arguments)
+            row(f"reformax, {name}", batch, ours, model, params, args.repeats)
         del model, params
-    deadline = time.monotonic() + PEER_SECONDS
-    for dtype in dict.fromkeys((shape.dtype, "float32")) if peers else ():
-        for by_hand in (False, True):
-            for batch in shape.batches:
-                name = f"Hugging Face, {dtype}, {'its cache by hand' if by_hand else 'generate'}"
-                if time.monotonic() > deadline:
-                    table.row(name, str(batch), "no time left")
-                    continue
-                step = report(name, batch, theirs, shape, dtype, batch, by_hand)
-                peer_steps.setdefault(batch, []).append(step)
-    for batch, found in peer_steps.items():
-        print(f"\nbatch {batch}: {min(found) / steps[batch]:.1f} times their fastest")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, repeats=5)
-    parser.add_argument("--no_peers", action="store_true", help="leave Hugging Face's out")
-    args = parser.parse_args(argv)
-    shape = command_line.of_size(SHAPES, args.tiny)
-    sizes = shape.sizes
-    print(f"{command_line.machine()}, medians of {args.repeats}")
-    print(f"context {shape.context:,} tokens, {sizes.n_layers} layers, d_model {sizes.d_model}")
-    if shape.axial:
-        against_peers(shape, args.repeats, not args.no_peers)
-    else:
-        against_the_forward(shape, args.repeats)
+    for name, how in PEERS.items() if shape.axial else ():
+        for batch in shape.batches:
+            row(f"Hugging Face, {name}", batch, theirs, *how)
 
 
 if __name__ == "__main__":

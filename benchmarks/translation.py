@@ -2,26 +2,22 @@
 
     python -m benchmarks.translation --sources=newstest2014.en
 
-Decoding: the base Transformer, 6 + 6 layers and 32,000 tokens, against Hugging Face's MarianMTModel
-of the same sizes, both with random weights. Of the sources only the lengths of the lines are read,
-as 4/3 tokens a word and an end. Both get the same batches, of similar lengths, and write as many
-tokens for each sentence of a batch as its longest source has and one. No time includes compilation.
+Decoding: the base Transformer against Hugging Face's MarianMTModel of the same sizes, both with
+random weights. Of the sources only the lengths of the lines are read, as 4/3 tokens a word and an
+end. Both get the same batches, of similar lengths, and write as many tokens for each sentence of a
+batch as its longest source has and one. No time includes compilation.
 
-Training (--step): a step of the same model, forward, backward and Adam, with label smoothing,
-dropout 0.1 and rows packed with pairs of those lengths, against the same model in PyTorch with SDPA
-and torch.compile: with the masks that packing needs and, which is another function and less work,
-without. A time is the mean of ten steps in a row.
-
-Peers run in a process of their own. In decoding they and reformax take turns. Times are medians.
+Training (--step): a step of the same model, forward, backward and Adam, on rows packed with pairs
+of those lengths, against the same model in PyTorch with SDPA and torch.compile: with the masks that
+packing needs and, which is another function and less work, without. A time is the mean of ten steps
+in a row. All times are medians.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
+import functools
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +28,9 @@ import numpy as np
 import optax
 
 from benchmarks.harness import command_line
-from benchmarks.harness.failures import PeerError, attempt, reason
-from benchmarks.harness.processes import Peers
-from benchmarks.harness.table import Table
+from benchmarks.harness.calls import PeerError, attempt, in_turn
+from benchmarks.harness.command_line import Table
+from benchmarks.harness.processes import ask
 from reformax import generation, models
 from reformax.data import files
 from reformax.data.sentence_pairs import pack
@@ -58,20 +54,19 @@ class Shape(NamedTuple):
 
 
 BASE = dict(vocab_size=32_000, d_model=512, d_ff=2048, n_heads=8, n_layers=6)
+TINY = dict(vocab_size=50, d_model=8, d_ff=32, n_heads=2, n_layers=1)
 SHAPES = {
-    "tiny": Shape(
-        dict(vocab_size=50, d_model=8, d_ff=32, n_heads=2, n_layers=1), 12, 64, 2, 32, "float32"
-    ),
+    "tiny": Shape(TINY, 12, 64, 2, 32, "float32"),
     "cpu": Shape(BASE, 96, 512, 1, 256, "float32"),
     "gpu": Shape(BASE, 2737, 8192, 96, 256, "bfloat16"),
 }
 
 
-def ask(peers: Peers | None, what: str, **request: Any) -> dict[str, Any]:
-    """The peers' answer to a request; `error` in it says what went wrong."""
-    if peers is None:
-        return {"error": "left out"}
-    (answer,) = peers.ask(what=what, **request)
+def ask_peer(python: str, function: str, **request: Any) -> dict[str, Any]:
+    """The peer's answer; raises `PeerError` if it has none."""
+    (answer,) = ask(python, f"translation_torch.{function}", **request)
+    if "error" in answer:
+        raise PeerError(answer["error"])
     return answer
 
 
@@ -81,8 +76,7 @@ def lengths_of(path: str, n: int) -> list[int]:
     return [-(-4 * len(words) // 3) + 1 for line in lines if (words := line.split())][:n]
 
 
-def model_and_params(sizes: dict[str, Any], mode: str, attention=None, **options):
-    attention = attention or dense.dense()
+def model_and_params(sizes: dict[str, Any], attention, mode: str, **options):
     model = models.Transformer(
         input_vocab_size=sizes["vocab_size"],
         d_model=sizes["d_model"],
@@ -100,9 +94,10 @@ def model_and_params(sizes: dict[str, Any], mode: str, attention=None, **options
     return model, jax.jit(lambda key: model.init_params(key, (1, 8)))(jax.random.PRNGKey(0))
 
 
-def decoding(shape: Shape, lengths: list[int], repeats: int, peers: Peers | None) -> None:
-    """Prints the rates of decoding for one beam and for four."""
-    model, params = model_and_params(shape.sizes, "eval", attention_bias=True, dtype=shape.dtype)
+def decoding(shape: Shape, lengths: list[int], repeats: int, python: str) -> None:
+    """Prints the rates of decoding, by the number of beams."""
+    options = dict(attention_bias=True, dtype=shape.dtype)
+    model, params = model_and_params(shape.sizes, dense.dense(), "eval", **options)
     params = generation.prepare(model, params)
     rng = np.random.default_rng(0)
     sources = [rng.integers(3, shape.sizes["vocab_size"], n).tolist() for n in lengths]
@@ -110,44 +105,28 @@ def decoding(shape: Shape, lengths: list[int], repeats: int, peers: Peers | None
     for sentences, _, _ in translation._batches(lengths, shape.batch_tokens):
         inside = [lengths[i] for i in sentences]
         batches.append((inside, max(inside) + 1))
-    request = dict(sizes=shape.sizes, dtype=shape.dtype)
-    n = len(lengths)
-    columns = "beam", "reformax, s", "sentences/s", "Hugging Face, s", "sentences/s", "ratio"
-    title = (
-        f"{n:,} sentences of {sum(lengths) / n:.1f} tokens in {len(batches)} batches of up to "
-        f"{shape.batch_tokens} tokens, {shape.dtype}"
-    )
-    table = Table(*columns, title=title)
 
     def ours(n_beams: int) -> float:
-        start = time.perf_counter()
-        found = generation.translate(
-            model,
-            params,
-            sources,
-            beam_size=n_beams,
-            max_extra=1,
-            batch_tokens=shape.batch_tokens,
-            end=-1,  # no token: all go on to their limits
-        )
-        seconds = time.perf_counter() - start
-        assert [len(h.tokens) for h in found] == [n + 1 for n in lengths]
-        return seconds
+        def decode() -> None:
+            options = dict(beam_size=n_beams, max_extra=1, batch_tokens=shape.batch_tokens)
+            # No token ends a sentence: all go on to their limits.
+            found = generation.translate(model, params, sources, **options, end=-1)
+            assert [len(h.tokens) for h in found] == [n + 1 for n in lengths]
 
+        return in_turn({"": decode}, repeats)[""]
+
+    def theirs(n_beams: int) -> float:
+        request = dict(sizes=shape.sizes, dtype=shape.dtype, batches=batches, repeats=repeats)
+        return ask_peer(python, "decode", **request, n_beams=n_beams)["seconds"]
+
+    def cells(seconds: float) -> list[str]:
+        return [f"{seconds:.2f}", f"{len(lengths) / seconds:.1f}"]
+
+    title = f"{len(lengths):,} sentences of {np.mean(lengths):.1f} tokens, {len(batches)} batches"
+    table = Table("model", "beam", "seconds", "sentences/s", title=title)
     for n_beams in (1, 4):
-        ours(n_beams)
-        answer = ask(peers, "decode", **request, n_beams=n_beams, batches=batches[:1])
-        times, peer_times = [], []
-        for _ in range(repeats):
-            times.append(ours(n_beams))
-            if "error" not in answer:
-                answer = ask(peers, "decode", **request, n_beams=n_beams, batches=batches)
-            peer_times.append(answer.get("seconds", math.nan))
-        one, other = (statistics.median(x) for x in (times, peer_times))
-        peer = [f"{other:.2f}", f"{n / other:.1f}", f"{other / one:.2f}"]
-        if "error" in answer:
-            peer = [answer["error"]]
-        table.row(str(n_beams), f"{one:.2f}", f"{n / one:.1f}", *peer)
+        for name, measure in (("reformax", ours), ("Hugging Face", theirs)):
+            table.result(name, str(n_beams), known=attempt(measure, n_beams), cells=cells)
 
 
 def packed_batch(sizes, lengths: list[int], batch: int, length: int) -> dict[str, np.ndarray]:
@@ -171,38 +150,29 @@ def packed_batch(sizes, lengths: list[int], batch: int, length: int) -> dict[str
     return parts
 
 
-def our_steps(sizes, parts, dtype: str) -> dict[str, Callable[[int], float]]:
-    """By name, a function that takes some steps in a row and gives the loss before the last."""
+def stepper(sizes, parts: dict[str, np.ndarray], scan_layers: bool) -> Callable[[int], float]:
+    """A function that takes some steps in a row and gives the loss before the last."""
     names = ("source", "target", "source_segments", "target_segments")
     inputs = tuple(jnp.asarray(parts[name]) for name in names)
     batch = (inputs, inputs[1], (inputs[3] > 0).astype(jnp.float32))
-    steps = {}
-    for name, scan_layers in (("layers written out", False), ("layers in a loop", True)):
-        model, params = model_and_params(
-            sizes,
-            "train",
-            flash.flash(),
-            dtype=dtype,
-            dropout=sizes["dropout"],
-            ff_dropout=0.0,
-            scan_layers=scan_layers,
-        )
-        optimizer = optax.adam(1e-4)
-        run = step.step_fn(
-            model, optimizer, mesh.data_mesh(), label_smoothing=sizes["label_smoothing"]
-        )
-        state = step.State(jnp.int32(0), params, optimizer.init(params), None)
+    options = dict(dtype=sizes["dtype"], dropout=sizes["dropout"], ff_dropout=0.0)
+    model, params = model_and_params(
+        sizes, flash.flash(), "train", scan_layers=scan_layers, **options
+    )
+    optimizer, smoothing = optax.adam(1e-4), sizes["label_smoothing"]
+    run = step.step_fn(model, optimizer, mesh.data_mesh(), label_smoothing=smoothing)
+    state = step.State(jnp.int32(0), params, optimizer.init(params), None)
 
-        def take(n, run=run, box=[state]) -> float:  # noqa: B006
-            for _ in range(n):
-                box[0], metrics = run(box[0], batch, jax.random.PRNGKey(0))
-            return float(jax.block_until_ready(metrics)["nats"])
+    def take(n: int) -> float:
+        nonlocal state
+        for _ in range(n):
+            state, metrics = run(state, batch, jax.random.PRNGKey(0))
+        return float(jax.block_until_ready(metrics)["nats"])
 
-        steps[name] = take
-    return steps
+    return take
 
 
-def training(shape: Shape, lengths: list[int], repeats: int, peers: Peers | None) -> None:
+def training(shape: Shape, lengths: list[int], repeats: int, python: str) -> None:
     """Prints the times of a training step."""
     sizes = shape.sizes | dict(dropout=0.1, label_smoothing=0.1, dtype=shape.dtype)
     parts = packed_batch(sizes, lengths, shape.batch, shape.length)
@@ -211,71 +181,44 @@ def training(shape: Shape, lengths: list[int], repeats: int, peers: Peers | None
     title = f"{size}, {n_tokens:,} target tokens, {shape.dtype}"
     table = Table("model", "first loss", "ms a step", "target tokens/s", title=title)
 
-    def row(name: str, known: tuple[float, float] | Exception) -> None:
-        if isinstance(known, Exception):
-            table.row(name, reason(known))
-            return
-        first, seconds = known
-        table.row(name, f"{first:.3f}", f"{seconds * 1e3:.1f}", f"{n_tokens / seconds:,.0f}")
+    def cells(known: dict[str, float]) -> list[str]:
+        first, seconds = known["first_loss"], known["seconds"]
+        return [f"{first:.3f}", f"{seconds * 1e3:.1f}", f"{n_tokens / seconds:,.0f}"]
 
-    def timed(take: Callable[[int], float]) -> float:
-        start = time.perf_counter()
-        take(IN_A_ROW)
-        return (time.perf_counter() - start) / IN_A_ROW
+    def row(name: str, measure: Callable[..., dict[str, float]], **options: bool) -> None:
+        known = attempt(functools.partial(measure, **options))
+        table.result(name, known=known, cells=cells)
 
-    def measure(take: Callable[[int], float]) -> tuple[float, float]:
-        first = [take(1) for _ in range(3)][0]
-        return first, statistics.median(timed(take) for _ in range(repeats))
+    def ours(scan_layers: bool) -> dict[str, float]:
+        take = stepper(sizes, parts, scan_layers)
+        first = take(1)
+        seconds = in_turn({"": lambda: take(IN_A_ROW)}, repeats)[""]
+        return dict(first_loss=first, seconds=seconds / IN_A_ROW)
 
-    ours, theirs = [], []
-    for name, take in our_steps(sizes, parts, shape.dtype).items():
-        ours.append(attempt(measure, take))
-        row(f"reformax, {name}", ours[-1])
+    row("reformax, layers written out", ours, scan_layers=False)
+    row("reformax, layers in a loop", ours, scan_layers=True)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "batch.npz")
         np.savez(path, **parts)
         request = dict(sizes=sizes, path=path, repeats=repeats, in_a_row=IN_A_ROW)
-        for name, masked in (("masks", True), ("no masks, another function", False)):
-            if peers is not None:
-                answer = ask(peers, "train", **request, masked=masked)
-                failed = "error" in answer
-                theirs.append(
-                    PeerError(answer["error"])
-                    if failed
-                    else (answer["first_loss"], answer["seconds"])
-                )
-                row(f"PyTorch, {name}", theirs[-1])
-    times = [known[1] for known in ours if not isinstance(known, Exception)]
-    if times and theirs and not isinstance(theirs[0], Exception):
-        print(f"\n{theirs[0][1] / min(times):.2f} times PyTorch's speed, with masks")
+        theirs = functools.partial(ask_peer, python, "train", **request)
+        row("PyTorch, masks", theirs, masked=True)
+        row("PyTorch, no masks, another function", theirs, masked=False)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, repeats=3)
-    positive = command_line.positive
+    parser = command_line.parser(__doc__, repeats=3, peers="PyTorch's rows")
+    parser.set_defaults(peers=sys.executable)
     parser.add_argument("--sources", required=True, help="a text file whose lengths are taken")
-    parser.add_argument(
-        "--sentences", type=positive, help="of the file; instead of the usual number"
-    )
-    parser.add_argument("--batch_tokens", type=positive, help="source tokens in a batch")
+    parser.add_argument("--sentences", type=int, help="of the file; instead of the usual number")
+    parser.add_argument("--batch_tokens", type=int, help="source tokens in a batch")
     parser.add_argument("--step", action="store_true", help="a training step instead of decoding")
-    parser.add_argument("--peer_python", default=sys.executable, help="the peers' interpreter")
-    parser.add_argument("--no_peers", action="store_true", help="leave PyTorch's out")
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)
     shape = shape._replace(batch_tokens=args.batch_tokens or shape.batch_tokens)
     lengths = lengths_of(args.sources, args.sentences or shape.sentences)
-    peers = None
-    if not args.no_peers:
-        peers = Peers("benchmarks.peers.translation_torch", args.peer_python)
-    versions = ask(peers, "versions")
-    print(f"{command_line.machine()}, {versions}, medians of {args.repeats}", flush=True)
     run = training if args.step else decoding
-    try:
-        run(shape, lengths, args.repeats, peers)
-    finally:
-        if peers is not None:
-            peers.close()
+    run(shape, lengths, args.repeats, args.peers)
 
 
 if __name__ == "__main__":

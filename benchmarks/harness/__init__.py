@@ -1,4 +1,1 @@
-"""Code that the benchmarks share. A benchmark imports this and peers, but no other benchmark.
-
-`timing`, `failures` and `processes` need no framework: PyTorch's processes import them too.
-"""
+"""Code that the benchmarks share. A benchmark imports this and peers, but no other benchmark."""

@@ -4,44 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from benchmarks.harness.failures import PeerError, attempt, reason
-from benchmarks.harness.table import Table
-from benchmarks.harness.timing import Times
+from benchmarks.harness.calls import (
+    COMPILERS,
+    PeerError,
+    Times,
+    attempt,
+    attempt_each,
+    reason,
+    time_calls,
+)
+from benchmarks.harness.command_line import Table
+from benchmarks.harness.processes import ask
+from reformax.ops import AttentionOp
 
 MIB = 2**20
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-5}
-SEED = 0
-
-
-class Errors(NamedTuple):
-    """The largest differences of a check in one dtype, by `relative_error`."""
-
-    output: float
-    gradient: float
-    sorted_share: float | None = None  # of neighbours in the plan; None where nothing is sorted
+KEY = jax.random.PRNGKey(0)
 
 
 class Row(NamedTuple):
-    """An attention in a table.
+    """An attention in a table, `attend(q, k, v, rng)`.
 
-    Attributes:
-      attend: `(q, k, v) -> out`, or `(q, k, v, rng) -> out` with `takes_rng`.
-      check: `dtype -> Errors`, which raises where the attention is wrong; None for a peer.
-      shared_qk: whether k is None.
-      takes_rng: whether it draws random numbers.
+    `check(q, k, v, d_out)` returns its errors, or raises where they are large; None for a peer.
     """
 
     attend: Callable[..., Array]
-    check: Callable[[str], Errors] | None = None
-    shared_qk: bool = False
-    takes_rng: bool = False
+    check: Callable[..., list[float]] | None = None
+    shared_qk: bool = False  # k is None
 
 
 class Result(NamedTuple):
@@ -55,30 +50,32 @@ class Result(NamedTuple):
 Known = Result | Exception  # of a row: its figures, or why there are none
 
 
-def peer_result(answer: Mapping[str, Any]) -> Known:
-    """The result in a peer's answer."""
-    if "error" in answer:
-        return PeerError(answer["error"])
-    return Result(Times(*answer["forward"]), Times(*answer["gradient"]), answer["temp_mib"])
+def row(op: AttentionOp, reference: AttentionOp, causal: bool = True) -> Row:
+    """An op as its user calls it, plan and arithmetic, checked against another."""
+
+    def attend(q, k, v, rng):
+        return op(q, k, v, causal=causal, rng=rng)
+
+    return Row(attend, functools.partial(check, op, reference, causal), op.traits.shared_qk)
 
 
 def dense(causal: bool = True) -> Row:
     """Dense attention: on a GPU cuDNN's, on a CPU XLA's."""
-    attend = functools.partial(jax.nn.dot_product_attention, implementation=dense_impl())
-    return Row(functools.partial(attend, is_causal=causal))
+    impl = "xla" if jax.default_backend() == "cpu" else "cudnn"
+    return Row(functools.partial(plain, causal=causal, impl=impl))
 
 
-def dense_impl() -> str:
-    return "xla" if jax.default_backend() == "cpu" else "cudnn"
-
-
-def key() -> Array:
-    return jax.random.PRNGKey(SEED)
+def plain(q: Array, k: Array, v: Array, rng: Any = None, causal: bool = False, impl: str = "xla"):
+    """Attention by JAX; XLA's has the whole matrix of logits."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=impl)
 
 
 def inputs(*size: int, dtype: str) -> tuple[Array, ...]:
     """Random q, k, v `[B, T, N, H]` and the cotangent of the output."""
-    return tuple(jax.random.normal(rng, size, dtype) for rng in jax.random.split(key(), 4))
+    return tuple(jax.random.normal(rng, size, dtype) for rng in jax.random.split(KEY, 4))
+
+
+# Correctness.
 
 
 def output_and_gradient(attend: Callable[..., Array]) -> Callable[..., tuple[Array, Any]]:
@@ -97,26 +94,34 @@ def relative_error(got: Array, want: Array) -> float:
     return float(jnp.abs(got - want).max() / jnp.maximum(1.0, jnp.abs(want).max()))
 
 
-def compare(
-    attend: Callable[..., Array], reference: Callable[..., Array], arrays: Sequence[Array | None]
-) -> Errors:
-    """Compares outputs and gradients, given q, k, v and the cotangent, in q's dtype.
+def check(op: AttentionOp, reference: AttentionOp, causal: bool, *arrays: Array) -> list[float]:
+    """The errors of an op's output and gradients against another op's, both given the op's plan.
+
+    The reference of an exact attention computes in float32.
 
     Raises:
-      ArithmeticError: they differ by more than `TOLERANCE`.
+      ArithmeticError: an error is more than `TOLERANCE`.
     """
-    *qkv, d_out = arrays
-    dtype = str(d_out.dtype)
+    q, k, v, d_out = arrays
+    dtype, k = str(q.dtype), None if op.traits.shared_qk else k
+    options = dict(segments=None, causal=causal, rng=KEY)
+
+    def given_plan(op: AttentionOp, *inputs: Array | None) -> tuple[Array, Any]:
+        def attend(q, k, v):
+            return op.apply((), q, k, v, plan=plan, dropout=0.0, **options)
+
+        return jax.jit(output_and_gradient(attend))(d_out, *inputs)
+
     with jax.default_matmul_precision("highest"):
-        got = jax.jit(output_and_gradient(attend))(d_out, *qkv)
-        want = jax.jit(output_and_gradient(reference))(d_out, *qkv)
-    errors = Errors(
-        *(
-            max(map(relative_error, jax.tree.leaves(x), jax.tree.leaves(y)))
-            for x, y in zip(got, want, strict=True)
-        )
-    )
-    for name, error in zip(("output", "gradient"), errors, strict=False):
+        plan = jax.jit(lambda q, k: op.plan((), q, k, train=True, **options))(q, k)
+        got = given_plan(op, q, k, v)
+        if op.traits.exact:
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        want = given_plan(reference, q, k, v)
+    errors = [
+        max(map(relative_error, *map(jax.tree.leaves, x))) for x in zip(got, want, strict=True)
+    ]
+    for name, error in zip(("output", "gradient"), errors, strict=True):
         if not error <= TOLERANCE[dtype]:
             raise ArithmeticError(
                 f"the {name} in {dtype} is {error:.2g} off, more than {TOLERANCE[dtype]:g}"
@@ -125,89 +130,73 @@ def compare(
 
 
 def check_rows(
-    rows: Mapping[str, Row], length: int, dtypes: Sequence[str], pool: Executor
+    rows: Mapping[str, Row], size: Sequence[int], dtype: str
 ) -> dict[str, Row | Exception]:
-    """Checks rows by name and prints their errors; a row that fails becomes its exception."""
-    futures = {
-        name: [pool.submit(attempt, row.check, dtype) for dtype in dtypes]
-        for name, row in rows.items()
-    }
+    """Checks rows in this dtype and in float32, and prints their errors.
+
+    A row that fails becomes its exception.
+    """
+    dtypes = dict.fromkeys((dtype, "float32"))
+
+    def errors(row: Row) -> list[float]:
+        return [error for x in dtypes for error in row.check(*inputs(*size, dtype=x))]
+
     columns = [f"{dtype} {part}" for dtype in dtypes for part in ("output", "gradient")]
-    title = f"Largest errors at 1 x {length:,} tokens, relative to the largest number or 1"
-    table = Table("attention", *columns, "sorted by bucket", title=title)
-    checked: dict[str, Row | Exception] = {}
-    for name, row in rows.items():
-        outcomes = [future.result() for future in futures[name]]
-        wrong = next((x for x in outcomes if isinstance(x, Exception)), None)
-        checked[name] = wrong or row
-        if wrong:
-            table.row(name, reason(wrong))
-            continue
-        shares = [x.sorted_share for x in outcomes if x.sorted_share is not None]
-        cells = [f"{x:.1e}" for errors in outcomes for x in errors[:2]]
-        table.row(name, *cells, *(f"{min(shares):.1%}" for _ in shares[:1]))
-    return checked
+    title = f"Largest errors at 1 x {size[1]:,} tokens, relative to the largest number or 1"
+    table = Table("attention", *columns, title=title)
+    found = attempt_each(errors, rows, COMPILERS)
+    for name, known in found.items():
+        table.result(name, known=known, cells=lambda errors: [f"{x:.1e}" for x in errors])
+    failed = {name: known for name, known in found.items() if isinstance(known, Exception)}
+    return dict(rows) | failed
 
 
-class Compiled(NamedTuple):
-    """Both passes of a row, and their arguments."""
-
-    forward: Callable[..., Any]
-    gradient: Callable[..., Any]
-    args: tuple[Any, ...]
-    d_out: Array
-
-    def measure(self, time: Callable[[Callable[[], Any]], Times]) -> Result:
-        return Result(
-            time(lambda: self.forward(*self.args)),
-            time(lambda: self.gradient(self.d_out, *self.args)),
-            self.gradient.memory_analysis().temp_size_in_bytes / MIB,
-        )
+# Times.
 
 
-def compile_row(row: Row, arrays: tuple[Array, ...]) -> Compiled:
-    """Compiles a row for these q, k, v and cotangent."""
+def compile_row(arrays: tuple[Array, ...], row: Row) -> tuple[Any, Any, float]:
+    """Calls of a row's forward pass and gradient for q, k, v and d_out, and `temp_mib`."""
     q, k, v, d_out = arrays
-    args = (q, None if row.shared_qk else k, v, *([key()] if row.takes_rng else []))
+    args = q, None if row.shared_qk else k, v, KEY
 
-    def gradient(d_out, *args):
-        inputs, extra = args[:3], args[3:]
-
+    def gradient(d_out, q, k, v, rng):
         def loss(inputs):
-            return jnp.sum(row.attend(*inputs, *extra) * d_out)
+            return jnp.sum(row.attend(*inputs, rng) * d_out)
 
-        return jax.grad(loss)(inputs)
+        return jax.grad(loss)((q, k, v))
 
-    return Compiled(
-        jax.jit(row.attend).lower(*args).compile(),
-        jax.jit(gradient).lower(d_out, *args).compile(),
-        args,
-        d_out,
-    )
+    forward = jax.jit(row.attend).lower(*args).compile()
+    gradient = jax.jit(gradient).lower(d_out, *args).compile()
+    temp_mib = gradient.memory_analysis().temp_size_in_bytes / MIB
+    return functools.partial(forward, *args), functools.partial(gradient, d_out, *args), temp_mib
 
 
 def measure_rows(
-    rows: Mapping[str, Row | Exception],
+    rows: Mapping[Any, Row | Exception],
     arrays: tuple[Array, ...],
-    time: Callable[[Callable[[], Any]], Times],
-    pool: Executor,
-) -> Iterator[tuple[str, Known]]:
-    """Compiles all rows at once for q, k, v and the cotangent, then times one after the other.
+    repeats: int,
+) -> Iterator[tuple[Any, Known]]:
+    """The name and the figures of each row: all are compiled together, then timed one by one."""
+    compiled = attempt_each(functools.partial(compile_row, arrays), rows, COMPILERS)
 
-    Yields:
-      The name of each row and its figures. A row that failed, or fails, is its exception.
-    """
-    futures = {
-        name: row if isinstance(row, Exception) else pool.submit(attempt, compile_row, row, arrays)
-        for name, row in rows.items()
-    }
-    compiled = {n: f.result() if isinstance(f, Future) else f for n, f in futures.items()}
-    del futures
+    def measure(forward, gradient, temp_mib) -> Result:
+        times = [time_calls(x, jax.block_until_ready, repeats) for x in (forward, gradient)]
+        return Result(*times, temp_mib)
+
     for name in rows:
         known = compiled.pop(name)
-        if isinstance(known, Compiled):
-            known = attempt(known.measure, time)
-        yield name, known
+        yield name, known if isinstance(known, Exception) else attempt(measure, *known)
+
+
+def measure_peers(python: str, peer: str, **request: Any) -> Iterator[tuple[str, Known]]:
+    """The name and the figures of each row of a peer, as they come."""
+    for answer in ask(python, peer, **request):
+        name = answer.pop("name", "peers in PyTorch")
+        if "error" in answer:
+            yield name, PeerError(answer["error"])
+        else:
+            times = Times(*answer["forward"]), Times(*answer["gradient"])
+            yield name, Result(*times, answer["temp_mib"])
 
 
 COLUMNS = ("forward ms", "gradient ms", "temp MiB", "dense / it, forward", "gradient")
@@ -221,5 +210,5 @@ def cells(known: Known, dense: Known) -> list[str]:
     found = [str(known.forward), str(known.gradient), temp]
     if isinstance(dense, Result):
         for one, other in zip(known[:2], dense[:2], strict=True):
-            found.append(f"{other.ms / one.ms:.2f} ({other.other_ms / one.other_ms:.2f})")
+            found.append(f"{other.ms / one.ms:.2f} ({other.queued_ms / one.queued_ms:.2f})")
     return found

@@ -1,4 +1,4 @@
-"""Peers of exact attention: plain attention, and the code that Rabe and Staats printed.
+"""A peer of exact attention: the code that Rabe and Staats printed.
 
 `printed` follows figure 1 of "Self-attention Does Not Need O(n^2) Memory" step by step, with the
 figure's names, chunk sizes and checkpoint, written from the paper. The figure has one sequence, no
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxtyping import Array
 QUERY_CHUNK_SIZE, KEY_CHUNK_SIZE = 1024, 4096
 
 
-def printed(q: Array, k: Array, v: Array) -> Array:
+def printed(q: Array, k: Array, v: Array, rng: Any = None) -> Array:
     """Causal attention `[B, T, N, H]` by the code of the paper's figure 1."""
     return lax.map(lambda example: _attention(*example), (q, k, v))
 
@@ -59,8 +60,3 @@ def _query_chunk_attention(query, start, key, value):
     values, weights, top = lax.map(chunk_scanner, jnp.arange(0, n_keys, size))
     scale = jnp.exp(top - jnp.max(top, axis=0))
     return jnp.sum(values * scale[..., None], axis=0) / jnp.sum(weights * scale, axis=0)[..., None]
-
-
-def plain(q: Array, k: Array, v: Array, causal: bool = True) -> Array:
-    """Attention with the whole matrix of logits, differentiated automatically."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")

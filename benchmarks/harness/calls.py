@@ -1,0 +1,106 @@
+"""Calls that may fail, and their times. They need no framework: PyTorch's processes import them."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+N_QUEUED = 20
+COMPILERS = min(8, os.cpu_count() or 1)  # threads
+
+
+class PeerError(Exception):
+    """A failure in another process, described by that process."""
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of `function(*args)`, or the exception that it raised.
+
+    The traceback goes to stderr, except a missing package's, and is then dropped: its frames would
+    keep arrays alive.
+    """
+    try:
+        return function(*args)
+    except Exception as error:
+        if not isinstance(error, ImportError):
+            traceback.print_exc()
+        return error.with_traceback(None)
+
+
+def attempt_each(
+    function: Callable[[Any], Any], rows: Mapping[Any, Any], threads: int = 1
+) -> dict[Any, Any]:
+    """`function` of each row by name. A row that has failed, or fails, is its exception."""
+
+    def one(row: Any) -> Any:
+        return row if isinstance(row, Exception) else attempt(function, row)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(rows, pool.map(one, rows.values()), strict=True))
+
+
+def reason(error: Exception) -> str:
+    """An exception in one short line that fits a cell of a Markdown table."""
+    if isinstance(error, PeerError):
+        return str(error)
+    text = " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())
+    # Some messages begin with where a layer was made; all end with what happened.
+    return text if len(text) < 160 else f"{text[:60]} ... {text[-95:]}"
+
+
+def exit_if(failed: Iterable[str]) -> None:
+    """Exits with an error that names the rows that failed, if any."""
+    if names := ", ".join(failed):
+        sys.exit(f"failed: {names}")
+
+
+class Times(NamedTuple):
+    """Milliseconds a call: the median of calls waited for one by one, and the mean of queued ones.
+
+    The latter is a device's time where that exceeds the host's.
+    """
+
+    ms: float
+    queued_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.ms:.3f} ({self.queued_ms:.3f})"
+
+
+def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> Times:
+    """Times `call`, which starts work whose result `wait` waits for, after two rounds."""
+    for _ in range(2):
+        wait(call())
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        wait(call())
+        seconds.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    for _ in range(N_QUEUED):
+        result = call()
+    wait(result)
+    queued = (time.perf_counter() - start) / N_QUEUED
+    return Times(statistics.median(seconds) * 1e3, queued * 1e3)
+
+
+def in_turn(functions: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
+    """The median seconds of each function. They take turns, after one call each that may compile.
+
+    Other load on the machine then slows all of them alike.
+    """
+    times: dict[Any, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for _ in range(repeats):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in times.items()}
