@@ -42,7 +42,6 @@ LONGEST = {"tiny": 100, "cpu": 2**14, "gpu": 2**20}
 # Beyond this a GPU that tunes its products would allocate plain attention's scores.
 PLAIN_ON_GPU = 2**14
 
-
 # What the papers print for the gradient, by length.
 PAPERS = {
     2**8: ("532 KB", "44 MB"),

@@ -93,7 +93,7 @@ def drift(shape: Shape, n_layers: int, dtype: str, exact: bool) -> tuple[float, 
     rebuilt = max(float(jnp.abs(x - y).max()) for x, y in zip(*streams, strict=True))
     got, want = gradient(stack.apply), gradient(stack.apply_keeping)
     difference = jax.tree.map(jnp.subtract, got, want)
-    return rebuilt, float(optax.global_norm(difference) / optax.global_norm(want))
+    return rebuilt, float(optax.tree.norm(difference) / optax.tree.norm(want))
 
 
 def cost(model, length: int) -> str:
