@@ -12,7 +12,8 @@ prints a table of errors, and one of times for each length N, where batch = toke
   * the speed relative to dense attention, on a GPU cuDNN's and on a CPU XLA's.
 
 A row gets no time before its output and gradients agree, at a short length, with array operations
-given the same plan, or for exact attention with dense attention. Only a peer may fail.
+given the same plan, or for exact attention with dense attention. On a CPU LSH and local attention
+are those array operations; the tests hold them to an oracle. Only a peer may fail.
 
 `--peers` adds PyTorch's FlexAttention and the LSH attention of reformer_pytorch and transformers.
 `--exact` has FlashAttention and memory-efficient attention instead, and as peers attention with the

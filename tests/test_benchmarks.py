@@ -213,6 +213,13 @@ def wrong_gradient(op):
     return op._replace(apply=apply)
 
 
+def wrong_plan(op):
+    def plan(*args, rng, **options):
+        return op.plan(*args, rng=jax.random.fold_in(rng, 1), **options)
+
+    return op._replace(plan=plan)
+
+
 def spoiled(spoil) -> rows.Row:
     """LSH attention that `spoil` changes, against that which it does not."""
     op = lsh.lsh(chunk_len=16, n_hashes=1)
@@ -224,6 +231,7 @@ def spoiled(spoil) -> rows.Row:
     [
         (wrong_output, "the output in float32 is"),
         (wrong_gradient, "the gradient in float32 is"),
+        (wrong_plan, "the plan has"),
     ],
 )
 def test_attention_that_is_wrong_is_found(spoil, reason):

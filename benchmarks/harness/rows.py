@@ -22,9 +22,12 @@ from benchmarks.harness.calls import (
 from benchmarks.harness.command_line import Table
 from benchmarks.harness.processes import ask
 from reformax.ops import AttentionOp
+from reformax.ops.parts.orders import Order
 
 MIB = 2**20
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-5}
+# A vector between two buckets may fall in either, and moves what lies between them by one place.
+NEAR, NEAR_SHARE = 16, 0.9
 KEY = jax.random.PRNGKey(0)
 
 
@@ -100,7 +103,7 @@ def check(op: AttentionOp, reference: AttentionOp, causal: bool, *arrays: Array)
     The reference of an exact attention computes in float32.
 
     Raises:
-      ArithmeticError: an error is more than `TOLERANCE`.
+      ArithmeticError: an error is more than `TOLERANCE`, or the other op plans otherwise.
     """
     q, k, v, d_out = arrays
     dtype, k = str(q.dtype), None if op.traits.shared_qk else k
@@ -113,7 +116,12 @@ def check(op: AttentionOp, reference: AttentionOp, causal: bool, *arrays: Array)
         return jax.jit(output_and_gradient(attend))(d_out, *inputs)
 
     with jax.default_matmul_precision("highest"):
-        plan = jax.jit(lambda q, k: op.plan((), q, k, train=True, **options))(q, k)
+        plan, other_plan = (
+            jax.jit(functools.partial(x.plan, (), train=True, **options))(q, k)
+            for x in (op, reference)
+        )
+        if isinstance(plan, Order):
+            check_order(plan, other_plan)
         got = given_plan(op, q, k, v)
         if op.traits.exact:
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -127,6 +135,14 @@ def check(op: AttentionOp, reference: AttentionOp, causal: bool, *arrays: Array)
                 f"the {name} in {dtype} is {error:.2g} off, more than {TOLERANCE[dtype]:g}"
             )
     return errors
+
+
+def check_order(order: Order, reference: Order) -> None:
+    """Raises `ArithmeticError` unless nearly all positions have about the same place in both."""
+    places = (jnp.argsort(x.queries, axis=-1) for x in (order, reference))
+    share = float(jnp.mean(jnp.abs(jnp.subtract(*places)) <= NEAR))
+    if share < NEAR_SHARE:
+        raise ArithmeticError(f"the plan has {share:.1%} of positions near their places")
 
 
 def check_rows(
