@@ -11,9 +11,9 @@ prints a table of errors, and one of times for each length N, where batch = toke
   * temporary memory of the gradient as compiled; of a peer in PyTorch its peak allocation;
   * the speed relative to dense attention, on a GPU cuDNN's and on a CPU XLA's.
 
-A row gets no time before its output and gradients agree, at a short length, with array operations
-given the same plan, or for exact attention with dense attention. On a CPU LSH and local attention
-are those array operations; the tests hold them to an oracle. Only a peer may fail.
+A row gets no time before its output and gradients agree, at a short length, with another
+implementation given the same plan: on a GPU array operations, on a CPU the interpreted kernels, and
+for exact attention dense attention. Only a peer may fail.
 
 `--peers` adds PyTorch's FlexAttention and the LSH attention of reformer_pytorch and transformers.
 `--exact` has FlashAttention and memory-efficient attention instead, and as peers attention with the
@@ -36,7 +36,7 @@ import jax
 
 from benchmarks.harness import command_line, rows
 from benchmarks.harness.calls import exit_if
-from benchmarks.harness.command_line import Table, plot
+from benchmarks.harness.output import Table, plot
 from benchmarks.harness.rows import Known, Result, Row
 from benchmarks.peers import rabe_staats
 from reformax.ops import dense, flash, local, lsh, memory_efficient
@@ -76,7 +76,8 @@ def algorithms(shape: Shape) -> dict[str, Row]:
         weighted = functools.partial(lsh.lsh, **chunks, n_hashes=4, count_once=False)
         makers["LSH, 4 hashes, count_once=False"] = weighted
     makers["local"] = functools.partial(local.local, **chunks)
-    return {name: rows.row(make(), make(impl="xla")) for name, make in makers.items()}
+    other = rows.other_impl()
+    return {name: rows.row(make(), make(impl=other)) for name, make in makers.items()}
 
 
 def exact_algorithms() -> dict[str, Row]:

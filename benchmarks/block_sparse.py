@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.harness import command_line, rows
 from benchmarks.harness.calls import exit_if
-from benchmarks.harness.command_line import Table, plot
+from benchmarks.harness.output import Table, plot
 from benchmarks.harness.rows import Known, Result, Row
 from reformax.ops import block_patterns, block_sparse
 
@@ -83,7 +83,7 @@ def is_causal(name: str) -> bool:
 
 def row(shape: Shape, name: str, pattern: block_patterns.Pattern) -> Row:
     options = dict(pattern=pattern, block_size=shape.block_size)
-    ops = (block_sparse.block_sparse(**options, impl=impl) for impl in ("auto", "xla"))
+    ops = (block_sparse.block_sparse(**options, impl=impl) for impl in ("auto", rows.other_impl()))
     return rows.row(*ops, is_causal(name))
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from benchmarks.harness import command_line
-from benchmarks.harness.command_line import Table
 from benchmarks.harness.language_models import Sizes
+from benchmarks.harness.output import Table
 from reformax.data import duplication
 from reformax.models import ReformerLM
 from reformax.ops import lsh, shared_qk
@@ -67,12 +67,12 @@ def train(build, task: Any, steps: int, learning_rate: float, **sizes: int) -> A
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=700)
+    parser, positive = command_line.parser(__doc__), command_line.positive
+    parser.add_argument("--length", type=positive, default=256)
+    parser.add_argument("--batch_size", type=positive, default=32)
+    parser.add_argument("--steps", type=positive, default=700)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--chunk_len", type=int, default=32)
+    parser.add_argument("--chunk_len", type=positive, default=32)
     args = parser.parse_args(argv)
     trained_with = TRAINED_WITH
     if args.tiny:

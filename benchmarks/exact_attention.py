@@ -26,10 +26,10 @@ import optax
 from jaxtyping import Array
 
 from benchmarks.harness import command_line, rows
-from benchmarks.harness.calls import attempt
-from benchmarks.harness.command_line import Table
+from benchmarks.harness.calls import MIB, attempt
 from benchmarks.harness.language_models import Sizes
-from benchmarks.harness.rows import KEY, MIB, output_and_gradient, relative_error
+from benchmarks.harness.output import Table
+from benchmarks.harness.rows import KEY, output_and_gradient, relative_error
 from reformax.data import stdlib
 from reformax.models import TransformerLM
 from reformax.ops import AttentionOp, block_sparse, dense, flash, memory_efficient

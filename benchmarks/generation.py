@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks.harness import command_line, language_models
 from benchmarks.harness.calls import attempt, in_turn
-from benchmarks.harness.command_line import Table
 from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SIZE
+from benchmarks.harness.output import Table
 from reformax import generation, models
 from reformax.ops.parts import hashing
 

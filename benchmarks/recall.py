@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from benchmarks.harness import command_line
-from benchmarks.harness.command_line import Table, plot
+from benchmarks.harness.output import Table, plot
 from reformax.ops import lsh
 from reformax.ops.parts.masks import except_self, visibility
 from reformax.ops.parts.normalization import length_normalize

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.harness import command_line
-from benchmarks.harness.command_line import Lines, Table, plot
+from benchmarks.harness.calls import MIB
 from benchmarks.harness.language_models import VOCAB_SIZE
-from benchmarks.harness.rows import KEY, MIB
+from benchmarks.harness.output import Lines, Table, plot
+from benchmarks.harness.rows import KEY
 from reformax.layers import Attention, Block, FeedForward, ReversibleStack
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import local, lsh
@@ -142,7 +143,9 @@ def print_costs(shape: Shape) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, plot=True)
     parser.set_defaults(plot=Path("docs/reversible.png"))
-    parser.add_argument("--layers", type=int, nargs="+", help="increasing even numbers")
+    parser.add_argument(
+        "--layers", type=command_line.positive, nargs="+", help="increasing even numbers"
+    )
     parser.add_argument("--no_cost", action="store_true", help="only the first table")
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)

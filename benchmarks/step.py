@@ -28,16 +28,15 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.harness import command_line, language_models
-from benchmarks.harness.calls import COMPILERS, attempt_each, exit_if
-from benchmarks.harness.command_line import Table
+from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if
 from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SIZE
+from benchmarks.harness.output import Table
 from reformax import models
 from reformax.layers import tl
 from reformax.layers._trax import signature
 from reformax.ops import dense
 
 GUESS = math.log(VOCAB_SIZE)  # nats, the loss of a model that knows nothing
-MIB = 2**20
 REFORMER, TRAX = "reformax ReformerLM", "Trax ReformerLM"
 
 
@@ -160,7 +159,6 @@ class Runner:
             updates, opt_state = optimizer.update(gradient, opt_state, weights)
             return optax.apply_updates(weights, updates), opt_state, nats
 
-        self.n_weights = sum(w.size for w in jax.tree.leaves(model.weights))
         self.state = model.weights, optimizer.init(model.weights)
         self.seconds, self.losses = [], []
         rng, size = jax.random.PRNGKey(1), (shape.batch, shape.length)

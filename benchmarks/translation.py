@@ -29,7 +29,7 @@ import optax
 
 from benchmarks.harness import command_line
 from benchmarks.harness.calls import PeerError, attempt, in_turn
-from benchmarks.harness.command_line import Table
+from benchmarks.harness.output import Table
 from benchmarks.harness.processes import ask
 from reformax import generation, models
 from reformax.data import files
@@ -113,7 +113,8 @@ def decoding(shape: Shape, lengths: list[int], repeats: int, python: str) -> Non
             found = generation.translate(model, params, sources, **options, end=-1)
             assert [len(h.tokens) for h in found] == [n + 1 for n in lengths]
 
-        return in_turn({"": decode}, repeats)[""]
+        (seconds,) = in_turn({"decode": decode}, repeats).values()
+        return seconds
 
     def theirs(n_beams: int) -> float:
         request = dict(sizes=shape.sizes, dtype=shape.dtype, batches=batches, repeats=repeats)
@@ -192,7 +193,7 @@ def training(shape: Shape, lengths: list[int], repeats: int, python: str) -> Non
     def ours(scan_layers: bool) -> dict[str, float]:
         take = stepper(sizes, parts, scan_layers)
         first = take(1)
-        seconds = in_turn({"": lambda: take(IN_A_ROW)}, repeats)[""]
+        (seconds,) = in_turn({"take": lambda: take(IN_A_ROW)}, repeats).values()
         return dict(first_loss=first, seconds=seconds / IN_A_ROW)
 
     row("reformax, layers written out", ours, scan_layers=False)
@@ -209,9 +210,12 @@ def training(shape: Shape, lengths: list[int], repeats: int, python: str) -> Non
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, repeats=3, peers="PyTorch's rows")
     parser.set_defaults(peers=sys.executable)
+    positive = command_line.positive
     parser.add_argument("--sources", required=True, help="a text file whose lengths are taken")
-    parser.add_argument("--sentences", type=int, help="of the file; instead of the usual number")
-    parser.add_argument("--batch_tokens", type=int, help="source tokens in a batch")
+    parser.add_argument(
+        "--sentences", type=positive, help="of the file; instead of the usual number"
+    )
+    parser.add_argument("--batch_tokens", type=positive, help="source tokens in a batch")
     parser.add_argument("--step", action="store_true", help="a training step instead of decoding")
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)

@@ -86,7 +86,8 @@ def results():
 def test_both_train_and_are_of_one_size(results):
     ours, trax = results[OURS], results[TRAX]
     assert len(ours.seconds) == len(trax.seconds) == 2
-    assert ours.n_weights == trax.n_weights
+    sizes = [sum(w.size for w in jax.tree.leaves(x.state[0])) for x in (ours, trax)]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.slow
@@ -143,6 +144,13 @@ def test_a_peer_that_fails_is_a_row_and_no_error(monkeypatch, capsys):
     rows[OURS] = fail
     with pytest.raises(SystemExit, match=f"failed: {OURS}, Transformer"):
         step.main(["--tiny", "--repeats=1"])
+
+
+@pytest.mark.parametrize("flag", ["--repeats=0", "--repeats=-1"])
+def test_a_number_of_calls_below_1_is_refused(flag, capsys):
+    with pytest.raises(SystemExit):
+        step.main(["--tiny", flag])
+    assert "argument --repeats" in capsys.readouterr().err
 
 
 def test_a_length_that_no_table_has_is_refused(capsys):
@@ -220,6 +228,14 @@ def wrong_plan(op):
     return op._replace(plan=plan)
 
 
+def lost_positions(op):
+    def plan(*args, **options):
+        order = op.plan(*args, **options)
+        return order._replace(queries=order.queries // 2 * 2)
+
+    return op._replace(plan=plan)
+
+
 def spoiled(spoil) -> rows.Row:
     """LSH attention that `spoil` changes, against that which it does not."""
     op = lsh.lsh(chunk_len=16, n_hashes=1)
@@ -232,6 +248,7 @@ def spoiled(spoil) -> rows.Row:
         (wrong_output, "the output in float32 is"),
         (wrong_gradient, "the gradient in float32 is"),
         (wrong_plan, "the plan has"),
+        (lost_positions, "the plan is no permutation"),
     ],
 )
 def test_attention_that_is_wrong_is_found(spoil, reason):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+MIB = 2**20
 N_QUEUED = 20
 COMPILERS = min(8, os.cpu_count() or 1)  # threads
 

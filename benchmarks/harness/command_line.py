@@ -1,34 +1,42 @@
-"""What benchmarks share: their flags, Markdown tables, and figures."""
+"""The flags that benchmarks share, and the sizes of a run."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.harness.calls import reason
 
-
-def parser(doc: str, repeats: int | None = None, peers: str = "", plot: bool = False):
+def parser(
+    doc: str, repeats: int | None = None, peers: str = "", plot: bool = False
+) -> argparse.ArgumentParser:
     """A parser with --tiny and, if asked, --repeats with a default, --peers and --plot.
 
     The first line of `doc` describes the command, and `peers` says what --peers adds.
     """
-    made = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    made.add_argument("--tiny", action="store_true", help="tiny sizes, to see that it runs")
+    flags = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    flags.add_argument("--tiny", action="store_true", help="tiny sizes, to see that it runs")
     if repeats is not None:
-        made.add_argument("--repeats", type=int, default=repeats, help="timed calls of a row")
+        flags.add_argument("--repeats", type=positive, default=repeats, help="timed calls of a row")
     if peers:
         options = dict(nargs="?", const=sys.executable, metavar="PYTHON")
-        made.add_argument("--peers", help=f"{peers}, run by this interpreter", **options)
+        flags.add_argument("--peers", help=f"{peers}, run by this interpreter", **options)
     if plot:
-        made.add_argument("--plot", type=Path, help="where to draw the figure")
-    return made
+        flags.add_argument("--plot", type=Path, help="where to draw the figure")
+    return flags
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected at least 1")
+    return number
 
 
 def of_size(sizes: Mapping[str, Any], tiny: bool) -> Any:
@@ -38,52 +46,3 @@ def of_size(sizes: Mapping[str, Any], tiny: bool) -> Any:
     found = sizes["tiny" if tiny else backend]
     print(f"{device}, jax {jax.__version__}, {found}")
     return found
-
-
-Lines = Mapping[str, Mapping[int, float]]  # of a panel: y by x, by name
-
-
-class Table:
-    """A Markdown table on stdout, whose rows are printed as they become known."""
-
-    def __init__(self, *columns: str, title: str = ""):
-        self._n_columns = len(columns)
-        print(f"\n{title}\n" if title else "")
-        self.row(*columns)
-        self.row("---", *["---:"] * (len(columns) - 1))
-
-    def row(self, *cells: str) -> None:
-        """Prints a row; cells that are missing at its end are dashes."""
-        cells += ("-",) * (self._n_columns - len(cells))
-        print(f"| {' | '.join(cells)} |", flush=True)
-
-    def result(self, *names: str, known: Any, cells: Callable[[Any], Sequence[str]]) -> None:
-        """Prints a row of figures, or the exception that stands for them."""
-        self.row(*names, *([reason(known)] if isinstance(known, Exception) else cells(known)))
-
-
-def plot(
-    path: Path, panels: Mapping[str, Lines], title: str = "", yscale: str = "log", **options: Any
-) -> None:
-    """Draws panels of lines, by what their y axes show, and writes them to `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    size = 4.5 * len(panels) + 3.5, 4.5
-    fig, grid = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
-    fig.suptitle(title, fontsize=9)
-    for axes, (label, lines) in zip(grid[0], panels.items(), strict=True):
-        for name, points in lines.items():
-            style = "ks-" if name.startswith("dense") else "o-"
-            axes.plot(list(points), list(points.values()), style, ms=4, label=name)
-        axes.set(xscale="log", yscale=yscale, ylabel=label, **options)
-        ticks = sorted({x for points in lines.values() for x in points})
-        axes.set_xticks(ticks, [f"{x:,}" for x in ticks], fontsize=8)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    fig.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=150)
-    plt.close(fig)

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from benchmarks.harness.calls import time_calls
+from benchmarks.harness.calls import MIB, time_calls
 from benchmarks.harness.processes import answers
 from benchmarks.peers.torch_calls import DEVICE, wait
 
-MIB = 2**20
 N_HASHES = 4
 # Compiled whole or not at all: a graph that breaks would run uncompiled.
 compiled_flex_attention = torch.compile(flex_attention, fullgraph=True, dynamic=False)

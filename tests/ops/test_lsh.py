@@ -275,13 +275,13 @@ def test_one_chunk_is_full_shared_qk_attention(causal, packed, count_once):
     """With dropout too: a weight's coin depends on which weight it is, not on where it lies."""
     q, v, d_out = draw(8, 3, 3)
     ids = np.repeat([[3, 1, 0, 2]], [13, 16, 4, 7], axis=1).repeat(2, axis=0) if packed else None
+    masks = dict(causal=causal, segments=ids, rng=KEY, dropout=0.2)
     results = []
     for op in (
         lsh.lsh(chunk_len=48, n_hashes=2, n_chunks_before=0, count_once=count_once),
         shared_qk.shared_qk(),
     ):
-        masks = dict(causal=causal, segments=ids, rng=KEY, dropout=0.2)
-        run = with_gradients(lambda q, v, op=op: op(q, None, v, **masks))  # noqa: B023
+        run = with_gradients(lambda q, v, op=op: op(q, None, v, **masks))
         results.append(run(d_out, q, v))
     assert_trees_close(*results)
 
