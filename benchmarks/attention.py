@@ -39,7 +39,7 @@ from benchmarks.harness.calls import exit_if
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.rows import Known, Result, Row
 from benchmarks.peers import rabe_staats
-from reformax.ops import dense, flash, local, lsh, memory_efficient
+from reformax.ops import dense, local, lsh
 
 DENSE = "dense"
 MAX_PLAIN_LOGITS = 2**32  # plain attention holds several matrices of them
@@ -82,11 +82,8 @@ def algorithms(shape: Shape) -> dict[str, Row]:
 
 def exact_algorithms() -> dict[str, Row]:
     """The attentions of `--exact`, by name."""
-    ops = {"flash": flash.flash()}
-    if jax.default_backend() == "gpu":  # elsewhere "auto" is "xla"
-        ops |= {f"flash, impl={impl!r}": flash.flash(impl=impl) for impl in ("xla", "pallas")}
-    ops["memory_efficient"] = memory_efficient.memory_efficient()
-    return {name: rows.row(op, dense.dense(impl="xla")) for name, op in ops.items()}
+    plain = dense.dense(impl="xla")
+    return {name: rows.row(op, plain) for name, op in rows.exact_ops().items()}
 
 
 def exact_peers(shape: Shape, length: int) -> dict[str, Row | Exception]:

@@ -67,12 +67,10 @@ def train(build, task: Any, steps: int, learning_rate: float, **sizes: int) -> A
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser, positive = command_line.parser(__doc__), command_line.positive
-    parser.add_argument("--length", type=positive, default=256)
-    parser.add_argument("--batch_size", type=positive, default=32)
-    parser.add_argument("--steps", type=positive, default=700)
+    parser = command_line.parser(__doc__)
+    for name, default in dict(length=256, batch_size=32, steps=700, chunk_len=32).items():
+        parser.add_argument(f"--{name}", type=command_line.positive, default=default)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--chunk_len", type=positive, default=32)
     args = parser.parse_args(argv)
     trained_with = TRAINED_WITH
     if args.tiny:

@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
 
 from benchmarks.harness import command_line, rows
-from benchmarks.harness.calls import MIB, attempt
+from benchmarks.harness.calls import MIB, attempt, compiled
 from benchmarks.harness.language_models import Sizes
 from benchmarks.harness.output import Table
 from benchmarks.harness.rows import KEY, output_and_gradient, relative_error
@@ -51,29 +50,13 @@ PAPERS = {
 }
 
 
-def attentions() -> dict[str, AttentionOp]:
-    """The ops that `--memory` and `--longest` compare, by name."""
-    found = {"memory_efficient": memory_efficient.memory_efficient(), "flash": flash.flash()}
-    if jax.default_backend() == "gpu":
-        found["flash, impl='pallas'"] = flash.flash(impl="pallas")
-        found["flash, impl='xla'"] = flash.flash(impl="xla")
-    return found
-
-
 def dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def temp_mib(attend: Callable[..., Array], length: int) -> float:
-    """The memory that the compiled gradient needs besides its inputs and outputs."""
-    x = jax.ShapeDtypeStruct((1, length, 1, SIZE), dtype())
-    program = jax.jit(output_and_gradient(attend)).lower(x, x, x, x).compile()
-    return program.memory_analysis().temp_size_in_bytes / MIB
-
-
 def memory(lengths: Sequence[int]) -> None:
     """Prints the table of memory by length."""
-    candidates = {"plain": rows.plain} | attentions()
+    candidates = {"plain": rows.plain} | rows.exact_ops()
     papers = "Rabe and Staats, table 3", "Dao et al., table 21"
     table = Table("N", "q, k, v", *candidates, *papers, title="MiB, gradient")
     for length in lengths:
@@ -82,7 +65,9 @@ def memory(lengths: Sequence[int]) -> None:
             if name == "plain" and length > PLAIN_ON_GPU and dtype() == "bfloat16":
                 cells.append("-")
                 continue
-            cells.append(f"{temp_mib(attend, length):,.1f}")
+            x = jax.ShapeDtypeStruct((1, length, 1, SIZE), dtype())
+            program = compiled(jax.jit(output_and_gradient(attend)).lower(x, x, x, x))
+            cells.append(f"{program.temp_mib:,.1f}")
         table.row(*cells, *PAPERS[length])
 
 
@@ -147,17 +132,16 @@ def longest(length: int) -> None:
 
     def measure(op: AttentionOp) -> list[str]:
         run = output_and_gradient(lambda *x: op(*x, causal=True))
-        program = jax.jit(run).lower(d, q, k, v).compile()
+        program = compiled(jax.jit(run).lower(d, q, k, v))
         start = time.perf_counter()
-        out, found = jax.block_until_ready(program(d, q, k, v))
+        out, found = jax.block_until_ready(program.call(d, q, k, v))
         seconds = time.perf_counter() - start
-        temp = program.memory_analysis().temp_size_in_bytes / MIB
         errors = relative_error(out[:, some], want), max(map(relative_error, found, gradients))
-        return [f"{seconds:.2f}", f"{temp:,.1f}", *(f"{x:.1e}" for x in errors)]
+        return [f"{seconds:.2f}", f"{program.temp_mib:,.1f}", *(f"{x:.1e}" for x in errors)]
 
     columns = "attention", "seconds", "temp MiB", "error of the output", "of the gradient"
     table = Table(*columns, title=f"Gradient through {length:,} tokens of one head, {dtype()}")
-    for name, op in attentions().items():
+    for name, op in rows.exact_ops().items():
         table.result(name, known=attempt(measure, op), cells=list)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.harness import command_line
-from benchmarks.harness.calls import MIB
+from benchmarks.harness.calls import compiled
 from benchmarks.harness.language_models import VOCAB_SIZE
 from benchmarks.harness.output import Lines, Table, plot
 from benchmarks.harness.rows import KEY
@@ -106,11 +105,8 @@ def cost(model, length: int) -> str:
         log_probabilities = jax.nn.log_softmax(model.apply(params, tokens, KEY))
         return -jnp.take_along_axis(log_probabilities, tokens[..., None], axis=-1).mean()
 
-    lowered = jax.jit(jax.grad(loss)).lower(params, tokens)
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    return f"{compiled.memory_analysis().temp_size_in_bytes / MIB:.1f} MiB ({seconds:.1f} s)"
+    program = compiled(jax.jit(jax.grad(loss)).lower(params, tokens))
+    return f"{program.temp_mib:.1f} MiB ({program.seconds:.1f} s)"
 
 
 def print_drifts(shape: Shape) -> dict[str, Lines]:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.harness import command_line, language_models
-from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if
+from benchmarks.harness.calls import COMPILERS, attempt_each, compiled, exit_if
 from benchmarks.harness.language_models import PAPER, QUICKSTART, TINY, VOCAB_SIZE
 from benchmarks.harness.output import Table
 from reformax import models
@@ -167,10 +167,7 @@ class Runner:
         self._lowered = traced.lower(*self.state, self._tokens, rng)
 
     def compile(self) -> Runner:
-        start = time.perf_counter()
-        self._step = self._lowered.compile()
-        self.compile_seconds = time.perf_counter() - start
-        self.temp_mib = self._step.memory_analysis().temp_size_in_bytes / MIB
+        self.program = compiled(self._lowered)
         return self
 
     def warm_up(self) -> Runner:
@@ -185,7 +182,7 @@ class Runner:
         """Takes a step and notes its time and loss; `ArithmeticError` if that is not finite."""
         rng = jax.block_until_ready(jax.random.PRNGKey(len(self.losses)))
         start = time.perf_counter()
-        *state, nats = jax.block_until_ready(self._step(*self.state, self._tokens, rng))
+        *state, nats = jax.block_until_ready(self.program.call(*self.state, self._tokens, rng))
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(float(nats))
         self.state = tuple(state)
@@ -222,8 +219,8 @@ def print_table(results: Results, shape: Shape) -> None:
         return [
             f"{runner.median * 1e3:.1f}",
             f"{shape.batch * shape.length / runner.median:,.0f}",
-            f"{runner.temp_mib:,.1f}",
-            f"{runner.compile_seconds:.1f}",
+            f"{runner.program.temp_mib:,.1f}",
+            f"{runner.program.seconds:.1f}",
             f"{fastest / runner.median:.2f}",
         ]
 

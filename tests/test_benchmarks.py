@@ -375,7 +375,7 @@ def test_memory_by_length_is_a_table(capsys):
 def test_the_longest_gradient_is_checked(capsys):
     exact_attention.main(["--tiny", "--longest"])
     printed = capsys.readouterr().out
-    for name in exact_attention.attentions():
+    for name in rows.exact_ops():
         assert max(float(x) for x in cells(printed, name)[-2:]) < 1e-5
 
 

@@ -61,6 +61,22 @@ def exit_if(failed: Iterable[str]) -> None:
         sys.exit(f"failed: {names}")
 
 
+class Program(NamedTuple):
+    """A compiled function, the seconds of its compilation and its temporary memory."""
+
+    call: Callable[..., Any]
+    seconds: float
+    temp_mib: float
+
+
+def compiled(lowered: Any) -> Program:
+    """Compiles what `jax.jit(...).lower(...)` gives."""
+    start = time.perf_counter()
+    call = lowered.compile()
+    seconds = time.perf_counter() - start
+    return Program(call, seconds, call.memory_analysis().temp_size_in_bytes / MIB)
+
+
 class Times(NamedTuple):
     """Milliseconds a call: the median of calls waited for one by one, and the mean of queued ones.
 

@@ -12,17 +12,17 @@ from jaxtyping import Array
 
 from benchmarks.harness.calls import (
     COMPILERS,
-    MIB,
     PeerError,
     Times,
     attempt,
     attempt_each,
+    compiled,
     reason,
     time_calls,
 )
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import ask
-from reformax.ops import AttentionOp
+from reformax.ops import AttentionOp, flash, memory_efficient
 from reformax.ops.parts.orders import Order
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-5}
@@ -76,6 +76,14 @@ def dense(causal: bool = True) -> Row:
 def plain(q: Array, k: Array, v: Array, rng: Any = None, causal: bool = False, impl: str = "xla"):
     """Attention by JAX; XLA's has the whole matrix of logits."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=impl)
+
+
+def exact_ops() -> dict[str, AttentionOp]:
+    """FlashAttention, on a GPU also in either implementation, and memory-efficient attention."""
+    ops = {"flash": flash.flash()}
+    if jax.default_backend() == "gpu":  # elsewhere "auto" is "xla"
+        ops |= {f"flash, impl={impl!r}": flash.flash(impl=impl) for impl in ("xla", "pallas")}
+    return ops | {"memory_efficient": memory_efficient.memory_efficient()}
 
 
 def inputs(*size: int, dtype: str) -> tuple[Array, ...]:
@@ -188,10 +196,9 @@ def compile_row(arrays: tuple[Array, ...], row: Row) -> tuple[Any, Any, float]:
 
         return jax.grad(loss)((q, k, v))
 
-    forward = jax.jit(row.attend).lower(*args).compile()
-    gradient = jax.jit(gradient).lower(d_out, *args).compile()
-    temp_mib = gradient.memory_analysis().temp_size_in_bytes / MIB
-    return functools.partial(forward, *args), functools.partial(gradient, d_out, *args), temp_mib
+    forward = functools.partial(jax.jit(row.attend).lower(*args).compile(), *args)
+    program = compiled(jax.jit(gradient).lower(d_out, *args))
+    return forward, functools.partial(program.call, d_out, *args), program.temp_mib
 
 
 def measure_rows(
@@ -200,14 +207,14 @@ def measure_rows(
     repeats: int,
 ) -> Iterator[tuple[Any, Known]]:
     """The name and the figures of each row: all are compiled together, then timed one by one."""
-    compiled = attempt_each(functools.partial(compile_row, arrays), rows, COMPILERS)
+    ready = attempt_each(functools.partial(compile_row, arrays), rows, COMPILERS)
 
     def measure(forward, gradient, temp_mib) -> Result:
         times = [time_calls(x, jax.block_until_ready, repeats) for x in (forward, gradient)]
         return Result(*times, temp_mib)
 
     for name in rows:
-        known = compiled.pop(name)
+        known = ready.pop(name)
         yield name, known if isinstance(known, Exception) else attempt(measure, *known)
 
 
