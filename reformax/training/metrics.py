@@ -7,7 +7,6 @@ that was stopped and resumed has the record of a run that was not.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,17 +15,27 @@ from typing import Any
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from reformax.training.record_lines import RecordLines
+
 
 class Record:
-    """Writes the metrics of a run that goes on from `step`; lines of later steps are deleted."""
+    """Shows the metrics of a run that goes on from `step` in each of these places.
 
-    def __init__(self, output_dir: str | os.PathLike, step: int, metric: str = "bits_per_dim"):
+    Attributes:
+      lines: of metrics.jsonl.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike,
+        lines: RecordLines,
+        step: int,
+        metric: str = "bits_per_dim",
+    ):
         folder = Path(output_dir)
+        self.lines = lines
         self._metric = metric
         self._plot_path = folder / "loss.png"
-        self.lines = _read_until(folder / "metrics.jsonl", step)
-        _write_lines(folder / "metrics.jsonl", self.lines)
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         # purge_step hides the events that a killed run wrote after its last checkpoint.
         self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
@@ -34,8 +43,6 @@ class Record:
         """Adds a line for `split` after `step` steps."""
         line = {"step": step, "split": split, **values}
         self.lines.append({**line, "timing": timing})
-        self._file.write(json.dumps(self.lines[-1]) + "\n")
-        self._file.flush()
         for name, value in {**values, **timing}.items():
             if isinstance(value, int | float):
                 self._events.add_scalar(f"{split}/{name}", value, step)
@@ -70,7 +77,7 @@ class Record:
 
     def close(self) -> None:
         """Flushes everything to disk."""
-        self._file.close()
+        self.lines.close()
         self._events.close()
 
 
@@ -100,22 +107,3 @@ class Progress:
     def close(self) -> None:
         """Leaves the bar as it is."""
         self._bar.close()
-
-
-def _read_until(path: Path, step: int) -> list[dict[str, Any]]:
-    lines = []
-    if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                break  # a killed run was writing this line, the last one
-            if line["step"] <= step:
-                lines.append(line)
-    return lines
-
-
-def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    temporary.replace(path)

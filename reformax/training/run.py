@@ -25,6 +25,7 @@ from reformax.training.lock import alone_in
 from reformax.training.loss import metric_name
 from reformax.training.metrics import Progress, Record
 from reformax.training.prefetch import prefetch
+from reformax.training.record_lines import RecordLines
 from reformax.training.settings import Settings
 from reformax.training.step_log import StepLog
 
@@ -165,7 +166,8 @@ class Run:
 
     def _open_record(self, window: list[list[float]]) -> None:
         settings = self._settings
-        self._record = Record(self.folder, self.step, self._metric)
+        lines = RecordLines(self.folder / "metrics.jsonl", self.step)
+        self._record = Record(self.folder, lines, self.step, self._metric)
         self._bar = Progress(self.step, settings.steps, settings.progress, self._metric)
         self._log = StepLog(settings, self._record, self._bar, self._metric, window)
 
