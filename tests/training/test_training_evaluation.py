@@ -13,6 +13,7 @@ from reformax.data.text import text
 from reformax.training import metrics
 from reformax.training.evaluation import evaluate
 from reformax.training.prefetch import prefetch
+from reformax.training.record_lines import RecordLines
 from tests.training import tiny
 
 MODEL = tiny.TinyLM(mode="eval")
@@ -127,16 +128,20 @@ def test_prefetch_raises_where_the_value_would_have_come_and_ends_its_thread():
     assert "prefetch" not in {thread.name for thread in threading.enumerate()}
 
 
+def open_record(folder, step):
+    return metrics.Record(folder, RecordLines(folder / "metrics.jsonl", step), step)
+
+
 def test_the_record_is_cut_back_and_a_torn_line_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    record = metrics.Record(tmp_path, 0)
+    record = open_record(tmp_path, 0)
     for step in (10, 20, 30):
         record.write(step, "train", {"bits_per_dim": float(step)}, {"seconds": 1.0})
         assert json.loads(path.read_text().splitlines()[-1])["step"] == step  # flushed
     record.close()
     with open(path, "a") as file:
         file.write('{"step": 4')
-    record = metrics.Record(tmp_path, 20)
+    record = open_record(tmp_path, 20)
     record.write(25, "valid", {"bits_per_dim": 1.0}, {})
     record.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -145,7 +150,7 @@ def test_the_record_is_cut_back_and_a_torn_line_dropped(tmp_path):
 
 
 def test_the_plot_and_the_events_are_written(tmp_path):
-    record = metrics.Record(tmp_path, 0)
+    record = open_record(tmp_path, 0)
     record.plot()  # of nothing
     empty = (tmp_path / "loss.png").read_bytes()
     for step in range(1, 40):
