@@ -49,10 +49,18 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdigit())
 
     def best_step(self) -> int | None:
-        """The step with the lowest score; None if no checkpoint has one."""
+        """The step with the lowest score; None if no checkpoint has one.
+
+        Scores of another split, metric or context than the latest score's are left out.
+        """
         scores = {step: self.score(step) for step in self.steps()}
         scored = [step for step, score in scores.items() if score is not None]
-        return min(scored, key=lambda step: (scores[step], step)) if scored else None
+        if not scored:
+            return None
+        kinds = {step: description.scored(self._folder(step)) for step in scored}
+        # Checkpoints of earlier versions do not say what their scores are of.
+        alike = [step for step in scored if kinds[step] in (None, kinds[scored[-1]])]
+        return min(alike, key=lambda step: (scores[step], step))
 
     def score(self, step: int) -> float | None:
         """The score that `save` was given; None if there was none, or the checkpoint is damaged."""
@@ -75,7 +83,8 @@ class Checkpoints:
           state: any pytree of arrays.
           score: what `best_step` minimises, such as valid bits per dim; None if not evaluated.
           config: the settings of the run, as text.
-          **extra: JSON values that `restore` gives back.
+          **extra: JSON values that `restore` gives back. `scored` says what the score is of, such
+            as the split and the metric; scores of different kinds are not compared.
         """
         self.wait()
         # On a CPU device_get gives a view of a buffer that the next step writes into.

@@ -72,6 +72,11 @@ def score(folder: Path) -> float | None:
         return None
 
 
+def scored(folder: Path) -> Any:
+    """What the score of a checkpoint is of, as `Checkpoints.save` was told; None if it was not."""
+    return json.loads((folder / FILE).read_text())["extra"].get("scored")
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

@@ -133,7 +133,9 @@ class Run:
             return []
         state, info = self._checkpoints.restore(done[-1], like)
         self._state = jax.device_put(state, whole)
-        self.step, self.score = info["step"], info["score"]
+        self.step = info["step"]
+        # A score of another split or context is not this run's: it evaluates again.
+        self.score = info["score"] if info.get("scored", self._scored) == self._scored else None
         self._saved = self.step, self.score
         return list(info["window"])
 
@@ -254,11 +256,23 @@ class Run:
         if not step_lib.all_finite(self._state):
             raise FloatingPointError(f"parameters are not finite after step {self.step}")
         extra = {} if self._vocabulary is None else {"vocabulary": self._vocabulary}
+        if self.score is not None:
+            extra["scored"] = self._scored
         self._checkpoints.save(
             self.step, self._state, self.score, self._config, window=self._log.window, **extra
         )
         self._log.pause()
         self._saved = self.step, self.score
+
+    @property
+    def _scored(self) -> dict[str, Any]:
+        """What this run's scores are of: scores of one kind alone are compared."""
+        settings, sizes = self._settings, self._settings.eval_sizes
+        kind = {"split": settings.eval_split, "metric": self._metric}
+        kind |= {name: sizes[name] for name in ("length", "stride")}
+        if settings.eval_batches is not None:
+            kind["windows"] = settings.eval_batches * sizes["batch_size"]
+        return kind
 
     def result(self) -> dict[str, Any]:
         """The result of `loop.train`."""

@@ -83,6 +83,25 @@ def test_the_latest_and_the_best_are_kept(tmp_path):
     assert saved(tmp_path / "one", [], keep=1).best_step() is None
 
 
+def test_the_best_is_of_scores_of_one_kind(tmp_path):
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=9)
+    valid, test = ({"split": split, "metric": "bits_per_dim"} for split in ("valid", "test"))
+    for step, score, kind in [(1, 1.0, valid), (2, 3.0, test), (3, 2.5, test), (4, 2.7, test)]:
+        checkpoints.save(step, state(step), score, scored=kind)
+    checkpoints.save(5, state(5))
+    checkpoints.wait()
+    assert checkpoints.best_step() == 3
+    shutil.rmtree(checkpoints.folder / "4")
+    checkpoints.save(6, state(6), 1.2, scored=valid)
+    checkpoints.wait()
+    assert checkpoints.best_step() == 1
+    # A checkpoint of an earlier version is compared with all.
+    checkpoints.save(7, state(7), 0.5)
+    checkpoints.save(8, state(8), 0.9, scored=test)
+    checkpoints.wait()
+    assert checkpoints.best_step() == 7
+
+
 def test_a_step_can_be_saved_again_with_its_score(tmp_path):
     checkpoints = saved(tmp_path, [3])
     checkpoints.save(3, state(), 1.5)

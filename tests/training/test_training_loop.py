@@ -226,6 +226,24 @@ def test_evaluations_take_their_own_sizes(tmp_path):
     assert worker.record(tmp_path)[-1]["split"] == "test"
 
 
+def test_a_run_that_goes_on_with_another_split_compares_its_scores_alone(tmp_path):
+    run(tmp_path, steps=20)
+    checkpoints = checkpoint.Checkpoints(tmp_path)
+    # The last step has no score of the other split, and is evaluated again.
+    result, record = run(tmp_path, steps=20, eval_split="test", eval_length=12)
+    lines = [(x["step"], x["split"]) for x in record if x["split"] != "train"]
+    assert lines == [(10, "valid"), (20, "valid"), (20, "test")]
+    assert checkpoints.steps() == [10, 20] and result["best_step"] == 20
+    assert result["best_bits_per_dim"] == result["bits_per_dim"] == record[-1]["bits_per_dim"]
+    described = json.loads((tmp_path / "checkpoints/20/checkpoint.json").read_text())
+    of = {"split": "test", "metric": "bits_per_dim", "length": 12, "stride": 12}
+    assert described["extra"]["scored"] == of
+    # The same once more computes nothing; a part of the split is a score of its own.
+    assert run(tmp_path, steps=20, eval_split="test", eval_length=12) == (result, record)
+    part = {"eval_split": "test", "eval_length": 12, "eval_batches": 1, "eval_batch_size": 2}
+    assert run(tmp_path, steps=20, **part)[0]["bits_per_dim"] != result["bits_per_dim"]
+
+
 @pytest.mark.parametrize(
     "option, train_lines, valid_lines, checkpoints",
     [
