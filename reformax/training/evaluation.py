@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
+from reformax.training import side_channels
 from reformax.training.prefetch import prefetch
 
 # Batches dispatched before the first one's sums are waited for.
@@ -114,7 +115,10 @@ def evaluate(
     # A window has about `stride` targets: close enough for a bar.
     expected = max_batches or -(-task.n_targets(split) // (stride * batch_size))
     metric = loss_lib.metric_name(task)
-    with tqdm(total=expected, unit="batch", desc=split, disable=not progress, leave=False) as bar:
+    with tqdm(
+        total=expected, unit="batch", desc=split, disable=not progress, leave=False,
+        file=side_channels.stderr(),
+    ) as bar:  # fmt: skip
         score = partial(_sums, model, loss_chunk_len, params, key)
         total = _total(score, on_device, bar, metric, should_stop)
     if total is None:

@@ -8,13 +8,13 @@ that was stopped and resumed has the record of a run that was not.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from reformax.training import side_channels
+from reformax.training.events import EventFile
 from reformax.training.record_lines import RecordLines
 
 
@@ -36,19 +36,28 @@ class Record:
         self.lines = lines
         self._metric = metric
         self._plot_path = folder / "loss.png"
-        # purge_step hides the events that a killed run wrote after its last checkpoint.
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._events = EventFile(folder / "tensorboard", purge_step=step + 1)
+        self._beside_events = side_channels.Aside("TensorBoard's event file")
+        self._beside_plot = side_channels.Aside("the plot")
 
     def write(self, step: int, split: str, values: dict[str, Any], timing: dict[str, float]):
         """Adds a line for `split` after `step` steps."""
         line = {"step": step, "split": split, **values}
         self.lines.append({**line, "timing": timing})
-        for name, value in {**values, **timing}.items():
-            if isinstance(value, int | float):
-                self._events.add_scalar(f"{split}/{name}", value, step)
+        scalars = {
+            f"{split}/{name}": value
+            for name, value in {**values, **timing}.items()
+            if isinstance(value, int | float)
+        }
+        with self._beside_events:
+            self._events.add(step, scalars)
 
     def plot(self) -> None:
         """Draws loss.png from all lines so far."""
+        with self._beside_plot:
+            self._draw()
+
+    def _draw(self) -> None:
         # A second to import; pyplot would bring global state.
         from matplotlib.figure import Figure
 
@@ -72,13 +81,17 @@ class Record:
         if self.lines:
             axes.legend()
         temporary = self._plot_path.with_suffix(".tmp.png")
-        figure.savefig(temporary, dpi=120)
-        temporary.replace(self._plot_path)
+        try:
+            figure.savefig(temporary, dpi=120)
+            temporary.replace(self._plot_path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Flushes everything to disk."""
+        with self._beside_events:
+            self._events.close()
         self.lines.close()
-        self._events.close()
 
 
 class Progress:
@@ -86,11 +99,12 @@ class Progress:
 
     def __init__(self, step: int, steps: int, enabled: bool = True, metric: str = "bits_per_dim"):
         self._unit = metric.replace("_per_", "/")
+        stderr = side_channels.stderr()
         # Every refresh is a line where stderr is a log file.
-        interval = 0.2 if sys.stderr.isatty() else 15
+        interval = 0.2 if stderr.isatty() else 15
         self._bar = tqdm(
             total=steps, initial=step, unit="step", desc="train", disable=not enabled,
-            mininterval=interval, dynamic_ncols=True,
+            mininterval=interval, dynamic_ncols=True, file=stderr,
         )  # fmt: skip
 
     def advance(self, bits: float, tokens_per_second: float | None) -> None:
@@ -101,8 +115,9 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Prints a line without breaking the bar."""
-        self._bar.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        self._bar.clear()
+        print(text, file=side_channels.stdout(), flush=True)
+        self._bar.refresh()
 
     def close(self) -> None:
         """Leaves the bar as it is."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from reformax.training import evaluation
+from reformax.training import evaluation, side_channels
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.checkpoint import Checkpoints
@@ -193,7 +193,7 @@ class Run:
 
     def _say(self, text: str) -> None:
         if self._settings.progress:
-            print(text)
+            print(text, file=side_channels.stdout(), flush=True)
 
     # Going on.
 

@@ -1,0 +1,80 @@
+"""Side channels: the bar, prints, the plot and TensorBoard's events may fail, and the work goes on.
+
+They are for people. A full disk, a terminal that was closed or a reader that went away ends them,
+never a run.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+
+class Aside:
+    """A context that no error leaves: the first one is told in a line.
+
+    Args:
+      name: of what is done there.
+      file: gets the line; None for stderr.
+    """
+
+    def __init__(self, name: str, file=None):
+        self._name, self._file, self._told = name, file, False
+
+    def __enter__(self) -> Aside:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if not self._told:
+            self._told = True  # before the line is printed, which may fail in turn
+            reason = " ".join(f"{kind.__name__}: {error}".split())
+            text = f"note: {self._name} failed, and the work goes on ({reason})"
+            with suppress(Exception):
+                print(text, file=self._file or sys.stderr, flush=True)
+        return True
+
+
+class Forgiving:
+    """A text stream that may be broken, closed or None: what cannot be written is dropped."""
+
+    def __init__(self, stream, name: str, other):
+        self._stream, self._aside = stream, Aside(name, other)
+
+    def write(self, text: str) -> int:
+        if self._stream is not None:
+            with self._aside:
+                self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            with self._aside:
+                self._stream.flush()
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except Exception:
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def stdout() -> Forgiving:
+    """Standard output as it is now."""
+    return _forgiving(sys.stdout, "standard output", sys.stderr)
+
+
+def stderr() -> Forgiving:
+    """Standard error as it is now."""
+    return _forgiving(sys.stderr, "standard error", sys.stdout)
+
+
+@lru_cache(maxsize=2)  # each tells of its first error alone
+def _forgiving(stream, name: str, other) -> Forgiving:
+    return Forgiving(stream, name, other)
