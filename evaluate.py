@@ -43,10 +43,13 @@ def main() -> int:
         flags.refuse(args, flags.SEARCH, f"the task {task.name} is no translation")
     else:
         saved_run.keep_vocabulary(args, task.translation.vocabulary, steps[-1])
+    changed = saved_run.changed_data(args, task, steps[-1])
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len"), "progress": True}
     result = evaluate(model, params, task, args.split, **_sizes(args, run), **options)
     report.note_unused(args.config, READ)
     result |= {"checkpoint_steps": steps, "seed": args.seed, "overrides": args.config}
+    if changed:
+        result["changed_data"] = changed
     path = Path(args.output_dir) / f"evaluation_{args.split}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")  # it is kept if the search fails
     if task.translation is not None and args.beam_size != 0:
@@ -70,6 +73,7 @@ def _parser():
     parser.add_argument("--batch_size", type=int, help="windows at a time (default: the run's)")
     parser.add_argument("--seed", type=int, default=0, help="of the hashes")
     parser.add_argument("--data_dir", help="where the task finds its data")
+    flags.add_changed_data(parser)
     flags.add_search(parser)
     flags.add_traceback(parser)
     return parser

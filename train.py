@@ -28,6 +28,7 @@ def main() -> int:
     flags.add_config(parser)
     parser.add_argument("--output_dir", help="default: runs/<name of the last config file>")
     parser.add_argument("--data_dir", help="where the task finds its data")
+    flags.add_changed_data(parser)
     flags.add_traceback(parser)
     args = parser.parse_args()
     files = args.config_file or [str(CONFIGS / "quickstart.gin")]
@@ -38,7 +39,9 @@ def main() -> int:
 
     folder.make_output_dir(output_dir)
     train = config.configured(loop.train)
-    result = train(output_dir, config_text=config.operative)
+    result = train(
+        output_dir, config_text=config.operative, allow_changed_data=args.allow_changed_data
+    )
     report.note_unused(args.config)
     return report.training(result)
 

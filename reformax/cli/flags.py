@@ -26,6 +26,15 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(TRACEBACK, action="store_true", help="show where an error comes from")
 
 
+def add_changed_data(parser: argparse.ArgumentParser) -> None:
+    """Adds --allow_changed_data; see `reformax.training.fingerprints`."""
+    parser.add_argument(
+        "--allow_changed_data",
+        action="store_true",
+        help="go on, and note it, where the data is not that of the checkpoint",
+    )
+
+
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Adds --config, which overrides one setting."""
     parser.add_argument(

@@ -90,6 +90,30 @@ def keep_vocabulary(args: argparse.Namespace, vocabulary, step: int) -> None:
     Checkpoints(args.output_dir).check_vocabulary(step, fingerprint)
 
 
+def changed_data(args: argparse.Namespace, task, step: int) -> dict[str, dict[str, str]]:
+    """Compares a split with the data of a checkpoint; see `reformax.training.fingerprints.changes`.
+
+    Args:
+      args: the flags of `flags.add_run` and of `flags.add_changed_data`, and `split`.
+      task: a `reformax.data.base.Task`.
+      step: the checkpoint's.
+
+    Raises:
+      ValueError: the split differs and --allow_changed_data is not given.
+    """
+    from reformax.training import fingerprints
+    from reformax.training.checkpoint import Checkpoints
+
+    kept = Checkpoints(args.output_dir).extra(step).get("data", {})
+    if task.fingerprint is None or args.split not in kept:
+        return {}
+    now = {args.split: task.fingerprint(args.split)}
+    found = fingerprints.changes(kept, now, step, args.allow_changed_data)
+    if found:
+        print(f"note: the data has changed: {fingerprints.described(found)}")
+    return found
+
+
 def _step(checkpoints, which: str) -> int:
     steps = checkpoints.steps()
     if not steps:

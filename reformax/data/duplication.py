@@ -78,4 +78,12 @@ def duplication(length: int = 1024, vocab_size: int = 128, n_eval: int = 512) ->
         check_split("duplication", split, held_out)
         return n_eval * word_len
 
-    return Task("duplication", vocab_size, train_batch, eval_batches, n_targets)
+    made_by = f"length={length}, vocab_size={vocab_size}, n_eval={n_eval}"
+    return Task(
+        "duplication",
+        vocab_size,
+        train_batch,
+        eval_batches,
+        n_targets,
+        fingerprint=lambda split: made_by,
+    )

@@ -102,5 +102,13 @@ def reverse(max_symbols: int = 15, vocab_size: int = 32, n_eval: int = 512) -> T
         return sources, references
 
     vocabulary = Numbers(vocab_size)
-    translation = Translation(vocabulary, sentences)
-    return Task("reverse", vocab_size, train_batch, eval_batches, n_targets, translation)
+    made_by = f"max_symbols={max_symbols}, vocab_size={vocab_size}, n_eval={n_eval}"
+    return Task(
+        "reverse",
+        vocab_size,
+        train_batch,
+        eval_batches,
+        n_targets,
+        Translation(vocabulary, sentences),
+        fingerprint=lambda split: made_by,
+    )

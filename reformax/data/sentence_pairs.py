@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -80,6 +81,7 @@ def sentence_pairs(
         pairs.eval_batches,
         lambda split: len(pairs.encoded(split)[1].ids),
         translation,
+        pairs.fingerprint,
     )
 
 
@@ -90,6 +92,7 @@ class _Pairs:
         self._name, self._sentences, self._vocabulary = name, sentences, vocabulary
         self._log = logging.getLogger(__name__)
         self.encoded = functools.cache(self._encoded)
+        self.fingerprint = functools.cache(self._fingerprint)
         self._training_rows = functools.lru_cache(maxsize=1)(self._pack_training_pairs)
         # A batch may begin in one epoch and end in the next.
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
@@ -97,6 +100,16 @@ class _Pairs:
     def sentences(self, split: str) -> tuple[list[str], list[str]]:
         check_split(self._name, split, SPLITS)
         return self._sentences(split)
+
+    def _fingerprint(self, split: str) -> str:
+        """The number of pairs and the CRC-32 of the lines of both languages."""
+        crc = 0
+        sides = self.sentences(split)
+        for side in sides:
+            for first in range(0, len(side), _BLOCK):
+                block = "\n".join([*side[first : first + _BLOCK], ""])
+                crc = zlib.crc32(block.encode("utf-8", "surrogatepass"), crc)
+        return f"{len(sides[0]):,} pairs of CRC-32 {crc:08x}"
 
     def _encoded(self, split: str) -> tuple[_Side, _Side]:
         sources, targets = self.sentences(split)

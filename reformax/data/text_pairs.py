@@ -58,7 +58,7 @@ def text_pairs(
                 f"{split}={pattern!r} must have {{language}} in it: train.{{language}}"
             )
 
-    @functools.lru_cache(maxsize=2)
+    @functools.cache
     def sentences(split: str) -> tuple[list[str], list[str]]:
         paths = [
             _find(folder, split, patterns[split].replace("{language}", language))

@@ -57,7 +57,7 @@ def wmt(
             f"{dataset}, or leave data_dir out"
         )
 
-    @functools.lru_cache(maxsize=2)
+    @functools.cache
     def sentences(split: str) -> tuple[list[str], list[str]]:
         return load(dataset, (source, target), split, data_dir)
 

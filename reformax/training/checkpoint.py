@@ -186,6 +186,10 @@ class Checkpoints:
         """
         return description.read(self._folder(step), self._before(step))["previous"]
 
+    def extra(self, step: int) -> dict[str, Any]:
+        """The extra values that a checkpoint was saved with; raises as `config` does."""
+        return self._description(step)["extra"]
+
     def check_vocabulary(self, step: int, fingerprint: str | None) -> None:
         """Raises `ValueError` if a checkpoint was trained with another vocabulary.
 
@@ -193,7 +197,7 @@ class Checkpoints:
           step: the checkpoint's.
           fingerprint: the vocabulary's; None if there is none.
         """
-        trained_with = self._description(step)["extra"].get("vocabulary")
+        trained_with = self.extra(step).get("vocabulary")
         if trained_with is not None and fingerprint is None:
             raise ValueError(
                 f"{self.folder.parent} has no vocabulary.model, and checkpoint {step} was trained "

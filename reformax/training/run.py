@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from reformax.training import evaluation, side_channels
+from reformax.training import evaluation, fingerprints, side_channels
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.checkpoint import Checkpoints
@@ -130,14 +130,25 @@ class Run:
         if not done:
             self._state = jax.jit(init, out_shardings=whole)(self._key)
             self.step, self.score, self._saved = 0, None, None
+            self._check_data({})
             return []
         state, info = self._checkpoints.restore(done[-1], like)
         self._state = jax.device_put(state, whole)
         self.step = info["step"]
-        # A score of another split or context is not this run's: it evaluates again.
+        self._check_data(info.get("data", {}))
+        # A score of another split, its data or context is not this run's: it evaluates again.
         self.score = info["score"] if info.get("scored", self._scored) == self._scored else None
         self._saved = self.step, self.score
         return list(info["window"])
+
+    def _check_data(self, kept: dict[str, str]) -> None:
+        """Compares the data with the checkpoint's and sets what the next checkpoint keeps."""
+        now = fingerprints.of(self._task, ("train", self._settings.eval_split))
+        self._data = kept | now
+        allowed = self._settings.allow_changed_data
+        self._changed_data = fingerprints.changes(kept, now, self.step, allowed)
+        if self._changed_data:
+            self._say(f"note: the data has changed: {fingerprints.described(self._changed_data)}")
 
     def _write_config(self) -> str | None:
         if self._settings.config_text is None:
@@ -170,6 +181,8 @@ class Run:
         settings = self._settings
         lines = RecordLines(self.folder / "metrics.jsonl", self.step)
         self._record = Record(self.folder, lines, self.step, self._metric)
+        if self._changed_data and self.step < settings.steps:
+            self._record.write(self.step + 1, "data", {"changed": self._changed_data}, {})
         self._bar = Progress(self.step, settings.steps, settings.progress, self._metric)
         self._log = StepLog(settings, self._record, self._bar, self._metric, window)
 
@@ -255,7 +268,9 @@ class Run:
         self._log.drain()
         if not step_lib.all_finite(self._state):
             raise FloatingPointError(f"parameters are not finite after step {self.step}")
-        extra = {} if self._vocabulary is None else {"vocabulary": self._vocabulary}
+        extra: dict[str, Any] = {"data": self._data}
+        if self._vocabulary is not None:
+            extra["vocabulary"] = self._vocabulary
         if self.score is not None:
             extra["scored"] = self._scored
         self._checkpoints.save(
@@ -270,6 +285,8 @@ class Run:
         settings, sizes = self._settings, self._settings.eval_sizes
         kind = {"split": settings.eval_split, "metric": self._metric}
         kind |= {name: sizes[name] for name in ("length", "stride")}
+        if settings.eval_split in self._data:
+            kind["data"] = self._data[settings.eval_split]
         if settings.eval_batches is not None:
             kind["windows"] = settings.eval_batches * sizes["batch_size"]
         return kind

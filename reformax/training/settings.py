@@ -58,6 +58,8 @@ class Settings:
       log_every: steps between lines of the record; each line has the mean since the last.
       max_minutes: minutes after which training evaluates, saves and returns, as if `steps` were
         reached. The learning rate's schedule still goes by `steps`. None: no limit.
+      allow_changed_data: whether to go on from a checkpoint of other data; a line of the record
+        then says what changed.
       config_text: returns the text of config.gin, once everything is built.
       progress: whether to print and show a bar.
 
@@ -86,6 +88,7 @@ class Settings:
     keep: int = 2
     log_every: int = 10
     max_minutes: float | None = None
+    allow_changed_data: bool = False
     config_text: Callable[[], str] | None = None
     progress: bool = True
 

@@ -55,6 +55,7 @@ class Task(NamedTuple):
     eval_batches: object
     n_targets: object
     translation: object = None
+    fingerprint: object = None
 
 
 def counting(
