@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from reformax.declared import checked
 from reformax.ops.parts.arguments import check_arguments
 from reformax.ops.parts.masks import Segments
 
@@ -145,9 +146,11 @@ class AttentionOp(NamedTuple):
 def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
     """Names the ops that `factory` makes after it, with the options that differ from its defaults.
 
-    It decorates every public function that returns an `AttentionOp`.
+    It decorates every public function that returns an `AttentionOp`, and checks the options by
+    their annotations.
     """
     signature = inspect.signature(factory)
+    factory = checked(factory)
 
     @functools.wraps(factory)
     def make(*args, **options) -> AttentionOp:

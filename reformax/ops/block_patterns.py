@@ -13,15 +13,21 @@ diagonal of any pattern.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Bool
 
+from reformax.declared import Bounds, Count, SettingError, Size, checked
+
 Mask = Bool[np.ndarray, "n_blocks_q n_blocks_k"] | Bool[np.ndarray, "N n_blocks_q n_blocks_k"]
 Pattern = Callable[[int, int], Mask]
+# A factor is a bit of a block's number.
+Factors = Annotated[int, Bounds(1, 31)]
 
 
-def butterfly(*, n_factors: int | None = None, n_global: int = 0) -> Pattern:
+@checked
+def butterfly(*, n_factors: Factors | None = None, n_global: Count = 0) -> Pattern:
     """The fixed butterfly of block-sparse FlashAttention (Dao et al. 2022, sec. 3.3).
 
     It is the flat block butterfly of Dao et al. 2021 ("Pixelated Butterfly", def. 3.4). A butterfly
@@ -37,9 +43,6 @@ def butterfly(*, n_factors: int | None = None, n_global: int = 0) -> Pattern:
     Raises:
       ValueError: n_factors below 1, or n_global below 0.
     """
-    if n_factors is not None:
-        _check(n_factors=(n_factors, 1))
-    _check(n_global=(n_global, 0))
 
     def rule(query, key):
         differs = query ^ key
@@ -50,7 +53,8 @@ def butterfly(*, n_factors: int | None = None, n_global: int = 0) -> Pattern:
     return _blockwise(rule)
 
 
-def strided(*, stride: int = 8) -> Pattern:
+@checked
+def strided(*, stride: Size = 8) -> Pattern:
     """The strided pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3), in blocks.
 
     A block sees the blocks up to `stride` away and those at a multiple of `stride` from it. This is
@@ -62,7 +66,6 @@ def strided(*, stride: int = 8) -> Pattern:
     Raises:
       ValueError: stride below 1.
     """
-    _check(stride=(stride, 1))
 
     def rule(query, key):
         distance = np.abs(query - key)
@@ -71,7 +74,8 @@ def strided(*, stride: int = 8) -> Pattern:
     return _blockwise(rule)
 
 
-def fixed(*, stride: int = 8, n_summary: int = 1) -> Pattern:
+@checked
+def fixed(*, stride: Size = 8, n_summary: Size = 1) -> Pattern:
     """The fixed pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3), in blocks.
 
     The sequence is cut into stretches of `stride` blocks. A block sees its own stretch and the last
@@ -84,9 +88,8 @@ def fixed(*, stride: int = 8, n_summary: int = 1) -> Pattern:
     Raises:
       ValueError: stride or n_summary below 1, or a summary longer than its stretch.
     """
-    _check(stride=(stride, 1), n_summary=(n_summary, 1))
     if n_summary > stride:
-        raise ValueError(f"n_summary is {n_summary}: expected at most the stride, {stride}")
+        raise SettingError(f"n_summary is {n_summary}: expected at most the stride, {stride}")
 
     def rule(query, key):
         return (query // stride == key // stride) | (key % stride >= stride - n_summary)
@@ -94,7 +97,8 @@ def fixed(*, stride: int = 8, n_summary: int = 1) -> Pattern:
     return _blockwise(rule)
 
 
-def local_global(*, n_before: int = 1, n_after: int = 1, n_global: int = 1) -> Pattern:
+@checked
+def local_global(*, n_before: Count = 1, n_after: Count = 1, n_global: Count = 1) -> Pattern:
     """A sliding window and some global blocks (Longformer, Beltagy et al. 2020, sec. 3.1).
 
     The first blocks are global: they see all and are seen by all. This is also BigBird (Zaheer et
@@ -108,7 +112,6 @@ def local_global(*, n_before: int = 1, n_after: int = 1, n_global: int = 1) -> P
     Raises:
       ValueError: a number below 0.
     """
-    _check(n_before=(n_before, 0), n_after=(n_after, 0), n_global=(n_global, 0))
 
     def rule(query, key):
         near = (key >= query - n_before) & (key <= query + n_after)
@@ -129,10 +132,3 @@ def _blockwise(rule: Callable) -> Pattern:
 
     pattern.__name__ = rule.__qualname__.partition(".")[0]  # the pattern's name in an op's repr
     return pattern
-
-
-def _check(**arguments: tuple[int, int]) -> None:
-    """Raises `ValueError` for a number below its minimum, `name=(number, minimum)`."""
-    for name, (n, least) in arguments.items():
-        if n < least:
-            raise ValueError(f"{name} is {n}: expected at least {least}")

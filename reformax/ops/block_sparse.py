@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from reformax.declared import Called, SettingError, Size, shown
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
 from reformax.ops.parts import block_lists, tiles
@@ -29,13 +30,15 @@ from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obst
 from reformax.ops.parts.masks import segment_pair
 
 BUTTERFLY = butterfly()
+BlockSize = Annotated[Size | tuple[Size, Size], Called("a number of at least 1, or two")]
+MaskOrPattern = Annotated[Any, Called("a block mask, or a function that returns one")]
 
 
 @named
 def block_sparse(
     *,
-    pattern: Pattern | Mask = BUTTERFLY,
-    block_size: int | tuple[int, int] = 128,
+    pattern: MaskOrPattern = BUTTERFLY,
+    block_size: BlockSize = 128,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention to the keys in the nonzero blocks of a mask.
@@ -56,7 +59,7 @@ def block_sparse(
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
-    block_q, block_k = _check_block_size(block_size)
+    block_q, block_k = map(int, np.broadcast_to(block_size, 2))
     given = None if callable(pattern) else _check_mask(pattern)
 
     layout_of = functools.partial(_layout, pattern if given is None else given, block_q, block_k)
@@ -82,7 +85,7 @@ def _layout(
 ) -> Layout:
     """The layout of a call."""
     shape = -(-n_queries // block_q), -(-n_keys // block_k)
-    mask = _check_mask(pattern(*shape)) if callable(pattern) else pattern
+    mask = _made_by(pattern, shape) if callable(pattern) else pattern
     if mask.shape not in (shape, (n_heads, *shape)):
         raise ValueError(
             f"pattern has shape {mask.shape}: expected {shape}, the blocks of {block_q} in "
@@ -142,19 +145,22 @@ def _step(layout_of: Callable[..., Layout], params, q, k, v, cache: KeyValues, *
     return attend_to(q, keys, values, seen <= position[:, None, None]), cache
 
 
-def _check_block_size(block_size: Any) -> tuple[int, int]:
-    sizes = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
-    if len(sizes) != 2 or not all(isinstance(n, int | np.integer) and n >= 1 for n in sizes):
-        raise ValueError(f"block_size is {block_size}: expected a number of at least 1, or two")
-    return int(sizes[0]), int(sizes[1])
+def _made_by(pattern: Pattern, shape: tuple[int, int]) -> Mask:
+    """The mask that a pattern makes for these numbers of blocks."""
+    try:
+        return _check_mask(pattern(*shape))
+    except TypeError as error:
+        raise SettingError(
+            f"pattern is {shown(pattern)}: expected a function of two numbers of blocks ({error})"
+        ) from None
 
 
 def _check_mask(mask: Any) -> Mask:
     if isinstance(mask, jax.core.Tracer):
-        raise ValueError("pattern is traced: expected an array of NumPy, known before the call")
+        raise SettingError("pattern is traced: expected an array of NumPy, known before the call")
     mask = np.asarray(mask)
     if mask.dtype != bool or mask.ndim not in (2, 3):
-        raise ValueError(
+        raise SettingError(
             f"pattern has shape {mask.shape} and dtype {mask.dtype}: expected booleans, "
             "[n_blocks_q, n_blocks_k] or [heads, n_blocks_q, n_blocks_k], or a function of the "
             "numbers of blocks that returns them"

@@ -15,9 +15,9 @@ import math
 import jax
 from jaxtyping import Array, Float
 
+from reformax.declared import Positive, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import tiles
-from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
@@ -28,9 +28,9 @@ from reformax.ops.parts.masks import segment_pair
 @named
 def flash(
     *,
-    query_block_size: int | None = None,
-    key_block_size: int | None = None,
-    scale: float | None = None,
+    query_block_size: Size | None = None,
+    key_block_size: Size | None = None,
+    scale: Positive | None = None,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention of each query to every visible key, in memory linear in the length.
@@ -50,10 +50,7 @@ def flash(
       ValueError: a size below 1, a scale that is not above 0, an unknown `impl`.
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
-    check_sizes(query_block_size=query_block_size, key_block_size=key_block_size)
     check_impl(impl, "cudnn", *KERNELS)
-    if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}: expected a number above 0, or None for 1 / sqrt(H)")
 
     sizes = query_block_size, key_block_size
     return AttentionOp(

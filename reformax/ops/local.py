@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from reformax.declared import SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import circle
-from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.orders import ChunkSizes, check_chunks
+from reformax.ops.parts.orders import ChunkCount, ChunkSizes, PadChunks
 
 
 class Settings(NamedTuple):
@@ -55,15 +55,11 @@ class Settings(NamedTuple):
 
     def check(self) -> None:
         """Raises `ValueError` for sizes out of range and options that exclude each other."""
-        check_chunks(*self.chunks)
-        check_sizes(pad_chunks=self.pad_chunks)
         check_impl(self.impl, "cudnn", *KERNELS)
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}: expected at least 1, the position itself")
         if self.wrap and self.window is not None:
-            raise ValueError(f"wrap is True and window is {self.window}: leave one out")
+            raise SettingError(f"wrap is True and window is {self.window}: leave one out")
         if self.reach > self.n_chunks_before:
-            raise ValueError(
+            raise SettingError(
                 f"window is {self.window}: expected at most "
                 f"{self.n_chunks_before * self.chunk_len + 1} with chunk_len={self.chunk_len}; "
                 f"raise n_chunks_before to {self.reach}"
@@ -73,13 +69,13 @@ class Settings(NamedTuple):
 @named
 def local(
     *,
-    chunk_len: int = 64,
-    n_chunks_before: int = 1,
-    n_chunks_after: int = 0,
-    window: int | None = None,
+    chunk_len: Size = 64,
+    n_chunks_before: ChunkCount = 1,
+    n_chunks_after: ChunkCount = 0,
+    window: Size | None = None,
     shared_qk: bool = False,
     wrap: bool = False,
-    pad_chunks: int = 1,
+    pad_chunks: PadChunks = 1,
     self_score: float | None = None,
     impl: str = "auto",
 ) -> AttentionOp:

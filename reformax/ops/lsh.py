@@ -12,20 +12,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
+from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
 from reformax.ops.parts import circle
-from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
 from reformax.ops.parts.lsh_decoding import lsh_decoding
-from reformax.ops.parts.orders import ChunkSizes, Order, check_chunks
+from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order, PadChunks
 from reformax.ops.parts.sorting import sort_by_bucket, within_buckets
+
+# Every round orders the whole sequence.
+Rounds = Annotated[int, Bounds(1, 1024)]
+Buckets = Annotated[int | Sequence[int] | str, Called("'auto', or even numbers")]
 
 
 class Settings(NamedTuple):
@@ -68,23 +72,18 @@ class Settings(NamedTuple):
     def check(self) -> None:
         """Raises `ValueError` for sizes out of range and options that exclude each other."""
         check_impl(self.impl, *KERNELS)
-        check_chunks(*self.chunks)
-        check_sizes(pad_chunks=self.pad_chunks)
         if self.wrap and self.count_once:
-            raise ValueError("wrap is True and count_once is True: set count_once=False")
-        for name, n in (("n_hashes", self.n_hashes), ("n_hashes_eval", self.n_rounds(False))):
-            if n < 1:
-                raise ValueError(f"{name} is {n}: expected at least 1")
+            raise SettingError("wrap is True and count_once is True: set count_once=False")
         factors = self.hashing.factors
         if self.strictly_causal and (self.n_chunks_before < 1 or self.n_chunks_after > 0):
-            raise ValueError(
+            raise SettingError(
                 f"strictly_causal=True with n_chunks_before={self.n_chunks_before} and "
                 f"n_chunks_after={self.n_chunks_after}: expected at least 1 and 0"
             )
         if self.wrap and self.strictly_causal:
-            raise ValueError("wrap is True and strictly_causal is True: leave one out")
+            raise SettingError("wrap is True and strictly_causal is True: leave one out")
         if self.rotations is not None and factors is None:
-            raise ValueError(
+            raise SettingError(
                 "rotations are given and n_buckets is 'auto': give the number of buckets"
             )
 
@@ -92,16 +91,16 @@ class Settings(NamedTuple):
 @named
 def lsh(
     *,
-    chunk_len: int = 64,
-    n_hashes: int = 4,
-    n_hashes_eval: int | None = None,
-    n_buckets: int | Sequence[int] | str = "auto",
-    n_chunks_before: int = 1,
-    n_chunks_after: int = 0,
+    chunk_len: Size = 64,
+    n_hashes: Rounds = 4,
+    n_hashes_eval: Rounds | None = None,
+    n_buckets: Buckets = "auto",
+    n_chunks_before: ChunkCount = 1,
+    n_chunks_after: ChunkCount = 0,
     count_once: bool = True,
     strictly_causal: bool = False,
     wrap: bool = False,
-    pad_chunks: int = 1,
+    pad_chunks: PadChunks = 1,
     self_score: float | None = None,
     rotations: Float[ArrayLike, "N H R F"] | None = None,
     impl: str = "auto",

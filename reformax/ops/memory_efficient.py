@@ -15,14 +15,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import tiles
-from reformax.ops.parts.arguments import check_sizes
 from reformax.ops.parts.block_lists import MIN_TILE, Layout
 from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
@@ -32,8 +33,8 @@ from reformax.ops.parts.softmax import Softmax
 @named
 def memory_efficient(
     *,
-    query_chunk_size: int | str = 1024,
-    key_chunk_size: int | str = 4096,
+    query_chunk_size: Size | Literal["sqrt"] = 1024,
+    key_chunk_size: Size | Literal["sqrt"] = 4096,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention of each query to every visible key, one chunk of logits at a time.
@@ -56,7 +57,6 @@ def memory_efficient(
       NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
-    check_sizes("sqrt", query_chunk_size=query_chunk_size, key_chunk_size=key_chunk_size)
 
     sizes = query_chunk_size, key_chunk_size
     return AttentionOp(

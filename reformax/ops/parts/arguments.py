@@ -103,13 +103,3 @@ def _check_bias(op: AttentionOp, bias, full: tuple[int, int, int, int]) -> None:
             f"bias has shape {bias.shape}: expected [batch, heads, queries, keys], {full}, "
             "each or 1"
         )
-
-
-def check_sizes(*others: str, **sizes: int | str | None) -> None:
-    """Raises `ValueError` for a size that is neither 1 or more, nor None, nor one of `others`."""
-    also = "".join(f", or {other!r}" for other in others)
-    for name, size in sizes.items():
-        if size is None or size in others:
-            continue
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} is {size!r}: expected at least 1{also}")

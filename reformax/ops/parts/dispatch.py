@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from reformax.declared import SettingError, shown
+
 
 class Implementation(NamedTuple):
     """The machine that an implementation needs.
@@ -38,11 +40,11 @@ MAX_HEAD_SIZE = 128
 
 
 def check_impl(impl: str, *others: str) -> None:
-    """Raises `ValueError` unless `impl` is "auto", "xla" or one of `others`."""
+    """Raises `SettingError` unless `impl` is "auto", "xla" or one of `others`."""
     known = ("auto", "xla", *others)
     if impl not in known:
         names = ", ".join(repr(name) for name in known[:-1])
-        raise ValueError(f"impl is {impl!r}: expected {names} or {known[-1]!r}")
+        raise SettingError(f"impl is {shown(impl)}: expected {names} or {known[-1]!r}")
 
 
 def choose(impl: str, **obstacles: str | None) -> str:

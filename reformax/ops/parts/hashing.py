@@ -17,20 +17,25 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
+from reformax.declared import SettingError, shown
+
 MAX_BUCKETS_UNFACTORED = 128
+# Each factor has half as many random directions, in memory for every head and round.
+MAX_FACTOR = 2**16
 
 
 def bucket_factors(n_buckets: int | Sequence[int]) -> tuple[int, ...]:
-    """The even factors of `n_buckets`; `ValueError` if it has none."""
+    """The even factors of `n_buckets`; `SettingError` if it has none."""
     try:
         sizes = n_buckets if isinstance(n_buckets, Sequence) else (n_buckets,)
         factors = tuple(operator.index(size) for size in sizes)
     except TypeError:
         factors = ()
-    if not factors or any(f < 2 or f % 2 for f in factors) or math.prod(factors) >= 2**31:
-        raise ValueError(
-            f"n_buckets is {n_buckets!r}: expected 'auto', or even numbers of 2 or more with a "
-            "product below 2**31"
+    wrong = any(f < 2 or f % 2 or f > MAX_FACTOR for f in factors)
+    if not factors or wrong or math.prod(factors) >= 2**31:
+        raise SettingError(
+            f"n_buckets is {shown(n_buckets)}: expected 'auto', or even numbers from 2 to "
+            f"{MAX_FACTOR:,} with a product below 2**31"
         )
     return factors
 

@@ -5,10 +5,16 @@ A *position* is an index into the sequence, a *place* one into an order of it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+
+from reformax.declared import Bounds
+
+# The chunks that a query sees are read together.
+ChunkCount = Annotated[int, Bounds(0, 4096)]
+PadChunks = Annotated[int, Bounds(1, 4096)]
 
 
 class ChunkSizes(NamedTuple):
@@ -90,12 +96,3 @@ def inverse(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
     return jnp.put_along_axis(
         places, order, place, axis=-1, inplace=False, mode="promise_in_bounds"
     )
-
-
-def check_chunks(chunk_len: int, n_chunks_before: int, n_chunks_after: int) -> None:
-    """Raises `ValueError` for chunk sizes out of range."""
-    if chunk_len < 1:
-        raise ValueError(f"chunk_len is {chunk_len}: expected at least 1")
-    for name, n in (("n_chunks_before", n_chunks_before), ("n_chunks_after", n_chunks_after)):
-        if n < 0:
-            raise ValueError(f"{name} is {n}: expected 0 or more")
