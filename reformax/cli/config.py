@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import gin
 
 from reformax.cli import gin_text, messages
+from reformax.declared import SettingError
 
 
-class ConfigError(ValueError):
+class ConfigError(SettingError):
     """The config is wrong. One line gives the wrong name and the nearest right ones."""
 
 

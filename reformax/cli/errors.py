@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from reformax.cli import messages
 from reformax.cli.flags import TRACEBACK
+from reformax.declared import SettingError
 
 # Errors that the user can mend. All others are faults of the program.
 MENDABLE = (ValueError, OSError, NotImplementedError, FloatingPointError, ImportError)
@@ -28,9 +29,7 @@ def exit_code(main: Callable[[], int]) -> int:
         if line is None or TRACEBACK in sys.argv:
             raise
         print(f"error: {line}", file=sys.stderr)
-        from reformax.cli.config import ConfigError  # gin: only where there is an error
-
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, SettingError) else 1
 
 
 def one_line(error: Exception) -> str | None:

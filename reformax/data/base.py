@@ -16,7 +16,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
+from reformax.declared import SettingError
+
 SPLITS = ("train", "valid", "test")
+# Tokens of a held-out split that is drawn, not read.
+MOST_HELD_OUT = 2**27
 
 
 # The first ids of every vocabulary of sentences. 0 also stands before the first token.
@@ -239,6 +243,15 @@ def check_split(name: str, split: str, splits: tuple[str, ...]) -> None:
     """Raises ValueError if the task `name` has no such split."""
     if split not in splits:
         raise ValueError(f"split={split!r} must be one of {', '.join(splits)} (task {name})")
+
+
+def check_held_out(n_examples: int, length: int) -> None:
+    """Raises `SettingError` for held-out examples, drawn together, of too many tokens."""
+    if n_examples * length > MOST_HELD_OUT:
+        raise SettingError(
+            f"n_eval is {n_examples}: expected at most {MOST_HELD_OUT // length:,} examples of "
+            f"{length:,} tokens, which are drawn together"
+        )
 
 
 def check_sizes(**sizes: int) -> None:

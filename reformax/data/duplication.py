@@ -14,15 +14,18 @@ import numpy as np
 from reformax.data.base import (
     Batch,
     Task,
+    check_held_out,
     check_sizes,
     check_split,
     full_batch,
     generator,
     philox,
 )
+from reformax.declared import SettingError, Size, VocabSize, checked
 
 
-def duplication(length: int = 1024, vocab_size: int = 128, n_eval: int = 512) -> Task:
+@checked
+def duplication(length: Size = 1024, vocab_size: VocabSize = 128, n_eval: Size = 512) -> Task:
     """Predict the second w of 0w0w; the loss counts nowhere else.
 
     Every step draws new training examples. 'valid' and 'test' are `n_eval` fixed examples each,
@@ -38,11 +41,9 @@ def duplication(length: int = 1024, vocab_size: int = 128, n_eval: int = 512) ->
       ValueError: length is odd or below 4, vocab_size below 2 or n_eval below 1. The task's
         functions raise it for another length or stride, and for the endless split 'train'.
     """
-    check_sizes(n_eval=n_eval)
     if length < 4 or length % 2:
-        raise ValueError(f"length={length} must be even and at least 4, for 0w0w")
-    if vocab_size < 2:
-        raise ValueError(f"vocab_size={vocab_size} must be at least 2, for 0 and the symbols of w")
+        raise SettingError(f"length={length} must be even and at least 4, for 0w0w")
+    check_held_out(n_eval, length)
     word_len = length // 2 - 1
     held_out = ("valid", "test")
 

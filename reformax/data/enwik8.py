@@ -11,11 +11,13 @@ from pathlib import Path
 
 from reformax.data import files
 from reformax.data.base import Task, byte_language_model, split_bytes
+from reformax.declared import PathName, checked
 
 N_BYTES = 100_000_000
 
 
-def enwik8(data_dir: str | None = None) -> Task:
+@checked
+def enwik8(data_dir: PathName | None = None) -> Task:
     """The byte language model of enwik8: 90M bytes to train on, 5M to choose by, 5M to report.
 
     Args:

@@ -17,12 +17,14 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
+from reformax.declared import user_path
+
 _DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
 
 
 def existing(data_dir: str | os.PathLike) -> Path:
     """The path with '~' expanded; raises `FileNotFoundError` if it does not exist."""
-    path = Path(data_dir).expanduser()
+    path = user_path("data_dir", data_dir)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: set data_dir to a file or folder of text")
     return path

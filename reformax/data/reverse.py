@@ -7,6 +7,7 @@ at distances up to the length, can learn that.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import numpy as np
 
@@ -18,15 +19,20 @@ from reformax.data.base import (
     SentencePairs,
     Task,
     Translation,
+    check_held_out,
     check_sizes,
     check_split,
     generator,
     philox,
 )
 from reformax.data.vocabulary import Numbers
+from reformax.declared import LARGEST, Bounds, Size, checked
+
+Symbols = Annotated[int, Bounds(UNKNOWN + 2, LARGEST)]
 
 
-def reverse(max_symbols: int = 15, vocab_size: int = 32, n_eval: int = 512) -> Task:
+@checked
+def reverse(max_symbols: Size = 15, vocab_size: Symbols = 32, n_eval: Size = 512) -> Task:
     """The pairs (w, w reversed) of random words of 1 to `max_symbols` symbols, one pair a row.
 
     Every step draws new training pairs. 'valid' and 'test' are `n_eval` fixed pairs each, drawn by
@@ -42,9 +48,7 @@ def reverse(max_symbols: int = 15, vocab_size: int = 32, n_eval: int = 512) -> T
       ValueError: max_symbols or n_eval below 1, vocab_size below 4. The task's functions raise it
         for a length that is too short, another stride, and the endless split 'train'.
     """
-    check_sizes(max_symbols=max_symbols, n_eval=n_eval)
-    if vocab_size < UNKNOWN + 2:
-        raise ValueError(f"vocab_size={vocab_size} must be at least {UNKNOWN + 2}, for one symbol")
+    check_held_out(n_eval, max_symbols)
     held_out = SPLITS[1:]
 
     def pairs(rng: np.random.Generator, n: int, length: int) -> SentencePairs:

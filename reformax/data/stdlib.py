@@ -6,13 +6,15 @@ import sysconfig
 from pathlib import Path
 
 from reformax.data import files
-from reformax.data.base import Task, byte_language_model, check_sizes, split_bytes
+from reformax.data.base import Task, byte_language_model, split_bytes
+from reformax.declared import SettingError, Size, checked
 
 # Installed packages, and compiled files.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def stdlib(max_bytes: int | None = None) -> Task:
+@checked
+def stdlib(max_bytes: Size | None = None) -> Task:
     """A byte language model of all .py files of the standard library, split 90/5/5 by bytes.
 
     The files are joined in the order of their relative paths ('__future__.py' to
@@ -47,9 +49,8 @@ def stdlib(max_bytes: int | None = None) -> Task:
         )
     splits = split_bytes(files.as_array(files.join(p.read_bytes() for p in paths)), str(folder))
     if max_bytes is not None:
-        check_sizes(max_bytes=max_bytes)
         whole = sum(map(len, splits.values()))
         splits = {s: part[: len(part) * max_bytes // whole] for s, part in splits.items()}
         if not all(map(len, splits.values())):
-            raise ValueError(f"max_bytes={max_bytes} leaves a split empty: use 100 or more")
+            raise SettingError(f"max_bytes={max_bytes} leaves a split empty: use 100 or more")
     return byte_language_model("stdlib", splits)

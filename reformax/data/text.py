@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from reformax.data import files
 from reformax.data.base import Task, byte_language_model, split_bytes
+from reformax.declared import Bounds, Name, PathName, checked
+
+Offset = Annotated[int, Bounds(0, 2**16 - 1)]
 
 
-def text(data_dir: str, pattern: str = "*", offset: int = 0) -> Task:
+@checked
+def text(data_dir: PathName, pattern: Name = "*", offset: Offset = 0) -> Task:
     """A byte language model of your own text, split 90/5/5 by bytes.
 
     Args:

@@ -9,21 +9,23 @@ from pathlib import Path
 from reformax.data import files
 from reformax.data.base import SPLITS, Task
 from reformax.data.sentence_pairs import sentence_pairs
-from reformax.data.vocabulary import SentencePieces
+from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
+from reformax.declared import Name, PathName, SettingError, checked
 
 _ENDINGS = ("", ".gz", ".xz", ".zip")
 
 
+@checked
 def text_pairs(
-    data_dir: str,
-    source: str = "en",
-    target: str = "de",
-    train: str = "train.{language}",
-    valid: str = "val*.{language}",
-    test: str = "test*.{language}",
-    vocab_size: int = 8000,
-    model_type: str = "unigram",
-    character_coverage: float = 1.0,
+    data_dir: PathName,
+    source: Name = "en",
+    target: Name = "de",
+    train: Name = "train.{language}",
+    valid: Name = "val*.{language}",
+    test: Name = "test*.{language}",
+    vocab_size: Pieces = 8000,
+    model_type: ModelType = "unigram",
+    character_coverage: Coverage = 1.0,
 ) -> Task:
     """Translation from one language of a folder into another, line by line.
 
@@ -54,7 +56,7 @@ def text_pairs(
     patterns = dict(zip(SPLITS, (train, valid, test), strict=True))
     for split, pattern in patterns.items():
         if "{language}" not in pattern:
-            raise ValueError(
+            raise SettingError(
                 f"{split}={pattern!r} must have {{language}} in it: train.{{language}}"
             )
 

@@ -12,11 +12,17 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
 from reformax.data.base import EOS, PAD, UNKNOWN
+from reformax.declared import LARGEST, Bounds
 
 FILE = "vocabulary.model"
 MODEL_TYPES = ("unigram", "bpe", "char", "word")
+# The settings of a factory that learns one.
+Pieces = Annotated[int, Bounds(UNKNOWN + 2, LARGEST)]
+ModelType = Literal["unigram", "bpe", "char", "word"]
+Coverage = Annotated[float, Bounds(above=0, most=1, name="a number above 0 and at most 1")]
 # The unigram trainer sums over threads. Their number decides the last bits, so it is fixed.
 _THREADS = 16
 

@@ -11,22 +11,24 @@ from pathlib import Path
 
 from reformax.data.base import SPLITS, Task
 from reformax.data.sentence_pairs import sentence_pairs
-from reformax.data.vocabulary import SentencePieces
+from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
+from reformax.declared import Name, PathName, SettingError, Size, checked, user_path
 
 URL = "https://www.statmt.org/{year}/"
 _TFDS_SPLITS = dict(zip(SPLITS, ("train", "validation", "test"), strict=True))
 _BLOCK = 10_000  # examples read together
 
 
+@checked
 def wmt(
-    data_dir: str | None = None,
-    dataset: str = "wmt14_translate/de-en",
-    source: str = "en",
-    target: str = "de",
-    vocab_size: int = 32_000,
-    model_type: str = "unigram",
-    character_coverage: float = 0.9995,
-    max_sentences: int = 2_000_000,
+    data_dir: PathName | None = None,
+    dataset: Name = "wmt14_translate/de-en",
+    source: Name = "en",
+    target: Name = "de",
+    vocab_size: Pieces = 32_000,
+    model_type: ModelType = "unigram",
+    character_coverage: Coverage = 0.9995,
+    max_sentences: Size = 2_000_000,
 ) -> Task:
     """Translation between the two languages of a WMT dataset of tensorflow-datasets.
 
@@ -47,11 +49,11 @@ def wmt(
       OSError: a split could not be downloaded, prepared or read; raised when it is read.
     """
     if sorted(dataset.partition("/")[2].split("-")) != sorted((source, target)):
-        raise ValueError(
+        raise SettingError(
             f"dataset={dataset!r} is not of source={source!r} and target={target!r}: set "
             "dataset='wmt14_translate/de-en' or the languages"
         )
-    if data_dir is not None and not Path(data_dir).expanduser().is_dir():
+    if data_dir is not None and not user_path("data_dir", data_dir).is_dir():
         raise FileNotFoundError(
             f"data_dir={data_dir} is no folder: give the one where tensorflow-datasets keeps "
             f"{dataset}, or leave data_dir out"

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from reformax.declared import Called, Rate, Size, check_fields
 from reformax.layers._trax import Layer
-from reformax.layers.dropout import check_mode, check_rate, dropout, rate_in
+from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.positions import rotary
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.parts.arguments import check_arguments
@@ -21,6 +22,9 @@ from reformax.ops.parts.cache import take_rows
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
+
+
+Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
 
 
 class QKV(NamedTuple):
@@ -64,34 +68,26 @@ class MultiHead(Layer):
         for evaluation.
     """
 
-    op: AttentionOp
-    n_heads: int = 2
-    d_qk: int = 64
-    d_v: int = 64
+    op: Op
+    n_heads: Size = 2
+    d_qk: Size = 64
+    d_v: Size = 64
     _: dataclasses.KW_ONLY
     masked: bool = False
     bias: bool = False
     output_bias: bool = False
-    attention_dropout: float = 0.0
-    output_dropout: float = 0.0
-    mode: str = "train"
+    attention_dropout: Rate = 0.0
+    output_dropout: Rate = 0.0
+    mode: Literal["train", "eval"] = "train"
 
     n_sequences = 1  # `CrossAttention` reads two
     causal = False  # an argument of `Attention`
 
     def __post_init__(self):
         super().__init__(n_in=self.n_sequences * (2 if self.masked else 1))
-        for name in ("n_heads", "d_qk", "d_v"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected at least 1")
-        if not isinstance(self.op, AttentionOp):
-            raise ValueError(f"op is {self.op!r}: expected an AttentionOp, such as lsh.lsh()")
-        check_mode(self.mode)
-        self._weights_rate = self._rate_of("attention_dropout")
-        self._output_rate = self._rate_of("output_dropout")
-
-    def _rate_of(self, name: str) -> float:
-        return rate_in(self.mode, check_rate(name, getattr(self, name)))
+        check_fields(self)
+        self._weights_rate = rate_in(self.mode, self.attention_dropout)
+        self._output_rate = rate_in(self.mode, self.output_dropout)
 
     def init_params(self, rng, shape, *shapes):
         *_, length, d_model = shape

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from reformax.declared import Rate, check_all, hints_of
 from reformax.layers._trax import Layer
 from reformax.ops.parts.dropout import dropout_bits, seed_words
 
@@ -67,38 +69,30 @@ def check_rng(rng: PRNGKeyArray | None, rate: float) -> PRNGKeyArray:
     return rng
 
 
-def check_rate(name: str, rate: float) -> float:
-    """`rate`, or a `ValueError` that names it."""
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"{name} is {rate}: expected a rate in [0, 1)")
-    return rate
-
-
 def rate_in(mode: str, rate: float) -> float:
     """`rate` in training, 0 at evaluation."""
     return rate if mode == "train" else 0.0
 
 
-def check_mode(mode: str) -> str:
-    """`mode`, or a `ValueError` that names it."""
-    if mode not in ("train", "eval"):
-        raise ValueError(f"mode is {mode!r}: expected 'train' or 'eval'")
-    return mode
-
-
 class Dropout(Layer):
     """`dropout` in training, the identity at evaluation. Takes and returns any shape."""
 
-    def __init__(self, rate: float = 0.0, shared_axes: Sequence[int] = (), mode: str = "train"):
+    def __init__(
+        self,
+        rate: Rate = 0.0,
+        shared_axes: Sequence[int] = (),
+        mode: Literal["train", "eval"] = "train",
+    ):
         """Args:
         rate: the probability of a zero.
         shared_axes: axes along which one mask serves all positions.
         mode: "train" or "eval".
         """
         super().__init__()
-        self._rate = check_rate("rate", rate)
+        check_all(hints_of(Dropout), locals())
+        self._rate = rate
         self._shared_axes = tuple(shared_axes)
-        self._mode = check_mode(mode)
+        self._mode = mode
 
     def apply(self, params, x, rng=None):
         return dropout(x, rate_in(self._mode, self._rate), rng, self._shared_axes)

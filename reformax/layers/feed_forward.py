@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.declared import Count, Rate, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
-from reformax.layers.dropout import check_mode, check_rate, check_rng, dropout, rate_in
+from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.dropout import seed_words
 
@@ -50,12 +52,12 @@ class FeedForward(Layer):
 
     def __init__(
         self,
-        d_ff: int,
-        dropout: float = 0.0,
-        hidden_dropout: float = 0.0,
+        d_ff: Size,
+        dropout: Rate = 0.0,
+        hidden_dropout: Rate = 0.0,
         activation: Callable[[Array], Array] = jax.nn.gelu,
-        chunk_size: int = 0,
-        mode: str = "train",
+        chunk_size: Count = 0,
+        mode: Literal["train", "eval"] = "train",
         impl: str = "auto",
     ):
         """Args:
@@ -72,22 +74,19 @@ class FeedForward(Layer):
           float16.
         """
         super().__init__()
+        check_all(hints_of(FeedForward), locals())
         check_impl(impl, *KERNELS)
         if impl in KERNELS and activation not in IN_KERNELS:
-            raise ValueError(
+            raise SettingError(
                 f"impl is {impl!r} and activation {activation}: expected jax.nn.gelu or "
                 "jax.nn.relu, or impl='auto'"
             )
-        if d_ff < 1:
-            raise ValueError(f"d_ff is {d_ff}: expected at least 1")
-        if chunk_size < 0:
-            raise ValueError(f"chunk_size is {chunk_size}: expected 0 (no chunks) or more")
         self._d_ff = d_ff
-        self._dropout = check_rate("dropout", dropout)
-        self._hidden_dropout = check_rate("hidden_dropout", hidden_dropout)
+        self._dropout = dropout
+        self._hidden_dropout = hidden_dropout
         self._activation = activation
         self._chunk_size = chunk_size
-        self._mode = check_mode(mode)
+        self._mode = mode
         self._impl = impl
 
     def init_params(self, rng, shape):

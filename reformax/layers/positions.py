@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.declared import SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
 
 # The standard deviation of fresh embeddings: more than one layer adds to the stream, so that the
@@ -28,24 +29,23 @@ class AxialPositionalEncoding(Layer):
     positions apart. `[B, T, D] -> [B, T, D]`. Weights: one `[shape_i, d_i]` per axis.
     """
 
-    def __init__(self, shape: Sequence[int], d_embs: Sequence[int]):
+    def __init__(self, shape: Sequence[Size], d_embs: Sequence[Size]):
         """Args:
         shape: the grid; its product is the largest length.
         d_embs: the features of each axis; they add up to D.
         """
         super().__init__()
         if not shape or len(shape) != len(d_embs):
-            raise ValueError(
+            raise SettingError(
                 f"shape {tuple(shape)} and d_embs {tuple(d_embs)}: expected as many sizes as axes"
             )
-        if min(shape) < 1 or min(d_embs) < 1:
-            raise ValueError(f"shape {tuple(shape)}, d_embs {tuple(d_embs)}: expected 1 or more")
+        check_all(hints_of(AxialPositionalEncoding), locals())
         self._shape = tuple(shape)
         self._d_embs = tuple(d_embs)
 
     def init_params(self, rng, shape):
         if shape[-1] != sum(self._d_embs):
-            raise ValueError(
+            raise SettingError(
                 f"d_embs {self._d_embs} add up to {sum(self._d_embs)}: expected {shape[-1]}"
             )
         rngs = jax.random.split(rng, len(self._shape))
@@ -70,7 +70,7 @@ class AxialPositionalEncoding(Layer):
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         length = x.shape[1]
         if length > self.max_length:
-            raise ValueError(
+            raise SettingError(
                 f"axial positions of shape {self._shape} hold {self.max_length} positions, not "
                 f"{length}: enlarge the shape or shorten the sequence"
             )

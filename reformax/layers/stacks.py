@@ -11,19 +11,20 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.declared import Depth, NonNegative, SettingError, check_fields
 from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention, MultiHead
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import LayerNorm
 
-DTYPES = ("float32", "bfloat16", "float16")
+Dtype = Literal["float32", "bfloat16", "float16"]
 # The sublayers of a block, and the number that makes the rng of each.
 SUBLAYERS = {"attention": 0, "feed_forward": 1, "cross_attention": 2}
 
@@ -70,11 +71,11 @@ class BlockStack(Layer):
     """
 
     blocks: Sequence[Block]
-    n_layers: int
+    n_layers: Depth
     _: dataclasses.KW_ONLY
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     masked: bool = False
-    norm_epsilon: float = 1e-6
+    norm_epsilon: NonNegative = 1e-6
     scan_layers: bool = True
 
     n_streams = 1
@@ -82,13 +83,12 @@ class BlockStack(Layer):
 
     def __post_init__(self):
         self.blocks = tuple(Block(*block) for block in self.blocks)
-        if not self.blocks or self.n_layers < 1 or self.n_layers % len(self.blocks):
-            raise ValueError(
+        check_fields(self)
+        if not self.blocks or self.n_layers % len(self.blocks):
+            raise SettingError(
                 f"n_layers is {self.n_layers}: expected a multiple of the {len(self.blocks)} "
                 "blocks of the cycle"
             )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(DTYPES)}")
         crossing = {block.cross_attention is not None for block in self.blocks}
         if len(crossing) > 1:
             raise ValueError("some blocks have cross_attention and some none: give all or none one")

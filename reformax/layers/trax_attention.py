@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.declared import Rate, check
 from reformax.layers._trax import Layer
 from reformax.layers.attention import QKV, Attention
-from reformax.layers.dropout import check_rate, dropout
+from reformax.layers.dropout import dropout
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
 from reformax.ops.parts import hashing, sorting
@@ -105,7 +106,7 @@ class TraxAttention(Layer):
                 f"n_parallel_heads is {n_parallel}: expected a multiple or a divisor of "
                 f"n_heads={n_heads}, or None"
             )
-        check_rate("output_dropout", self.output_dropout)
+        check("output_dropout", self.output_dropout, Rate)
         op = self._op()
         self._attention = Attention(
             op,

@@ -9,11 +9,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 from jaxtyping import Array
 
+from reformax.declared import (
+    Called,
+    Count,
+    NonNegative,
+    Rate,
+    SettingError,
+    Size,
+    check_fields,
+    shown,
+)
 from reformax.layers import (
     Attention,
     AxialPositionalEncoding,
@@ -25,12 +35,16 @@ from reformax.layers import (
     ReversibleStack,
     SinusoidalPositionalEncoding,
 )
-from reformax.layers.dropout import check_rate, rate_in
-from reformax.layers.stacks import BlockStack
+from reformax.layers.dropout import rate_in
+from reformax.layers.stacks import BlockStack, Dtype
 from reformax.ops.base import AttentionOp
 
-AttentionType = AttentionOp | Sequence[AttentionOp]
+AttentionType = Annotated[
+    AttentionOp | Sequence[AttentionOp],
+    Called("an AttentionOp, such as lsh.lsh(), or a cycle of them"),
+]
 Activation = Callable[[Array], Array] | str
+PosType = Literal["rotary", "axial", "sinusoidal", "none"]
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -66,32 +80,31 @@ class Model(Layer):
       mode: "train" or "eval".
     """
 
-    d_model: int = 512
-    d_ff: int = 2048
-    n_heads: int = 8
-    d_attention_key: int | None = None
-    d_attention_value: int | None = None
-    dropout: float = 0.1
-    ff_dropout: float | None = None
-    attention_dropout: float = 0.0
+    d_model: Size = 512
+    d_ff: Size = 2048
+    n_heads: Size = 8
+    d_attention_key: Size | None = None
+    d_attention_value: Size | None = None
+    dropout: Rate = 0.1
+    ff_dropout: Rate | None = None
+    attention_dropout: Rate = 0.0
     attention_bias: bool = False
-    pos_type: str = "rotary"
-    pos_axial_shape: Sequence[int] = ()
-    pos_d_axial_embs: Sequence[int] = ()
+    pos_type: PosType = "rotary"
+    pos_axial_shape: Sequence[Size] = ()
+    pos_d_axial_embs: Sequence[Size] = ()
     ff_activation: Activation = jax.nn.gelu
-    ff_chunk_size: int = 0
-    norm_epsilon: float = 1e-6
+    ff_chunk_size: Count = 0
+    norm_epsilon: NonNegative = 1e-6
     scan_layers: bool = True
-    dtype: str = "float32"
-    mode: str = "train"
+    dtype: Dtype = "float32"
+    mode: Literal["train", "eval"] = "train"
 
     n_inputs = 1  # arrays of tokens that the model reads
 
     def __post_init__(self):
         super().__init__(n_in=self.n_inputs)
-        if self.d_model < 1:
-            raise ValueError(f"d_model is {self.d_model}: expected at least 1")
-        self._dropout_rate = rate_in(self.mode, check_rate("dropout", self.dropout))
+        check_fields(self)
+        self._dropout_rate = rate_in(self.mode, self.dropout)
         self._positions = self._added_positions()
 
     @property
@@ -101,12 +114,8 @@ class Model(Layer):
 
     def _added_positions(self) -> Layer | None:
         """The encoding that is added to the embeddings, if any; rotary positions are not added."""
-        if self.pos_type not in ("rotary", "axial", "sinusoidal", "none"):
-            raise ValueError(
-                f"pos_type is {self.pos_type!r}: expected 'rotary', 'axial', 'sinusoidal' or 'none'"
-            )
         if (self.pos_type == "axial") != bool(self.pos_axial_shape or self.pos_d_axial_embs):
-            raise ValueError(
+            raise SettingError(
                 f"pos_type is {self.pos_type!r}, pos_axial_shape {tuple(self.pos_axial_shape)}: "
                 "pos_type='axial' and the axial arguments go together"
             )
@@ -133,11 +142,6 @@ class Model(Layer):
         """
         cycle = getattr(self, argument)
         cycle = [cycle] if isinstance(cycle, AttentionOp) else cycle
-        if isinstance(cycle, str) or not all(isinstance(op, AttentionOp) for op in cycle):
-            raise ValueError(
-                f"{argument} is {cycle!r}: expected an AttentionOp, such as lsh.lsh(), or a cycle "
-                "of them"
-            )
         options = self._attention_options()
         rotary = self.pos_type == "rotary"
         return [
@@ -164,24 +168,18 @@ class Model(Layer):
     def _head_size(self, size: int | None) -> int:
         if size is not None:
             return size
-        if self.n_heads < 1 or self.d_model % self.n_heads:
-            raise ValueError(
+        if self.d_model % self.n_heads:
+            raise SettingError(
                 f"d_model is {self.d_model}: expected a multiple of n_heads, {self.n_heads}"
             )
         return self.d_model // self.n_heads
 
     def _feed_forward(self) -> FeedForward:
-        activation = self.ff_activation
-        if isinstance(activation, str) and activation not in ACTIVATIONS:
-            raise ValueError(
-                f"ff_activation is {activation!r}: expected one of {', '.join(ACTIVATIONS)}, or a "
-                "function"
-            )
         return FeedForward(
             self.d_ff,
             self.dropout,
             self.dropout if self.ff_dropout is None else self.ff_dropout,
-            ACTIVATIONS.get(activation, activation),
+            _activation(self.ff_activation),
             self.ff_chunk_size,
             self.mode,
         )
@@ -220,10 +218,20 @@ class Reversible:
         return ReversibleStack(blocks, n_layers, **options, **self._stack_options())
 
 
-def check_vocab_size(name: str, size: int | None) -> None:
-    """Raises a `ValueError` that names the argument, if a vocabulary is missing or too small."""
-    if size is None or size < 2:
-        raise ValueError(f"{name} is {size}: expected at least 2")
+def _activation(given: Activation) -> Callable[[Array], Array]:
+    """The function of a name; `SettingError` for one that maps no array to one of its shape."""
+    function = ACTIVATIONS.get(given) if isinstance(given, str) else given
+    x = jax.ShapeDtypeStruct((2, 4), "float32")
+    try:
+        fits = jax.eval_shape(function, x).shape == x.shape
+    except Exception:  # whatever another function makes of an array
+        fits = False
+    if not fits:
+        raise SettingError(
+            f"ff_activation is {shown(given)}: expected one of {', '.join(ACTIVATIONS)}, or a "
+            "function of an array"
+        )
+    return function
 
 
 def check_capacity(capacity: int, max_length: int | None) -> None:

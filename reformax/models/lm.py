@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.declared import Depth, Size, VocabSize
 from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
@@ -23,7 +24,6 @@ from reformax.models.base import (
     Residual,
     Reversible,
     check_capacity,
-    check_vocab_size,
 )
 from reformax.models.logits import logits_product
 from reformax.ops import dense, local, lsh
@@ -51,15 +51,14 @@ class LanguageModel(Model):
       attention_type: an algorithm, or a cycle of them over the layers.
     """
 
-    vocab_size: int = dataclasses.field(kw_only=False)
-    n_layers: int = 6
+    vocab_size: VocabSize = dataclasses.field(kw_only=False)
+    n_layers: Depth = 6
     attention_type: AttentionType
-    d_attention_key: int | None = 64
-    d_attention_value: int | None = 64
+    d_attention_key: Size | None = 64
+    d_attention_value: Size | None = 64
 
     def __post_init__(self):
         super().__post_init__()
-        check_vocab_size("vocab_size", self.vocab_size)
         self._layers = self._stack(self._blocks("attention_type"), self.n_layers)
         # The gradient of a mean over many targets underflows in float16: features are float32.
         narrow = self.dtype == "float16"

@@ -12,28 +12,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.declared import Called, Depth, Rate, VocabSize
 from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.models.base import (
     Activation,
     AttentionType,
     Model,
+    PosType,
     Residual,
     Reversible,
     check_capacity,
-    check_vocab_size,
 )
 from reformax.models.logits import logits_product
 from reformax.models.packing import segment_positions, shift_right, token_segments
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
 from reformax.ops.parts.cache import take_rows
+
+CrossAttentionType = Annotated[AttentionOp, Called("an AttentionOp, such as dense.dense()")]
 
 
 class Decoding(NamedTuple):
@@ -77,30 +80,23 @@ class EncoderDecoder(Model):
         `cross`.
     """
 
-    input_vocab_size: int = dataclasses.field(kw_only=False)
-    output_vocab_size: int | None = dataclasses.field(default=None, kw_only=False)
-    n_encoder_layers: int = 6
-    n_decoder_layers: int = 6
+    input_vocab_size: VocabSize = dataclasses.field(kw_only=False)
+    output_vocab_size: VocabSize | None = dataclasses.field(default=None, kw_only=False)
+    n_encoder_layers: Depth = 6
+    n_decoder_layers: Depth = 6
     encoder_attention_type: AttentionType = dense.dense()
     decoder_attention_type: AttentionType = dense.dense()
-    cross_attention_type: AttentionOp = dense.dense()
+    cross_attention_type: CrossAttentionType = dense.dense()
     ff_activation: Activation = "relu"
-    ff_dropout: float | None = 0.0
-    pos_type: str = "sinusoidal"
+    ff_dropout: Rate | None = 0.0
+    pos_type: PosType = "sinusoidal"
 
     n_inputs = 2
     final_norm = True  # whether a norm follows either stack
 
     def __post_init__(self):
         super().__post_init__()
-        check_vocab_size("input_vocab_size", self.input_vocab_size)
-        if self.output_vocab_size is not None:
-            check_vocab_size("output_vocab_size", self.output_vocab_size)
         cross = self.cross_attention_type
-        if not isinstance(cross, AttentionOp):
-            raise ValueError(
-                f"cross_attention_type is {cross!r}: expected an AttentionOp, such as dense.dense()"
-            )
         encoder = self._blocks("encoder_attention_type", causal=False)
         decoder = self._blocks("decoder_attention_type", cross=cross)
         self._stacks = {

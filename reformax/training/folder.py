@@ -8,10 +8,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from reformax.declared import user_path
+
 
 def make_output_dir(path: str | os.PathLike) -> Path:
     """Makes the folder if need be; raises OSError in one line if nothing can be written there."""
-    folder = Path(path).expanduser()
+    folder = user_path("output_dir", path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

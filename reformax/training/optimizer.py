@@ -8,14 +8,35 @@ value.
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from reformax.declared import (
+    Called,
+    Count,
+    Fraction,
+    NonNegative,
+    Pattern,
+    Positive,
+    Rate,
+    SettingError,
+    Size,
+    checked,
+    shown,
+)
+
 # Weight decay is for matrices of linear maps, not for norms, biases, embeddings and positions.
 # Names decide, because a scanned stack gives all tensors one more axis.
 NO_DECAY = r"norm|bias|scale|embed|position|(^|\.)b(\d|_\w+)?$"
+
+
+LearningRate = Annotated[
+    NonNegative | optax.Schedule,
+    Called("a number of at least 0, or a schedule such as optimizer.rsqrt()"),
+]
 
 
 class Optimizer(optax.GradientTransformationExtraArgs):
@@ -24,12 +45,12 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     learning_rate: optax.Schedule
 
 
-def rsqrt(constant: float = 0.1, warmup_steps: int = 400) -> optax.Schedule:
+@checked
+def rsqrt(constant: Positive = 0.1, warmup_steps: Size = 400) -> optax.Schedule:
     """Trax's `constant * linear_warmup * rsqrt_decay`: it peaks at constant / sqrt(warmup_steps).
 
     From Attention Is All You Need, section 5.3, where constant = d_model ** -0.5.
     """
-    _check_positive(constant=constant, warmup_steps=warmup_steps)
 
     def schedule(count):
         step = count + 1.0
@@ -39,16 +60,19 @@ def rsqrt(constant: float = 0.1, warmup_steps: int = 400) -> optax.Schedule:
     return schedule
 
 
+@checked
 def cosine(
-    max_value: float = 1e-3, steps: int = 1000, warmup_steps: int = 100, final_fraction: float = 0.1
+    max_value: Positive = 1e-3,
+    steps: Size = 1000,
+    warmup_steps: Count = 100,
+    final_fraction: Fraction = 0.1,
 ) -> optax.Schedule:
     """Linear warm-up to `max_value`, then half a cosine to `final_fraction` of it at `steps`.
 
     From SGDR (Loshchilov & Hutter, 2017), equation 5, without restarts; constant after `steps`.
     """
-    _check_positive(max_value=max_value, steps=steps)
-    if not 0 <= warmup_steps < steps:
-        raise ValueError(
+    if warmup_steps >= steps:
+        raise SettingError(
             f"cosine.warmup_steps={warmup_steps} must be below cosine.steps={steps}, or nothing "
             "of the cosine is left: lower warmup_steps"
         )
@@ -62,12 +86,13 @@ def cosine(
     return schedule
 
 
+@checked
 def adam(
-    learning_rate: optax.ScalarOrSchedule = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.98,
-    eps: float = 1e-9,
-    clip: float | None = None,
+    learning_rate: LearningRate = 1e-3,
+    b1: Rate = 0.9,
+    b2: Rate = 0.98,
+    eps: NonNegative = 1e-9,
+    clip: Positive | None = None,
 ) -> Optimizer:
     """Adam (Kingma & Ba, 2015), with the b2 and eps of Attention Is All You Need, section 5.3.
 
@@ -82,14 +107,15 @@ def adam(
     return _optimizer(learning_rate, clip, optax.adam(learning_rate, b1, b2, eps))
 
 
+@checked
 def adamw(
-    learning_rate: optax.ScalarOrSchedule = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.98,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    clip: float | None = 1.0,
-    no_decay: str = NO_DECAY,
+    learning_rate: LearningRate = 1e-3,
+    b1: Rate = 0.9,
+    b2: Rate = 0.98,
+    eps: NonNegative = 1e-8,
+    weight_decay: NonNegative = 0.1,
+    clip: Positive | None = 1.0,
+    no_decay: Pattern = NO_DECAY,
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter, 2019), algorithm 2: each step also shrinks the matrices.
 
@@ -108,16 +134,17 @@ def adamw(
     return _optimizer(learning_rate, clip, adamw)
 
 
+@checked
 def adafactor(
-    learning_rate: optax.ScalarOrSchedule = 1e-2,
-    decay_rate: float = 0.8,
-    momentum: float | None = None,
+    learning_rate: LearningRate = 1e-2,
+    decay_rate: Positive = 0.8,
+    momentum: Rate | None = None,
     multiply_by_parameter_scale: bool = True,
-    clipping_threshold: float | None = 1.0,
-    min_dim_size_to_factor: int = 128,
-    weight_decay: float = 0.0,
-    clip: float | None = None,
-    no_decay: str = NO_DECAY,
+    clipping_threshold: Positive | None = 1.0,
+    min_dim_size_to_factor: Size = 128,
+    weight_decay: NonNegative = 0.0,
+    clip: Positive | None = None,
+    no_decay: Pattern = NO_DECAY,
 ) -> Optimizer:
     """Adafactor (Shazeer & Stern, 2018), algorithms 4 and 5: row and column means of squares.
 
@@ -151,8 +178,9 @@ def adafactor(
 
 def _optimizer(learning_rate, clip, optimizer) -> Optimizer:
     """`optimizer` on clipped gradients, with its schedule."""
+    if callable(learning_rate):
+        _check_schedule(learning_rate)
     if clip is not None:
-        _check_positive(clip=clip)
         optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
     scheduled = Optimizer(*optimizer)
     constant = optax.constant_schedule(learning_rate)
@@ -171,7 +199,15 @@ def _decay_mask(no_decay: str):
     return mask
 
 
-def _check_positive(**values):
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name}={value} must be above 0")
+def _check_schedule(schedule: optax.Schedule) -> None:
+    """Raises `SettingError` unless the function maps a count to a number."""
+    try:
+        rate = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
+        fits = rate.shape == () and jnp.issubdtype(rate.dtype, jnp.floating)
+    except Exception:  # whatever another function makes of a number
+        fits = False
+    if not fits:
+        raise SettingError(
+            f"learning_rate is {shown(schedule)}: expected a number, or a schedule such as "
+            "optimizer.rsqrt()"
+        )

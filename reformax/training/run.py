@@ -53,8 +53,8 @@ class Run:
         mesh_lib.check_batch_size("eval_batch_size", eval_batch_size, self._mesh)
         self.folder = make_output_dir(output_dir)
         self._checkpoints = Checkpoints(self.folder, settings.keep)
-        self._train_model = settings.model(mode="train")
-        self._eval_model = settings.model(mode="eval")
+        self._train_model = settings.built("train")
+        self._eval_model = settings.built("eval")
         evaluation.check_vocabulary(self._train_model, self._task)
         self.interrupt = Interrupt()
 

@@ -5,26 +5,53 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import optax
 
-# Whole numbers above 0. Those that are None by default may be None.
-_WHOLE = (
-    "steps",
-    "batch_size",
-    "length",
-    "accumulate",
-    "log_every",
-    "keep",
-    "eval_every",
-    "eval_batch_size",
-    "eval_length",
-    "eval_stride",
-    "eval_batches",
-    "checkpoint_every",
-    "loss_chunk_len",
+from reformax.declared import (
+    Called,
+    Name,
+    Positive,
+    Rate,
+    Seed,
+    SettingError,
+    Size,
+    check,
+    check_fields,
+    expected,
+    fits,
+    shown,
 )
+
+
+@runtime_checkable
+class TaskLike(Protocol):
+    """What training asks of a task; `reformax.data.base.Task` says what each does."""
+
+    name: str
+    vocab_size: int
+    train_batch: Callable
+    eval_batches: Callable
+    n_targets: Callable
+    translation: Any
+
+
+@runtime_checkable
+class ModelLike(Protocol):
+    """What training asks of a model."""
+
+    vocab_size: int
+    init_params: Callable
+    features: Callable
+    logits: Callable
+
+
+Model = Annotated[Callable, Called("a model without its call, such as lm.ReformerLM")]
+Task = Annotated[TaskLike, Called("a task, such as stdlib.stdlib()")]
+Transformation = Annotated[
+    optax.GradientTransformation, Called("an optimizer, such as optimizer.adamw()")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,55 +94,42 @@ class Settings:
       ValueError: a value out of bounds.
     """
 
-    model: Callable[..., Any]
-    task: Any
-    optimizer: optax.GradientTransformation
-    steps: int
-    batch_size: int
-    length: int
-    seed: int = 0
-    accumulate: int = 1
-    ema_decay: float = 0.0
-    loss_chunk_len: int | None = None
-    label_smoothing: float = 0.0
-    eval_every: int | None = None
-    eval_split: str = "valid"
-    eval_batch_size: int | None = None
-    eval_length: int | None = None
-    eval_stride: int | None = None
-    eval_batches: int | None = None
-    checkpoint_every: int | None = None
-    keep: int = 2
-    log_every: int = 10
-    max_minutes: float | None = None
+    model: Model
+    task: Task
+    optimizer: Transformation
+    steps: Size
+    batch_size: Size
+    length: Size
+    seed: Seed = 0
+    accumulate: Size = 1
+    ema_decay: Rate = 0.0
+    loss_chunk_len: Size | None = None
+    label_smoothing: Rate = 0.0
+    eval_every: Size | None = None
+    eval_split: Name = "valid"
+    eval_batch_size: Size | None = None
+    eval_length: Size | None = None
+    eval_stride: Size | None = None
+    eval_batches: Size | None = None
+    checkpoint_every: Size | None = None
+    keep: Size = 2
+    log_every: Size = 10
+    max_minutes: Positive | None = None
     allow_changed_data: bool = False
     config_text: Callable[[], str] | None = None
     progress: bool = True
 
     def __post_init__(self):
-        for name in _WHOLE:
-            value = getattr(self, name)
-            if value is None and getattr(Settings, name, ...) is None:
-                continue
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number above 0")
-        if self.max_minutes is not None and not self.max_minutes > 0:
-            raise ValueError(
-                f"max_minutes={self.max_minutes} must be above 0, or None for no limit"
-            )
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(
-                f"ema_decay={self.ema_decay} must be in [0, 1): 0.999 averages 1,000 steps"
-            )
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"label_smoothing={self.label_smoothing} must be in [0, 1), such as 0.1"
-            )
+        check_fields(self)
         length = self.eval_length or self.length
         if self.eval_stride is not None and self.eval_stride > length:
-            raise ValueError(
+            raise SettingError(
                 f"eval_stride={self.eval_stride} must not be above eval_length={length}"
             )
+
+    def built(self, mode: str) -> Any:
+        """The model for 'train' or for 'eval'."""
+        return build(self.model, mode)
 
     @property
     def eval_sizes(self) -> dict[str, int]:
@@ -126,6 +140,20 @@ class Settings:
             "length": length,
             "stride": self.eval_stride or length,
         }
+
+
+def build(model: Callable[..., Any], mode: str) -> Any:
+    """`model(mode=mode)`; raises `SettingError` if that cannot be or is no model."""
+    check("model", model, Model)
+    refusal = SettingError(f"model is {shown(model)}: expected {expected(Model)}")
+    try:
+        inspect.signature(model).bind_partial(mode=mode)
+    except (TypeError, ValueError):
+        raise refusal from None
+    built = model(mode=mode)
+    if not fits(built, ModelLike):
+        raise refusal
+    return built
 
 
 def takes_settings(function):

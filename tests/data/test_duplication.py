@@ -74,8 +74,8 @@ def test_splits_share_no_example():
     [
         (lambda: duplication(length=7), "length=7 must be even and at least 4"),
         (lambda: duplication(length=2), "length=2 must be even and at least 4"),
-        (lambda: duplication(vocab_size=1), "vocab_size=1 must be at least 2"),
-        (lambda: duplication(n_eval=0), "n_eval=0 must be at least 1"),
+        (lambda: duplication(vocab_size=1), "vocab_size is 1: expected at least 2"),
+        (lambda: duplication(n_eval=0), "n_eval is 0: expected at least 1"),
         (lambda: duplication(8).train_batch(0, 0, 1, 16), "length=16 must be 8"),
         (lambda: duplication(8).train_batch(-1, 0, 1, 8), "seed=-1 must be from 0"),
         (lambda: duplication(8).train_batch(0, 0, 0, 8), "batch_size=0 must be at least 1"),

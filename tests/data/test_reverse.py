@@ -67,9 +67,9 @@ def test_splits_share_no_draw():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: reverse(0), "max_symbols=0 must be at least 1"),
-        (lambda: reverse(vocab_size=3), "vocab_size=3 must be at least 4"),
-        (lambda: reverse(n_eval=0), "n_eval=0 must be at least 1"),
+        (lambda: reverse(0), "max_symbols is 0: expected at least 1"),
+        (lambda: reverse(vocab_size=3), "vocab_size is 3: expected at least 4"),
+        (lambda: reverse(n_eval=0), "n_eval is 0: expected at least 1"),
         (lambda: reverse(8).train_batch(0, 0, 1, 8), "length=8 must be above 8"),
         (lambda: reverse(8).train_batch(-1, 0, 1, 9), "seed=-1 must be from 0"),
         (lambda: reverse(8).train_batch(0, 0, 0, 9), "batch_size=0 must be at least 1"),

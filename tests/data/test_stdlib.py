@@ -73,10 +73,11 @@ def test_max_bytes_above_the_library_keeps_all_of_it(whole):
 
 
 @pytest.mark.parametrize(
-    "max_bytes, message", [(0, "at least 1"), (7, "leaves a split empty: use 100")]
+    "max_bytes, message",
+    [(0, "max_bytes is 0: expected at least 1"), (7, "leaves a split empty: use 100")],
 )
 def test_max_bytes_too_small(max_bytes, message, fails_in_one_line):
-    with fails_in_one_line(ValueError, f"max_bytes={max_bytes} .*{message}"):
+    with fails_in_one_line(ValueError, message):
         stdlib(max_bytes)
 
 

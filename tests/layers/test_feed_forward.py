@@ -181,7 +181,7 @@ def test_computes_in_the_dtype_of_its_input(chunk_size):
     "options, message",
     [
         (dict(d_ff=0), "d_ff is 0: expected at least 1"),
-        (dict(chunk_size=-1), "chunk_size is -1: expected 0 (no chunks) or more"),
+        (dict(chunk_size=-1), "chunk_size is -1: expected at least 0"),
         (dict(dropout=1), "dropout is 1: expected a rate in [0, 1)"),
         (dict(hidden_dropout=-1), "hidden_dropout is -1: expected a rate in [0, 1)"),
         (

@@ -136,10 +136,10 @@ def test_decay_shrinks_matrices_and_nothing_else(factory):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: optimizer.rsqrt(warmup_steps=0), "warmup_steps=0"),
+        (lambda: optimizer.rsqrt(warmup_steps=0), "warmup_steps is 0"),
         (lambda: optimizer.cosine(steps=10, warmup_steps=10), "warmup_steps=10"),
-        (lambda: optimizer.cosine(max_value=-1), "max_value=-1"),
-        (lambda: optimizer.adam(clip=0), "clip=0"),
+        (lambda: optimizer.cosine(max_value=-1), "max_value is -1"),
+        (lambda: optimizer.adam(clip=0), "clip is 0"),
     ],
 )
 def test_bad_values_are_told(make, message):

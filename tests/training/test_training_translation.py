@@ -123,7 +123,7 @@ def test_a_run_that_goes_on_reads_its_vocabulary_and_computes_the_same(run, tmp_
 
 def test_a_vocabulary_that_does_not_fit_is_told(run, tmp_path, monkeypatch):
     data, _, _ = run
-    with pytest.raises(ValueError, match="label_smoothing=1 must be in"):
+    with pytest.raises(ValueError, match="label_smoothing is 1: expected a rate in"):
         loop.train(tmp_path, **arguments(data, label_smoothing=1))
     with pytest.raises(ValueError, match="ids below 20 and the model vocab_size=19"):
         loop.train(tmp_path, **arguments(data, model=partial(TinyTranslator, vocab_size=19)))
