@@ -4,8 +4,8 @@
         --config='loop.train.steps=1000' --config='d_model=256'
 
 The same command, run again after any interruption, goes on where the run stopped. Exit code 0:
-done; 1: stopped by an error; 2: the command or its config is wrong; 143 or 130: saved and stopped
-by SIGTERM or SIGINT.
+done; 1: stopped by an error; 2: the command or its config is wrong; 143, 130 or 129: saved and
+stopped by SIGTERM, SIGINT or SIGHUP.
 """
 
 import sys

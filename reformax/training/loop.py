@@ -23,8 +23,8 @@ def train(output_dir: str | os.PathLike, **settings) -> dict[str, Any]:
       step, steps, eval_split, metric: 'bits_per_dim', or 'bits_per_token' of a translation; under
       the metric's name its value (None if the run was stopped before an evaluation), best_step and
       under best_METRIC the best value, n_params, output_dir, and interrupted_by: a
-      `signal.Signals`, or None. After SIGTERM or SIGINT the step in progress is finished and saved
-      before this returns.
+      `signal.Signals`, or None. After SIGTERM, SIGINT or SIGHUP the step in progress is
+      finished and saved before this returns.
 
     Raises:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.

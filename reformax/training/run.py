@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -37,7 +38,7 @@ class Run:
       folder: the run's.
       step: steps done.
       score: the evaluation after this step; None if there was none.
-      interrupt: true after the first SIGTERM or SIGINT, once the context is open.
+      interrupt: true after the first SIGTERM, SIGINT or SIGHUP, once the context is open.
     """
 
     def __init__(self, output_dir: str | os.PathLike, settings: Settings):
@@ -56,7 +57,7 @@ class Run:
         self._train_model = settings.built("train")
         self._eval_model = settings.built("eval")
         evaluation.check_vocabulary(self._train_model, self._task)
-        self.interrupt = Interrupt()
+        self.interrupt = Interrupt(self._acknowledge)
 
     # Opening and closing.
 
@@ -207,6 +208,10 @@ class Run:
     def _say(self, text: str) -> None:
         if self._settings.progress:
             print(text, file=side_channels.stdout(), flush=True)
+
+    def _acknowledge(self, text: str) -> None:
+        if self._settings.progress:
+            print(f"\n{text}", file=sys.stderr, flush=True)  # below the bar
 
     # Going on.
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.training import checkpoint, loop, mesh, optimizer
-from reformax.training.interrupt import Interrupt
+from reformax.training import checkpoint, interrupt, loop, mesh, optimizer
 from tests.training import tiny, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def test_killed_anywhere_a_rerun_computes_the_same_bits(uninterrupted, tmp_path)
     assert not list((tmp_path / "checkpoints").glob("tmp*"))
 
 
-@pytest.mark.parametrize("step, number", [(13, signal.SIGTERM), (21, signal.SIGINT)])
+@pytest.mark.parametrize("step, number", [(13, signal.SIGTERM), (21, signal.SIGHUP)])
 def test_a_signal_saves_and_a_rerun_computes_the_same_bits(uninterrupted, tmp_path, step, number):
     _, record, vector = uninterrupted
     handler = signal.getsignal(number)
@@ -123,12 +123,65 @@ def python_sigint():
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_second_signal_acts_as_always(python_sigint):
-    with Interrupt() as interrupt:
+def test_a_second_signal_is_the_same_request_for_a_second(python_sigint, monkeypatch):
+    said, now = [], [100.0]
+    monkeypatch.setattr(interrupt.time, "monotonic", lambda: now[0])
+    with interrupt.Interrupt(said.append) as stop:
+        assert not stop
         signal.raise_signal(signal.SIGINT)
-        assert interrupt and interrupt.signal is signal.SIGINT
+        assert stop and stop.signal is signal.SIGINT
+        assert len(said) == 1 and said[0].startswith("SIGINT: ") and "\n" not in said[0]
+        now[0] += 0.9  # a launcher's copies
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+        assert stop.signal is signal.SIGINT and len(said) == 1
+        now[0] += 0.2
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_is_noted_where_saying_so_fails():
+    def broken(text):
+        raise OSError("no terminal")
+
+    with interrupt.Interrupt(broken) as stop:
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.signal is signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_sent_twice_at_once_save(tmp_path, number):
+    task = tiny.counting()
+
+    def twice(seed, step, *sizes):
+        if step == 15:  # long after the step was compiled: handlers run at once
+            for _ in range(2):
+                os.kill(os.getpid(), number)
+                time.sleep(0.01)
+        return task.train_batch(seed, step, *sizes)
+
+    before = signal.getsignal(number)
+    result = loop.train(tmp_path, **worker.arguments() | {"task": task._replace(train_batch=twice)})
+    assert result["interrupted_by"] is number and 0 < result["step"] < 24
+    assert checkpoint.Checkpoints(tmp_path).steps()[-1] == result["step"]
+    assert signal.getsignal(number) == before
+
+
+def test_nohup_stays_in_force(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result, _ = run(tmp_path, task={"signal_step": 5, "number": int(signal.SIGHUP)})
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (result["step"], result["interrupted_by"]) == (24, None)
+
+
+def test_a_request_to_stop_is_acknowledged(tmp_path, capsys):
+    signals = {"signal_step": 5, "number": int(signal.SIGTERM)}
+    run(tmp_path / "silent", task=signals)
+    assert capsys.readouterr().err == ""
+    run(tmp_path / "loud", task=signals, progress=True)
+    assert "\nSIGTERM: " in capsys.readouterr().err
 
 
 def test_a_finished_run_is_told_without_a_step(uninterrupted, tmp_path):

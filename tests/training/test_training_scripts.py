@@ -251,7 +251,9 @@ def test_evaluating_a_folder_without_a_run_is_told(folder, monkeypatch, capsys):
     assert code == 1 and "output_dir=nowhere holds no run" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("number, exit_code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, exit_code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_the_script_saved(folder, monkeypatch, capsys, number, exit_code):
     signals = [
         f"--config=small/tiny.counting.{name}"
