@@ -25,11 +25,12 @@ MAY_IMPORT = {
     "ops": {"ops"},
     "layers": {"ops", "layers"},
     "models": {"ops", "layers", "models"},
-    "data": {"data"},
-    "training": {"training"},
+    "data": {"data", "durable"},
+    "training": {"training", "durable"},
     "generation": {"generation"},
-    "cli": {"cli", "training", "generation"},
-    "convert": {"ops", "layers", "models", "training", "cli", "convert"},
+    "cli": {"cli", "training", "generation", "durable"},
+    "convert": {"ops", "layers", "models", "training", "cli", "convert", "durable"},
+    "durable.py": set(),
     "__init__.py": set(),
 }
 # The only module of the package that imports each of these.

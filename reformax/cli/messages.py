@@ -56,6 +56,7 @@ TABLE = (
     Message(
         "RESOURCE_EXHAUSTED",
         "out of memory: lower batch_size, length or loss_chunk_len ({first})",
+        kind=RuntimeError,  # of JAX; tensorstore's ValueError is of a full disk or of open files
     ),
     Message(
         r"call to configurable 'macro' .* in scope '(?P<name>[^']+)'",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from reformax import durable
 from reformax.cli import config
 from reformax.convert.spec import Spec
 from reformax.training.checkpoint import Checkpoints
@@ -76,7 +77,7 @@ def write(folder: str | Path, spec: Spec, params: Any, source: dict[str, Any], n
     state = State(np.int32(0), params, (), None)
     checkpoints.save(0, state, config=text, source=source)
     checkpoints.wait()
-    (folder / "config.gin").write_text(text)
+    durable.write(folder / "config.gin", text.encode())
     return folder
 
 

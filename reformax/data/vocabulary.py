@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+from reformax import durable
 from reformax.data.base import EOS, PAD, UNKNOWN
 from reformax.declared import LARGEST, Bounds
 
@@ -151,9 +152,7 @@ class SentencePieces:
                     "the run has no checkpoint yet: delete it, or give another output_dir"
                 )
         else:
-            temporary = path.with_suffix(".tmp")
-            temporary.write_bytes(self.serialised)
-            temporary.replace(path)
+            durable.write(path, self.serialised)
         return self.fingerprint
 
     def _processor(self):

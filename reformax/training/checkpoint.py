@@ -4,17 +4,27 @@
                          checkpoint.json  format, step, the step of the checkpoint before, score,
                                           names and shapes, operative config, package versions
                          manifest.json    size and CRC-32 of every other file
+                    tmp.1200/           being written
+                    tmp.old.1200/       1200 while a new one takes its name
+                    tmp.gone.1200/      being deleted
+                    damaged.1200/       found damaged, and kept
 
-A folder has a temporary name until its manifest is complete, so a killed run leaves the checkpoints
-before it as they were. A file that is cut or changed afterwards does not match the manifest, and
-restoring refuses it.
+A folder has a temporary name until its manifest is complete and all of it is on the disk, so a
+killed run or a power cut leaves the checkpoints before it as they were. Older ones are deleted only
+after that. A file that is cut or changed afterwards does not match the manifest, and restoring
+refuses it. An error of the system while reading says nothing about a checkpoint: nothing that could
+not be read is deleted or renamed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,12 +32,41 @@ from typing import Any
 import jax
 import numpy as np
 
+from reformax import durable
 from reformax.training import description, manifest
+from reformax.training.lock import Lost
 from reformax.training.named_tensors import as_tree, named
+
+_NAME = re.compile(r"(?:tmp\.old\.)?(0|[1-9][0-9]{0,17})")
+
+
+class NotSaved(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps orbax from logging the traceback of an error that it raises as well."""
+    logger = logging.getLogger("absl")
+
+    def has_no_traceback(record: logging.LogRecord) -> bool:
+        return not record.exc_info
+
+    logger.addFilter(has_no_traceback)
+    try:
+        yield
+    finally:
+        logger.removeFilter(has_no_traceback)
 
 
 class Checkpoints:
-    """The checkpoints of one run: the latest `keep` and the best."""
+    """The checkpoints of one run: the latest `keep` and the best.
+
+    Attributes:
+      folder: DIR/checkpoints.
+      keep: the number of latest checkpoints that stay.
+      notes: lines about checkpoints that were written but not tidied up; the caller empties it.
+    """
 
     def __init__(self, output_dir: str | os.PathLike, keep: int = 2):
         """Takes a run's folder, which need not exist.
@@ -40,31 +79,62 @@ class Checkpoints:
             raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
         self.folder = Path(output_dir).absolute() / "checkpoints"
         self.keep = keep
+        self.notes: list[str] = []
+        self._damaged: dict[int, str] = {}  # found by `newest_whole`
+        self._checked: int | None = None  # found whole by it
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending."""
-        names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return sorted(int(name) for name in names if name.isdigit())
+        """The steps that have a checkpoint, ascending.
 
-    def best_step(self) -> int | None:
+        Raises:
+          OSError: the folder cannot be read.
+        """
+        return sorted({int(match[1]) for match in map(_NAME.fullmatch, self._names()) if match})
+
+    def best_step(self, skip_unreadable: bool = False) -> int | None:
         """The step with the lowest score; None if no checkpoint has one.
 
         Scores of another split, metric or context than the latest score's are left out.
+
+        Args:
+          skip_unreadable: whether to leave out a checkpoint whose score cannot be read.
+
+        Raises:
+          ValueError, OSError: as `score`, unless those are left out.
         """
-        scores = {step: self.score(step) for step in self.steps()}
-        scored = [step for step, score in scores.items() if score is not None]
-        if not scored:
+        read = self._descriptions(skip_unreadable)
+        scores = {step: x["score"] for step, x in read.items() if x["score"] is not None}
+        if not scores:
             return None
-        kinds = {step: description.scored(self._folder(step)) for step in scored}
+        kinds = {step: read[step]["extra"].get("scored") for step in scores}
         # Checkpoints of earlier versions do not say what their scores are of.
-        alike = [step for step in scored if kinds[step] in (None, kinds[scored[-1]])]
+        alike = [step for step in scores if kinds[step] in (None, kinds[max(scores)])]
         return min(alike, key=lambda step: (scores[step], step))
 
+    def _descriptions(self, skip_unreadable: bool) -> dict[int, dict[str, Any]]:
+        descriptions = {}
+        for step in self.steps():
+            try:
+                descriptions[step] = self._read_description(step)
+            except manifest.Damaged as error:
+                # Another process, which trains, may have deleted it just now.
+                if not skip_unreadable and os.path.lexists(self._folder(step)):
+                    raise self._refusal(step, str(error)) from None
+            except (ValueError, OSError):
+                if not skip_unreadable:
+                    raise
+        return descriptions
+
     def score(self, step: int) -> float | None:
-        """The score that `save` was given; None if there was none, or the checkpoint is damaged."""
-        return description.score(self._folder(step))
+        """The score that `save` was given; None if there was none.
+
+        Raises:
+          ValueError: the checkpoint is damaged.
+          OSError: it cannot be read.
+        """
+        return self._description(step)["score"]
 
     # Writing.
 
@@ -74,6 +144,7 @@ class Checkpoints:
         state: Any,
         score: float | None = None,
         config: str | None = None,
+        before_naming: Callable[[], None] | None = None,
         **extra,
     ) -> None:
         """Copies `state` to the host and writes it in the background.
@@ -83,6 +154,8 @@ class Checkpoints:
           state: any pytree of arrays.
           score: what `best_step` minimises, such as valid bits per dim; None if not evaluated.
           config: the settings of the run, as text.
+          before_naming: called in the background once all is on the disk. An error of it leaves the
+            checkpoint without its name.
           **extra: JSON values that `restore` gives back. `scored` says what the score is of, such
             as the split and the metric; scores of different kinds are not compared.
         """
@@ -91,29 +164,58 @@ class Checkpoints:
         arrays = {name: np.array(leaf) for name, leaf in named(jax.device_get(state)).items()}
         # The caller may change its lists while the writer is at work.
         self._pending = self._writer.submit(
-            self._write, step, arrays, score, config, deepcopy(extra)
+            self._write, step, arrays, score, config, before_naming, deepcopy(extra)
         )
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last save has ended in an error, which `wait` raises."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
+
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises the error of the writer, if any."""
+        """Returns when the last save is on disk.
+
+        Raises:
+          NotSaved: it could not be written.
+          Lost: as `before_naming` raised it.
+        """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def remove_unfinished(self) -> None:
-        """Deletes what a killed run left half written. Only the run that trains may do this."""
-        for leftover in self.folder.glob("tmp.*"):
-            shutil.rmtree(leftover)
+    def _write(self, step, arrays, score, config, before_naming, extra) -> None:
+        temporary = self.folder / f"tmp.{step}"
+        try:
+            self._write_files(temporary, step, arrays, score, config, extra)
+            if before_naming is not None:
+                before_naming()
+            self._give_name(temporary, step)
+        except Lost:  # all that is there is another's
+            raise
+        except Exception as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if (cause := durable.system_error(error)) is not None:
+                raise self._not_saved(step, cause, arrays) from error
+            raise
+        try:
+            self._prune()
+        except OSError as error:
+            line = durable.explained(error, "deleted", self.folder)
+            self.notes.append(
+                f"checkpoint {step} is saved; an older one is not deleted yet: {line}"
+            )
 
-    def _write(self, step, arrays, score, config, extra) -> None:
+    def _write_files(self, folder: Path, step, arrays, score, config, extra) -> None:
         import orbax.checkpoint as ocp  # half a second, which an evaluation's --help need not take
 
-        folder = self.folder / f"tmp.{step}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        durable.make_folder(self.folder)
+        durable.remove(folder)
+        folder.mkdir()
         # orbax refuses arrays without elements; the description has their shapes.
         tensors = {name: array for name, array in arrays.items() if array.size}
-        ocp.PyTreeCheckpointer().save(folder / "arrays", tensors)
+        with _quiet():
+            ocp.PyTreeCheckpointer().save(folder / "arrays", tensors)
         description.write(
             folder,
             step=step,
@@ -124,22 +226,105 @@ class Checkpoints:
             arrays=arrays,
         )
         manifest.write(folder)
-        if self._folder(step).exists():
-            self._remove(self._folder(step))
-        folder.rename(self._folder(step))
-        self._prune()
+
+    def _give_name(self, temporary: Path, step: int) -> None:
+        named, old = self.folder / str(step), self.folder / f"tmp.old.{step}"
+        again = os.path.lexists(named)
+        if again:  # at every moment one of the two has a name that `_folder` finds
+            durable.remove(old)
+            os.rename(named, old)
+        try:
+            os.rename(temporary, named)
+        except OSError:
+            if again:
+                os.rename(old, named)
+            raise
+        durable.sync_folder(self.folder)
+        if again:
+            self._remove(old)
+
+    def _not_saved(self, step: int, cause: OSError, arrays: dict[str, np.ndarray]) -> NotSaved:
+        needed = sum(array.nbytes for array in arrays.values())
+        try:
+            free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB"
+        except OSError:
+            free = "an unknown number of bytes"
+        return NotSaved(
+            f"checkpoint of step {step} is not saved, those before it are as they were: "
+            f"{durable.explained(cause, 'written', self.folder)} ({free} are free there, "
+            f"{needed / 1e6:,.1f} MB are needed)"
+        )
 
     def _prune(self) -> None:
-        steps = self.steps()
-        for step in set(steps[: -self.keep]) - {self.best_step()}:
+        for leftover in self._named("tmp.gone."):
+            durable.remove(leftover)
+        readable = self._descriptions(skip_unreadable=True)
+        kept = {*self.steps()[-self.keep :], self.best_step(skip_unreadable=True)}
+        # One whose score cannot be read stays: it may be the best.
+        for step in readable.keys() - kept:
             self._remove(self._folder(step))
 
     def _remove(self, folder: Path) -> None:
         # Renamed first: a run killed while deleting must not leave half a checkpoint by its name.
-        doomed = folder.with_name(f"tmp.old.{folder.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        gone = folder.with_name(f"tmp.gone.{folder.name}")
+        durable.remove(gone)
+        os.rename(folder, gone)
+        durable.remove(gone)
+
+    # Opening a run. Only the run that trains, and has the lock, may do this.
+
+    def newest_whole(self) -> int | None:
+        """The latest step whose checkpoint is whole; None if there is no checkpoint.
+
+        Raises:
+          ValueError: there are some and none is whole.
+          OSError: one cannot be read, so nobody knows whether it is whole.
+        """
+        damaged = {}
+        for step in reversed(self.steps()):
+            harm = self._harm(step)
+            if harm is None:
+                self._damaged, self._checked = damaged, step
+                return step
+            damaged[step] = harm
+        if damaged:
+            words = "; ".join(f"{step}: {harm}" for step, harm in damaged.items())
+            raise ValueError(
+                f"no checkpoint in {self.folder} is whole ({words}): copy one back from where you "
+                "have it, or give another --output_dir"
+            )
+        return None
+
+    def tidy(self, say: Callable[[str], None]) -> None:
+        """Renames those that `newest_whole` found damaged; deletes what a killed run left.
+
+        Args:
+          say: gets a line for each damaged one.
+
+        Raises:
+          OSError: a file or folder cannot be renamed or deleted.
+        """
+        with durable.explaining("renamed or deleted", self.folder):
+            for step, harm in self._damaged.items():
+                aside = self._unused(f"damaged.{step}")
+                durable.rename(self._folder(step), aside)
+                say(
+                    f"note: checkpoint {step} is damaged ({harm}) and is {aside} now; this run "
+                    f"goes on from the newest whole one, step {self._checked}"
+                )
+            for old in self._named("tmp.old."):
+                step = old.name.removeprefix("tmp.old.")
+                if step.isdecimal() and not os.path.lexists(self.folder / step):
+                    durable.rename(old, self.folder / step)
+            for leftover in self._named("tmp."):
+                durable.remove(leftover)
+
+    def _unused(self, name: str) -> Path:
+        path, n = self.folder / name, 1
+        while os.path.lexists(path):
+            n += 1
+            path = self.folder / f"{name}.{n}"
+        return path
 
     # Reading.
 
@@ -157,6 +342,7 @@ class Checkpoints:
 
         Raises:
           ValueError: damaged, of another format or of another model; the line says what to do.
+          OSError: it cannot be read, which says nothing about its content.
         """
         tensors, info = self._read(step)
         return as_tree(tensors, like, "", self._folder(step)), info
@@ -180,11 +366,8 @@ class Checkpoints:
         return self._description(step)["config"]
 
     def previous(self, step: int) -> int | None:
-        """The step of the checkpoint saved right before this one; it may be deleted by now.
-
-        Does not check for damage: meant for a checkpoint that was just restored.
-        """
-        return description.read(self._folder(step), self._before(step))["previous"]
+        """The step of the checkpoint saved right before this one; it may be deleted by now."""
+        return self._description(step)["previous"]
 
     def extra(self, step: int) -> dict[str, Any]:
         """The extra values that a checkpoint was saved with; raises as `config` does."""
@@ -209,17 +392,39 @@ class Checkpoints:
                 f"{step} is {trained_with}: copy the run's own vocabulary.model back"
             )
 
+    def _names(self) -> list[str]:
+        try:
+            with durable.explaining("read", self.folder):
+                return os.listdir(self.folder)
+        except FileNotFoundError:
+            if self.folder.is_symlink():
+                raise OSError(
+                    f"{self.folder} is a link to a folder that is not there: mount its disk"
+                ) from None
+            return []
+
+    def _named(self, prefix: str) -> list[Path]:
+        return [self.folder / name for name in self._names() if name.startswith(prefix)]
+
     def _folder(self, step: int) -> Path:
-        return self.folder / str(step)
+        folder, old = self.folder / str(step), self.folder / f"tmp.old.{step}"
+        return old if not os.path.lexists(folder) and os.path.lexists(old) else folder
 
     def _before(self, step: int) -> int | None:
         return max((other for other in self.steps() if other < step), default=None)
 
     def _description(self, step: int) -> dict[str, Any]:
-        self._check_whole(step)
-        return description.read(self._folder(step), self._before(step))
+        try:
+            return self._read_description(step)
+        except manifest.Damaged as error:
+            raise self._refusal(step, str(error)) from None
+
+    def _read_description(self, step: int) -> dict[str, Any]:
+        return description.read(self._folder(step), step, self._before(step))
 
     def _read(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        if step != self._checked and (harm := self._harm(step)) is not None:
+            raise self._refusal(step, harm)
         described = self._description(step)
         import orbax.checkpoint as ocp
 
@@ -228,17 +433,51 @@ class Checkpoints:
             for name, (shape, dtype) in described["tensors"].items()
             if 0 in shape
         }
-        tensors |= ocp.PyTreeCheckpointer().restore(self._folder(step) / "arrays")
+        try:
+            with _quiet():
+                tensors |= ocp.PyTreeCheckpointer().restore(self._folder(step) / "arrays")
+        except Exception as error:
+            folder = self._folder(step)
+            if not os.path.lexists(folder):
+                raise self._refusal(step, "deleted") from error
+            if (cause := durable.system_error(error)) is not None:
+                raise durable.explained(cause, "read", folder) from error
+            text = next(iter(str(error).splitlines()), "")
+            raise ValueError(
+                f"checkpoint {folder} matches its manifest and orbax cannot read it "
+                f"({type(error).__name__}: {text}): see with --traceback"
+            ) from error
         return tensors, {"step": step, "score": described["score"], **described["extra"]}
 
-    def _check_whole(self, step: int) -> None:
-        folder = self._folder(step)
-        if not folder.is_dir():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise ValueError(f"no checkpoint of step {step} in {self.folder}: there is {there}")
-        harm = manifest.damage(folder)
+    def _harm(self, step: int) -> str | None:
+        """What is wrong with a checkpoint, in words; None if it is whole."""
+        harm = manifest.damage(self._folder(step))
         if harm is None:
-            return
-        whole = [s for s in self.steps() if s < step and manifest.damage(self._folder(s)) is None]
-        then = f"go back to step {whole[-1]}" if whole else "begin again from step 0"
-        raise ValueError(f"checkpoint {folder} is damaged ({harm}): delete that folder to {then}")
+            try:
+                self._read_description(step)
+            except manifest.Damaged as error:
+                return str(error)
+        return harm
+
+    def _refusal(self, step: int, harm: str) -> ValueError:
+        """The error of a step without a whole checkpoint."""
+        folder, others = self._folder(step), [s for s in self.steps() if s != step]
+        if not os.path.lexists(folder):
+            there = ", ".join(map(str, others)) or "none"
+            return ValueError(
+                f"no checkpoint of step {step} in {self.folder}: there is {there} (a run keeps its "
+                "latest and its best)"
+            )
+        whole = [s for s in others if self._is_whole(s)]
+        if not whole:
+            instead = "no other is whole, copy one back from where you have it"
+        else:
+            steps = ", ".join(map(str, whole))
+            instead = f"whole are those of steps {steps}, and --checkpoint={whole[-1]} takes one"
+        return ValueError(f"checkpoint {folder} is damaged ({harm}): {instead}")
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            return self._harm(step) is None
+        except (ValueError, OSError):
+            return False

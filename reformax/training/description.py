@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from reformax.training import manifest
 
 # 1: without "config". 2: with it. 3: with "previous" too.
 FORMAT = 3
@@ -39,42 +42,77 @@ def write(
     (folder / FILE).write_text(json.dumps(description, indent=1))
 
 
-def read(folder: Path, before: int | None) -> dict[str, Any]:
+def read(folder: Path, step: int, before: int | None) -> dict[str, Any]:
     """A checkpoint's description in today's format.
 
     Args:
       folder: the checkpoint's.
+      step: the one that the folder's name says.
       before: the step of the checkpoint before it in the run's folder.
 
     Raises:
+      manifest.Damaged: it is not what was written, or is of another step.
       ValueError: a format of a newer version.
+      OSError: it cannot be read.
     """
-    description = json.loads((folder / FILE).read_text())
+    try:
+        description = json.loads(manifest.read_file(folder, FILE))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise manifest.Damaged(f"{FILE} is no JSON") from None
+    if not isinstance(description, dict) or type(description.get("format")) is not int:
+        raise manifest.Damaged(f"{FILE} has no format")
     if description["format"] == 1:  # only the run's folder had the config
         config = folder.parent.parent / "config.gin"
         description |= {"format": 2, "config": config.read_text() if config.is_file() else None}
     if description["format"] == 2:  # the checkpoint saved before it was not noted
         description |= {"format": 3, "previous": before}
     if description["format"] != FORMAT:
+        packages = description.get("packages")
+        version = packages.get("reformax") if isinstance(packages, dict) else "a newer version"
         raise ValueError(
             f"{folder} has checkpoint format {description['format']} and this version reads 1 to "
-            f"{FORMAT}: it was written with reformax {description['packages'].get('reformax')}, "
-            "install that version to read it"
+            f"{FORMAT}: it was written with reformax {version}, install that version to read it"
         )
+    for name, (fits, what) in _FIELDS.items():
+        if name not in description or not fits(description[name]):
+            raise manifest.Damaged(f"{FILE} has no {name} that is {what}")
+    if description["step"] != step:
+        raise manifest.Damaged(f"{FILE} is of step {description['step']}")
     return description
 
 
-def score(folder: Path) -> float | None:
-    """The score of a checkpoint; None if it has none or is damaged, which restoring it tells."""
+def _is_step(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value))
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it is names, each with the shape and the dtype of a tensor."""
+    return isinstance(value, dict) and all(map(_is_shaped, value.values()))
+
+
+def _is_shaped(value: Any) -> bool:
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)):
+        return False
     try:
-        return json.loads((folder / FILE).read_text())["score"]
-    except (OSError, ValueError, KeyError):
-        return None
+        np.dtype(value[1])
+    except (TypeError, ValueError):
+        return False
+    return isinstance(value[1], str) and all(map(_is_step, value[0]))
 
 
-def scored(folder: Path) -> Any:
-    """What the score of a checkpoint is of, as `Checkpoints.save` was told; None if it was not."""
-    return json.loads((folder / FILE).read_text())["extra"].get("scored")
+_FIELDS = {
+    "step": (_is_step, "a whole number"),
+    "previous": (lambda value: value is None or _is_step(value), "a step or null"),
+    "score": (_is_score, "a finite number or null"),
+    "config": (lambda value: value is None or isinstance(value, str), "a text or null"),
+    "extra": (lambda value: isinstance(value, dict), "a table"),
+    "tensors": (_is_table, "a table of shapes and dtypes"),
+    "packages": (lambda value: isinstance(value, dict), "a table of versions"),
+}
 
 
 def _version(package: str) -> str:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from reformax import durable
 from reformax.declared import user_path
 
 
@@ -15,7 +16,7 @@ def make_output_dir(path: str | os.PathLike) -> Path:
     """Makes the folder if need be; raises OSError in one line if nothing can be written there."""
     folder = user_path("output_dir", path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -29,7 +30,10 @@ def make_output_dir(path: str | os.PathLike) -> Path:
 def write_config(folder: Path, text: str, say: Callable[[str], None]) -> None:
     """Writes config.gin and says which settings changed since the last run in this folder."""
     path = folder / "config.gin"
-    before = path.read_text() if path.exists() else text
+    try:
+        before = durable.read(path).decode(errors="replace")
+    except FileNotFoundError:
+        before = text
     changes = [
         line
         for line in difflib.ndiff(before.splitlines(), text.splitlines())
@@ -38,6 +42,4 @@ def write_config(folder: Path, text: str, say: Callable[[str], None]) -> None:
     if changes:
         say("settings changed since the last run in this folder (- before, + now):")
         say("\n".join(changes))
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    durable.write(path, text.encode())

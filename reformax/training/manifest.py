@@ -3,42 +3,130 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from pathlib import Path
+from typing import Any
+
+from reformax import durable
 
 FILE = "manifest.json"
+_BLOCK = 1 << 22
+
+
+class Damaged(ValueError):
+    """A file is not what was written; the text says which one and how it differs."""
 
 
 def write(folder: Path) -> None:
-    """Writes the manifest of the files that are in `folder` now."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(folder)): fingerprint(path) for path in files}
-    (folder / FILE).write_text(json.dumps(manifest, indent=1))
+    """Writes the manifest of the files that are in `folder` now.
+
+    When this returns, the disk has every file, every folder and the manifest.
+    """
+    manifest = {name: fingerprint(folder / name, flush=True) for name in sorted(_names(folder))}
+    for path, _, _ in os.walk(folder, topdown=False):
+        if Path(path) != folder:  # the last one, once the manifest is in it
+            durable.sync_folder(Path(path))
+    durable.write(folder / FILE, json.dumps(manifest, indent=1).encode())
 
 
 def damage(folder: Path) -> str | None:
-    """The first file that does not match the manifest, in words; None if all do."""
+    """The first difference between the files and the manifest, in words; None if there is none.
+
+    Raises:
+      OSError: a file cannot be read, which says nothing about its content.
+    """
     try:
-        manifest = json.loads((folder / FILE).read_text())
-    except OSError:
-        return f"{FILE} is missing"
-    except ValueError:
-        return f"{FILE} is cut short"
-    for name, noted in manifest.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != noted["size"]:
-            return f"{name} has {path.stat().st_size} bytes of {noted['size']}"
-        if fingerprint(path) != noted:
-            return f"{name} has changed"
+        manifest, there = _read(folder), _names(folder) - {FILE}
+        if missing := manifest.keys() - there:
+            return f"{min(missing)} is missing"
+        if extra := there - manifest.keys():
+            return f"{min(extra)} is not in {FILE}"
+        for name, noted in manifest.items():
+            _check(name, fingerprint(folder / name), noted)
+    except Damaged as error:
+        return str(error)
+    except FileNotFoundError as error:  # another process deleted it just now
+        return f"{error.filename} is missing"
     return None
 
 
-def fingerprint(path: Path) -> dict[str, int]:
-    """Size and CRC-32 of a file."""
+def read_file(folder: Path, name: str) -> bytes:
+    """The content of a file, checked against the manifest.
+
+    Raises:
+      Damaged: the manifest or the file.
+      OSError: one of them cannot be read, which says nothing about its content.
+    """
+    manifest = _read(folder)
+    if name not in manifest:
+        raise Damaged(f"{FILE} has no {name}")
+    data = _content(folder, name)
+    _check(name, {"size": len(data), "crc32": zlib.crc32(data)}, manifest[name])
+    return data
+
+
+def fingerprint(path: Path, flush: bool = False) -> dict[str, int]:
+    """Size and CRC-32 of a file, which is flushed to the disk on request.
+
+    Raises:
+      Damaged: it is no regular file.
+      OSError: it is not there, or cannot be read.
+    """
     size = crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+    try:
+        with durable.open_file(path) as file, durable.explaining("read", path):
+            while block := file.read(_BLOCK):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+            if flush:
+                os.fsync(file.fileno())
+    except durable.NotRegular:
+        raise Damaged(f"{path.name} is no regular file") from None
     return {"size": size, "crc32": crc}
+
+
+def _read(folder: Path) -> dict[str, dict[str, int]]:
+    try:
+        manifest = json.loads(_content(folder, FILE))
+    except Damaged:
+        raise
+    except (ValueError, RecursionError):
+        raise Damaged(f"{FILE} is cut short or has changed") from None
+    if not (isinstance(manifest, dict) and manifest and all(map(_is_noted, manifest.values()))):
+        raise Damaged(f"{FILE} does not hold the size and the crc32 of files")
+    return manifest
+
+
+def _content(folder: Path, name: str) -> bytes:
+    try:
+        return durable.read(folder / name)
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
+    except durable.NotRegular:
+        raise Damaged(f"{name} is no regular file") from None
+
+
+def _is_noted(noted: Any) -> bool:
+    return (
+        isinstance(noted, dict)
+        and noted.keys() == {"size", "crc32"}
+        and all(type(number) is int for number in noted.values())
+    )
+
+
+def _check(name: str, found: dict[str, int], noted: dict[str, int]) -> None:
+    if found["size"] != noted["size"]:
+        raise Damaged(f"{name} has {found['size']} bytes of {noted['size']}")
+    if found != noted:
+        raise Damaged(f"{name} has changed")
+
+
+def _names(folder: Path) -> set[str]:
+    """The files below a folder, relative to it."""
+
+    def fail(error: OSError):
+        with durable.explaining("read", folder):
+            raise error
+
+    walk = os.walk(folder, onerror=fail)
+    return {os.path.relpath(Path(path, name), folder) for path, _, names in walk for name in names}

@@ -1,20 +1,69 @@
-"""metrics.jsonl: one JSON object a line, cut back to the checkpoint that a run goes on from."""
+"""metrics.jsonl: one JSON object a line, cut back to the checkpoint that a run goes on from.
+
+A checkpoint notes how many lines there were, their bytes and their CRC-32, and gets its name only
+once they are on the disk. A resumed run therefore finds exactly those lines, or says what is lost.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from reformax import durable
+
 
 class RecordLines:
-    """The lines of a run that goes on from `step`, as a sequence; later steps' are deleted."""
+    """The lines of a run, as a sequence.
 
-    def __init__(self, path: Path, step: int):
-        self._lines = _read_until(path, step)
-        _write_lines(path, self._lines)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+    A line that cannot be written, as on a full disk, stays in memory and is written with a later
+    one, or with the next checkpoint.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        step: int,
+        noted: dict[str, int] | None = None,
+        scored: bool = True,
+        say: Callable[[str], None] = print,
+        check: Callable[[], None] = lambda: None,
+    ):
+        """Keeps the lines up to a checkpoint and deletes those after it.
+
+        Args:
+          path: of metrics.jsonl.
+          step: the checkpoint's; 0 if the run begins.
+          noted: what `mark` returned for the checkpoint; None if it has no such note.
+          scored: whether the checkpoint was saved after the evaluation of its step.
+          say: gets a line about lines that were lost, and about failing writes.
+          check: called before the file is written anew; raises OSError if it must not be.
+
+        Raises:
+          OSError: the file cannot be read or written.
+        """
+        self._path, self._say, self._check = path, say, check
+        noted = noted if _is_mark(noted) else None
+        found = _read(path)
+        kept = _whole_start(found, noted)
+        note = None
+        if kept is None:
+            kept, note = self._salvage(found, step, noted, scored)
+        self._data, self._crc = bytearray(), 0
+        self._lines: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        for text in kept:
+            self._add(text, json.loads(text))
+        if note is not None:
+            self._add(_text(note), note)
+        if found != self._data or not path.exists() or path.is_symlink():
+            durable.write(path, bytes(self._data))
+        self._descriptor: int | None = self._open()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self._lines)
@@ -24,29 +73,146 @@ class RecordLines:
 
     def append(self, line: dict[str, Any]) -> None:
         """Adds a line, which other programs see at once."""
-        self._lines.append(line)
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        text = _text(line)
+        with self._lock:
+            self._add(text, line)
+            failing = self._descriptor is None
+            try:
+                if failing:
+                    self._mend()
+                    self._say(f"note: {self._path} is whole again")
+                while text and not failing:
+                    text = text[os.write(self._descriptor, text) :]
+            except OSError as error:
+                self._give_up_file()
+                if not failing:
+                    line = durable.explained(error, "written", self._path)
+                    self._say(f"note: {line}; training goes on and writes the lines later")
+
+    def mark(self) -> dict[str, int]:
+        """The number of lines so far, their bytes and their CRC-32, for a checkpoint to note."""
+        return {"lines": len(self._lines), "size": len(self._data), "crc32": self._crc}
+
+    def sync(self) -> None:
+        """Returns when the disk has every line so far; called from any thread.
+
+        Raises:
+          OSError: it does not have them.
+        """
+        with self._lock:
+            if self._descriptor is None:
+                self._mend()
+                return
+            descriptor = os.dup(self._descriptor)
+        try:
+            # Without the lock, so that a step never waits for the disk.
+            os.fsync(descriptor)
+        except OSError:
+            # The system may have dropped what it could not write and succeed the next time.
+            with self._lock:
+                self._give_up_file()
+            raise
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
-
-
-def _read_until(path: Path, step: int) -> list[dict[str, Any]]:
-    lines = []
-    if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
+        with self._lock:
             try:
-                line = json.loads(text)
-            except ValueError:
-                break  # a killed run was writing this line, the last one
-            if line["step"] <= step:
-                lines.append(line)
-    return lines
+                if self._descriptor is None:
+                    self._mend()
+            except OSError as error:
+                line = durable.explained(error, "written", self._path)
+                self._say(f"note: {line}; its last lines are missing")
+            self._give_up_file()
+
+    def _add(self, text: bytes, line: dict[str, Any]) -> None:
+        self._lines.append(line)
+        self._data += text
+        self._crc = zlib.crc32(text, self._crc)
+
+    def _open(self) -> int:
+        with durable.explaining("written", self._path):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            return os.open(self._path, flags)
+
+    def _give_up_file(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+        self._descriptor = None
+
+    def _mend(self) -> None:
+        """Writes the file anew after a write that failed."""
+        self._check()
+        durable.write(self._path, bytes(self._data))
+        self._descriptor = self._open()
+
+    def _salvage(
+        self, found: bytes, step: int, noted: dict[str, int] | None, scored: bool
+    ) -> tuple[list[bytes], dict[str, Any] | None]:
+        """The lines up to `step` one by one, and a line that tells of those lost, if any."""
+        kept, unreadable = [], 0
+        *texts, torn = found.split(b"\n")  # a killed run was writing what follows the last newline
+        for text in texts:
+            line = _parsed(text)
+            if line is None:
+                unreadable += 1
+            elif line["step"] < step or (
+                # Without a score the evaluation of the last step is still to come.
+                line["step"] == step and (scored or line["split"] == "train")
+            ):
+                kept.append(text + b"\n")
+        lost = unreadable if noted is None else max(noted["lines"] - len(kept), unreadable)
+        if step == 0 or (noted is None and not lost):
+            return kept, None
+        aside = self._set_aside(found) if found else None
+        what = f"{lost} lines up to step {step} are lost" if lost else "lines have changed"
+        self._say(
+            f"note: {self._path} is not what the checkpoint of step {step} noted: {what}, "
+            f"{len(kept)} are kept" + (f"; the file as it was is {aside}" if aside else "")
+        )
+        return kept, {"step": step, "split": "note", "lost_lines": lost}
+
+    def _set_aside(self, found: bytes) -> Path:
+        path, n = self._path.with_name(f"{self._path.name}.damaged"), 1
+        while os.path.lexists(path):
+            n += 1
+            path = self._path.with_name(f"{self._path.name}.damaged.{n}")
+        durable.write(path, found)
+        return path
 
 
-def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    temporary.replace(path)
+def _read(path: Path) -> bytes:
+    try:
+        return durable.read(path)
+    except FileNotFoundError:
+        return b""
+
+
+def _is_mark(noted: Any) -> bool:
+    names = "lines", "size", "crc32"
+    return isinstance(noted, dict) and all(type(noted.get(name)) is int for name in names)
+
+
+def _whole_start(found: bytes, noted: dict[str, int] | None) -> list[bytes] | None:
+    """The lines that a checkpoint noted; None if they are not there as they were."""
+    if noted is None:
+        return None
+    start = found[: noted["size"]]
+    if len(start) != noted["size"] or zlib.crc32(start) != noted["crc32"]:
+        return None
+    return start.splitlines(keepends=True)
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    fits = isinstance(line, dict) and type(line.get("step")) is int
+    return line if fits and isinstance(line.get("split"), str) else None
+
+
+def _text(line: dict[str, Any]) -> bytes:
+    return (json.dumps(line) + "\n").encode()

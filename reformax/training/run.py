@@ -19,7 +19,7 @@ import jax
 from reformax.training import evaluation, fingerprints, side_channels
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
-from reformax.training.checkpoint import Checkpoints
+from reformax.training.checkpoint import Checkpoints, NotSaved
 from reformax.training.folder import make_output_dir, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
@@ -65,20 +65,20 @@ class Run:
         """Opens the folder, the state, the record and the stream of batches.
 
         Raises:
-          ValueError: the data or a checkpoint does not fit.
-          OSError: another training writes into the folder.
+          ValueError: the data or a checkpoint does not fit, or no checkpoint is whole.
+          OSError: another training writes into the folder, or it cannot be read or written.
         """
         with ExitStack() as opened:
-            opened.enter_context(alone_in(self.folder, self._say))
-            done = self._checkpoints.steps()
-            self._vocabulary = self._keep_vocabulary(done)
+            self._lock = opened.enter_context(alone_in(self.folder, self._say))
+            newest = self._checkpoints.newest_whole()
+            self._vocabulary = self._keep_vocabulary(newest)
             self._task.n_targets(self._settings.eval_split)  # an unknown split fails now
-            window = self._restore(done)
-            self._checkpoints.remove_unfinished()  # now the config is known to be the run's own
+            info = self._restore(newest)
+            self._checkpoints.tidy(self._note)  # now the config is known to be the run's own
             self._config = self._write_config()
             self._announce()
             self._train_step = self._compile()
-            self._open_record(window)
+            self._open_record(info)
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             self._batches = opened.enter_context(prefetch(self._placed_batches()))
@@ -90,29 +90,32 @@ class Run:
 
         Raises:
           FloatingPointError: the error that ended the run, with the way back.
+          NotSaved: the last checkpoint could not be written.
         """
         with self._opened:
             try:
+                if error is None:
+                    self._checkpoints.wait()
+                self._hear_of_saves("")
                 if isinstance(error, FloatingPointError):
                     raise self._with_way_back(error) from None
             finally:
-                self._checkpoints.wait()
                 self._record.close()
                 self._bar.close()
 
-    def _keep_vocabulary(self, done: list[int]) -> str | None:
+    def _keep_vocabulary(self, newest: int | None) -> str | None:
         """Makes the vocabulary of sentences the run's; returns its fingerprint."""
         translation = self._task.translation
         if translation is None:
             return None
         translation.sentences(self._settings.eval_split)  # before minutes go into the vocabulary
-        fingerprint = translation.vocabulary.keep_in(self.folder, begun=bool(done))
-        if done:
-            self._checkpoints.check_vocabulary(done[-1], fingerprint)
+        fingerprint = translation.vocabulary.keep_in(self.folder, begun=newest is not None)
+        if newest is not None:
+            self._checkpoints.check_vocabulary(newest, fingerprint)
         return fingerprint
 
-    def _restore(self, done: list[int]) -> list[list[float]]:
-        """Sets state, step and score from the latest checkpoint; returns the log's window."""
+    def _restore(self, newest: int | None) -> dict[str, Any]:
+        """Sets state, step and score, from a checkpoint if there is one; returns its values."""
         settings, whole = self._settings, mesh_lib.replicated(self._mesh)
         self._key = jax.random.PRNGKey(settings.seed)
         shape = (settings.batch_size, settings.length)
@@ -128,19 +131,19 @@ class Run:
             **settings.eval_sizes,
             max_batches=settings.eval_batches,
         )
-        if not done:
+        if newest is None:
             self._state = jax.jit(init, out_shardings=whole)(self._key)
             self.step, self.score, self._saved = 0, None, None
             self._check_data({})
-            return []
-        state, info = self._checkpoints.restore(done[-1], like)
+            return {"score": None, "window": []}
+        state, info = self._checkpoints.restore(newest, like)
         self._state = jax.device_put(state, whole)
         self.step = info["step"]
         self._check_data(info.get("data", {}))
         # A score of another split, its data or context is not this run's: it evaluates again.
         self.score = info["score"] if info.get("scored", self._scored) == self._scored else None
         self._saved = self.step, self.score
-        return list(info["window"])
+        return info
 
     def _check_data(self, kept: dict[str, str]) -> None:
         """Compares the data with the checkpoint's and sets what the next checkpoint keeps."""
@@ -178,14 +181,19 @@ class Run:
             ema_decay=self._settings.ema_decay,
         )
 
-    def _open_record(self, window: list[list[float]]) -> None:
+    def _open_record(self, info: dict[str, Any]) -> None:
+        """Opens the record where a checkpoint, whose values are `info`, left it."""
         settings = self._settings
-        lines = RecordLines(self.folder / "metrics.jsonl", self.step)
+        scored = info["score"] is not None
+        path = self.folder / "metrics.jsonl"
+        lines = RecordLines(
+            path, self.step, info.get("record"), scored, say=self._note, check=self._lock.check
+        )
         self._record = Record(self.folder, lines, self.step, self._metric)
         if self._changed_data and self.step < settings.steps:
             self._record.write(self.step + 1, "data", {"changed": self._changed_data}, {})
         self._bar = Progress(self.step, settings.steps, settings.progress, self._metric)
-        self._log = StepLog(settings, self._record, self._bar, self._metric, window)
+        self._log = StepLog(settings, self._record, self._bar, self._metric, list(info["window"]))
 
     def _placed_batches(self):
         """The batches of the steps to come, on the devices."""
@@ -197,7 +205,6 @@ class Run:
         )
 
     def _with_way_back(self, error: FloatingPointError) -> FloatingPointError:
-        self._checkpoints.wait()
         good = self._checkpoints.steps()
         last = f"step {good[-1]} is the last good checkpoint" if good else "no checkpoint yet"
         return FloatingPointError(
@@ -213,6 +220,12 @@ class Run:
         if self._settings.progress:
             print(f"\n{text}", file=sys.stderr, flush=True)  # below the bar
 
+    def _note(self, text: str) -> None:
+        """Says what a user must know, even where progress is not shown."""
+        progress = self._settings.progress
+        out = side_channels.stdout() if progress else side_channels.stderr()
+        print(text, file=out, flush=True)
+
     # Going on.
 
     @property
@@ -222,6 +235,8 @@ class Run:
 
     def advance(self) -> None:
         """Dispatches one step."""
+        if self._checkpoints.failed:
+            self._hear_of_saves()
         self._state, metrics = self._train_step(self._state, next(self._batches), self._key)
         self.step, self.score = self.step + 1, None
         self._log.add(self.step, metrics)
@@ -265,9 +280,13 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint in the background, unless this one is written already.
 
+        One that could not be written is told, and training goes on to the next.
+
         Raises:
           FloatingPointError: parameters are not finite; nothing is written.
+          Lost: the folder was deleted or is another training's; nothing is written.
         """
+        self._hear_of_saves()
         if self._saved == (self.step, self.score):
             return
         self._log.drain()
@@ -278,11 +297,34 @@ class Run:
             extra["vocabulary"] = self._vocabulary
         if self.score is not None:
             extra["scored"] = self._scored
+        self._lock.check()
         self._checkpoints.save(
-            self.step, self._state, self.score, self._config, window=self._log.window, **extra
+            self.step,
+            self._state,
+            self.score,
+            self._config,
+            self._before_naming,
+            window=self._log.window,
+            record=self._record.lines.mark(),
+            **extra,
         )
         self._log.pause()
         self._saved = self.step, self.score
+
+    def _before_naming(self) -> None:
+        """A restored checkpoint finds its lines, and takes no name in another's folder."""
+        self._record.lines.sync()
+        self._lock.check()
+
+    def _hear_of_saves(self, then: str = "; training goes on to the next one") -> None:
+        """Waits for the last save and says what went wrong with it."""
+        try:
+            self._checkpoints.wait()
+        except NotSaved as error:
+            self._saved = None
+            self._note(f"note: {error}{then}")
+        while self._checkpoints.notes:
+            self._note(f"note: {self._checkpoints.notes.pop(0)}")
 
     @property
     def _scored(self) -> dict[str, Any]:
@@ -298,7 +340,7 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """The result of `loop.train`."""
-        best = self._checkpoints.best_step()
+        best = self._checkpoints.best_step(skip_unreadable=True)
         return {
             "step": self.step,
             "steps": self._settings.steps,

@@ -182,6 +182,8 @@ def test_an_error_of_the_user_is_a_line_and_a_fault_of_the_program_is_not():
         text()
     assert "give --data_dir" in errors.one_line(left_out.value)
     assert "out of memory" in errors.one_line(RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"))
+    full = "RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']"
+    assert errors.one_line(ValueError(full)) == full
     assert errors.one_line(RuntimeError("broken")) is None
     assert errors.one_line(TypeError("'int' object is not callable")) is None
     assert np.isscalar(errors.one_line(NotImplementedError("cross attention")))

@@ -149,7 +149,7 @@ def test_a_vocabulary_that_does_not_fit_is_told(run, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has no vocabulary.model, and checkpoint 2 was trained"):
         checkpoints.check_vocabulary(2, None)
     (tmp_path / "checkpoints/2/checkpoint.json").write_text("{")
-    with pytest.raises(ValueError, match="is damaged .* delete that folder"):
+    with pytest.raises(ValueError, match="is damaged .* no other is whole"):
         checkpoints.check_vocabulary(2, None)
 
 

@@ -1,0 +1,169 @@
+"""Files that survive a power cut, and errors of the operating system in one line.
+
+A file has its old content or its new one, never a part: the new content is written under another
+name, flushed to the disk, renamed, and then the folder is flushed (Pillai et al. 2014, "All file
+systems are not created equal", section 4). No name is followed if it is a symbolic link.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_ADVICE = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or have the quota raised",
+    errno.EFBIG: "have the limit of a file's size raised (ulimit -f)",
+    errno.EMFILE: "have the limit of open files raised (ulimit -n)",
+    errno.ENFILE: "close other programs: the system has too many open files",
+    errno.EACCES: "get the right to it (chmod, chown)",
+    errno.EPERM: "get the right to it (chmod, chown)",
+    errno.EROFS: "mount that file system for writing",
+    errno.ELOOP: "it is a symbolic link, which is not followed: put the file in its place",
+    errno.ESTALE: "mount that network share again",
+    errno.ENOMEM: "free memory of the system",
+}
+_OTHERWISE = "look after that disk or network share (dmesg)"
+
+# What tensorstore says at the end of an error of the system, whatever its Python type.
+_TENSORSTORE = re.compile(
+    r"""(?:Failed [a-z ]+: "(?P<path>[^"]+)".*)?os_error_code='(?P<number>\d+)'""", re.S
+)
+
+
+def explained(error: OSError, doing: str, path: str | os.PathLike = "") -> OSError:
+    """The error in one line: the file, the system's words, and what to do.
+
+    Args:
+      error: of a system call, or one line already, which is returned.
+      doing: what failed, such as 'read'.
+      path: of the file, where the error does not name it.
+    """
+    if error.strerror is None:
+        return error
+    advice = _ADVICE.get(error.errno, _OTHERWISE)
+    line = OSError(f"{error.filename or path} cannot be {doing} ({error.strerror}): {advice}")
+    line.errno = error.errno
+    return line
+
+
+@contextmanager
+def explaining(doing: str, path: str | os.PathLike) -> Iterator[None]:
+    """Errors of the system inside become one line; that a file is not there stays as it is."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise explained(error, doing, path) from None
+
+
+def system_error(error: Exception) -> OSError | None:
+    """The error of the system behind an error of orbax or tensorstore; None if it is another."""
+    if isinstance(error, OSError):
+        return error
+    found = _TENSORSTORE.search(str(error))
+    if found is None:
+        return None
+    number = int(found["number"])
+    return OSError(number, os.strerror(number), found["path"])
+
+
+class NotRegular(OSError):
+    """A folder, a pipe or a device where a file should be."""
+
+
+def open_file(path: Path) -> io.FileIO:
+    """Opens a regular file for reading.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      NotRegular: it is something else.
+      OSError: it cannot be read, in one line.
+    """
+    # Opening a pipe would wait for its other end.
+    with explaining("read", path):
+        file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", 0)  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise NotRegular(f"{path} is no regular file: put the file itself there")
+
+
+def read(path: Path) -> bytes:
+    """The content of a regular file; raises as `open_file`."""
+    with open_file(path) as file, explaining("read", path):
+        return file.read()
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replaces a file; when this returns, the disk has the new content.
+
+    Raises:
+      OSError: in one line; the file is as it was.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with explaining("written", path):
+        remove(temporary)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with open(os.open(temporary, flags, 0o666), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            if os.path.lexists(temporary):
+                os.unlink(temporary)
+            raise
+        sync_folder(path.parent)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Renames within a folder; when this returns, the disk has the new name."""
+    os.rename(old, new)
+    sync_folder(new.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems flush names by themselves and refuse to be asked.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and its parents; when this returns, the disk has their names."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def remove(path: Path) -> None:
+    """Deletes a file, a folder with all in it, or a link itself; it need not be there."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except (
+        IsADirectoryError,
+        PermissionError,
+    ):  # Linux says the first of a folder, macOS the other
+        if path.is_symlink() or not path.is_dir():
+            raise
+        shutil.rmtree(path)
