@@ -184,6 +184,10 @@ class Checkpoints:
             pending, self._pending = self._pending, None
             pending.result()
 
+    def close(self) -> None:
+        """Ends the writer's thread; nothing can be saved any more."""
+        self._writer.shutdown()
+
     def _write(self, step, arrays, score, config, before_naming, extra) -> None:
         temporary = self.folder / f"tmp.{step}"
         try:

@@ -100,6 +100,7 @@ class Run:
                 if isinstance(error, FloatingPointError):
                     raise self._with_way_back(error) from None
             finally:
+                self._checkpoints.close()
                 self._record.close()
                 self._bar.close()
 
