@@ -7,6 +7,7 @@ read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -45,7 +46,7 @@ class Enwik8(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator]:
         # Unpacked here: the manager's own extraction would import TensorFlow.
-        data = files.read_file(dl_manager.download(URL))
+        data = files.read_file(Path(dl_manager.download(URL)))
         splits = split_bytes(files.as_array(data), URL)
         return {split: self._generate_examples(part) for split, part in splits.items()}
 

@@ -41,7 +41,8 @@ def stdlib(max_bytes: Size | None = None) -> Task:
       ValueError: max_bytes is too small to split.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = files.list_files(folder, "*.py", skip=_NOT_THE_LIBRARY)
+    there = folder.is_dir()
+    paths = files.list_files(folder, "*.py", skip=_NOT_THE_LIBRARY) if there else []
     if not paths:
         raise FileNotFoundError(
             f"{folder} has no .py files of the standard library: use a Python that has them, "

@@ -24,7 +24,10 @@ def text(data_dir: PathName, pattern: Name = "*", offset: Offset = 0) -> Task:
 
     Raises:
       FileNotFoundError: data_dir does not exist.
-      ValueError: the text is empty, damaged or too short, or no file matches.
+      OSError: a file or a folder below cannot be read.
+      ValueError: the text is empty, damaged, too short or too long, or no file matches, or one is a
+        FIFO, a device or a socket. Text is too long above half of the machine's memory; packed text
+        also above 1 GiB and 20 times its packed size.
     """
     path = files.existing(data_dir)
     data = files.read_folder(path, pattern) if path.is_dir() else files.read_file(path)
