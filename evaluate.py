@@ -1,25 +1,28 @@
 """Scores a trained model on every target of a split: `python evaluate.py --output_dir=DIR`.
 
 Prints bits per dim (of a translation: per token) and writes the same to DIR/evaluation_SPLIT.json.
-The model and the task are those of DIR/config.gin; settings such as the number of hashes can be
-overridden with --config.
+The model and the task are those of the checkpoint's own config; settings such as the number of
+hashes can be overridden with --config. A config that names other code than that of this package is
+refused, unless --trust_config says that it may run.
 
 A model of translation also translates the split, by beam search: sacreBLEU is printed with its
 signature, DIR/translations_SPLIT.txt has the translations line for line, and
 DIR/translations_SPLIT.tsv the source, the reference and the score of each. --beam_size=0 leaves
 that out.
+
+Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
+printed all the same, and the last line of stderr names the file that is missing or old. 2: the
+command or its config is wrong.
 """
 
-import json
+import math
 import sys
-from pathlib import Path
 from typing import Any
 
-from reformax.cli import config, errors, flags, report, saved_run
+from reformax.cli import config, errors, flags, report, results, saved_run
 
-# The settings of the run that an evaluation reads.
+# The settings of the run that an evaluation reads besides those of its model.
 READ = (
-    *saved_run.MODEL,
     "task",
     "loss_chunk_len",
     "eval_batch_size",
@@ -31,32 +34,35 @@ READ = (
 def main() -> int:
     """Flags, then gin, then one call."""
     args = _parser().parse_args()
-    saved_run.parse(args, args.data_dir)
+    _check_search(args)
+    files = results.Files(args.output_dir)
+    saved = saved_run.restore(args, args.data_dir)
     from reformax.training import loop
     from reformax.training.evaluation import evaluate
 
-    _check_search(args)
     run = config.bindings(loop.train, READ)
-    model, params, steps = saved_run.restore_model(args, run)
     task = run["task"]
     if task.translation is None:
         flags.refuse(args, flags.SEARCH, f"the task {task.name} is no translation")
     else:
-        saved_run.keep_vocabulary(args, task.translation.vocabulary, steps[-1])
-    changed = saved_run.changed_data(args, task, steps[-1])
+        saved_run.keep_vocabulary(args, task.translation.vocabulary, saved)
+    changed = saved_run.changed_data(args, task, saved)
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len"), "progress": True}
-    result = evaluate(model, params, task, args.split, **_sizes(args, run), **options)
-    report.note_unused(args.config, READ)
-    result |= {"checkpoint_steps": steps, "seed": args.seed, "overrides": args.config}
+    sizes = _sizes(args, run | saved.run)
+    result = evaluate(saved.model, saved.params, task, args.split, **sizes, **options)
+    _check_finite(result, saved)
+    report.note_unused(args.config, (*saved_run.MODEL, *READ))
+    result |= {"checkpoint_steps": saved.steps, "seed": args.seed, "overrides": args.config}
     if changed:
         result["changed_data"] = changed
-    path = Path(args.output_dir) / f"evaluation_{args.split}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")  # it is kept if the search fails
+    name = f"evaluation_{args.split}.json"
+    files.write_json(name, result)  # it is kept if the search fails
+    _print(result, files.named(name), task)
     if task.translation is not None and args.beam_size != 0:
-        result |= _translate(args, model, params, task.translation)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-    _print(result, path, task)
-    return 0
+        scores = _translate(args, saved, task.translation, files)
+        files.write_json(name, result | scores)
+        _print_translation(scores)
+    return files.exit_code()
 
 
 def _parser():
@@ -99,18 +105,34 @@ def _sizes(args, run: dict[str, Any]) -> dict[str, int]:
     return {"batch_size": batch_size, "length": length, "stride": stride}
 
 
-def _translate(args, model, params, translation) -> dict[str, Any]:
+def _check_finite(result: dict[str, Any], saved: saved_run.Saved) -> None:
+    """Raises `FloatingPointError` for a result that is no score."""
+    for name, value in result.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise FloatingPointError(
+                f"{name} of {result['split']} is {value} for the {saved_run.named(saved.steps)}: "
+                "nothing is written; evaluate an earlier one, or with float32 as its dtype"
+            )
+
+
+def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, Any]:
     """Translates the split into files and scores it."""
     from reformax.cli import translations
 
     options = flags.search_options(args)
     scores = translations.score_split(
-        model, params, translation, args.split, args.output_dir, **options, hash_seed=args.seed
+        saved.model,
+        saved.params,
+        translation,
+        args.split,
+        files.write_text,
+        **options,
+        hash_seed=args.seed,
     )
     return scores | options
 
 
-def _print(result: dict[str, Any], path: Path, task) -> None:
+def _print(result: dict[str, Any], where: str, task) -> None:
     from reformax.training.loss import metric_name
 
     context = f"at most {result['length']} tokens (stride {result['stride']})"
@@ -118,15 +140,17 @@ def _print(result: dict[str, Any], path: Path, task) -> None:
         context = "its source and the tokens before it"
     print(
         f"{result['split']}: {result['n_targets']:,} targets, each predicted once from {context}, "
-        f"{saved_run.named(result['checkpoint_steps'])}, in {path}"
+        f"{saved_run.named(result['checkpoint_steps'])}, {where}"
     )
     print(f"accuracy: {result['accuracy']:.4f}")
     metric = metric_name(task)
-    print(f"{metric}: {result[metric]:.4f}")
-    if "bleu" in result:
-        for name in ("bleu", "bleu_uncased"):
-            print(f"{name}: {result[name]:.2f} ({result[f'{name}_signature']})")
-        print(f"exact: {result['exact']:.4f} of {result['n_sentences']:,} sentences")
+    print(f"{metric}: {result[metric]:.4f}", flush=True)
+
+
+def _print_translation(scores: dict[str, Any]) -> None:
+    for name in ("bleu", "bleu_uncased"):
+        print(f"{name}: {scores[name]:.2f} ({scores[f'{name}_signature']})")
+    print(f"exact: {scores['exact']:.4f} of {scores['n_sentences']:,} sentences", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from reformax.cli import config, errors, flags, prompts, report, saved_run
+from reformax.cli import errors, flags, prompts, report, saved_run
 
 # The flags of continuing a prompt and their values where they are not given.
 CONTINUE = {
@@ -32,17 +32,14 @@ def main() -> int:
     args = _parser().parse_args()
     if args.num_samples is not None and args.num_samples < 1:
         raise ValueError(f"num_samples is {args.num_samples}: expected at least 1")
-    saved_run.parse(args)
+    saved = saved_run.restore(args)  # no task: no data is needed
     from reformax.models import EncoderDecoder
-    from reformax.training import loop
 
-    run = config.bindings(loop.train, saved_run.MODEL)  # no task: no data is needed
-    model, params, steps = saved_run.restore_model(args, run)
-    if isinstance(model, EncoderDecoder):
+    if isinstance(saved.model, EncoderDecoder):
         flags.refuse(args, CONTINUE, "this run's model translates and takes no such setting")
-        return _translate(args, model, params, steps[-1], run["length"])
+        return _translate(args, saved)
     flags.refuse(args, flags.SEARCH, "this run's model does not translate")
-    return _continue(args, model, params, run["length"])
+    return _continue(args, saved.model, saved.params, saved.run["length"])
 
 
 def _parser():
@@ -88,7 +85,7 @@ def _continue(args, model, params, run_length: int) -> int:
     return continuation.write(blocks, tokens, offset)
 
 
-def _translate(args, model, params, step: int, run_length: int) -> int:
+def _translate(args, saved: saved_run.Saved) -> int:
     """Translates lines with an encoder-decoder."""
     from reformax.cli import translations
     from reformax.data import vocabulary as vocabulary_lib
@@ -98,11 +95,14 @@ def _translate(args, model, params, step: int, run_length: int) -> int:
     if (folder / vocabulary_lib.FILE).exists():
         vocabulary = vocabulary_lib.load(folder)
     else:
-        vocabulary = vocabulary_lib.Numbers(model.source_vocab_size)
-    saved_run.keep_vocabulary(args, vocabulary, step)
+        vocabulary = vocabulary_lib.Numbers(saved.model.source_vocab_size)
+    saved_run.keep_vocabulary(args, vocabulary, saved)
     options = flags.search_options(args) | {"hash_seed": args.hash_seed}
     lines = prompts.read_lines(args)
-    translations.write_lines(model, params, vocabulary, lines, run_length, **options)
+    trained_length = saved.run["length"]
+    translations.write_lines(
+        saved.model, saved.params, vocabulary, lines, trained_length, **options
+    )
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util  # noqa: F401  gin looks for includes with it and does not import it
 import inspect
+import io
 import logging
 import sys
 import tokenize
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import gin
 
-from reformax.cli import gin_text, messages
+from reformax.cli import gin_text, messages, trust
 from reformax.declared import SettingError
 
 
@@ -63,6 +64,41 @@ def parse(
         gin.add_config_file_search_path(str(Path(folder).absolute()))
     for config_file in config_files:
         _parse_with(gin.parse_config_file, _find(config_file, folders))
+    _parse_overrides(overrides, data_dir)
+
+
+def parse_saved(
+    text: str,
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    trusted: bool = False,
+    data_dir: str | None = None,
+) -> None:
+    """Parses the config that a run was saved with, then overrides, into gin's global config.
+
+    Nothing is imported or called unless every name of the config is one that `trust` allows.
+
+    Args:
+      text: the config.
+      source: the file that it is from, for errors.
+      overrides: as in `parse`; they are the user's own and may hold any name.
+      trusted: whether the config may name any module and include files.
+      data_dir: as in `parse`.
+
+    Raises:
+      ConfigError: as `parse` does; or the config names something that could run code.
+    """
+    gin.clear_config()
+    if trusted:
+        gin.add_config_file_search_path(str(Path(source).absolute().parent))
+    else:
+        _parse_with(_check_names, text, source)
+    _parse_with(gin.parse_config, text, source)
+    _parse_overrides(overrides, data_dir)
+
+
+def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:
     for override in overrides:
         _check_macro(override)
         # config_str begins with the imports of all files, under names that do not collide.
@@ -196,10 +232,55 @@ def _find(config_file: str, folders: Sequence[str | Path]) -> str:
     raise ConfigError(f"no config file {config_file}{messages.nearest(config_file, names)}")
 
 
-def _parse_with(parser, source: str) -> None:
+class _File(io.StringIO):
+    """A text that gin reads as a file, with a name for its errors."""
+
+    def __init__(self, text: str, name: str):
+        super().__init__(text)
+        self.name = name
+
+
+class _References(gin.config_parser.ParserDelegate):
+    """Checks the names of references while gin's parser finds them; makes nothing of them."""
+
+    def __init__(self, names: trust.Names):
+        self._names = names
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> str:
+        self._names.check(scoped_configurable_name.rpartition("/")[2], called=True)
+        return f"@{scoped_configurable_name}"
+
+    def macro(self, macro_name: str) -> str:
+        return f"%{macro_name}"
+
+
+def _check_names(file: _File) -> None:
+    """Raises `trust.Refused` for a config that names anything that `trust` does not allow."""
+    names, parts = trust.Names(), gin.config_parser
+    for statement in parts.ConfigParser(file, _References(names)):
+        with gin.config.utils.try_with_location(statement.location):
+            match statement:
+                case parts.ImportStatement(module="__gin__.dynamic_registration", is_from=True):
+                    names.enable()
+                case parts.ImportStatement(module=module, is_from=is_from, alias=alias):
+                    whole = module if is_from or alias else module.partition(".")[0]
+                    names.add_import(module, statement.bound_name(), whole)
+                case parts.IncludeStatement(filename=filename):
+                    names.check_include(filename)
+                case parts.BindingStatement(arg_name=""):  # a macro
+                    pass
+                case parts.BindingStatement() | parts.BlockDeclaration():
+                    names.check(statement.selector, called=False)
+                case _:
+                    raise trust.Refused(f"the config of a run has an unknown {statement}")
+    names.finish()
+
+
+def _parse_with(parser, source: str, name: str | None = None) -> None:
+    """Calls `parser` on a source, a text with a name or without; any error is a `ConfigError`."""
     logging.disable(logging.ERROR)  # gin logs every folder that it does not find an include in
     try:
-        parser(source)
+        parser(source if name is None else _File(source, name))
     except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
         raise ConfigError(_explain(error)) from None
     except tokenize.TokenError as error:

@@ -46,6 +46,15 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag without which a run's config may name little; see `reformax.cli.trust`."""
+    parser.add_argument(
+        "--trust_config",
+        action="store_true",
+        help="the run's config may name any module, which is code that runs",
+    )
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose a trained model: a run's folder, a checkpoint and settings."""
     parser.add_argument("--output_dir", required=True, help="a folder that train.py wrote")
@@ -55,6 +64,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         help="best, latest, a step, or average:5 for the mean of the last five checkpoints",
     )
     add_config(parser)
+    add_trust(parser)
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:

@@ -114,9 +114,10 @@ def place(error: Exception) -> Place:
     """The place, from gin's appendix to the error."""
     file = re.search(r'In file "([^"]+)", line (\d+)', str(error))
     source = re.search(r"\n  In .* line \d+\n    (.*)", str(error))
-    return Place(
-        f" ({file[1]}, line {file[2]})" if file else "", source[1].strip() if source else ""
-    )
+    line = source[1].strip() if source else ""
+    # The config of a stranger's run may hold what a terminal obeys.
+    line = "".join(c if c.isprintable() else "?" for c in line)
+    return Place(f" ({file[1]}, line {file[2]})" if file else "", line)
 
 
 def nearest(name: str, names: Sequence[str]) -> str:

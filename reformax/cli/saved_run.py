@@ -1,123 +1,141 @@
-"""The run that the flags name: its config, its model and one of its checkpoints."""
+"""The run that the flags name: one of its checkpoints, that checkpoint's config, and its model."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+from reformax import durable
+from reformax.cli import differences
 
 # The settings of a run that building its model takes.
 MODEL = ("model", "batch_size", "length")
+# Training deletes checkpoints. A reader that lost one looks again so many times.
+TRIES = 5
+
+T = TypeVar("T")
 
 
-def parse(args: argparse.Namespace, data_dir: str | None = None) -> None:
-    """Parses the run's config.gin, then the settings of --config."""
-    from reformax.cli import config
+class Saved(NamedTuple):
+    """A trained model as it was saved."""
 
-    config.parse([str(config_file(Path(args.output_dir)))], args.config, data_dir=data_dir)
-
-
-def config_file(folder: Path) -> Path:
-    """A run's config.gin, written anew from its latest checkpoint where it is missing.
-
-    Raises:
-      ValueError: the folder holds no run.
-    """
-    path = folder / "config.gin"
-    if not path.is_file():
-        from reformax.training.checkpoint import Checkpoints
-
-        checkpoints = Checkpoints(folder)
-        steps = checkpoints.steps()
-        text = checkpoints.config(steps[-1]) if steps else None
-        if text is None:
-            raise ValueError(
-                f"output_dir={folder} holds no run: train.py writes config.gin into it"
-            )
-        path.write_text(text)
-        print(f"note: {path} was missing; it is written from the checkpoint of step {steps[-1]}")
-    return path
+    model: Any  # built for evaluation
+    params: Any
+    steps: list[int]  # of the checkpoints that the parameters are from
+    info: dict[str, Any]  # what `Checkpoints.restore` says of the last of them
+    run: dict[str, Any]  # the settings of `MODEL`
 
 
-def restore_model(args: argparse.Namespace, run: dict[str, Any]) -> tuple[Any, Any, list[int]]:
-    """Builds the model for evaluation and reads its parameters.
+def restore(args: argparse.Namespace, data_dir: str | None = None) -> Saved:
+    """Builds the model of the checkpoints that the flags choose, and reads its parameters.
+
+    The checkpoints' own config is in use afterwards, with the settings of --config. The folder's
+    config.gin may be that of later steps: it counts only for checkpoints that hold no config.
 
     Args:
       args: the flags of `flags.add_run`.
-      run: the run's settings, at least those of `MODEL`.
+      data_dir: bound to the task's.
 
-    Returns:
-      The model, its parameters, and the steps of the checkpoints that they are from.
+    Raises:
+      ValueError: there is no such checkpoint, it is damaged, the config names more than
+        `reformax.cli.trust` allows, or the checkpoints to average are of several models.
     """
     import jax
 
-    from reformax.training.averaging import restore_average
+    from reformax.cli import config
+    from reformax.training import loop
+    from reformax.training.averaging import restore_mean
     from reformax.training.checkpoint import Checkpoints
+    from reformax.training.named_tensors import check_finite
 
     checkpoints = Checkpoints(args.output_dir)
-    model = run["model"](mode="eval")
-    shape = (run["batch_size"], run["length"])
-    like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
-    averaged = re.fullmatch(r"average:(\d+)", args.checkpoint)
-    if averaged:
-        return model, *restore_average(checkpoints, int(averaged[1]), like)
-    step = _step(checkpoints, args.checkpoint)
-    return model, checkpoints.restore_params(step, like)[0], [step]
+
+    def read(configs: dict[int, str | None]) -> Saved:
+        options = {"trusted": args.trust_config, "data_dir": data_dir}
+        _parse(checkpoints, configs, args.config, **options)
+        run = config.bindings(loop.train, MODEL)
+        model, steps = run["model"](mode="eval"), list(configs)
+        shape = (run["batch_size"], run["length"])
+        like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
+        params, info = restore_mean(checkpoints, steps, like)
+        check_finite(params, named(steps))
+        return Saved(model, params, steps, info, run)
+
+    return steadily(checkpoints, lambda: _choose(checkpoints, args.checkpoint), read)
 
 
-def named(steps: list[int]) -> str:
-    """The checkpoints of these steps, in words."""
-    if len(steps) == 1:
-        return f"checkpoint of step {steps[0]}"
-    return f"mean of the checkpoints of steps {', '.join(map(str, steps))}"
-
-
-def keep_vocabulary(args: argparse.Namespace, vocabulary, step: int) -> None:
-    """Reads the run's vocabulary and checks it against a checkpoint.
+def steadily(checkpoints, choose: Callable[[], dict[int, Any]], read: Callable[[Any], T]) -> T:
+    """`read(choose())`, once more where training deleted or wrote a chosen checkpoint meanwhile.
 
     Args:
-      args: the flags of `flags.add_run`.
-      vocabulary: a `reformax.data.base.Vocabulary`; takes on what the run's folder holds.
-      step: the checkpoint's.
+      checkpoints: `reformax.training.checkpoint.Checkpoints`.
+      choose: the configs of checkpoints by step.
+      read: reads them.
 
     Raises:
-      ValueError: the run's folder has no vocabulary, or not the checkpoint's.
+      ValueError: training was faster `TRIES` times.
+      Exception: that of `choose` or `read`, where the checkpoints stayed as they were.
     """
-    from reformax.training.checkpoint import Checkpoints
+    for _ in range(TRIES):
+        before = _identities(checkpoints)
+        try:
+            return read(choose())
+        except Exception:
+            if _identities(checkpoints) == before:
+                raise
+    raise ValueError(
+        f"training replaced the checkpoints in {checkpoints.folder} while they were read, {TRIES} "
+        "times: try again, or raise loop.train.keep"
+    )
 
-    fingerprint = vocabulary.keep_in(args.output_dir, begun=True)
-    Checkpoints(args.output_dir).check_vocabulary(step, fingerprint)
 
-
-def changed_data(args: argparse.Namespace, task, step: int) -> dict[str, dict[str, str]]:
-    """Compares a split with the data of a checkpoint; see `reformax.training.fingerprints.changes`.
+def parse(
+    checkpoints, step: int, text: str | None, overrides: Sequence[str] = (), **options
+) -> None:
+    """Parses a checkpoint's config, or the folder's config.gin if the checkpoint has none.
 
     Args:
-      args: the flags of `flags.add_run` and of `flags.add_changed_data`, and `split`.
-      task: a `reformax.data.base.Task`.
+      checkpoints: `reformax.training.checkpoint.Checkpoints`.
       step: the checkpoint's.
+      text: its config, if it has one.
+      overrides: settings of --config.
+      **options: `trusted` and `data_dir` of `config.parse_saved`.
 
     Raises:
-      ValueError: the split differs and --allow_changed_data is not given.
+      ValueError: neither has a config.
+      ConfigError: as `config.parse_saved` does.
     """
-    from reformax.training import fingerprints
-    from reformax.training.checkpoint import Checkpoints
+    from reformax.cli import config
 
-    kept = Checkpoints(args.output_dir).extra(step).get("data", {})
-    if task.fingerprint is None or args.split not in kept:
-        return {}
-    now = {args.split: task.fingerprint(args.split)}
-    found = fingerprints.changes(kept, now, step, args.allow_changed_data)
-    if found:
-        print(f"note: the data has changed: {fingerprints.described(found)}")
-    return found
+    folder = checkpoints.folder.parent
+    source = checkpoints.folder / str(step) / "checkpoint.json"
+    if text is None:
+        source = folder / "config.gin"
+        if not source.is_file():
+            raise ValueError(f"{_shown(folder)} holds no run: train.py writes config.gin into it")
+        text = durable.read(source).decode()
+    config.parse_saved(text, str(_shown(source)), overrides, **options)
 
 
-def _step(checkpoints, which: str) -> int:
+def choose(checkpoints, which: str) -> int:
+    """The step of 'best', 'latest' or a number.
+
+    Raises:
+      ValueError: there is no checkpoint, or `which` is none of these.
+    """
     steps = checkpoints.steps()
     if not steps:
-        raise ValueError(f"no checkpoint in {checkpoints.folder}: train.py saves one after a while")
+        folder = checkpoints.folder
+        if not folder.exists() and not (folder.parent / "config.gin").exists():
+            raise ValueError(
+                f"output_dir={_shown(folder.parent)} holds no run: train.py writes config.gin and "
+                "checkpoints into it"
+            )
+        raise ValueError(f"no checkpoint in {folder}: train.py saves one after a while")
     if which == "latest":
         return steps[-1]
     if which == "best":  # a run stopped before its first evaluation has only unscored ones
@@ -128,3 +146,101 @@ def _step(checkpoints, which: str) -> int:
             f"checkpoint={which} must be best, latest, average:N or one of the steps {steps}"
         )
     return int(which)
+
+
+def named(steps: list[int]) -> str:
+    """The checkpoints of these steps, in words."""
+    if len(steps) == 1:
+        return f"checkpoint of step {steps[0]}"
+    return f"mean of the checkpoints of steps {', '.join(map(str, steps))}"
+
+
+def keep_vocabulary(args: argparse.Namespace, vocabulary, saved: Saved) -> None:
+    """Reads the run's vocabulary and checks it against a checkpoint.
+
+    Args:
+      args: the flags of `flags.add_run`.
+      vocabulary: a `reformax.data.base.Vocabulary`; takes on what the run's folder holds.
+      saved: the model.
+
+    Raises:
+      ValueError: the run's folder has no vocabulary, or not the checkpoint's.
+    """
+    from reformax.training.checkpoint import Checkpoints
+
+    fingerprint = vocabulary.keep_in(args.output_dir, begun=True)
+    checkpoints = Checkpoints(args.output_dir)
+    checkpoints.compare_vocabulary(saved.steps[-1], saved.info.get("vocabulary"), fingerprint)
+
+
+def changed_data(args: argparse.Namespace, task, saved: Saved) -> dict[str, dict[str, str]]:
+    """Compares a split with the data of a checkpoint; see `reformax.training.fingerprints.changes`.
+
+    Args:
+      args: the flags of `flags.add_run` and of `flags.add_changed_data`, and `split`.
+      task: a `reformax.data.base.Task`.
+      saved: the model.
+
+    Raises:
+      ValueError: the split differs and --allow_changed_data is not given.
+    """
+    from reformax.training import fingerprints
+
+    kept = saved.info.get("data", {})
+    if task.fingerprint is None or args.split not in kept:
+        return {}
+    now = {args.split: task.fingerprint(args.split)}
+    found = fingerprints.changes(kept, now, saved.steps[-1], args.allow_changed_data)
+    if found:
+        print(f"note: the data has changed: {fingerprints.described(found)}")
+    return found
+
+
+def _choose(checkpoints, which: str) -> dict[int, str | None]:
+    """The configs of the checkpoints to read, by step."""
+    from reformax.training.averaging import last_configs
+
+    if averaged := re.fullmatch(r"average:(\d+)", which):
+        return last_configs(checkpoints, int(averaged[1]))
+    step = choose(checkpoints, which)
+    return {step: checkpoints.config(step)}
+
+
+def _parse(
+    checkpoints, configs: dict[int, str | None], overrides: Sequence[str], **options
+) -> None:
+    """Parses the configs, the latest one last; raises `ValueError` if their models differ."""
+    from reformax.cli import config
+    from reformax.training import loop
+
+    described: dict[int, Any] = {}
+    for step, text in configs.items():
+        parse(checkpoints, step, text, overrides, **options)
+        if len(configs) > 1:
+            described[step] = config.described(loop.train, "model")
+    steps = list(described)
+    for one, other in zip(steps, steps[1:], strict=False):
+        difference = differences.first(described[one], described[other])
+        if difference is not None:
+            name, here, there = difference
+            raise ValueError(
+                f"average:{len(steps)} is of several models: {name} is {here} at step {one} and "
+                f"{there} at step {other}: average the checkpoints after step {one} alone"
+            )
+
+
+def _identities(checkpoints) -> set[tuple]:
+    """Tells the checkpoints that are there now from others of the same steps."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):
+        for entry in checkpoints.folder.iterdir():
+            if entry.name.removeprefix("tmp.old.").isdigit():  # see `Checkpoints.steps`
+                stat = entry.lstat()
+                found.add((entry.name, stat.st_ino, stat.st_ctime_ns))
+    return found
+
+
+def _shown(path: Path) -> Path:
+    """The path from the working directory, if it is in there."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

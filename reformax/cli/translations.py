@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 LINES = 10_000  # translated, and then written, together
@@ -54,7 +54,7 @@ def write_lines(
 
 
 def score_split(
-    model, params, translation, split: str, folder: str | Path, **options
+    model, params, translation, split: str, write: Callable[[str, str], None], **options
 ) -> dict[str, Any]:
     """Translates a split, writes translations_SPLIT.txt and .tsv, and scores them.
 
@@ -63,7 +63,7 @@ def score_split(
       params: its weights.
       translation: a `reformax.data.base.Translation`.
       split: 'train', 'valid' or 'test'.
-      folder: where the files go.
+      write: takes the name of a file and its text.
       **options: those of `generation.translate`.
 
     Returns:
@@ -76,13 +76,13 @@ def score_split(
     lines = translate_lines(
         model, params, translation.vocabulary, sources, progress=True, **options
     )
-    path = Path(folder) / f"translations_{split}"
     texts = [line.text for line in lines]
-    path.with_suffix(".txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
-    with path.with_suffix(".tsv").open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file, "excel-tab", lineterminator="\n")
-        table.writerow(["score", "log_p", "tokens", "translation", "source", "reference"])
-        for line, source, reference in zip(lines, sources, references, strict=True):
-            values = f"{line.score:.4f}", f"{line.log_p:.4f}", line.n_tokens
-            table.writerow([*values, line.text, source, reference])
+    write(f"translations_{split}.txt", "".join(f"{text}\n" for text in texts))
+    file = io.StringIO(newline="")
+    table = csv.writer(file, "excel-tab", lineterminator="\n")
+    table.writerow(["score", "log_p", "tokens", "translation", "source", "reference"])
+    for line, source, reference in zip(lines, sources, references, strict=True):
+        values = f"{line.score:.4f}", f"{line.log_p:.4f}", line.n_tokens
+        table.writerow([*values, line.text, source, reference])
+    write(f"translations_{split}.tsv", file.getvalue())
     return score(texts, references) | {"n_sentences": len(lines)}

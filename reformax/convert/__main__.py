@@ -7,13 +7,19 @@
 
 A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
 Hugging Face. --to=NAME.pkl.gz writes any model for Trax. The command then reads the result and
-compares its logits of random tokens with the source's.
+compares its logits of random tokens with the source's. What it wrote has its name after that: a
+command that fails leaves nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,23 +57,44 @@ def main() -> int:
     parser.add_argument(
         "--length", type=int, help="to Trax: length of the input signature (default: two chunks)"
     )
+    flags.add_trust(parser)
     flags.add_traceback(parser)
     args = parser.parse_args()
     source_path, target_path = (Path(p).expanduser() for p in (args.source, args.target))
-    if target_path.is_file() or (target_path.is_dir() and any(target_path.iterdir())):
+    empty = target_path.is_dir() and not any(target_path.iterdir())
+    if target_path.exists() and not empty:
         raise ValueError(f"--to={target_path} exists: give another name, or delete it")
     source = _read(source_path, args)
+    import jax
+
+    from reformax.training.named_tensors import check_finite
+
+    check_finite(source.params, f"--from={source_path}")
     kind = "run" if source.kind != "run" else "hugging_face"
     kind = "trax" if target_path.name.endswith(".pkl.gz") else kind
     _check_flags(args, source.kind, kind)
-    notes = [*source.notes, *_write(kind, target_path, source, args.length)]
-    for note in notes:
-        print(f"note: {note}")
-    import jax
+    with _aside(target_path) as path:
+        notes = [*source.notes, *_write(kind, path, source, args.length)]
+        for note in notes:
+            print(f"note: {note}")
+        n_params = sum(x.size for x in jax.tree.leaves(source.params))
+        print(f"{source.spec.model}, {n_params:,} parameters: {source_path} -> {target_path}")
+        _check(source, {source.kind: source_path, kind: path}, kind, str(target_path))
+    return 0
 
-    n_params = sum(x.size for x in jax.tree.leaves(source.params))
-    print(f"{source.spec.model}, {n_params:,} parameters: {source_path} -> {target_path}")
-    return _check(source, source_path, kind, target_path)
+
+@contextlib.contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A path to write to; it becomes `target` at the end, or is deleted if there is an error."""
+    target = target.resolve()
+    there = next(parent for parent in target.parents if parent.is_dir())
+    folder = Path(tempfile.mkdtemp(prefix=".reformax.", dir=there))
+    try:
+        yield folder / target.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (folder / target.name).replace(target)
+    finally:
+        shutil.rmtree(folder)
 
 
 def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
@@ -76,20 +103,21 @@ def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
         ("config_file", source == "trax", "--from=model.pkl.gz"),
         ("config", source == "trax", "--from=model.pkl.gz"),
         ("step", source == "run", "--from=RUN"),
+        ("trust_config", source == "run", "--from=RUN"),
         ("length", target == "trax", "--to=NAME.pkl.gz"),
     ):
         value = getattr(args, name)
-        if value not in (None, []) and not is_read:
+        if value not in (None, [], False) and not is_read:
             raise ValueError(f"--{name} is {value}: it goes with {where} alone, leave it out")
 
 
 def _read(path: Path, args: argparse.Namespace) -> Source:
     if not path.exists():
         raise FileNotFoundError(f"--from={path} does not exist")
-    if path.is_dir() and (path / "config.gin").is_file():
+    if (path / "config.gin").is_file() or (path / "checkpoints").is_dir():
         from reformax.convert import run_folder
 
-        run = run_folder.read(path, args.step)
+        run = run_folder.read(path, args.step, args.trust_config)
         return Source("run", run.spec, run.params, run.source, [])
     if path.is_file() and path.name.endswith((".pkl.gz", ".pkl")):
         from reformax.convert import trax_models
@@ -136,17 +164,27 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
     return []
 
 
-def _check(source: Source, source_path: Path, kind: str, target_path: Path) -> int:
+def _check(source: Source, paths: dict[str, Path], kind: str, target: str) -> None:
+    """Compares the model that was written with its source.
+
+    Args:
+      source: the model.
+      paths: what it was read from and what was written, by kind.
+      kind: of the latter.
+      target: the name that it will have.
+
+    Raises:
+      ValueError: logits differ, or are not finite.
+    """
     from reformax.convert import check, hugging_face, run_folder, trax_models
 
     reread = {
-        "run": lambda: run_folder.read(target_path).params,
-        "trax": lambda: trax_models.read_params(target_path, source.spec),
-        "hugging_face": lambda: hugging_face.read(target_path).params,
+        "run": lambda: run_folder.read(paths[kind]).params,
+        "trax": lambda: trax_models.read_params(paths[kind], source.spec),
+        "hugging_face": lambda: hugging_face.read(paths[kind]).params,
     }[kind]()
-    other = f"{target_path} as read again"
+    other = f"{target} as read again"
     found = [check.against_params(source.spec, source.params, reread, other)]
-    paths = {source.kind: source_path, kind: target_path}
     if "hugging_face" in paths:
         if check.has_transformers():
             path = paths["hugging_face"]
@@ -159,17 +197,18 @@ def _check(source: Source, source_path: Path, kind: str, target_path: Path) -> i
             print("check: not against Trax's own model, whose length is too long for here")
         else:
             found.append(compared)
-    failed = 0
     for comparison in found:
         print(
             f"check: logits differ by at most {comparison.difference:.2g}, the largest being "
             f"{comparison.scale:.3g}, from {comparison.what}"
         )
-        failed += comparison.difference > TOLERANCE * max(1.0, comparison.scale)
-    if failed:
+    if not all(comparison.agrees(TOLERANCE) for comparison in found):
         why = "the notes say why" if source.notes else "that is a fault of this command"
-        print(f"error: the converted model computes something else: {why}", file=sys.stderr)
-    return int(failed > 0)
+        if not all(map(math.isfinite, (x for c in found for x in (c.difference, c.scale)))):
+            why = "its logits are not finite"
+        raise ValueError(
+            f"the converted model computes something else: {why}; {target} is not written"
+        )
 
 
 if __name__ == "__main__":

@@ -28,6 +28,15 @@ class Comparison(NamedTuple):
     scale: float  # the largest logit
     what: str  # the other model
 
+    def agrees(self, tolerance: float) -> bool:
+        """Whether the difference is at most this share of the largest logit, or of 1 if above.
+
+        False if any logit is not finite.
+        """
+        # Every comparison with NaN is false.
+        bound = tolerance * max(1.0, self.scale)
+        return math.isfinite(self.scale) and self.difference <= bound
+
 
 def length_for(spec: Spec) -> int:
     """A length to compare at: two and a half of the longest chunks, if positions hold so many."""

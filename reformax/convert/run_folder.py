@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from reformax import durable
-from reformax.cli import config
+from reformax.cli import saved_run
 from reformax.convert.spec import Spec
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import State
@@ -29,31 +29,34 @@ class Run(NamedTuple):
     source: dict[str, Any]  # the origin of a converted model; empty if it was trained here
 
 
-def read(folder: str | Path, step: int | None = None) -> Run:
+def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> Run:
     """Reads the model of a run and its weights, the moving average if there is one.
 
     Args:
       folder: a folder of train.py or of `write`.
       step: the checkpoint's step; None: the best, or the latest if none has a score.
+      trusted: whether the checkpoint's config may name any module, and so run its code.
 
     Raises:
       ValueError: the folder has no run or no checkpoint, or its model is not of this package.
+      ConfigError: the config names more than `reformax.cli.trust` allows.
     """
-    folder = Path(folder).expanduser()
-    if not (folder / "config.gin").is_file():
-        raise ValueError(f"{folder} holds no run: it has no config.gin")
-    config.parse([str(folder / "config.gin")])
-    spec, checkpoints = Spec.of_config(), Checkpoints(folder)
-    if step is None:
-        steps = checkpoints.steps()
-        if not steps:
-            raise ValueError(f"no checkpoint in {checkpoints.folder}: train.py saves one")
-        best = checkpoints.best_step()
-        step = steps[-1] if best is None else best
-    model = spec.build()
-    like = jax.eval_shape(lambda key: model.init_params(key, (1, 1)), jax.random.key(0))
-    params, info = checkpoints.restore_params(step, like)
-    return Run(spec, params, info.get("source", {}))
+    checkpoints = Checkpoints(Path(folder).expanduser())
+
+    def choose() -> dict[int, str | None]:
+        chosen = saved_run.choose(checkpoints, "best" if step is None else str(step))
+        return {chosen: checkpoints.config(chosen)}
+
+    def restored(configs: dict[int, str | None]) -> Run:
+        ((chosen, text),) = configs.items()
+        saved_run.parse(checkpoints, chosen, text, trusted=trusted)
+        spec = Spec.of_config()
+        model = spec.build()
+        like = jax.eval_shape(lambda key: model.init_params(key, (1, 1)), jax.random.key(0))
+        params, info = checkpoints.restore_params(chosen, like)
+        return Run(spec, params, info.get("source", {}))
+
+    return saved_run.steadily(checkpoints, choose, restored)
 
 
 def write(folder: str | Path, spec: Spec, params: Any, source: dict[str, Any], note: str) -> Path:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 from reformax.data.base import SPLITS, Task
@@ -17,6 +18,8 @@ from reformax.declared import Name, PathName, SettingError, Size, checked, user_
 URL = "https://www.statmt.org/{year}/"
 _TFDS_SPLITS = dict(zip(SPLITS, ("train", "validation", "test"), strict=True))
 _BLOCK = 10_000  # examples read together
+# Datasets whose code comes with tensorflow-datasets. It downloads and runs that of some others.
+_NAME = re.compile(r"wmt(\d\d|_t2t)_translate/[a-z]{2}-[a-z]{2}")
 
 
 @checked
@@ -45,9 +48,13 @@ def wmt(
 
     Raises:
       FileNotFoundError: data_dir does not exist.
-      ValueError: the dataset has other languages.
+      ValueError: the dataset is none of WMT, or has other languages.
       OSError: a split could not be downloaded, prepared or read; raised when it is read.
     """
+    if not _NAME.fullmatch(dataset):
+        raise ValueError(
+            f"dataset={dataset!r} is none of WMT: set a name such as 'wmt14_translate/de-en'"
+        )
     if sorted(dataset.partition("/")[2].split("-")) != sorted((source, target)):
         raise SettingError(
             f"dataset={dataset!r} is not of source={source!r} and target={target!r}: set "
@@ -91,6 +98,10 @@ def load(
     folder = None if data_dir is None else str(Path(data_dir).expanduser())
 
     def builder():
+        # Of a pair that it does not know it would import what the folder names.
+        name, _, pair = dataset.partition("/")
+        if pair not in tfds.builder_cls(name).builder_configs:
+            raise ValueError(f"{name} has no {pair}")
         there = tfds.builder(dataset, data_dir=folder)
         if there.is_prepared():
             return there

@@ -6,6 +6,7 @@ ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,40 +15,56 @@ import numpy as np
 from reformax.training.checkpoint import Checkpoints
 
 
-def restore_average(checkpoints: Checkpoints, n: int, like: Any) -> tuple[Any, list[int]]:
-    """Averages the parameters to score of the last `n` checkpoints.
+def last_configs(checkpoints: Checkpoints, n: int) -> dict[int, str | None]:
+    """The configs of a run's last `n` checkpoints by their steps, ascending.
 
     A best checkpoint that was kept while later ones were deleted is not one of the last.
 
-    Args:
-      checkpoints: those of a run.
-      n: the number of checkpoints.
-      like: as in `Checkpoints.restore_params`.
-
-    Returns:
-      The mean, and the steps of the checkpoints, ascending.
-
     Raises:
-      ValueError: there are fewer, or as `Checkpoints.restore_params` does.
+      ValueError: there are fewer, or as `Checkpoints.config` does.
     """
     if n < 1:
         raise ValueError(f"average:{n} must be of at least 1 checkpoint: average:5")
-    there, steps, total = checkpoints.steps(), [], None
+    there, found = checkpoints.steps(), {}
     step = there[-1] if there else None
-    while len(steps) < n and step in there:
-        # One checkpoint at a time is in memory, and sums are float64.
-        params, _ = checkpoints.restore_params(step, like)
-        params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-        total = params if total is None else jax.tree.map(np.add, total, params)
-        steps.insert(0, step)
+    while len(found) < n and step in there:
+        found = {step: checkpoints.config(step), **found}
         step = checkpoints.previous(step)
-    if len(steps) < n:
-        last = ", ".join(map(str, steps)) or "none"
-        if older := ", ".join(map(str, there[: -len(steps)])):  # the best, kept on its own
+    if len(found) < n:
+        last = ", ".join(map(str, found)) or "none"
+        if older := ", ".join(map(str, there[: -len(found)])):  # the best, kept on its own
             last += f"; {older} is from before others that were deleted"
         raise ValueError(
             f"average:{n} needs the last {n} checkpoints and {checkpoints.folder} has "
-            f"{len(steps)} ({last}): average fewer, or train with loop.train.keep={n} and "
+            f"{len(found)} ({last}): average fewer, or train with loop.train.keep={n} and "
             "loop.train.checkpoint_every"
         )
-    return jax.tree.map(lambda x, old: (x / n).astype(old.dtype), total, like), steps
+    return found
+
+
+def restore_mean(
+    checkpoints: Checkpoints, steps: Sequence[int], like: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The mean of the parameters to score of some checkpoints.
+
+    Args:
+      checkpoints: those of a run.
+      steps: the steps of those to average, ascending; of one it is its parameters.
+      like: as in `Checkpoints.restore_params`.
+
+    Returns:
+      The mean, and what `Checkpoints.restore_params` says of the last.
+
+    Raises:
+      ValueError: as `Checkpoints.restore_params` does.
+    """
+    if len(steps) == 1:
+        return checkpoints.restore_params(steps[0], like)
+    total = None
+    for step in steps:
+        # One checkpoint at a time is in memory, and sums are float64.
+        params, info = checkpoints.restore_params(step, like)
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+        total = params if total is None else jax.tree.map(np.add, total, params)
+    mean = jax.tree.map(lambda x, old: (x / len(steps)).astype(old.dtype), total, like)
+    return mean, info

@@ -385,6 +385,12 @@ class Checkpoints:
           fingerprint: the vocabulary's; None if there is none.
         """
         trained_with = self.extra(step).get("vocabulary")
+        self.compare_vocabulary(step, trained_with, fingerprint)
+
+    def compare_vocabulary(
+        self, step: int, trained_with: str | None, fingerprint: str | None
+    ) -> None:
+        """Does the same for a checkpoint that was read: 'vocabulary' of `restore` is known."""
         if trained_with is not None and fingerprint is None:
             raise ValueError(
                 f"{self.folder.parent} has no vocabulary.model, and checkpoint {step} was trained "

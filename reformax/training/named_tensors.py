@@ -43,3 +43,20 @@ def as_tree(tensors: dict[str, np.ndarray], like: Any, prefix: str, where: Path)
                 "config that the run began with"
             )
     return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in expected])
+
+
+def check_finite(tree: Any, what: str) -> None:
+    """Raises `ValueError` with the name of the first tensor that has a NaN or an infinity.
+
+    Args:
+      tree: of arrays.
+      what: what they are, for the error.
+    """
+    for name, leaf in named(tree).items():
+        numbers = np.asarray(leaf)
+        # NumPy does not know whether a bfloat16 is finite.
+        if not np.isfinite(numbers.astype(np.float32, copy=False)).all():
+            raise ValueError(
+                f"{what}: {name} has numbers that are not finite (NaN or infinity): such a model "
+                "computes nothing, give another"
+            )

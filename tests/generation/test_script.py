@@ -12,7 +12,7 @@ import pytest
 import generate
 import train
 from reformax import generation
-from reformax.cli import config, errors, prompts, saved_run
+from reformax.cli import errors, prompts, saved_run
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from tests.training.scripts import call
@@ -97,12 +97,10 @@ def test_the_text_is_that_of_the_function(run):
     assert code == 0
     assert err.startswith("24 tokens in ") and err.rstrip().endswith("tokens/s")
     # In Python: the same config, the same checkpoint.
-    from reformax.training import loop
-
-    config.parse(["bytes/config.gin"])
-    settings = config.bindings(loop.train, saved_run.MODEL)
-    args = type("Args", (), dict(output_dir="bytes", checkpoint="best"))
-    model, params, _ = saved_run.restore_model(args, settings)
+    args = type(
+        "Args", (), dict(output_dir="bytes", checkpoint="best", config=[], trust_config=False)
+    )
+    model, params, *_ = saved_run.restore(args)
     prompt = list("grü".encode())
     (row,) = generation.generate(
         model, params, [prompt], 24, seed=4, temperature=0.9, top_k=40, max_length=32

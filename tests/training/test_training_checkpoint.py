@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reformax.training import checkpoint, description, manifest
-from reformax.training.averaging import restore_average
+from reformax.training.averaging import last_configs, restore_mean
 from reformax.training.step import State
 from tests.helpers import assert_trees_equal
 
@@ -110,6 +110,12 @@ def test_a_step_can_be_saved_again_with_its_score(tmp_path):
     checkpoints.wait()
     assert checkpoints.steps() == [3] and checkpoints.best_step() == 3
     assert not list(checkpoints.folder.glob("tmp*"))
+
+
+def restore_average(checkpoints, n, like):
+    """(mean, steps) of the last `n` checkpoints."""
+    steps = list(last_configs(checkpoints, n))
+    return restore_mean(checkpoints, steps, like)[0], steps
 
 
 def test_an_average_is_of_the_last_without_a_gap(tmp_path):

@@ -82,7 +82,7 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
     for line in ["steps = 11", "loop.train.seed = 3", "TinyLM.d_model = 5", "adamw.b1 = 0.9"]:
         assert line in written
     (folder / "configs" / "run.gin").unlink()
-    flags = ["--output_dir=runs/run", "--split=test"]
+    flags = ["--output_dir=runs/run", "--split=test", "--trust_config"]
     code, out, _ = call(evaluate.main, monkeypatch, capsys, *flags)
     assert code == 0
     result = json.loads((run / "evaluation_test.json").read_text())
@@ -94,7 +94,8 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
 
     # Each flag is heeded.
     def scored(*more):
-        code, _, err = call(evaluate.main, monkeypatch, capsys, "--output_dir=runs/run", *more)
+        flags = ["--output_dir=runs/run", "--trust_config", *more]
+        code, _, err = call(evaluate.main, monkeypatch, capsys, *flags)
         assert code == 0, err
         return json.loads((run / "evaluation_valid.json").read_text())
 
@@ -123,7 +124,7 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
         (["--config=tiny.TinyLM.d_modle=7"], "did you mean d_model"),
         (["--data_dir=empty"], "no data in data_dir=empty"),
     ]:
-        flags = ["--output_dir=runs/run", *more]
+        flags = ["--output_dir=runs/run", "--trust_config", *more]
         code, out, err = call(evaluate.main, monkeypatch, capsys, *flags)
         assert code in (1, 2) and err.count("\n") == 1 and message in err
 
@@ -136,7 +137,8 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
     assert call(train.main, monkeypatch, capsys, *flags)[0] == 0
     valid = {x["step"]: x["bits_per_dim"] for x in worker.record("out") if x["split"] == "valid"}
     best = min(valid, key=valid.get)
-    code, _, _ = call(evaluate.main, monkeypatch, capsys, "--output_dir=out")
+    flags = ["--output_dir=out", "--trust_config"]
+    code, _, _ = call(evaluate.main, monkeypatch, capsys, *flags)
     result = json.loads((folder / "out" / "evaluation_valid.json").read_text())
     assert (result["checkpoint_steps"], result["bits_per_dim"]) == ([best], valid[best])
 

@@ -15,10 +15,10 @@ from reformax.data import vocabulary
 from reformax.data.reverse import reverse
 from reformax.data.text_pairs import text_pairs
 from reformax.training import checkpoint, loop, optimizer
-from reformax.training.averaging import restore_average
 from reformax.training.evaluation import evaluate as score
 from tests.training import tiny, worker
 from tests.training.scripts import call
+from tests.training.test_training_checkpoint import restore_average
 
 
 class TinyTranslator(tiny.TinyLM):
@@ -195,19 +195,6 @@ def test_an_average_is_the_mean_of_the_last_checkpoints(run):
         restore_average(checkpoints, 0, like)
 
 
-def test_the_scripts_take_an_average(run):
-    _, folder, _ = run
-    args = argparse.Namespace(output_dir=str(folder), checkpoint="average:2")
-    settings = {"model": partial(TinyTranslator, vocab_size=20), "batch_size": 4, "length": 32}
-    _, params, steps = saved_run.restore_model(args, settings)
-    assert steps == [10, 12] and saved_run.named(steps) == "mean of the checkpoints of steps 10, 12"
-    vector = np.concatenate([x.ravel() for x in jax.tree.leaves(params)])
-    np.testing.assert_allclose(vector, (leaves(folder, 10) + leaves(folder, 12)) / 2, rtol=1e-6)
-    args.checkpoint = "average"
-    with pytest.raises(ValueError, match="checkpoint=average must be best, latest, average:N or"):
-        saved_run.restore_model(args, settings)
-
-
 CONFIG = """
 from __gin__ import dynamic_registration
 from reformax.data import text_pairs
@@ -228,10 +215,27 @@ loop.train.length = 32
 """
 
 
+def test_the_scripts_take_an_average(run):
+    data, folder, _ = run
+    (folder / "config.gin").write_text(CONFIG.format(data=data))
+    args = argparse.Namespace(
+        output_dir=str(folder), checkpoint="average:2", config=[], trust_config=True
+    )
+    saved = saved_run.restore(args)
+    assert saved.steps == [10, 12]
+    assert saved_run.named(saved.steps) == "mean of the checkpoints of steps 10, 12"
+    vector = np.concatenate([x.ravel() for x in jax.tree.leaves(saved.params)])
+    np.testing.assert_allclose(vector, (leaves(folder, 10) + leaves(folder, 12)) / 2, rtol=1e-6)
+    args.checkpoint = "average"
+    with pytest.raises(ValueError, match="checkpoint=average must be best, latest, average:N or"):
+        saved_run.restore(args)
+
+
 def test_evaluate_scores_with_the_runs_vocabulary(run, monkeypatch, capsys, tmp_path):
     data, folder, _ = run
     (folder / "config.gin").write_text(CONFIG.format(data=data))
     flags = [f"--output_dir={folder}", "--split=test", f"--data_dir={data}", "--beam_size=0"]
+    flags.append("--trust_config")
     code, out, err = call(evaluate.main, monkeypatch, capsys, *flags, "--checkpoint=average:3")
     assert code == 0, err
     result = json.loads((folder / "evaluation_test.json").read_text())

@@ -1,0 +1,56 @@
+"""The files of a result. A folder that cannot be written costs the files, not the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from reformax import durable
+
+
+class Files:
+    """Writes files whole or not at all, and remembers those that could not be written."""
+
+    def __init__(self, folder: str | os.PathLike):
+        """Says at once if the folder exists and cannot be written."""
+        self._folder = Path(folder)
+        self._failed: dict[str, str] = {}
+        if not self._folder.is_dir():  # reading the run says what is wrong
+            return
+        try:
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+        except OSError as error:
+            print(
+                f"note: {self._folder} cannot be written ({error.strerror}): the result will be "
+                "printed alone",
+                file=sys.stderr,
+            )
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Writes a value without NaN; a later one replaces it."""
+        self.write_text(name, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a text as UTF-8, with its line ends as they are."""
+        try:
+            durable.write(self._folder / name, text.encode())
+            self._failed.pop(name, None)
+        except OSError as error:
+            self._failed[name] = str(error)
+
+    def named(self, name: str) -> str:
+        """The place of a file, in words."""
+        return "not in a file" if name in self._failed else f"in {self._folder / name}"
+
+    def exit_code(self) -> int:
+        """0 if all were written; else 1, after a line on stderr for the first that was not."""
+        for name, why in self._failed.items():
+            old = "; the file there is of before" if (self._folder / name).exists() else ""
+            print(f"error: {why}; the result is printed above{old}", file=sys.stderr)
+            return 1
+        return 0

@@ -1,0 +1,151 @@
+"""The names that a config may hold where it comes with a run's folder.
+
+gin imports every module that a config names and calls functions in them. A config of one's own is
+code. A folder that is read is data: its config may name models, attentions, tasks and optimizers of
+reformax, and the functions of jax.nn and optax. These compute, or read a text or a known dataset.
+None starts a program, unpickles, or writes where an argument says. All names are looked up before
+gin sees the config.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import ModuleType
+from typing import Any
+
+_LIBRARIES = ("jax.nn", "optax")
+# Parts of reformax, and what a function there returns; None: any class or function that is public.
+_PARTS = {
+    "reformax.data": ("Task",),
+    "reformax.models": None,
+    "reformax.ops": ("AttentionOp", "Pattern"),
+    "reformax.training.optimizer": None,
+}
+# Configured, but never called by a config: it writes a folder.
+_TRAIN = ("reformax.training.loop", "train")
+_FLAG = "--trust_config reads the config of a run that you trust"
+
+
+class Refused(ValueError):
+    """A name would run code. One line says which."""
+
+
+class Names:
+    """The names that a config's imports bind, as gin resolves them: statement by statement.
+
+    The calls come in the order of the config's statements.
+    """
+
+    def __init__(self):
+        self._modules: dict[str, tuple[str, str]] = {}  # name -> (what it stands for, the import)
+        self._foreign: dict[str, str] = {}  # the same, of modules that must not be imported
+        self._dynamic = False
+
+    def enable(self) -> None:
+        """Notes `from __gin__ import dynamic_registration`: imports bind names from here on."""
+        self._dynamic = True
+
+    def add_import(self, module: str, name: str, stands_for: str) -> None:
+        """Notes an import; imports nothing.
+
+        Args:
+          module: the module.
+          name: the name that it binds.
+          stands_for: the module that the name then stands for, `a` in `import a.b`.
+        """
+        if not self._dynamic:  # gin would find names in its registry, which anyone may fill
+            raise Refused(
+                f"the config of a run imports {module} before `from __gin__ import "
+                f"dynamic_registration`: {_FLAG}"
+            )
+        self._modules.pop(name, None)
+        self._foreign.pop(name, None)
+        (self._modules if _may_import(module) else self._foreign)[name] = (stands_for, module)
+
+    def check(self, selector: str, called: bool) -> None:
+        """Checks a function that the config configures or refers to.
+
+        Args:
+          selector: its name, such as 'lm.ReformerLM', without scopes.
+          called: whether the config refers to it. gin or the program may then call it.
+
+        Raises:
+          Refused: it is none of those that a config may hold.
+          NameError: no import binds the first part of its name.
+          AttributeError: a module has no such name.
+        """
+        first, *rest = selector.split(".")
+        if first in self._foreign:
+            raise Refused(_explained(".".join([self._foreign[first][0], *rest])))
+        if first == "gin":
+            raise Refused(_explained(selector))
+        if first not in self._modules:
+            raise NameError(f"'{first}' was not provided by an import statement.")
+        stands_for, module = self._modules[first]
+        importlib.import_module(module)
+        whole = ".".join([stands_for, *rest])
+        parent: Any = None
+        found: Any = importlib.import_module(stands_for)
+        for name in rest:
+            parent = found
+            if name.startswith("_") or not isinstance(parent, ModuleType):
+                raise Refused(_explained(whole))
+            if not hasattr(parent, name):
+                raise AttributeError(
+                    f"Couldn't resolve selector {selector}; {parent} has no attribute {name}."
+                )
+            found = getattr(parent, name)
+        if not (_is_allowed(parent, found) or (not called and _is(found, *_TRAIN))):
+            raise Refused(_explained(whole))
+
+    def check_include(self, file: str) -> None:
+        """Refuses a file that the config includes: train.py writes configs that include none."""
+        raise Refused(f"the config of a run includes {file!r}: {_FLAG}")
+
+    def finish(self) -> None:
+        """Refuses a module that the config imports and names nothing of."""
+        for _, module in self._foreign.values():
+            raise Refused(_explained(module))
+
+
+def _explained(name: str) -> str:
+    return (
+        f"the config of a run names {name}, which is no model, attention, task or optimizer of "
+        f"reformax and no function of jax.nn or optax, and could run any code: {_FLAG}"
+    )
+
+
+def _may_import(module: str) -> bool:
+    parts = module.split(".")
+    private = any(part.startswith("_") for part in parts)
+    inside = parts[0] in ("reformax", "optax") or module in ("jax", "jax.nn", "jax.nn.initializers")
+    return inside and not private
+
+
+def _is_allowed(parent: Any, found: Any) -> bool:
+    """Whether `found`, a public name of the module `parent`, may be called with any values."""
+    if not isinstance(parent, ModuleType) or isinstance(found, ModuleType) or not callable(found):
+        return False
+    home, where = getattr(found, "__module__", None) or "", parent.__name__
+    if any(_is_in(where, library) for library in _LIBRARIES):
+        # Their functions are defined in private modules of jax and optax.
+        return home.partition(".")[0] == where.partition(".")[0]
+    if not (inspect.isfunction(found) or inspect.isclass(found)):
+        return False
+    for part, returned in _PARTS.items():
+        if _is_in(where, part) and _is_in(home, part):
+            return returned is None or _returns(found, *returned)
+    return False
+
+
+def _is_in(module: str, part: str) -> bool:
+    return module == part or module.startswith(f"{part}.")
+
+
+def _returns(function: Any, *types: str) -> bool:
+    return getattr(function, "__annotations__", {}).get("return") in types
+
+
+def _is(found: Any, module: str, name: str) -> bool:
+    return (getattr(found, "__module__", ""), getattr(found, "__name__", "")) == (module, name)

@@ -1,0 +1,248 @@
+"""No code of a run's folder runs when the folder is read, unless --trust_config says so."""
+
+import contextlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import gin
+import jax
+import numpy as np
+import pytest
+
+import evaluate
+import generate
+from reformax.cli import config
+from reformax.convert import __main__ as convert
+from reformax.convert import run_folder
+from reformax.convert.spec import Op, Spec
+from reformax.data import wmt
+from reformax.training import loop, manifest
+from tests.training.scripts import call
+
+ROOT = Path(__file__).resolve().parents[2]
+DYNAMIC = "from __gin__ import dynamic_registration\n"
+HEAD = f"{DYNAMIC}from reformax.training import loop\n"
+MKDIR = "os.mkdir.path = 'marker'\n"
+
+# Each writes a file or a folder `marker` where it is trusted. `evil` is a module, and a package, in
+# the working directory that does so when it is imported.
+HOSTILE = {
+    "a program": f"{HEAD}import subprocess\nloop.train.task = @subprocess.check_output()\n"
+    "subprocess.check_output.args = ['touch', 'marker']",
+    "a function of the system": f"{HEAD}import os\nloop.train.task = @os.mkdir()\n{MKDIR}",
+    "under another name": f"{HEAD}import os as lm\nloop.train.task = @lm.mkdir()\n"
+    "lm.mkdir.path = 'marker'",
+    "under the name of another": f"{HEAD}from reformax.models import lm\nimport os as lm\n"
+    "loop.train.task = @lm.mkdir()\nlm.mkdir.path = 'marker'",
+    "by a dotted import": f"{HEAD}import os.path\nloop.train.task = @os.mkdir()\n{MKDIR}",
+    "by a module's import": f"{HEAD}from os import path\nloop.train.task = @path.os.mkdir()\n"
+    "path.os.mkdir.path = 'marker'",
+    "by an alias's import": f"{HEAD}import os.path as p\nloop.train.task = @p.os.mkdir()\n"
+    "p.os.mkdir.path = 'marker'",
+    "by an import of reformax": f"{HEAD}from reformax.data import files\n"
+    "loop.train.task = @files.os.mkdir()\nfiles.os.mkdir.path = 'marker'",
+    "by the whole of reformax": f"{HEAD}import reformax\n"
+    "loop.train.task = @reformax.data.files.os.mkdir()\n"
+    "reformax.data.files.os.mkdir.path = 'marker'",
+    "a writer of reformax": f"{HEAD}from reformax.training import folder\n"
+    "loop.train.task = @folder.make_output_dir()\nfolder.make_output_dir.path = 'marker'",
+    "gin by reformax": f"{HEAD}from reformax.cli import config as c\n"
+    "loop.train.task = @c.gin.parse_config()\nc.gin.parse_config.bindings = 'import evil'",
+    "a writer of jax": f"{HEAD}import jax\nloop.train.task = @jax.numpy.save()\n"
+    "jax.numpy.save.file = 'marker'\njax.numpy.save.arr = 1",
+    "by an import of optax": f"{HEAD}import optax\nloop.train.task = @optax._src.base.jnp.save()\n"
+    "optax._src.base.jnp.save.file = 'marker'\noptax._src.base.jnp.save.arr = 1",
+    "in a macro": f"{HEAD}import os\nx = @os.mkdir()\nloop.train.task = %x\n{MKDIR}",
+    "in scopes": f"{HEAD}import os\nloop.train.task = @a/b/os.mkdir()\n"
+    "a/b/os.mkdir.path = 'marker'",
+    "in containers": f"{HEAD}import os\nloop.train.task = [{{'x': (1, @os.mkdir())}}]\n{MKDIR}",
+    "as a key": f"{HEAD}import os\nloop.train.task = {{@os.mkdir(): 1}}\n{MKDIR}",
+    "in a block": f"{HEAD}import os\nloop.train:\n  task = @os.mkdir()\nos.mkdir:\n"
+    "  path = 'marker'\n",
+    "by a singleton": f"{HEAD}import os\nloop.train.task = @x/gin.singleton()\n{MKDIR}"
+    "x/gin.singleton.constructor = @os.mkdir",
+    "by gin's own macro": f"{HEAD}import os\nloop.train.task = @x/gin.macro()\n{MKDIR}"
+    "x/gin.macro.value = @os.mkdir()",
+    "an import alone": f"{HEAD}import evil",
+    "a package": f"{HEAD}import pack.evil as lm",
+    "an import from a package": f"{HEAD}from pack import evil",
+    "an import without names": "import evil",
+    "an import before names": f"import evil\n{DYNAMIC}",
+    "a namesake of gin's": "import __gin__.dynamic_registration\n",
+    "an include": f"{HEAD}include 'evil.gin'",
+    "an include of a package": f"{HEAD}include 'pack/evil.gin'",
+    "after what is right": (ROOT / "configs/reverse.gin").read_text() + "\nimport evil",
+    "after an error": f"{HEAD}import evil\nloop.train.steps = (",
+}
+# What is refused although it does no harm by itself.
+REFUSED = {
+    "training": f"{HEAD}loop.train.task = @loop.train()",
+    "a private name": f"{HEAD}from reformax.models import lm\nloop.train.task = @lm._x()",
+    "a method": f"{HEAD}from reformax.models import lm\n"
+    "loop.train.task = @lm.ReformerLM.init_params()",
+    "a download": f"{HEAD}from reformax.data import prepared\nloop.train.task = @prepared.load()",
+    "a converter": f"{HEAD}from reformax.convert import hugging_face\n"
+    "loop.train.task = @hugging_face.write()",
+    "a class of data": f"{HEAD}from reformax.data import vocabulary\n"
+    "loop.train.task = @vocabulary.SentencePieces()",
+    "a layer by a model's import": f"{HEAD}from reformax.models import lm\n"
+    "loop.train.task = @lm.LayerNorm()",
+    "an unpickler": f"{HEAD}import pickle\nloop.train.model = @pickle.load",
+    "a binding": f"{HEAD}import numpy\nnumpy.load.allow_pickle = True",
+    "a name that no import binds": f"{HEAD}loop.train.task = @os.mkdir()",
+    "a name that is there later": f"{HEAD}import reformax\n"
+    "loop.train.task = @reformax.convert.nothing.write()\nfrom reformax.convert import spec",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory, on Python's path, with modules that leave a mark."""
+    mark = "open('marker', 'w').close()\n"
+    (tmp_path / "evil.py").write_text(mark)
+    for package in ("pack", "__gin__"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(mark)
+    (tmp_path / "pack/evil.py").write_text(mark)
+    (tmp_path / "__gin__/dynamic_registration.py").write_text(mark)
+    for path in ("evil.gin", "pack/evil.gin"):
+        (tmp_path / path).write_text("import evil\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    gin.clear_config()
+    _forget()
+
+
+def _forget():
+    """Lets the next import of the modules above run them again."""
+    for name in [n for n in sys.modules if n.split(".")[0] in ("evil", "pack", "__gin__")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_code_of_a_config_does_not_run(text, folder):
+    with pytest.raises(config.ConfigError) as error:
+        config.parse_saved(text, "run/config.gin")
+    assert not list(folder.glob("marker*"))
+    line = str(error.value)
+    assert "\n" not in line and ("--trust_config" in line or "EOF" in line)
+    # Where it is trusted it runs: the row is an attack.
+    with contextlib.suppress(Exception):
+        config.parse_saved(text, "run/config.gin", trusted=True)
+        config.bindings(loop.train)
+    assert list(folder.glob("marker*"))
+
+
+@pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
+def test_other_names_are_refused(text, folder):
+    with pytest.raises(config.ConfigError) as error:
+        config.parse_saved(text, "run/config.gin")
+    assert "\n" not in str(error.value)
+
+
+def test_the_line_names_the_function_and_its_place(folder):
+    text = f"{HEAD}from tests.training import tiny\n\nloop.train.model = @small/tiny.TinyLM\n"
+    with pytest.raises(config.ConfigError) as error:
+        config.parse_saved(text, "run/config.gin")
+    line = str(error.value)
+    assert line.startswith("the config of a run names tests.training.tiny.TinyLM, which is no mod")
+    assert line.endswith("(run/config.gin, line 5): loop.train.model = @small/tiny.TinyLM")
+    config.parse_saved(text, "run/config.gin", trusted=True)
+    assert config.described(loop.train, "model").function.__name__ == "TinyLM"
+
+
+def test_what_a_terminal_obeys_is_not_printed(folder):
+    with pytest.raises(config.ConfigError) as error:
+        config.parse_saved(f"{HEAD}import evil  # \x1b[2J\x07", "run/config.gin")
+    assert "\x1b" not in str(error.value) and "evil" in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.gin")), ids=lambda p: p.stem)
+def test_configs_of_this_package_are_read_back(path):
+    config.parse([str(path)], folders=[ROOT / "configs"])
+    text = gin.config_str()
+    config.parse_saved(text, "config.gin")
+    assert gin.config_str() == text
+    gin.clear_config()
+
+
+def test_functions_of_jax_and_optax_are_read(folder):
+    config.parse_saved(
+        f"{HEAD}import jax\nimport jax.nn as nn\nimport optax\nfrom optax import schedules\n"
+        "from jax.nn import initializers\nfrom reformax.models import lm\n"
+        "loop.train.model = @lm.ReformerLM\nlm.ReformerLM.ff_activation = @jax.nn.relu\n"
+        "small/lm.ReformerLM.ff_activation = @nn.silu\nloop.train.optimizer = @optax.adam()\n"
+        "optax.adam.learning_rate = @schedules.constant_schedule()\n"
+        "schedules.constant_schedule.value = 0.1\nx = @initializers.zeros",
+        "config.gin",
+    )
+    assert config.bindings(loop.train, ["optimizer"])["optimizer"].init({}) is not None
+    assert config.described(loop.train, "model").arguments["ff_activation"].function is jax.nn.relu
+
+
+SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=1)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of this package's command, which needs no training."""
+    spec = Spec.make("ReformerLM", [Op("local", dict(chunk_len=4))], **SIZES, vocab_size=256)
+    model, rng = spec.build(), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 8)))
+    params = jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), shapes)
+    folder = tmp_path_factory.mktemp("trust") / "run"
+    return run_folder.write(folder, spec, params, {}, "A test.")
+
+
+def change(folder, **values):
+    """Changes checkpoint.json, and the manifest with it, as one who wishes harm does."""
+    path = folder / "checkpoints/0/checkpoint.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    (folder / "checkpoints/0/manifest.json").unlink()
+    manifest.write(folder / "checkpoints/0")
+
+
+@pytest.mark.parametrize("place", ["checkpoint.json", "config.gin"])
+@pytest.mark.parametrize(
+    "main, flags",
+    [
+        (evaluate.main, ["--output_dir=run", "--data_dir=evil.py"]),
+        (generate.main, ["--output_dir=run", "--prompt=a", "--max_new_tokens=1"]),
+        (convert.main, ["--from=run", "--to=made.pkl.gz"]),
+    ],
+    ids=["evaluate", "generate", "convert"],
+)
+def test_the_scripts_run_no_code_of_a_folder(main, flags, place, run, folder, monkeypatch, capsys):
+    shutil.copytree(run, folder / "run")
+    text = (folder / "run/config.gin").read_text()
+    hostile = f"{text}\nimport os\n{MKDIR}loop.train.batch_size = @os.mkdir()\n"
+    if place == "config.gin":  # it counts where the checkpoint has no config
+        (folder / "run/config.gin").write_text(hostile)
+        change(folder / "run", config=None)
+    else:
+        change(folder / "run", config=hostile)
+    code, out, err = call(main, monkeypatch, capsys, *flags)
+    assert (code, out) == (2, "") and not (folder / "marker").exists()
+    assert err.count("\n") == 1 and f"{place}, line " in err
+    assert "names os.mkdir, which is no model" in err and "--trust_config" in err
+    assert not (folder / "made.pkl.gz").exists()
+
+
+@pytest.mark.parametrize("dataset", ["community:a/de-en", "huggingface:a/de-en", "wmt14/de-en"])
+def test_wmt_takes_datasets_of_wmt_alone(dataset):
+    """tensorflow-datasets would download code of another name's owner and run it."""
+    source, target = dataset.partition("/")[2].split("-")
+    with pytest.raises(ValueError, match="dataset='.*' is none of WMT"):
+        wmt.wmt(dataset=dataset, source=source, target=target)
+
+
+def test_wmt_reads_no_pair_that_its_dataset_has_not(tmp_path):
+    """tensorflow-datasets would import what features.json of that folder names."""
+    place = tmp_path / "wmt14_translate/xx-yy/1.0.0"
+    place.mkdir(parents=True)
+    task = wmt.wmt(str(tmp_path), "wmt14_translate/xx-yy", source="xx", target="yy")
+    with pytest.raises(OSError, match="wmt14_translate has no xx-yy"):
+        task.n_targets("test")
