@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import checked
 from reformax.ops.parts.arguments import check_arguments
-from reformax.ops.parts.masks import Segments
+from reformax.ops.parts.containment import tokens_only
+from reformax.ops.parts.masks import Segments, segment_pair
 
 
 class Traits(NamedTuple):
@@ -147,7 +148,8 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
     """Names the ops that `factory` makes after it, with the options that differ from its defaults.
 
     It decorates every public function that returns an `AttentionOp`, and checks the options by
-    their annotations.
+    their annotations. The op's `apply` reads zeros at padding and writes zeros there, whatever
+    stands in the arrays.
     """
     signature = inspect.signature(factory)
     factory = checked(factory)
@@ -161,10 +163,21 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
             for name, value in given.items()
             if not _equal(value, signature.parameters[name].default)
         ]
-        return op._replace(name=factory.__name__, options=", ".join(changed))
+        apply = functools.partial(_apply_to_tokens, op.apply)
+        return op._replace(apply=apply, name=factory.__name__, options=", ".join(changed))
 
     make.__signature__ = signature  # inspect.getfullargspec reads it
     return make
+
+
+def _apply_to_tokens(apply, params, q, k, v, *, segments, **options) -> Float[Array, "B T N V"]:
+    """`AttentionOp.apply` of arrays that are zeros at padding."""
+    if segments is None:
+        return apply(params, q, k, v, segments=None, **options)
+    of_query, of_key = segment_pair(segments)
+    k = None if k is None else tokens_only(k, of_key)
+    q, v = tokens_only(q, of_query), tokens_only(v, of_key)
+    return tokens_only(apply(params, q, k, v, segments=segments, **options), of_query)
 
 
 def _equal(value: Any, default: Any) -> bool:

@@ -167,10 +167,10 @@ def forward(
                     )
                 )
 
-            return lax.fori_loop(0, count, one, found)
+            return lax.fori_loop(np.int32(0), jnp.int32(count), one, found)
 
         shape = n_slots, group.n_batch, group.n_heads, query_size
-        found = Softmax.empty(shape, x.v.shape[3])
+        found = Softmax.empty(shape, x.v.shape[3], x.dtype)
         if tiling.causal:
             # All queries of the chunk see the keys up to the position of the first of them.
             whole = tiling._replace(causal=False)

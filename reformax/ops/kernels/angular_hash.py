@@ -55,7 +55,7 @@ def _kernel(x_ref, rotations_ref, bucket_ref, *, factors: Sequence[int], rows: i
                 up = jnp.where(real, products, -jnp.inf)
                 down = jnp.where(real, products, jnp.inf)
                 top, bottom = jnp.max(up, axis=1), jnp.min(down, axis=1)
-                none = jnp.int32(factor)
+                none = jnp.int32(half - 1)  # of NaN, which equals nothing: a bucket like another
                 top_index = jnp.min(jnp.where(up == top[:, None], index[None, :], none), axis=1)
                 bottom_index = jnp.min(
                     jnp.where(down == bottom[:, None], index[None, :], none), axis=1

@@ -20,10 +20,10 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.parts import dropout
-from reformax.ops.parts.softmax import HIDDEN, Softmax, nonzero
+from reformax.ops.parts.softmax import Softmax, lowest, nonzero
 
-# A row's maximum starts here, so far above `HIDDEN` that exp2 of their difference is 0.
-LOWEST = HIDDEN / 10
+# A row's maximum starts here. Half, because it is multiplied by log2(e).
+LOWEST = lowest(jnp.float32) / 2
 LOG2_E = math.log2(math.e)
 
 T = TypeVar("T")
@@ -91,8 +91,8 @@ def product(
 
 
 def hide(logits: Float[Array, "I J"], visible: Bool[Array, "I J"] | None) -> Float[Array, "I J"]:
-    """The logits of what is visible, `HIDDEN` elsewhere; None: all is visible."""
-    return logits if visible is None else jnp.where(visible, logits, HIDDEN)
+    """The logits of what is visible, minus infinity elsewhere; None: all is visible."""
+    return logits if visible is None else jnp.where(visible, logits, -jnp.inf)
 
 
 def empty_softmax(n_rows: int, d_v: int) -> Softmax:

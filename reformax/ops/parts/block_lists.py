@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from reformax.ops.parts.softmax import HIDDEN, Softmax
+from reformax.ops.parts.softmax import Softmax, lowest
 
 # The least side of a kernel's tile.
 MIN_TILE = 16
@@ -190,7 +190,8 @@ def merge_softmax(parts: Softmax, per_row: Ints, scale: float = 1.0) -> Softmax:
 
     def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:
         exists = exists.reshape(*exists.shape, *[1] * (x.top.ndim - 2))
-        top = jnp.max(x.top, axis=1, keepdims=True, where=exists, initial=HIDDEN)
+        least = lowest(x.top.dtype)
+        top = jnp.max(x.top, axis=1, keepdims=True, where=exists, initial=least)
         factor = jnp.where(exists, jnp.exp((x.top - top) * scale), 0.0)
         acc = jnp.sum(x.acc * factor[..., None], axis=1)
         return Softmax(acc, top[:, 0], jnp.sum(x.total * factor, axis=1))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.softmax import masked_exp, nonzero
+from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 
 class KeyValues(NamedTuple):
@@ -46,9 +46,11 @@ def fill_ring(
     n_slots: int,
 ) -> KeyValues:
     """The ring after the first `lengths` positions of each row."""
-    last = jnp.clip(positions_by_slot(lengths - 1, n_slots), 0, k.shape[1] - 1)
-    index = last[:, None, :, None]
-    return KeyValues(*(jnp.take_along_axis(jnp.swapaxes(x, 1, 2), index, axis=2) for x in (k, v)))
+    held = positions_by_slot(lengths - 1, n_slots)[:, None, :, None]
+    index = jnp.clip(held, 0, k.shape[1] - 1)
+    each = (jnp.take_along_axis(jnp.swapaxes(x, 1, 2), index, axis=2) for x in (k, v))
+    # Zeros in slots that hold no position yet: a hidden NaN would be one in every sum.
+    return KeyValues(*(jnp.where(held >= 0, x, 0) for x in each))
 
 
 def add_to_ring(
@@ -89,15 +91,16 @@ def attend_to(
       alone: the output of a query that sees nothing; None is zeros.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
     """
-    logits = jnp.einsum("btnh,bnkh->bnk", q, keys, preferred_element_type=jnp.float32)
+    dtype = wide(q.dtype, values.dtype)
+    logits = jnp.einsum("btnh,bnkh->bnk", q, keys, preferred_element_type=dtype)
     logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    weights = masked_exp(logits, mask, axis=-1)
+    weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
     total = weights.sum(axis=-1)[:, None, :, None]
     out = jnp.einsum(
-        "bnk,bnkv->bnv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+        "bnk,bnkv->bnv", weights.astype(values.dtype), values, preferred_element_type=dtype
     )[:, None]
-    nothing = 0.0 if alone is None else alone.astype(jnp.float32)
-    return jnp.where(total > 0, out / nonzero(total), nothing).astype(values.dtype)
+    nothing = 0.0 if alone is None else alone.astype(dtype)
+    return jnp.where(total == 0, nothing, out / nonzero(total)).astype(values.dtype)
 
 
 def attend_among(
@@ -123,21 +126,22 @@ def attend_among(
     q = jnp.broadcast_to(
         jnp.swapaxes(q, 1, 2)[:, None], (n_groups, *keys.shape[1:3], *q.shape[1::2])
     )
-    logits = jnp.einsum("bjnih,bjnsh->bjnis", q, keys, preferred_element_type=jnp.float32)
+    dtype = wide(q.dtype, values.dtype)
+    logits = jnp.einsum("bjnih,bjnsh->bjnis", q, keys, preferred_element_type=dtype)
     logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    weights = masked_exp(logits, mask, axis=(1, -1))
+    weights = masked_exp(logits, mask, largest(logits, mask, axis=(1, -1)))
     total = weights.sum(axis=(1, -1))[..., None]  # [b, n, i, 1]
     out = jnp.einsum(
         "bjnis,bjnsv->bjniv",
         weights.astype(values.dtype),
         values,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=dtype,
     ).sum(axis=1)
     nothing = 0.0
     if alone is not None:
         nothing = jnp.swapaxes(alone.reshape(n_groups, size, *alone.shape[2:]), 1, 2)
-        nothing = nothing.astype(jnp.float32)
-    out = jnp.where(total > 0, out / nonzero(total), nothing)
+        nothing = nothing.astype(dtype)
+    out = jnp.where(total == 0, nothing, out / nonzero(total))
     out = jnp.swapaxes(out, 1, 2).reshape(n_groups * size, 1, *out.shape[1::2])
     return out.astype(values.dtype)
 

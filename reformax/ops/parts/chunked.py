@@ -29,10 +29,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from reformax.ops.parts.containment import finite, marked
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.normalization import length_normalize, mean_product
 from reformax.ops.parts.orders import Chunks, Order
-from reformax.ops.parts.softmax import HIDDEN, Softmax, nonzero
+from reformax.ops.parts.softmax import Softmax, lowest, nonzero, wide
 
 # Logits of one round that a CPU computes at a time: 2 MiB of float32.
 LOGITS_IN_CACHE = 2**19
@@ -290,7 +291,8 @@ def _keys(this: _Round, rows: Array) -> Array:
 
 
 def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
-    product = jnp.einsum("bnclh,bncmh->bnclm", q, keys, preferred_element_type=jnp.float32)
+    dtype = wide(q.dtype, keys.dtype)
+    product = jnp.einsum("bnclh,bncmh->bnclm", q, keys, preferred_element_type=dtype)
     return product / math.sqrt(q.shape[-1])
 
 
@@ -333,7 +335,8 @@ def _attend_forward(chunks, q, k, v, order, segments, rng, own_weight):
     forward = functools.partial(_forward, chunks, segments, rng)
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.shared_qk:
-        out = out + _lone_weight(chunks, total, segments, rng, own_weight) * values
+        lone = _lone_weight(chunks, total, segments, rng, own_weight)
+        out = out + jnp.where(lone == 0, 0, lone * values)
     out = _heads_last(out, chunks.length).astype(v.dtype)
     # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where logits are
     # large.
@@ -343,7 +346,7 @@ def _attend_forward(chunks, q, k, v, order, segments, rng, own_weight):
 def _attend_backward(chunks, residuals, d_out):
     q, k, v, order, segments, rng, own_weight, out, top, total = residuals
     # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
-    row_dot = mean_product(d_out, out) * out.shape[-1]
+    row_dot = mean_product(d_out, finite(out)) * out.shape[-1]
     d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
     backward = functools.partial(_backward, chunks, segments, rng)
     statistics = (top, total, row_dot[..., 0])
@@ -368,14 +371,17 @@ def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
 def _forward(chunks, segments, rng, q, k, v, order, head):
     """Each position's attended values, largest logit, and sum of `exp(logit - largest)`."""
     n_heads, _, length = q.shape[:3]
+    dtype = wide(q.dtype, v.dtype)
+    # What is not finite is NaN in logits alone.
+    of_keys, q, v = marked(q if k is None else k, v), marked(q), finite(v)
 
     def attend_round(carry, this):
         acc, top, total = carry
         queries = this.at_queries(q)
-        keys = _keys(this, this.rows_of_keys(q if k is None else k))
+        keys = _keys(this, this.rows_of_keys(of_keys))
         values = _windows(this.at_keys(v), chunks)
         mask = _visible(this, order, segments, n_heads, length)
-        logits = jnp.where(mask, _logits(queries, keys), HIDDEN)
+        logits = jnp.where(mask, _logits(queries, keys), lowest(dtype))
         top_here = logits.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(logits - top_here[..., None]), 0.0)
         total_here = weights.sum(axis=-1)
@@ -384,7 +390,7 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
             "bnclm,bncmv->bnclv",
             weights.astype(v.dtype),
             values,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=dtype,
         )
         here, top_here, total_here = (this.by_query(x) for x in (here, top_here, total_here))
         both = jnp.maximum(top, top_here)
@@ -392,7 +398,7 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
         acc = acc * old[..., None] + here * new[..., None]
         return Softmax(acc, both, total * old + total_here * new)
 
-    nothing = Softmax.empty(v.shape[:3], v.shape[3])
+    nothing = Softmax.empty(v.shape[:3], v.shape[3], dtype)
     acc, top, total = _scan_rounds(attend_round, nothing, chunks, order)
     return acc / nonzero(total)[..., None], top, total
 
@@ -400,7 +406,15 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
 def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
     """The gradients of q, k and v, float32, of what `_forward` returns first."""
     n_heads, _, length = q.shape[:3]
-    f32 = dict(preferred_element_type=jnp.float32)
+    dtype = wide(q.dtype, v.dtype)
+    f32 = dict(preferred_element_type=dtype)
+    q, k, v = (None if x is None else finite(x) for x in (q, k, v))
+    top, total, row_dot = statistics
+    # A row that saw what is not finite has no gradient, and one that saw nothing has none either.
+    real = jnp.isfinite(top) & jnp.isfinite(total) & (total > 0)
+    top, row_dot = (jnp.where(real, x, 0) for x in (top, row_dot))
+    share = jnp.where(real, 1 / jnp.where(real, total, 1), 0)
+    d_out = jnp.where(real[..., None], d_out, 0)
 
     def attend_round(carry, this):
         dq, dk, dv = carry
@@ -410,16 +424,19 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         values = _windows(this.at_keys(v), chunks)
         d_here = this.at_queries(d_out)
         mask = _visible(this, order, segments, n_heads, length)
-        top, total, row_dot = (this.at_queries(x)[..., None] for x in statistics)
-        # A visible logit exceeds the maximum by rounding alone; hidden ones must not overflow.
-        logits = jnp.minimum(_logits(queries, keys) - top, 0.0)
-        weights = jnp.where(mask, jnp.exp(logits) * (1 / total), 0.0)
+        row_top, row_share, dot = (this.at_queries(x)[..., None] for x in (top, share, row_dot))
+        mask = mask & (row_share > 0)
+        # A visible logit exceeds the maximum by rounding alone.
+        logits = _logits(queries, keys) - row_top
+        logits = jnp.where(mask & (logits < 0), logits, 0)
+        weights = jnp.where(mask, jnp.exp(logits) * row_share, 0.0)
         dropped = _dropout_mask(this, length, head, rng)
         d_values = jnp.einsum(
             "bnclm,bnclv->bncvm", (weights * dropped).astype(v.dtype), d_here, **f32
         )
         d_weights = jnp.einsum("bnclv,bncmv->bnclm", d_here, values, **f32) * dropped
-        d_logits = weights * (d_weights - row_dot) / math.sqrt(q.shape[-1])
+        # The product with a hidden value may have overflowed.
+        d_logits = jnp.where(mask, weights * (d_weights - dot) / math.sqrt(q.shape[-1]), 0)
         d_logits = d_logits.astype(q.dtype)
         d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_logits, keys, **f32)
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, queries, **f32)
@@ -433,5 +450,5 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         dv = dv + this.by_key(_sum_windows(d_values, chunks))
         return dq, dk, dv
 
-    nothing = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+    nothing = [None if x is None else jnp.zeros(x.shape, dtype) for x in (q, k, v)]
     return _scan_rounds(attend_round, tuple(nothing), chunks, order)

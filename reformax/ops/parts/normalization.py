@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from reformax.ops.parts.containment import finite
+from reformax.ops.parts.softmax import wide
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def length_normalize(x: Float[Array, "*d H"], epsilon: float = 1e-6) -> Float[Array, "*d H"]:
@@ -21,7 +24,7 @@ def _normalize_forward(x, epsilon):
 
 
 def _normalize_backward(epsilon, x, dy):
-    y, scale = _normalized(x, epsilon)
+    y, scale = _normalized(finite(x), epsilon)
     return (((dy - y * mean_product(y, dy)) * scale).astype(x.dtype),)
 
 
@@ -29,14 +32,15 @@ length_normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 def _normalized(x, epsilon):
-    x = x.astype(jnp.float32)
+    x = x.astype(wide(x.dtype))
     scale = jax.lax.rsqrt(mean_product(x, x) + epsilon)
     return x * scale, scale
 
 
 def mean_product(x: Float[Array, "*d H"], y: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:
-    """The mean of `x * y` over the last axis, float32."""
-    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    """The mean of `x * y` over the last axis, float32 or wider."""
+    dtype = wide(x.dtype, y.dtype)
+    x, y = x.astype(dtype), y.astype(dtype)
     if jax.default_backend() == "cpu":  # where XLA's product of vectors is faster than its sum
         product = jnp.einsum("...h,...h->...", x, y)
     else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dropout import full_dropout_mask
-from reformax.ops.parts.softmax import masked_exp, nonzero
+from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 
 def reference_attention(
@@ -23,17 +25,29 @@ def reference_attention(
 ) -> Float[Array, "B T N V"]:
     """`softmax(q k^T / sqrt(H) + bias) v` over the keys that a mask shows.
 
-    Logits and weights are float32 whatever the inputs are. A row that sees nothing is zeros.
+    Logits and weights are float32 or wider. A row that sees nothing is zeros, and one that sees
+    what is not finite is NaN.
     """
-    logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    dtype = wide(q.dtype, k.dtype, v.dtype)
+    logits = jnp.einsum("btnh,bsnh->bnts", finite(q), finite(k), preferred_element_type=dtype)
     logits = logits / math.sqrt(q.shape[-1])
     if bias is not None:
-        logits = logits + bias
-    weights = masked_exp(logits, mask, axis=-1)
+        logits = logits + bias.astype(dtype)
+    logits = logits + _mark(dtype, q) + jnp.swapaxes(_mark(dtype, k, v), 2, 3)
+    top = largest(logits, mask, axis=-1)
+    real = jnp.isfinite(top)
+    mask = mask & real
+    weights = masked_exp(logits, mask, top)
     weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
     if dropout > 0.0:
-        weights = weights * full_dropout_mask(rng, dropout, weights.shape)
-    out = jnp.einsum(
-        "bnts,bsnv->btnv", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
-    return out.astype(v.dtype)
+        weights = weights * full_dropout_mask(rng, dropout, weights.shape).astype(dtype)
+    # The gradient of a hidden weight may have overflowed.
+    weights = jnp.where(mask, weights, 0.0).astype(v.dtype)
+    out = jnp.einsum("bnts,bsnv->btnv", weights, finite(v), preferred_element_type=dtype)
+    return jnp.where(jnp.swapaxes(real, 1, 2), out, jnp.nan).astype(v.dtype)
+
+
+def _mark(dtype: Any, *vectors: Float[Array, "B T N H"]) -> Float[Array, "B N T 1"]:
+    """What to add to the logits of a position: NaN if one of its vectors is not finite."""
+    mark = jnp.where(is_finite(*vectors), 0.0, jnp.nan).astype(dtype)
+    return jnp.swapaxes(mark, 1, 2)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-# The logit of a hidden key, and the largest of a row that has seen none. Minus infinity would make
-# the difference of two of them NaN.
-HIDDEN = -1e30
+
+def wide(*dtypes: Any) -> Any:
+    """The dtype of logits, softmax and sums: float32, or float64 for float64 inputs."""
+    return jnp.result_type(jnp.float32, *dtypes)
+
+
+def lowest(dtype: Any) -> float:
+    """The largest logit of a row that has seen none.
+
+    It is finite, because the difference of two infinities is NaN. A hidden key's logit is minus
+    infinity.
+    """
+    return float(jnp.finfo(dtype).min)
 
 
 class Softmax(NamedTuple):
@@ -27,22 +37,24 @@ class Softmax(NamedTuple):
     total: Float[Array, "*rows"]
 
     @classmethod
-    def empty(cls, rows: tuple[int, ...], d_v: int) -> Softmax:
-        """The state of rows that have seen nothing."""
-        zeros = jnp.zeros(rows, jnp.float32)
-        return cls(jnp.zeros((*rows, d_v), jnp.float32), jnp.full(rows, HIDDEN, jnp.float32), zeros)
+    def empty(cls, rows: tuple[int, ...], d_v: int, dtype: Any) -> Softmax:
+        """The state of rows that have seen nothing; `dtype` is that of its numbers."""
+        zeros = jnp.zeros(rows, dtype)
+        return cls(jnp.zeros((*rows, d_v), dtype), jnp.full(rows, lowest(dtype), dtype), zeros)
+
+
+def largest(
+    logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], axis: int | tuple[int, ...]
+) -> Float[Array, "*#d"]:
+    """The largest visible logit of each row. It cancels in the softmax, so its gradient is 0."""
+    top = jnp.max(logits, axis=axis, keepdims=True, where=mask, initial=lowest(logits.dtype))
+    return jax.lax.stop_gradient(top)
 
 
 def masked_exp(
-    logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], axis: int | tuple[int, ...]
+    logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], top: Float[Array, "*#d"]
 ) -> Float[Array, "*d"]:
-    """The weights of a softmax before their division: `exp(logit - largest)`, 0 where hidden.
-
-    The maximum is of visible logits only, so that a fully masked row stays finite. It cancels in
-    the softmax, so its gradient is 0.
-    """
-    top = jnp.max(logits, axis=axis, keepdims=True, where=mask, initial=HIDDEN)
-    top = jax.lax.stop_gradient(top)
+    """The weights of a softmax before their division: `exp(logit - top)`, 0 where hidden."""
     return jnp.where(mask, jnp.exp(jnp.where(mask, logits - top, 0.0)), 0.0)
 
 

@@ -25,9 +25,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from reformax.ops.parts.containment import finite, marked
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.masks import Segments, segment_pair
-from reformax.ops.parts.softmax import HIDDEN, Softmax, nonzero
+from reformax.ops.parts.softmax import Softmax, lowest, nonzero, wide
 
 # Logits of a tile, of all heads that are computed together. On a CPU they fit in its cache. On a
 # GPU each is written and read by several kernels, and many at a time pay for their start.
@@ -63,6 +64,20 @@ class Inputs(NamedTuple):
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
     seed: Int[Array, 2] | None  # `seed_words` of the rng
+
+    @property
+    def dtype(self) -> Any:
+        """That of logits, softmax and sums."""
+        return wide(self.q.dtype, self.k.dtype, self.v.dtype)
+
+    def marked(self) -> Inputs:
+        """The arrays for the forward pass, where what is not finite is NaN in logits alone."""
+        k = marked(self.k, self.v)
+        return self._replace(q=marked(self.q), k=k, v=finite(self.v))
+
+    def finite(self) -> Inputs:
+        """The arrays for the backward pass."""
+        return self._replace(q=finite(self.q), k=finite(self.k), v=finite(self.v))
 
 
 class Visits(NamedTuple):
@@ -175,7 +190,8 @@ def over_groups(
         )
         return body(group, i, carry)
 
-    return lax.fori_loop(0, n_batch // some_batch * n_parts * n_blocks, each, carry)
+    n = np.int32(n_batch // some_batch * n_parts * n_blocks)
+    return lax.fori_loop(np.int32(0), n, each, carry)
 
 
 # Reading and writing blocks.
@@ -279,10 +295,11 @@ def logits(
     q: Float[Array, "b n Q H"],
     k: Float[Array, "b n K H"],
 ) -> Float[Array, "b n Q K"]:
-    """The logits of a tile, float32, minus infinity where a query does not see a key."""
-    s = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=jnp.float32) * tiling.scale
+    """The logits of a tile, minus infinity where a query does not see a key."""
+    s = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=x.dtype) * tiling.scale
     if x.bias is not None:
-        s = s + lax.dynamic_slice(x.bias, *_bias_tile(x.bias.shape, group, queries, keys))
+        bias = lax.dynamic_slice(x.bias, *_bias_tile(x.bias.shape, group, queries, keys))
+        s = s + bias.astype(s.dtype)
     mask = visible(tiling, x, group, queries, keys)
     return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
@@ -318,7 +335,7 @@ class Results(NamedTuple):
 
 def no_results(x: Inputs) -> Results:
     """Results with no rows written."""
-    statistic = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), jnp.float32)
+    statistic = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), x.dtype)
     return Results(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype), statistic, statistic)
 
 
@@ -329,16 +346,17 @@ def summary(
     queries: Block,
     keys: Block,
     q: Float[Array, "b n Q H"],
-    top: Float[Array, "b n Q"] | float = HIDDEN,
+    top: Float[Array, "b n Q"] | None = None,
 ) -> Softmax:
     """The softmax of one tile by itself, relative to the larger of its maximum and `top`."""
+    top = lowest(x.dtype) if top is None else top
     k, v = rows(x.k, group, keys), rows(x.v, group, keys)
     s = logits(tiling, x, group, queries, keys, q, k)
     top = jnp.maximum(jnp.max(s, axis=-1), top)
     p = jnp.exp(s - top[..., None])
     total = jnp.sum(p, axis=-1)
     p = p * tile_dropout_mask(tiling, x, group, queries, keys)
-    acc = jnp.einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    acc = jnp.einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v, preferred_element_type=x.dtype)
     return Softmax(acc, top, total)
 
 
@@ -365,7 +383,8 @@ def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
                 state.acc * old[..., None] + here.acc, here.top, state.total * old + here.total
             )
 
-        state = Softmax.empty((group.n_batch, group.n_heads, tiling.query_size), x.v.shape[3])
+        shape = group.n_batch, group.n_heads, tiling.query_size
+        state = Softmax.empty(shape, x.v.shape[3], x.dtype)
         state = visits.loop(group.head, i, key_block, state)
         return results.with_rows(state, group, queries)
 
@@ -391,9 +410,15 @@ def backward(
     """
     n_batch, length, n_heads, _ = x.q.shape
     n_keys = x.k.shape[1]
+    f32 = dict(preferred_element_type=x.dtype)
+    # A row that saw what is not finite has no gradient.
+    real = jnp.isfinite(results.top) & jnp.isfinite(results.total)
+    of_real = jnp.swapaxes(real, 1, 2)[..., None]
+    d_out = jnp.where(of_real, d_out, 0)
     # D_i = sum_j P_ij dP_ij = dO_i . O_i.
-    dot = jnp.einsum("btnv,btnv->bnt", d_out, results.out, preferred_element_type=jnp.float32)
-    share = 1.0 / nonzero(results.total)
+    dot = jnp.einsum("btnv,btnv->bnt", d_out, finite(results.out), **f32)
+    top = jnp.where(real, results.top, 0)
+    share = 1.0 / nonzero(jnp.where(real, results.total, jnp.inf))
 
     def key_block(group, j, written):
         *sums, dk_all, dv_all = written
@@ -405,29 +430,32 @@ def backward(
             queries = block_at(i * tiling.query_size, tiling.query_size, length)
             q, d = rows(x.q, group, queries), rows(d_out, group, queries)
             row_top, row_share, row_dot = (
-                row_statistics(y, group, queries)[..., None] for y in (results.top, share, dot)
+                row_statistics(y, group, queries)[..., None] for y in (top, share, dot)
             )
             s = logits(tiling, x, group, queries, keys, q, k)
-            p = jnp.exp(s - row_top) * row_share
+            # A logit exceeds the maximum by rounding alone.
+            p = jnp.exp(jnp.minimum(s - row_top, 0)) * row_share
+            p = jnp.where(row_share > 0, p, 0)
             mask = tile_dropout_mask(tiling, x, group, queries, keys)
-            dp = jnp.einsum("bnqv,bnkv->bnqk", d, v, preferred_element_type=jnp.float32)
-            ds = p * (dp * mask - row_dot)
-            p = (p * mask).astype(d.dtype)
-            dv = dv + jnp.einsum("bnqk,bnqv->bnkv", p, d, preferred_element_type=jnp.float32)
+            dp = jnp.einsum("bnqv,bnkv->bnqk", d, v, **f32)
+            # The product with a hidden value may have overflowed.
+            ds = jnp.where(p > 0, p * (dp * mask - row_dot), 0)
+            p = (p * mask).astype(v.dtype)
+            dv = dv + jnp.einsum("bnqk,bnqv->bnkv", p, d, **f32)
             if d_bias is not None:
                 d_bias = add_bias_tile(d_bias, ds, group, queries, keys)
             ds = ds.astype(q.dtype)
-            dk = dk + jnp.einsum("bnqk,bnqh->bnkh", ds, q, preferred_element_type=jnp.float32)
-            dq = jnp.einsum("bnqk,bnkh->bnqh", ds, k, preferred_element_type=jnp.float32)
+            dk = dk + jnp.einsum("bnqk,bnqh->bnkh", ds, q, **f32)
+            dq = jnp.einsum("bnqk,bnkh->bnqh", ds, k, **f32)
             return add_rows(dq_all, dq * tiling.scale, group, queries), d_bias, dk, dv
 
-        zeros = (jnp.zeros(y.shape, jnp.float32) for y in (k, v))
+        zeros = (jnp.zeros(y.shape, x.dtype) for y in (k, v))
         *sums, dk, dv = visits.loop(group.head, j, query_block, (*sums, *zeros))
         dk_all = put_rows(dk_all, dk * tiling.scale, group, keys)
         return *sums, dk_all, put_rows(dv_all, dv, group, keys)
 
-    d_bias = None if x.bias is None else jnp.zeros(x.bias.shape, jnp.float32)
-    dq = jnp.zeros(x.q.shape, jnp.float32)
+    d_bias = None if x.bias is None else jnp.zeros(x.bias.shape, x.dtype)
+    dq = jnp.zeros(x.q.shape, x.dtype)
     written = dq, d_bias, jnp.zeros_like(x.k), jnp.zeros_like(x.v)
     sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
     n_blocks = visits.start.shape[1]
@@ -451,18 +479,18 @@ def attend(
       tiling, x: as there.
       plan: the tiles, for both passes.
     """
-    return forward_pass(tiling, x, plan.by_query).out
+    return forward_pass(tiling, x.marked(), plan.by_query).out
 
 
 def _attend_forward(forward_pass, tiling, x, plan):
-    results = forward_pass(tiling, x, plan.by_query)
+    results = forward_pass(tiling, x.marked(), plan.by_query)
     return results.out, (x, plan, results)
 
 
 def _attend_backward(forward_pass, tiling, residuals, d_out):
     del forward_pass
     x, plan, results = residuals
-    gradients = backward(tiling, x, plan.by_key, results, d_out)
+    gradients = backward(tiling, x.finite(), plan.by_key, results, d_out)
     # Integers have no gradient.
     return Inputs(*gradients, query_segments=None, key_segments=None, seed=None), None
 

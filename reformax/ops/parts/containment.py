@@ -1,0 +1,35 @@
+"""Keeps what is no number to the rows that see it.
+
+A weight of 0 keeps nothing out of a sum, for 0 times NaN is NaN. Products therefore read `finite`
+vectors. A row that sees one that is not finite has a NaN logit in its place: a mask hides it from
+the others, and the row's softmax is NaN. Such a row has no gradient.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def finite(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
+    """`x` with zeros in the place of NaN and infinities."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def is_finite(*vectors: Float[Array, "*d H"] | None) -> Bool[Array, "*d 1"]:
+    """Whether all numbers of a position's vectors are finite; None is no vector."""
+    each = (jnp.isfinite(x).all(axis=-1, keepdims=True) for x in vectors if x is not None)
+    whole = next(each)
+    for other in each:
+        whole = whole & other
+    return whole
+
+
+def marked(x: Float[Array, "*d H"], *others: Float[Array, "*d V"]) -> Float[Array, "*d H"]:
+    """`x` with NaN in the vectors of positions where it, or one of `others`, is not finite."""
+    return jnp.where(is_finite(x, *others), x, jnp.nan)
+
+
+def tokens_only(x: Float[Array, "B T N H"], ids: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+    """`x` with zeros at padding. The gradient there is 0 too."""
+    return jnp.where((ids != 0)[..., None, None], x, 0)
