@@ -39,6 +39,13 @@ def lower_for_gpu(function, *args) -> str:
             return lower()
 
 
+def with_x64():
+    """A context in which JAX has 64-bit types."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    return jax.experimental.enable_x64()
+
+
 def with_gradients(function):
     """`(cotangent, *inputs) -> (out, gradients)`, compiled."""
 

@@ -115,7 +115,7 @@ def check(
     if bias_axes is not None:
         full = (batch, n_heads, n_queries, n_keys)
         sizes = [n if whole else 1 for n, whole in zip(full, bias_axes, strict=True)]
-        bias = rng.normal(size=sizes).astype(np.float32)
+        bias = rng.normal(size=sizes).astype(jnp.promote_types(dtype, np.float32))
     dropout_mask = np.ones((batch, n_heads, n_queries, n_keys))
     if dropout:
         dropout_mask = largest_dropout(key)[:batch, :n_heads, :n_queries, :n_keys]

@@ -194,6 +194,25 @@ def test_an_op_refuses_what_its_traits_exclude(row):
         assert "\n" not in str(raised.value)
 
 
+@over(row for row in ROWS if not row.in_kernel)
+def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
+    op = row.op()
+    inputs = dict(q=x(), k=None if op.traits.shared_qk else x(), v=x())
+    call = dict(causal=row.causal(False), rng=KEY)
+    for name, numbers in inputs.items():
+        if numbers is not None:
+            with pytest.raises(ValueError, match=f"^{name} has dtype int32: expected floats, as"):
+                op(**inputs | {name: numbers.astype(jnp.int32)}, **call)
+    # Flax calls an attention function with these.
+    for unknown in ("mask", "dropout_rng", "deterministic", "precision"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
+            op(**inputs, **call, **{unknown: None})
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
+            op.apply(
+                (), **inputs, plan=None, segments=None, dropout=0.0, **call, **{unknown: None}
+            )
+
+
 def test_an_op_shows_its_name_and_the_options_that_are_set():
     for row in ROWS:
         assert row.factory().name == row.factory.__name__

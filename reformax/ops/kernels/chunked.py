@@ -283,7 +283,8 @@ class _Program(NamedTuple):
         def step(i, carry):
             return body(self.block(x, first + i * size, size, last), carry)
 
-        return lax.fori_loop(0, pl.cdiv(last - first, size), step, carry)
+        n = lax.div(last - first + np.int32(size - 1), np.int32(size))
+        return lax.fori_loop(np.int32(0), n, step, carry)
 
     def visible(self, q: _Block, k: _Block) -> Array:
         """Which key, `[1, K]`, each query, `[Q, 1]`, sees in this round; or both transposed."""

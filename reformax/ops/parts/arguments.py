@@ -43,6 +43,8 @@ def _check_shapes(op: AttentionOp, q, k, v) -> None:
             )
         if x is not None and 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: expected at least one of each axis")
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {x.dtype}: expected floats, as x.astype(float)")
     if op.traits.shared_qk and k is not None:
         raise ValueError(f"k is given, but {op.name} makes its keys of the queries: pass k=None")
     if not op.traits.shared_qk and k is None:

@@ -100,6 +100,8 @@ def kernel_obstacles(
     """
     if k is not None and k.dtype != q.dtype:
         options["dtypes"] = f"{q.dtype} and {k.dtype}"
+    wide = (x.dtype for x in (q, k, v) if x is not None and x.dtype == jnp.float64)
+    options["dtype"] = next(wide, None)
     option = next((f"{name}={value}" for name, value in options.items() if value), None)
     return {"pallas": option or _chip_obstacle(q, v), "pallas_interpret": option}
 

@@ -102,7 +102,7 @@ def draw_rotations(
 ) -> Float[Array, "N H R F"]:
     """Random directions for each head, round and half of the buckets of each factor."""
     n_heads, size = vectors.shape[2:]
-    return jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2))
+    return jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2), jnp.float32)
 
 
 def check_rotations(

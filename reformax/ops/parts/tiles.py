@@ -197,10 +197,15 @@ def over_groups(
 # Reading and writing blocks.
 
 
+def _at(*starts: Any) -> tuple[Array, ...]:
+    """Where a slice starts, in integers of one dtype."""
+    return tuple(jnp.asarray(i, jnp.int32) for i in starts)
+
+
 def rows(x: Float[Array, "B T N H"], group: Group, block: Block) -> Float[Array, "b n L H"]:
     """A block's rows of the group's heads."""
     sizes = group.n_batch, block.position.size, group.n_heads, x.shape[3]
-    part = lax.dynamic_slice(x, (group.batch, block.start, group.head, 0), sizes)
+    part = lax.dynamic_slice(x, _at(group.batch, block.start, group.head, 0), sizes)
     return jnp.swapaxes(part, 1, 2)
 
 
@@ -211,7 +216,7 @@ def put_rows(
     value = value.astype(x.dtype)
     if block.own is not None:
         value = jnp.where(block.own[:, None], value, rows(x, group, block))
-    start = group.batch, block.start, group.head, 0
+    start = _at(group.batch, block.start, group.head, 0)
     return lax.dynamic_update_slice(x, jnp.swapaxes(value, 1, 2), start)
 
 
@@ -220,14 +225,14 @@ def add_rows(
 ) -> Float[Array, "B T N H"]:
     """`x` with `value` added, which is 0 in rows that are not the block's own."""
     total = rows(x, group, block) + value.astype(x.dtype)
-    start = group.batch, block.start, group.head, 0
+    start = _at(group.batch, block.start, group.head, 0)
     return lax.dynamic_update_slice(x, jnp.swapaxes(total, 1, 2), start)
 
 
 def row_statistics(x: Float[Array, "B N T"], group: Group, block: Block) -> Float[Array, "b n L"]:
     """The statistics of a block's rows, of the group's heads."""
     sizes = group.n_batch, group.n_heads, block.position.size
-    return lax.dynamic_slice(x, (group.batch, group.head, block.start), sizes)
+    return lax.dynamic_slice(x, _at(group.batch, group.head, block.start), sizes)
 
 
 def put_row_statistics(
@@ -236,7 +241,7 @@ def put_row_statistics(
     """`x` with the statistics of a block's rows, of the group's heads, replaced."""
     if block.own is not None:
         value = jnp.where(block.own, value, row_statistics(x, group, block))
-    return lax.dynamic_update_slice(x, value, (group.batch, group.head, block.start))
+    return lax.dynamic_update_slice(x, value, _at(group.batch, group.head, block.start))
 
 
 def _bias_tile(shape: tuple[int, ...], group: Group, queries: Block, keys: Block):
@@ -244,7 +249,7 @@ def _bias_tile(shape: tuple[int, ...], group: Group, queries: Block, keys: Block
     starts = group.batch, group.head, queries.start, keys.start
     sizes = group.n_batch, group.n_heads, queries.position.size, keys.position.size
     start = [i if n > 1 else 0 for i, n in zip(starts, shape, strict=True)]
-    return start, [s if n > 1 else 1 for s, n in zip(sizes, shape, strict=True)]
+    return _at(*start), [s if n > 1 else 1 for s, n in zip(sizes, shape, strict=True)]
 
 
 def add_bias_tile(
@@ -265,7 +270,8 @@ def add_bias_tile(
 
 
 def _segment(ids: Int[Array, "B T"], group: Group, block: Block) -> Int[Array, "b L"]:
-    return lax.dynamic_slice(ids, (group.batch, block.start), (group.n_batch, block.position.size))
+    sizes = group.n_batch, block.position.size
+    return lax.dynamic_slice(ids, _at(group.batch, block.start), sizes)
 
 
 def visible(

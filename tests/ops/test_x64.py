@@ -1,0 +1,61 @@
+"""With 64-bit types: every op runs, and computes float64 inputs in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import with_x64
+from tests.ops import test_against_oracle as against_oracle
+from tests.ops.rows import ROWS, Shape, over
+
+CALL = dict(packed=True, dropout=against_oracle.DROPOUT, d_qk=4, d_v=3, seed=7)
+
+
+@over(ROWS)
+def test_float64(row):
+    """To twelve digits; kernels, which have no float64, to float32's."""
+    tolerance, dtype = (1e-5, jnp.float32) if row.in_kernel else (1e-12, np.float64)
+    shape = Shape(batch=2, n_queries=23, n_keys=23, n_heads=2)
+    bias_axes = (False, True, True, True) if row.bias else None
+    call = CALL | dict(options=row.first, causal=row.causal(), shape=shape, bias_axes=bias_axes)
+    with with_x64():
+        against_oracle.check(row, tolerance, dtype, **call)
+
+
+@over(row for row in ROWS if row.decodes)
+def test_decoding(row):
+    """A step's dtypes are those of the cache, whatever the integers are."""
+    op = row.op()
+    with with_x64():
+        q, k, v = np.random.default_rng(0).normal(size=(3, 1, 9, 2, 4))
+        inputs = q, None if op.traits.shared_qk else k, v
+        key = jax.random.key(0)
+        causal = dict(segments=None, causal=True, rng=key, train=False)
+
+        @jax.jit
+        def run(q, k, v):
+            prompt, new = (
+                tuple(None if x is None else x[:, part] for x in (q, k, v))
+                for part in (slice(0, 8), slice(8, 9))
+            )
+            plan = op.plan((), *prompt[:2], **causal)
+            options = dict(plan=plan, lengths=jnp.array([8]), capacity=9, rng=key)
+            cache = op.init_cache((), *prompt, **options)
+            step = lambda cache, position: op.step((), *new, cache, position=position)[::-1]
+            return jax.lax.scan(step, cache, jnp.full((1, 1), 8))[1][0]
+
+        whole = op(*inputs, causal=True, rng=key, train=False)
+        step = run(*inputs)
+        assert step.dtype == np.float64
+        if not op.traits.random_plan or op.traits.causal_plan:
+            np.testing.assert_allclose(step[0, 0], whole[0, 8], atol=1e-12)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.in_kernel], ids=lambda row: row.name)
+def test_kernels_refuse_float64(row):
+    op = row.op()
+    with with_x64():
+        x = jnp.ones((1, 9, 2, 4), np.float64)
+        with pytest.raises(NotImplementedError, match="dtype=float64: use impl='auto' or 'xla'"):
+            op(x, None if op.traits.shared_qk else x, x, rng=jax.random.key(0))
