@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "training": {"training", "durable"},
     "generation": {"generation"},
     "cli": {"cli", "training", "generation", "durable"},
-    "convert": {"ops", "layers", "models", "training", "cli", "convert", "durable"},
+    "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},
     "durable.py": set(),
     "__init__.py": set(),
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import os
 import pickle
 from collections.abc import Sequence
@@ -24,10 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from reformax.convert import tables
-from reformax.convert.safe_pickle import Record, loads, unpacked
+from reformax.convert.safe_pickle import Record, loads
+from reformax.data import files
 from reformax.layers._trax import ShapeDtype, tl
 
 SUFFIX = ".pkl.gz"
+# A file of weights has one array for each weight of the model.
+_MAX_ARRAYS = 2**16
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 class Checkpoint(NamedTuple):
@@ -47,7 +55,7 @@ def read(path: str | Path) -> Checkpoint:
       OSError: the file does not exist.
     """
     path = Path(path).expanduser()
-    saved = loads(unpacked(path), str(path))
+    saved = loads(files.read_gz(path), str(path))
     if not isinstance(saved, dict) or not {"flat_weights", "weights"} & set(saved):
         raise ValueError(f"{path} is no checkpoint of Trax: it has no flat_weights")
     weights = saved["flat_weights"] if "flat_weights" in saved else _leaves(saved["weights"])
@@ -56,6 +64,8 @@ def read(path: str | Path) -> Checkpoint:
     if not isinstance(weights, list | tuple) or not all(_is_array(w) for w in weights):
         raise ValueError(f"{path} is no checkpoint of Trax: flat_weights is no list of arrays")
     state = saved.get("flat_state", _leaves(saved["state"]) if "state" in saved else None)
+    if not isinstance(state, list | tuple | None):
+        raise ValueError(f"{path} is no checkpoint of Trax: flat_state is no list")
     step = saved.get("step")
     return Checkpoint(
         [np.asarray(w) for w in weights],
@@ -80,9 +90,12 @@ def _leaves(tree: Any) -> list[Any]:
 def _signature(saved: Any) -> Any:
     if isinstance(saved, list | tuple):
         return type(saved)(_signature(s) for s in saved)
-    if not isinstance(saved, Record) or not isinstance(saved.state.get("shape"), tuple):
+    if not isinstance(saved, Record):
         return None
-    return ShapeDtype(saved.state["shape"], np.dtype(saved.state.get("dtype", np.int32)))
+    shape, dtype = saved.state.get("shape"), saved.state.get("dtype", np.dtype(np.int32))
+    if not isinstance(shape, tuple) or not isinstance(dtype, np.dtype):
+        return None
+    return ShapeDtype(shape, dtype) if all(isinstance(n, int) for n in shape) else None
 
 
 def _weights_path(path: Path) -> Path:
@@ -93,18 +106,34 @@ def _weights_path(path: Path) -> Path:
 def _read_arrays(path: Path) -> list[np.ndarray]:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: it holds the weights, copy it too")
-    file, arrays = io.BytesIO(unpacked(path)), []
-    size = file.getbuffer().nbytes
-    while file.tell() < size:
+    data, arrays = files.read_gz(path), []
+    file = io.BytesIO(data)
+    while file.tell() < len(data):
         try:
-            array = np.lib.format.read_array(file, allow_pickle=False)
+            if len(arrays) == _MAX_ARRAYS:
+                raise ValueError(f"it has more than {_MAX_ARRAYS:,} arrays")
+            array = _next_array(file, data)
         except Exception as error:  # bytes that are no array may raise anything
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split())[:200]
             name = f"flat_weights[{len(arrays)}]"
             raise ValueError(f"{path} is damaged at {name} ({reason}): copy it again") from None
         # Trax writes bfloat16 as its bits.
         arrays.append(array.view(jnp.bfloat16) if array.dtype == np.uint16 else array)
     return arrays
+
+
+def _next_array(file: io.BytesIO, data: bytes) -> np.ndarray:
+    """The array of .npy at this place of a file; takes no memory for one that is not there."""
+    version = np.lib.format.read_magic(file)
+    shape, is_fortran, dtype = _HEADERS[version](file)
+    if dtype.kind not in "biufc":
+        raise ValueError(f"it has dtype {dtype}: expected numbers")
+    begin, size = file.tell(), math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or size > len(data) - begin:
+        raise ValueError(f"shape {shape} of {dtype} does not fit the {len(data) - begin:,} bytes")
+    file.seek(size, io.SEEK_CUR)
+    array = np.frombuffer(data, dtype, math.prod(shape), begin)
+    return array.reshape(shape, order="F" if is_fortran else "C")
 
 
 def write(

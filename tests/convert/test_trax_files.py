@@ -331,7 +331,7 @@ def test_a_file_of_weights_that_is_cut_short(tmp_path):
     with pytest.raises(ValueError, match=r"is damaged at flat_weights\[1\]"):
         trax_files.read(path)
     second.write_bytes(second.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="is damaged .*before the end-of-stream"):
         trax_files.read(path)
 
 
