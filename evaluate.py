@@ -20,6 +20,7 @@ import sys
 from typing import Any
 
 from reformax.cli import config, errors, flags, report, results, saved_run
+from reformax.declared import AnySeed, PathName, Size
 
 # The settings of the run that an evaluation reads besides those of its model.
 READ = (
@@ -33,7 +34,7 @@ READ = (
 
 def main() -> int:
     """Flags, then gin, then one call."""
-    args = _parser().parse_args()
+    args = parser().parse_args()
     _check_search(args)
     files = results.Files(args.output_dir)
     saved = saved_run.restore(args, args.data_dir)
@@ -65,20 +66,25 @@ def main() -> int:
     return files.exit_code()
 
 
-def _parser():
+def parser():
+    """The flags."""
     parser = flags.parser(__doc__)
     flags.add_run(parser)
     parser.add_argument("--split", default="valid", choices=["train", "valid", "test"])
-    parser.add_argument("--length", type=int, help="context in tokens (default: the run's)")
+    parser.add_argument(
+        "--length", type=flags.of(Size), help="context in tokens (default: the run's)"
+    )
     parser.add_argument(
         "--stride",
-        type=int,
+        type=flags.of(Size),
         help="tokens the context moves by: each window predicts its last STRIDE, so a smaller one "
         "gives every prediction more context and costs more (default: the run's, or the length)",
     )
-    parser.add_argument("--batch_size", type=int, help="windows at a time (default: the run's)")
-    parser.add_argument("--seed", type=int, default=0, help="of the hashes")
-    parser.add_argument("--data_dir", help="where the task finds its data")
+    parser.add_argument(
+        "--batch_size", type=flags.of(Size), help="windows at a time (default: the run's)"
+    )
+    parser.add_argument("--seed", type=flags.of(AnySeed), default=0, help="of the hashes")
+    parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
     flags.add_changed_data(parser)
     flags.add_search(parser)
     flags.add_traceback(parser)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from reformax.cli import errors, flags, prompts, report, saved_run
+from reformax.declared import AnySeed, Count, NonNegative, Samples, Size, TopP
 
 # The flags of continuing a prompt and their values where they are not given.
 CONTINUE = {
@@ -29,9 +30,7 @@ CONTINUE = {
 
 def main() -> int:
     """Flags, then gin, then one call."""
-    args = _parser().parse_args()
-    if args.num_samples is not None and args.num_samples < 1:
-        raise ValueError(f"num_samples is {args.num_samples}: expected at least 1")
+    args = parser().parse_args()
     saved = saved_run.restore(args)  # no task: no data is needed
     from reformax.models import EncoderDecoder
 
@@ -42,20 +41,27 @@ def main() -> int:
     return _continue(args, saved.model, saved.params, saved.run["length"])
 
 
-def _parser():
+def parser():
+    """The flags."""
     parser = flags.parser(__doc__)
     flags.add_run(parser)
     prompts.add_flags(parser)
-    parser.add_argument("--max_new_tokens", type=int, help="default: 500")
-    parser.add_argument("--num_samples", type=int, help="continuations of each prompt")
-    parser.add_argument("--temperature", type=float, help="0 takes the most probable token")
-    parser.add_argument("--top_k", type=int, help="0 for all tokens")
-    parser.add_argument("--top_p", type=float, help="1 for all tokens")
-    parser.add_argument("--seed", type=int, help="of the draws")
-    parser.add_argument("--hash_seed", type=int, default=0, help="of the hashes, as in evaluate.py")
+    parser.add_argument("--max_new_tokens", type=flags.of(Size), help="default: 500")
+    parser.add_argument(
+        "--num_samples", type=flags.of(Samples), help="continuations of each prompt"
+    )
+    parser.add_argument(
+        "--temperature", type=flags.of(NonNegative), help="0 takes the most probable token"
+    )
+    parser.add_argument("--top_k", type=flags.of(Count), help="0 for all tokens")
+    parser.add_argument("--top_p", type=flags.of(TopP), help="1 for all tokens")
+    parser.add_argument("--seed", type=flags.of(AnySeed), help="of the draws")
+    parser.add_argument(
+        "--hash_seed", type=flags.of(AnySeed), default=0, help="of the hashes, as in evaluate.py"
+    )
     parser.add_argument(
         "--max_length",
-        type=int,
+        type=flags.of(Size),
         help="tokens of prompt and continuation that memory is held for, by which automatic "
         "numbers of hash buckets go (default: the run's length, or what is needed if that is more)",
     )

@@ -12,25 +12,14 @@ import sys
 from pathlib import Path
 
 from reformax.cli import config, errors, flags, report
+from reformax.declared import PathName
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
 def main() -> int:
     """Flags, then gin, then one call."""
-    parser = flags.parser(__doc__)
-    parser.add_argument(
-        "--config_file",
-        action="append",
-        help="a gin file, by path or by name in configs/; may be repeated, later ones win "
-        "(default: configs/quickstart.gin)",
-    )
-    flags.add_config(parser)
-    parser.add_argument("--output_dir", help="default: runs/<name of the last config file>")
-    parser.add_argument("--data_dir", help="where the task finds its data")
-    flags.add_changed_data(parser)
-    flags.add_traceback(parser)
-    args = parser.parse_args()
+    args = parser().parse_args()
     files = args.config_file or [str(CONFIGS / "quickstart.gin")]
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
 
@@ -44,6 +33,28 @@ def main() -> int:
     )
     report.note_unused(args.config)
     return report.training(result)
+
+
+def parser():
+    """The flags."""
+    parser = flags.parser(__doc__)
+    parser.add_argument(
+        "--config_file",
+        action="append",
+        type=flags.of(PathName),
+        help="a gin file, by path or by name in configs/; may be repeated, later ones win "
+        "(default: configs/quickstart.gin)",
+    )
+    flags.add_config(parser)
+    parser.add_argument(
+        "--output_dir",
+        type=flags.of(PathName),
+        help="default: runs/<name of the last config file>",
+    )
+    parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
+    flags.add_changed_data(parser)
+    flags.add_traceback(parser)
+    return parser
 
 
 if __name__ == "__main__":

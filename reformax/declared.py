@@ -112,6 +112,12 @@ Rate = Annotated[float, Bounds(0, below=1, name="a rate in [0, 1)")]
 Fraction = Annotated[float, Bounds(0, 1, name="a number in [0, 1]")]
 Positive = Annotated[float, Bounds(above=0, name="a number above 0")]
 NonNegative = Annotated[float, Bounds(0, name="a number of at least 0")]
+# Of drawing tokens and of searching for translations.
+TopP = Annotated[float, Bounds(above=0, most=1, name="a number above 0 and at most 1")]
+Beams = Annotated[int, Bounds(1, 1024)]
+Samples = Annotated[int, Bounds(1, 2**16)]
+Extra = Annotated[int, Bounds(1, 2**20)]
+AnySeed = Annotated[int, Bounds(-(2**63), 2**63 - 1, name="a whole number of 64 bits")]
 PathName = Annotated[str | os.PathLike, Filled("a path")]
 Name = Annotated[str, Filled("a name")]
 Pattern = Annotated[str, Compiles()]
@@ -168,6 +174,8 @@ def hints_of(owner: Callable) -> dict[str, Any]:
     """The annotations of a function's arguments or of a dataclass's fields, by name."""
     owner = inspect.unwrap(owner)
     hints = typing.get_type_hints(owner, include_extras=True)
+    if hasattr(owner, "_fields"):  # a NamedTuple
+        return hints
     if dataclasses.is_dataclass(owner):
         return {field.name: hints[field.name] for field in dataclasses.fields(owner)}
     if inspect.isclass(owner):

@@ -22,12 +22,13 @@ TOP_LEVEL_LINKS = ("layers", "models")
 # What a part of the package may import from the package. Every part may declare its settings.
 MAY_IMPORT = {
     "declared.py": set(),
+    "memory.py": set(),
     "ops": {"ops"},
     "layers": {"ops", "layers"},
     "models": {"ops", "layers", "models"},
     "data": {"data", "durable"},
-    "training": {"training", "durable"},
-    "generation": {"generation"},
+    "training": {"training", "durable", "memory"},
+    "generation": {"generation", "memory"},
     "cli": {"cli", "training", "generation", "durable"},
     "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},
     "durable.py": set(),

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import gin
 
 from reformax.cli import gin_text, messages, trust
-from reformax.declared import SettingError
+from reformax.declared import SettingError, check_all, hints_of, shown
 
 
 class ConfigError(SettingError):
@@ -112,12 +112,10 @@ def configured(function):
     """`function` with the config's values as its arguments.
 
     Raises:
-      ConfigError: the config sets none of its arguments.
+      ConfigError: the config sets none of its arguments, or one to a value that needs itself.
     """
-    try:
-        bound = gin.get_bindings(function, resolve_references=False)
-    except (KeyError, ValueError):  # no file names it
-        bound = {}
+    bound = _bound(function)
+    _check_ends(function)
     if not bound:
         package, _, module = function.__module__.rpartition(".")
         raise ConfigError(
@@ -127,17 +125,59 @@ def configured(function):
     return gin.get_configurable(function)
 
 
+def _check_ends(function) -> None:
+    """Raises `ConfigError` if building an argument of the function would never end."""
+    done = set()
+
+    def visit(value: Any, above: tuple[str, ...]) -> None:
+        if isinstance(value, dict):
+            value = [*value.keys(), *value.values()]
+        if isinstance(value, list | tuple):
+            for item in value:
+                visit(item, above)
+        if not isinstance(value, gin.config.ConfigurableReference):
+            return
+        scope, selector = value.config_key
+        name = f"%{scope}" if selector == "gin.macro" else f"@{selector}"
+        if name in above:
+            raise ConfigError(f"the config's {name} needs itself: {' -> '.join((*above, name))}")
+        if value.config_key not in done:
+            with gin.config_scope(scope or None):
+                visit(_bound(selector), (*above, name))
+            done.add(value.config_key)
+
+    visit(_bound(function), ())
+
+
+def _bound(function) -> dict[str, Any]:
+    """The arguments that the config sets, as gin has them; none if it does not name `function`."""
+    try:
+        return gin.get_bindings(function, resolve_references=False)
+    except (KeyError, ValueError):
+        return {}
+
+
 def bindings(function, names: Collection[str] | None = None) -> dict:
     """The arguments that the config sets, with the objects that it names built.
 
     Args:
       function: a function that the config configures.
       names: only these arguments, and only their objects are built; None for all.
+
+    Raises:
+      ConfigError: one of `names` has no default, and the config does not set it.
+      SettingError: a value that is not what the function declares.
     """
     configured(function)
     bound = gin.get_bindings(function, resolve_references=False)
+    for name, parameter in inspect.signature(function).parameters.items():
+        wanted = names is not None and name in names and parameter.default is parameter.empty
+        if wanted and name not in bound:
+            raise ConfigError(f"the config does not set {function.__name__}.{name}")
     # gin resolves a reference when it is copied.
-    return {name: deepcopy(x) for name, x in bound.items() if names is None or name in names}
+    values = {name: deepcopy(x) for name, x in bound.items() if names is None or name in names}
+    check_all(hints_of(function), values)
+    return values
 
 
 def described(function, argument: str):
@@ -212,8 +252,17 @@ def _bind_data_dir(data_dir: str) -> None:
         reference = gin.query_parameter("reformax.training.loop.train.task")
     except ValueError:
         raise ConfigError("--data_dir is set, but the config sets no loop.train.task") from None
-    while reference.config_key[1] == "gin.macro":
+    seen = []
+    while isinstance(reference, gin.config.ConfigurableReference) and reference not in seen:
+        seen.append(reference)
+        if reference.config_key[1] != "gin.macro":
+            break
         reference = gin.query_parameter(f"{reference.config_key[0]}/gin.macro.value")
+    else:
+        raise ConfigError(
+            f"--data_dir is set, but loop.train.task is {shown(reference)}: expected a task of "
+            "files, such as @text.text()"
+        )
     scope, selector = reference.config_key
     try:
         gin.bind_parameter((scope, selector, "data_dir"), data_dir)
@@ -283,6 +332,11 @@ def _parse_with(parser, source: str, name: str | None = None) -> None:
         parser(source if name is None else _File(source, name))
     except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
         raise ConfigError(_explain(error)) from None
+    except (RecursionError, MemoryError):
+        last = " ".join(source.splitlines()[-1:])[-60:]
+        raise ConfigError(
+            f"{last}: a file includes itself, or a value is nested too deeply"
+        ) from None
     except tokenize.TokenError as error:
         raise ConfigError(f"{error.args[0]}: {source.splitlines()[-1].strip()}") from None
     except SyntaxError as error:

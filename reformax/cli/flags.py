@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
-from typing import Any
+import contextlib
+import typing
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, NoReturn
+
+from reformax.declared import (
+    Beams,
+    Bounds,
+    Extra,
+    NonNegative,
+    PathName,
+    SettingError,
+    Size,
+    check,
+)
 
 TRACEBACK = "--traceback"
 # The flags of `add_search` and their values where they are not given.
 SEARCH = {"beam_size": 4, "length_penalty": 0.6, "max_extra": 50, "batch_tokens": 4096}
+# evaluate.py translates nothing with 0.
+BeamSize = Annotated[int, Bounds(0, typing.get_args(Beams)[1].most)]
 
 
-def parser(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and which checks the flags whose type is `of` a hint."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises `SettingError`, of which `errors.exit_code` makes a line and exit code 2."""
+        raise SettingError(f"{message}; --help lists the flags")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse does it, and then the check."""
+        args, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            value, hint = getattr(args, action.dest, None), getattr(action.type, "hint", None)
+            if hint is not None and value is not None:
+                for one in value if isinstance(value, list) else [value]:
+                    check(action.option_strings[-1].lstrip("-"), one, hint)
+        return args, rest
+
+
+def of(hint: Any) -> Callable[[str], Any]:
+    """The type of a flag that is declared as settings are, such as `of(Size)`."""
+    kind = typing.get_args(hint)[0]
+
+    def read(text: str) -> Any:
+        if kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(text)
+        return text  # the parser's check tells what it should have been
+
+    read.hint = hint
+    return read
+
+
+def parser(doc: str | None, prog: str | None = None) -> Parser:
     """A parser with a module's docstring as its help; `prog` names a command that is no file."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=prog,
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,7 +104,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose a trained model: a run's folder, a checkpoint and settings."""
-    parser.add_argument("--output_dir", required=True, help="a folder that train.py wrote")
+    parser.add_argument(
+        "--output_dir", required=True, type=of(PathName), help="a folder that train.py wrote"
+    )
     parser.add_argument(
         "--checkpoint",
         default="best",
@@ -71,23 +120,25 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of beam search. A flag that is not given is None; see `search_options`."""
     flags = parser.add_argument_group("translation")
     flags.add_argument(
-        "--beam_size", type=int, help=f"1 decodes greedily (default: {SEARCH['beam_size']})"
+        "--beam_size",
+        type=of(BeamSize),
+        help=f"1 decodes greedily (default: {SEARCH['beam_size']})",
     )
     flags.add_argument(
         "--length_penalty",
-        type=float,
+        type=of(NonNegative),
         help="alpha: scores are log p / ((5 + tokens) / 6)^alpha "
         f"(default: {SEARCH['length_penalty']})",
     )
     flags.add_argument(
         "--max_extra",
-        type=int,
+        type=of(Extra),
         help="tokens that a translation may have more than its source "
         f"(default: {SEARCH['max_extra']})",
     )
     flags.add_argument(
         "--batch_tokens",
-        type=int,
+        type=of(Size),
         help=f"source tokens translated together (default: {SEARCH['batch_tokens']})",
     )
 

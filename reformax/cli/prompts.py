@@ -13,6 +13,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from reformax.cli import flags
+from reformax.declared import PathName
+
 N_BYTES = 256  # the vocabulary of a model of bytes, without reserved ids
 
 
@@ -20,7 +23,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `read` reads."""
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", action="append", help="repeatable; may be empty")
-    given.add_argument("--prompt_file", help="a file that is one prompt; - is standard input")
+    given.add_argument(
+        "--prompt_file",
+        type=flags.of(PathName),
+        help="a file that is one prompt; - is standard input",
+    )
 
 
 def read(args: argparse.Namespace, terminal: bytes | None = b"") -> list[bytes]:

@@ -51,6 +51,7 @@ def restore(args: argparse.Namespace, data_dir: str | None = None) -> Saved:
     from reformax.training.averaging import restore_mean
     from reformax.training.checkpoint import Checkpoints
     from reformax.training.named_tensors import check_finite
+    from reformax.training.settings import build
 
     checkpoints = Checkpoints(args.output_dir)
 
@@ -58,7 +59,7 @@ def restore(args: argparse.Namespace, data_dir: str | None = None) -> Saved:
         options = {"trusted": args.trust_config, "data_dir": data_dir}
         _parse(checkpoints, configs, args.config, **options)
         run = config.bindings(loop.train, MODEL)
-        model, steps = run["model"](mode="eval"), list(configs)
+        model, steps = build(run["model"], "eval"), list(configs)
         shape = (run["batch_size"], run["length"])
         like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
         params, info = restore_mean(checkpoints, steps, like)

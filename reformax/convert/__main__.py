@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reformax.cli import config, errors, flags
+from reformax.declared import Count, PathName, Size, user_path
 
 # The command fails if logits differ by more than this share of the largest.
 TOLERANCE = 1e-4
@@ -41,26 +42,8 @@ class Source(NamedTuple):
 
 def main() -> int:
     """Reads, writes and checks; returns the exit code."""
-    parser = flags.parser(__doc__, prog="python -m reformax.convert")
-    parser.add_argument("--from", required=True, dest="source", help="what to read")
-    parser.add_argument("--to", required=True, dest="target", help="what to write")
-    parser.add_argument(
-        "--config_file",
-        action="append",
-        default=[],
-        help="from Trax: the model's config; repeatable",
-    )
-    parser.add_argument(
-        "--config", action="append", default=[], metavar="NAME=VALUE", help="one setting of it"
-    )
-    parser.add_argument("--step", type=int, help="from a run: a checkpoint (default: the best)")
-    parser.add_argument(
-        "--length", type=int, help="to Trax: length of the input signature (default: two chunks)"
-    )
-    flags.add_trust(parser)
-    flags.add_traceback(parser)
-    args = parser.parse_args()
-    source_path, target_path = (Path(p).expanduser() for p in (args.source, args.target))
+    args = parser().parse_args()
+    source_path, target_path = user_path("from", args.source), user_path("to", args.target)
     empty = target_path.is_dir() and not any(target_path.iterdir())
     if target_path.exists() and not empty:
         raise ValueError(f"--to={target_path} exists: give another name, or delete it")
@@ -95,6 +78,38 @@ def _aside(target: Path) -> Iterator[Path]:
         (folder / target.name).replace(target)
     finally:
         shutil.rmtree(folder)
+
+
+def parser():
+    """The flags."""
+    parser = flags.parser(__doc__, prog="python -m reformax.convert")
+    parser.add_argument(
+        "--from", required=True, dest="source", type=flags.of(PathName), help="what to read"
+    )
+    parser.add_argument(
+        "--to", required=True, dest="target", type=flags.of(PathName), help="what to write"
+    )
+    parser.add_argument(
+        "--config_file",
+        action="append",
+        default=[],
+        type=flags.of(PathName),
+        help="from Trax: the model's config; repeatable",
+    )
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="NAME=VALUE", help="one setting of it"
+    )
+    parser.add_argument(
+        "--step", type=flags.of(Count), help="from a run: a checkpoint (default: the best)"
+    )
+    parser.add_argument(
+        "--length",
+        type=flags.of(Size),
+        help="to Trax: length of the input signature (default: two chunks)",
+    )
+    flags.add_trust(parser)
+    flags.add_traceback(parser)
+    return parser
 
 
 def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
@@ -151,8 +166,6 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
     if kind == "trax":
         from reformax.convert import check, trax_models
 
-        if length is not None and length < 1:
-            raise ValueError(f"--length is {length}: expected at least 1")
         length = length or check.trax_length(source.spec) or check.length_for(source.spec)
         trax_models.write_params(path, source.spec, source.params, length)
         return trax_models.notes(source.spec) if source.kind != "trax" else []

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from reformax import memory
+from reformax.declared import AnySeed, Size, check
 from reformax.generation.sampling import Sampler
 
 # The most new tokens that one call computes: the host waits once for all of them.
@@ -128,17 +130,21 @@ def stream(
     )
     hash_rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
     start = functools.partial(_start, model, capacity, params, tokens, lengths, draws, hash_rng)
+    state = _start.eval_shape(*start.args)
+    memory.check(
+        f"caches of {len(prompts):,} rows of {capacity:,} tokens",
+        memory.size_of(state),
+        "max_length, max_new_tokens or num_samples",
+    )
     return _blocks(model, params, start, draws, max_new_tokens, every)
 
 
 def _check(model, max_new_tokens: int, every: int, end: int | None, **seeds: int) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: expected at least 1")
+    check("max_new_tokens", max_new_tokens, Size)
     if not 1 <= every <= BLOCK:
         raise ValueError(f"every is {every}: expected 1 to {BLOCK}")
     for name, value in seeds.items():
-        if not -(2**63) <= value < 2**63:
-            raise ValueError(f"{name} is {value}: expected a number of 64 bits")
+        check(name, value, AnySeed)
     if end is not None and not 0 <= end < model.vocab_size:
         raise ValueError(f"end is {end}: expected a token below {model.vocab_size}, or None")
 

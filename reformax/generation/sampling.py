@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from reformax.declared import Count, NonNegative, TopP, check_all, hints_of
+
 
 class Sampler(NamedTuple):
     """The distribution that tokens are drawn from.
@@ -24,26 +26,21 @@ class Sampler(NamedTuple):
         this (nucleus sampling, Holtzman et al. 2020); 1 for all.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: NonNegative = 1.0
+    top_k: Count = 0
+    top_p: TopP = 1.0
 
     def check(self) -> Sampler:
         """Returns itself; raises `ValueError` for a setting out of range."""
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature is {self.temperature}: expected 0 (the most probable) or more"
-            )
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k is {self.top_k}: expected 0 (all tokens) to {2**31 - 1}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p is {self.top_p}: expected above 0 and at most 1 (all tokens)")
+        check_all(hints_of(Sampler), self._asdict())
         return self
 
     def logits(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Unnormalised log-probabilities of the draw; -inf for tokens left out."""
         n_tokens = logits.shape[-1]
-        scaled = logits / jnp.where(self.temperature > 0, self.temperature, 1.0)
+        # Below the largest, so that a tiny temperature makes -inf of them and no nan.
+        scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = scaled / jnp.where(self.temperature > 0, self.temperature, 1.0)
         ranked = -jnp.sort(-scaled, axis=-1)
         n_top = jnp.where(self.top_k > 0, jnp.minimum(self.top_k, n_tokens), n_tokens)
         # Ties with the last of the top k stay: they are equally good.

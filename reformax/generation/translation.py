@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int
 from tqdm import tqdm
 
+from reformax.declared import Beams, Extra, NonNegative, Size, check_all, hints_of
 from reformax.generation import beam
 
 # Batches dispatched before the first one's result is waited for.
@@ -65,10 +66,10 @@ def translate(
     params,
     sources: Sequence[Sequence[int]],
     *,
-    beam_size: int = 4,
-    length_penalty: float = 0.6,
-    max_extra: int = 50,
-    batch_tokens: int = 4096,
+    beam_size: Beams = 4,
+    length_penalty: NonNegative = 0.6,
+    max_extra: Extra = 50,
+    batch_tokens: Size = 4096,
     end: int = 1,
     hash_seed: int = 0,
     progress: bool = False,
@@ -177,10 +178,7 @@ def _check_source(model, name: str, source: np.ndarray) -> None:
 
 def check_options(**options: float) -> None:
     """Raises `ValueError` for an option of `translate` that is out of range."""
-    for name, value in options.items():
-        least = 0 if name == "length_penalty" else 1
-        if not least <= value < float("inf"):
-            raise ValueError(f"{name} is {value}: expected {least} or more")
+    check_all(hints_of(translate), options)
 
 
 def translate_lines(

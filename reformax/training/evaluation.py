@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from reformax import memory
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
 from reformax.training import side_channels
@@ -20,6 +21,10 @@ from reformax.training.prefetch import prefetch
 
 # Batches dispatched before the first one's sums are waited for.
 _IN_FLIGHT = 2
+# A token's bytes on the host: the ids, the targets, the weights and the places of its window.
+_TOKEN_BYTES = 4 + 4 + 4 + 8
+# Evaluations of as many tokens at a time are traced first, to know what memory they take.
+_LARGE = 2**20
 
 
 def check_vocabulary(model, task) -> None:
@@ -37,10 +42,17 @@ def check_vocabulary(model, task) -> None:
 
 def check_positions(
     model, params, task, split: str, *, batch_size: int, length: int, stride: int, max_batches
-) -> None:
+) -> int:
     """Traces an evaluation: a row that the positions cannot hold fails now, not at step 1,000.
 
-    Takes the arguments of `evaluate`; `params` may be shapes alone. Raises what the model raises.
+    Takes the arguments of `evaluate`; `params` may be shapes alone.
+
+    Returns:
+      The number of features of a position.
+
+    Raises:
+      SettingError: features that no memory holds.
+      Exception: what the model raises.
     """
     longest = length
     if task.translation is not None and model.max_length is not None:
@@ -52,7 +64,24 @@ def check_positions(
     tokens = jax.ShapeDtypeStruct((batch_size, longest), jax.numpy.int32)
     inputs = tokens if task.translation is None else (tokens,) * 4  # SentencePairs
     rng = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
-    jax.eval_shape(lambda p, t, r: model.features(p, t, rng=r), params, inputs, rng)
+    found = jax.eval_shape(lambda p, t, r: model.features(p, t, rng=r), params, inputs, rng)
+    n_features = found.shape[-1]
+    rows = -(-batch_size // jax.local_device_count())
+    check_features(rows, longest, n_features, "eval_batch_size or eval_length")
+    return n_features
+
+
+def check_tokens(batch_size: int, length: int, fix: str) -> None:
+    """Raises `SettingError` for a batch whose tokens and places alone are more than memory has."""
+    memory.check(
+        f"tokens of {batch_size:,} rows of {length:,}", _TOKEN_BYTES * batch_size * length, fix
+    )
+
+
+def check_features(rows: int, length: int, n_features: int, fix: str) -> None:
+    """Raises `SettingError` for rows whose features, before and after a layer, no device holds."""
+    what = f"features of {rows:,} rows of {length:,} positions"
+    memory.check(what, 2 * 4 * rows * length * n_features, fix)
 
 
 def evaluate(
@@ -105,6 +134,10 @@ def evaluate(
         raise ValueError(f"stride={stride} must be from 1 to length={length}")
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"max_batches={max_batches} must be at least 1, or None for all")
+    check_tokens(batch_size, length, "batch_size or length")
+    if batch_size * length >= _LARGE:
+        sizes = dict(batch_size=batch_size, length=length, stride=stride, max_batches=max_batches)
+        check_positions(model, params, task, split, **sizes)
     mesh = mesh or mesh_lib.data_mesh()
     mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
     params = jax.device_put(params, mesh_lib.replicated(mesh))  # once, not for every batch

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+from reformax.declared import PathName, check
 from reformax.training.run import Run
 from reformax.training.schedule import Schedule
 from reformax.training.settings import Settings, takes_settings
 
 
 @takes_settings
-def train(output_dir: str | os.PathLike, **settings) -> dict[str, Any]:
+def train(output_dir: PathName, **settings) -> dict[str, Any]:
     """Trains a model on a task, from the latest checkpoint in `output_dir` if there is one.
 
     Args:
@@ -31,6 +31,7 @@ def train(output_dir: str | os.PathLike, **settings) -> dict[str, Any]:
       OSError: the folder cannot be written, or another training writes into it.
       FloatingPointError: loss or parameters are no longer finite; the checkpoints are from before.
     """
+    check("output_dir", output_dir, PathName)
     settings = Settings(**settings)
     with Run(output_dir, settings) as run:
         schedule = Schedule(

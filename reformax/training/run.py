@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from reformax import memory
 from reformax.training import evaluation, fingerprints, side_channels
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
@@ -52,6 +53,9 @@ class Run:
             "batch_size", settings.batch_size, self._mesh, settings.accumulate
         )
         mesh_lib.check_batch_size("eval_batch_size", eval_batch_size, self._mesh)
+        evaluation.check_tokens(settings.batch_size, settings.length, "batch_size or length")
+        sizes = settings.eval_sizes["batch_size"], settings.eval_sizes["length"]
+        evaluation.check_tokens(*sizes, "eval_batch_size or eval_length")
         self.folder = make_output_dir(output_dir)
         self._checkpoints = Checkpoints(self.folder, settings.keep)
         self._train_model = settings.built("train")
@@ -124,7 +128,12 @@ class Run:
         init = step_lib.init_fn(self._train_model, settings.optimizer, shape, has_ema)
         like = jax.eval_shape(init, self._key)
         self._n_params = sum(x.size for x in jax.tree.leaves(like.params))
-        evaluation.check_positions(
+        memory.check(
+            f"{self._n_params:,} parameters, their gradient and the optimizer's state",
+            memory.size_of(like) + memory.size_of(like.params),
+            "the model's sizes",
+        )
+        n_features = evaluation.check_positions(
             self._eval_model,
             like.params,
             self._task,
@@ -132,6 +141,8 @@ class Run:
             **settings.eval_sizes,
             max_batches=settings.eval_batches,
         )
+        rows = settings.batch_size // (settings.accumulate * self._mesh.size)
+        evaluation.check_features(rows, settings.length, n_features, "batch_size or length")
         if newest is None:
             self._state = jax.jit(init, out_shardings=whole)(self._key)
             self.step, self.score, self._saved = 0, None, None

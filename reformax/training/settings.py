@@ -21,6 +21,7 @@ from reformax.declared import (
     check_fields,
     expected,
     fits,
+    hints_of,
     shown,
 )
 
@@ -165,6 +166,7 @@ def takes_settings(function):
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     settings = inspect.signature(Settings).parameters.values()
     function.__signature__ = signature.replace(parameters=[*own, *settings])
+    function.__annotations__ |= hints_of(Settings)  # `hints_of(function)` reads them
     # A misspelt or missing argument is then an error of the function that the user called.
     Settings.__init__.__qualname__ = function.__qualname__
     return function

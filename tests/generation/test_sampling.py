@@ -71,12 +71,12 @@ def test_equal_logits_are_left_in_together():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(temperature=-1.0), "temperature is -1.0: expected 0 "),
-        (dict(temperature=float("nan")), "temperature is nan: expected 0 "),
-        (dict(top_k=-1), "top_k is -1: expected 0 "),
-        (dict(top_k=2**31), "top_k is 2147483648: expected 0 "),
-        (dict(top_p=0.0), "top_p is 0.0: expected above 0"),
-        (dict(top_p=1.5), "top_p is 1.5: expected above 0"),
+        (dict(temperature=-1.0), "temperature is -1.0: expected a number of at least 0"),
+        (dict(temperature=float("nan")), "temperature is nan: expected a number of at least 0"),
+        (dict(top_k=-1), "top_k is -1: expected at least 0"),
+        (dict(top_k=2**31), "top_k is 2147483648: expected at least 0 and at most"),
+        (dict(top_p=0.0), "top_p is 0.0: expected a number above 0"),
+        (dict(top_p=1.5), "top_p is 1.5: expected a number above 0"),
     ],
 )
 def test_errors(options, message):

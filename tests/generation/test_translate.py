@@ -239,8 +239,8 @@ def test_scores():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(beam_size=0), "beam_size is 0: expected 1 or more"),
-        (dict(length_penalty=-1.0), "length_penalty is -1.0: expected 0 or more"),
+        (dict(beam_size=0), "beam_size is 0: expected at least 1"),
+        (dict(length_penalty=-1.0), "length_penalty is -1.0: expected a number of at least 0"),
         (dict(length_penalty=math.nan), "length_penalty is nan"),
         (dict(max_extra=0), "max_extra is 0"),
         (dict(batch_tokens=0), "batch_tokens is 0"),

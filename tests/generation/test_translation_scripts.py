@@ -144,8 +144,8 @@ def test_the_loss_alone(run, runs):
     "main, flags, message",
     [
         (generate.main, ["--temperature=0.5"], "--temperature=0.5: this run's model translates"),
-        (generate.main, ["--beam_size=0"], "beam_size is 0: expected 1 or more"),
-        (evaluate.main, ["--beam_size=-1"], "beam_size is -1: expected 1 or more"),
+        (generate.main, ["--beam_size=0"], "beam_size is 0: expected at least 1"),
+        (evaluate.main, ["--beam_size=-1"], "beam_size is -1: expected at least 0"),
         (generate.main, ["--prompt_file=latin"], "line 2 is not UTF-8: byte 0xfc"),
         (generate.main, ["--output_dir=numbers", "--prompt=3 x"], "line 1: 'x' is no id"),
         (evaluate.main, ["--beam_size=0", "--max_extra=9"], "--max_extra=9: with --beam_size=0"),
