@@ -5,8 +5,8 @@ it may be: `Size` is a whole number of at least 1, `Size | None` also None, `Lit
 of two names, `Sequence[Size]` a list of sizes. `checked` and `check_fields` compare the values with
 the annotations before anything is built, and an error is one line: name, value, what is expected.
 
-Numbers are finite, and a bool is no number. This module imports nothing of the package, so every
-part may declare its settings by it.
+Numbers are finite in float32, and a bool is no number. This module imports nothing of the package,
+so every part may declare its settings by it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ T = TypeVar("T")
 _SHOWN = 60
 # More than any array has elements along an axis: positions are numbered in int32.
 LARGEST = 2**31 - 1
+_LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
 
 
 class SettingError(ValueError):
@@ -252,10 +253,9 @@ def _is_number(value: Any, kind: type) -> bool:
         return False
     if kind is int:
         return isinstance(value, numbers.Integral)
-    try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
-        return False
+    # In float32; a whole number becomes an int32 first.
+    most = LARGEST if isinstance(value, numbers.Integral) else _LARGEST_FLOAT
+    return isinstance(value, numbers.Real) and abs(value) <= most
 
 
 def _is_array(hint: Any) -> bool:

@@ -12,10 +12,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from reformax.cli import flags
 from reformax.declared import PathName
 
+MOST = 2**28  # bytes of a prompt or of lines to translate
 N_BYTES = 256  # the vocabulary of a model of bytes, without reserved ids
 
 
@@ -36,14 +38,26 @@ def read(args: argparse.Namespace, terminal: bytes | None = b"") -> list[bytes]:
     Args:
       args: the flags of `add_flags`.
       terminal: the prompt where standard input is a terminal; None to read the terminal.
+
+    Raises:
+      ValueError: a file or standard input that holds more than `MOST` bytes.
     """
     if args.prompt is not None:
         return [os.fsencode(prompt) for prompt in args.prompt]
     if args.prompt_file not in (None, "-"):
-        return [Path(args.prompt_file).read_bytes()]
+        with Path(args.prompt_file).open("rb") as file:
+            return [_content(file, args.prompt_file)]
     if terminal is not None and sys.stdin.isatty():
         return [terminal]
-    return [sys.stdin.buffer.read()]
+    return [_content(sys.stdin.buffer, "standard input")]
+
+
+def _content(file: BinaryIO, name: str) -> bytes:
+    """All that a file holds; `ValueError` for more than `MOST`."""
+    content = file.read(MOST + 1)
+    if len(content) > MOST:
+        raise ValueError(f"{name} has more than {MOST:,} bytes: give a shorter prompt")
+    return content
 
 
 def read_lines(args: argparse.Namespace) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 from reformax.training import loop
 from reformax.training.schedule import Due, Schedule
 from reformax.training.settings import Settings
+from tests.training import worker
 
 NOTHING, ALL = Due(False, False, False), Due(True, True, True)
 
@@ -68,7 +69,8 @@ def test_a_missing_setting_is_an_error_of_train(tmp_path):
 
 
 def test_settings_know_the_sizes_of_an_evaluation():
-    given = {"model": None, "task": None, "optimizer": None, "steps": 1}
+    given = worker.arguments() | {"eval_every": None}
+    del given["batch_size"], given["length"]
     sizes = Settings(**given, batch_size=2, length=8).eval_sizes
     assert sizes == {"batch_size": 2, "length": 8, "stride": 8}
     sizes = Settings(**given, batch_size=2, length=8, eval_length=6, eval_stride=3).eval_sizes
