@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 _UNSET = "not set"
@@ -24,7 +25,9 @@ def first(one: Any, other: Any, name: str = "model") -> Difference | None:
       name: of the value.
     """
     if _is_reference(one) and _is_reference(other) and one.function is other.function:
-        here, there = dict(one.arguments), dict(other.arguments)
+        parameters = inspect.signature(one.function).parameters
+        defaults = {key: parameter.default for key, parameter in parameters.items()}
+        here, there = (defaults | dict(x.arguments) for x in (one, other))
         return _first_of(here, there, f"{one.function.__name__}.")
     if isinstance(one, dict) and isinstance(other, dict):
         return _first_of(one, other, f"{name}.")

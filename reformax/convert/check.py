@@ -183,4 +183,6 @@ def against_transformers(spec: Spec, params: Any, folder: str | Path) -> Compari
 
 
 def _comparison(ours: np.ndarray, theirs: np.ndarray, what: str) -> Comparison:
-    return Comparison(float(np.abs(ours - theirs).max()), float(np.abs(ours).max()), what)
+    with np.errstate(invalid="ignore"):  # infinities give NaN, which does not agree
+        difference = np.abs(ours - theirs).max()
+    return Comparison(float(difference), float(np.abs(ours).max()), what)

@@ -1,6 +1,8 @@
 """`python -m reformax.convert`, and the use of its output."""
 
+import errno
 import json
+import math
 import sys
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 import evaluate
 from reformax.cli import errors
 from reformax.convert import __main__ as command
-from reformax.convert import hugging_face, run_folder, trax_files, trax_models
+from reformax.convert import check, hugging_face, run_folder, trax_files, trax_models
 from reformax.convert.spec import Op, Spec
 
 CIRCLE = dict(count_once=False, wrap=True, self_score=-1e5)
@@ -165,7 +167,63 @@ def test_errors_in_one_line(source, target, message, tmp_path, run):
     assert err.count("\n") == 1 and not out
 
 
-@pytest.mark.parametrize("flag", ["--step=3", "--length=8", "--config=a.b=1", "--config_file=a"])
+@pytest.mark.parametrize("value, message", [
+    (math.nan, "embedding has numbers that are not finite"),
+    (3e38, "computes something else: its logits are not finite; "),
+])  # fmt: skip
+def test_what_is_not_finite_is_refused_and_leaves_nothing(value, message, tmp_path, run):
+    params = random_params(ENWIK8_LIKE)
+    part = "embedding" if math.isnan(value) else "norm"
+    params[part] = jax.tree.map(lambda w: np.full_like(w, value), params[part])
+    hugging_face.write(tmp_path / "hf", ENWIK8_LIKE, params)
+    code, _, err = convert(run, tmp_path / "hf", tmp_path / "a/b/run")
+    assert code == 1 and err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    "difference, scale, agrees",
+    [
+        (0.0, 5.0, True),
+        (4e-4, 5.0, True),
+        (6e-4, 5.0, False),
+        (9e-5, 0.0, True),
+        (math.nan, 5.0, False),
+        (0.0, math.nan, False),
+        (math.inf, math.inf, False),
+        (0.0, math.inf, False),
+    ],
+)
+def test_logits_agree_if_they_are_finite_and_near(difference, scale, agrees):
+    assert check.Comparison(difference, scale, "").agrees(1e-4) == agrees
+
+
+@pytest.mark.parametrize("name, fails", [("to", "json.dumps"), ("to.pkl.gz", "os.replace")])
+def test_a_write_that_fails_leaves_nothing(name, fails, tmp_path, run, monkeypatch):
+    """A full disk, after a part is written."""
+    spec = ENWIK8_LIKE._replace(arguments={**ENWIK8_LIKE.arguments, "norm_epsilon": 1e-6})
+    run_folder.write(tmp_path / "run", spec, random_params(spec), {}, "A note.")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fails, full)
+    code, _, err = convert(run, tmp_path / "run", tmp_path / name)
+    assert code == 1 and "No space left on device" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_empty_folder_is_filled_and_another_is_left_alone(tmp_path, run):
+    run_folder.write(tmp_path / "run", ENWIK8_LIKE, random_params(ENWIK8_LIKE), {}, "A note.")
+    (tmp_path / "to").mkdir()
+    assert convert(run, tmp_path / "run", tmp_path / "to")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "to"]
+    assert (tmp_path / "to/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "flag", ["--trust_config", "--step=3", "--length=8", "--config=a.b=1", "--config_file=a"]
+)
 def test_flags_that_a_conversion_does_not_read(flag, tmp_path, run):
     hugging_face.write(tmp_path / "hf", ENWIK8_LIKE, random_params(ENWIK8_LIKE))
     code, _, err = convert(run, tmp_path / "hf", tmp_path / "run", flag)

@@ -13,6 +13,7 @@ import pytest
 import evaluate
 import generate
 import train
+from reformax import durable
 from reformax.cli import errors, translations
 from tests.training.scripts import call
 
@@ -130,6 +131,21 @@ def test_numbers(run, runs):
     assert f"exact: {result['exact']:.4f} of 4 sentences" in out
     code, out, _ = run(generate.main, *flags, "--prompt=3 4 5")
     assert code == 0 and all(3 <= int(word) < 16 for word in out.split())
+
+
+def test_a_folder_that_takes_no_file_costs_the_files_alone(run, runs, monkeypatch):
+    flags = ["--output_dir=numbers", "--split=test", *FAST]
+    code, written, err = run(evaluate.main, *flags)
+    assert code == 0, err
+
+    def write(path, data):
+        raise OSError(f"{path} cannot be written (No space left on device): free space there")
+
+    monkeypatch.setattr(durable, "write", write)
+    code, out, err = run(evaluate.main, *flags)
+    assert code == 1 and out.splitlines()[1:] == written.splitlines()[1:]
+    assert "bleu" in out and "exact" in out and "not in a file" in out
+    assert "evaluation_test.json cannot be written (No space left" in err.splitlines()[-1]
 
 
 def test_the_loss_alone(run, runs):

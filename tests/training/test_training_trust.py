@@ -197,12 +197,13 @@ def run(tmp_path_factory):
     return run_folder.write(folder, spec, params, {}, "A test.")
 
 
-def change(folder, **values):
+def change(folder, step=0, **values):
     """Changes checkpoint.json, and the manifest with it, as one who wishes harm does."""
-    path = folder / "checkpoints/0/checkpoint.json"
+    checkpoint = folder / f"checkpoints/{step}"
+    path = checkpoint / "checkpoint.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    (folder / "checkpoints/0/manifest.json").unlink()
-    manifest.write(folder / "checkpoints/0")
+    (checkpoint / "manifest.json").unlink()
+    manifest.write(checkpoint)
 
 
 @pytest.mark.parametrize("place", ["checkpoint.json", "config.gin"])

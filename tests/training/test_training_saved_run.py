@@ -1,0 +1,264 @@
+"""Reading a run: a checkpoint with its own config, beside training, in a folder without writing."""
+
+import errno
+import json
+import math
+import shutil
+import sys
+
+import gin
+import jax
+import numpy as np
+import orbax.checkpoint
+import pytest
+
+import evaluate
+import generate
+import train
+from reformax import durable
+from reformax.cli import errors, results, saved_run
+from reformax.convert import __main__ as convert
+from reformax.convert import run_folder
+from reformax.convert.spec import Op, Spec
+from tests.training import worker
+from tests.training.scripts import call
+
+RUN = """
+from __gin__ import dynamic_registration
+from reformax.data import text
+from reformax.models import lm
+from reformax.ops import dense
+from reformax.ops import local
+from reformax.training import loop
+from reformax.training import optimizer
+
+n_heads = 2
+loop.train.model = @lm.TransformerLM
+loop.train.task = @text.text()
+loop.train.optimizer = @optimizer.adam()
+optimizer.adam.learning_rate = 1e-2
+loop.train.batch_size = 4
+loop.train.length = 32
+loop.train.keep = 3
+lm.TransformerLM.vocab_size = 256
+lm.TransformerLM.d_model = 8
+lm.TransformerLM.d_ff = 8
+lm.TransformerLM.n_layers = 1
+lm.TransformerLM.n_heads = %n_heads
+lm.TransformerLM.dropout = 0.0
+lm.TransformerLM.attention_type = @dense.dense()
+local.local.chunk_len = 2
+"""
+LOCAL = "--config=lm.TransformerLM.attention_type=@local.local()"
+# The config of a checkpoint of dense attention does not have this.
+CHUNK = "--config=local.local.chunk_len=2"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with `run`: two steps of dense attention, then four of local attention."""
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "corpus.txt").write_text("abcdefgh, hgfedcba. " * 60)
+        (folder / "run.gin").write_text(RUN)
+        for more in (["--config=loop.train.steps=2"], ["--config=loop.train.steps=6", LOCAL]):
+            flags = ["--config_file=run.gin", "--data_dir=corpus.txt", "--output_dir=run", *more]
+            flags.append("--config=loop.train.eval_every=2")
+            patch.setattr(sys, "argv", ["train.py", *flags])
+            assert errors.exit_code(train.main) == 0
+    return folder
+
+
+@pytest.fixture
+def run(made, tmp_path, monkeypatch, capsys):
+    """`(exit code, stdout, stderr)` of a script with flags, in a copy of that folder."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    yield lambda main, *flags: call(main, monkeypatch, capsys, "--output_dir=run", *flags)
+    gin.clear_config()
+
+
+def scored(split="valid"):
+    with open(f"run/evaluation_{split}.json") as file:
+        return json.load(file)
+
+
+def test_a_checkpoint_is_scored_with_its_own_config(run):
+    valid = {x["step"]: x["bits_per_dim"] for x in worker.record("run") if x["split"] == "valid"}
+    for step in (2, 4, 6):
+        assert run(evaluate.main, f"--checkpoint={step}")[0] == 0
+        assert scored()["bits_per_dim"] == valid[step], step
+    # The settings of --config are on top: with local attention the first computes something else.
+    assert run(evaluate.main, "--checkpoint=2", LOCAL, CHUNK)[0] == 0
+    assert scored()["bits_per_dim"] != valid[2]
+
+
+def test_the_other_scripts_take_the_config_too(run):
+    own, other = (
+        run(generate.main, "--checkpoint=2", "--prompt=abc", "--max_new_tokens=40", *more)[1]
+        for more in ((), (LOCAL, CHUNK))
+    )
+    assert own.startswith("abc") and own != other
+    specs = [run_folder.read("run", step).spec for step in (2, 4)]
+    assert [[op.name for op in spec.attention] for spec in specs] == [["dense"], ["local"]]
+
+
+def test_the_folder_s_config_counts_where_the_checkpoint_has_none(run, tmp_path):
+    text = (tmp_path / "run/config.gin").read_text()
+    (tmp_path / "run/config.gin").unlink()
+    before = run(evaluate.main, "--checkpoint=2")[1]
+    assert before and not (tmp_path / "run/config.gin").exists()
+    from tests.training.test_training_trust import change
+
+    change(tmp_path / "run", step=2, config=None)
+    code, _, err = run(evaluate.main, "--checkpoint=2")
+    assert code == 1 and err == "error: run holds no run: train.py writes config.gin into it\n"
+    (tmp_path / "run/config.gin").write_text(text.replace("@local.local()", "@dense.dense()"))
+    assert run(evaluate.main, "--checkpoint=2")[1] == before
+
+
+def test_an_average_is_of_one_model(run):
+    code, out, _ = run(evaluate.main, "--checkpoint=average:2")
+    assert code == 0 and scored()["checkpoint_steps"] == [4, 6]
+    code, out, err = run(evaluate.main, "--checkpoint=average:3")
+    assert (code, out) == (1, "")
+    assert err == (
+        "error: average:3 is of several models: TransformerLM.attention_type is @dense at step 2 "
+        "and @local at step 4: average the checkpoints after step 2 alone\n"
+    )
+    # Settings of --config that make them one count.
+    code, _, err = run(evaluate.main, "--checkpoint=average:3", LOCAL)
+    assert code == 1 and "local.chunk_len is 64 at step 2 and 2 at step 4" in err
+    assert run(evaluate.main, "--checkpoint=average:3", LOCAL, CHUNK)[0] == 0
+
+
+def lose(monkeypatch, how):
+    """Before each read of arrays calls `how` with the checkpoint's folder; returns the calls."""
+    read, calls = orbax.checkpoint.PyTreeCheckpointer.restore, []
+
+    def restore(self, path, *args, **kwargs):
+        calls.append(path.parent.name)
+        how(path.parent, len(calls))
+        return read(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(orbax.checkpoint.PyTreeCheckpointer, "restore", restore)
+    return calls
+
+
+@pytest.mark.parametrize("which, then", [("latest", "4"), ("average:1", "4")])
+def test_a_checkpoint_that_training_deletes_is_replaced_by_what_is_there(
+    run, monkeypatch, which, then
+):
+    calls = lose(monkeypatch, lambda folder, n: shutil.rmtree(folder) if n == 1 else None)
+    code, _, err = run(evaluate.main, f"--checkpoint={which}")
+    assert code == 0, err
+    assert calls == ["6", then] and scored()["checkpoint_steps"] == [int(then)]
+
+
+def test_the_best_that_training_deletes_is_another_then(run, monkeypatch):
+    best = saved_run.choose(run_folder.Checkpoints("run"), "best")
+    calls = lose(monkeypatch, lambda folder, n: shutil.rmtree(folder) if n == 1 else None)
+    code, out, err = run(evaluate.main)
+    assert code == 0 and calls[0] == str(best), err
+    assert scored()["checkpoint_steps"] == [int(calls[1])] and calls[1] != calls[0]
+
+
+def test_a_step_that_training_deletes_is_told(run, monkeypatch):
+    lose(monkeypatch, lambda folder, n: shutil.rmtree(folder))
+    code, out, err = run(evaluate.main, "--checkpoint=4")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "no checkpoint of step 4" in err and "there is 2, 6" in err
+
+
+def test_a_training_that_is_faster_is_told(run, monkeypatch):
+    def save_again(folder, n):
+        shutil.copytree(folder, f"{folder}.copy")
+        shutil.rmtree(folder)
+        shutil.move(f"{folder}.copy", folder)
+        raise ValueError("NOT_FOUND")
+
+    calls = lose(monkeypatch, save_again)
+    code, _, err = run(evaluate.main, "--checkpoint=latest")
+    assert code == 1 and calls == ["6"] * saved_run.TRIES and err.count("\n") == 1
+    assert "training replaced the checkpoints" in err and "5 times: try again" in err
+
+
+def test_an_error_of_a_whole_checkpoint_is_raised_at_once(run, monkeypatch):
+    def fail(folder, n):
+        raise ValueError("something else")
+
+    calls = lose(monkeypatch, fail)
+    code, _, err = run(evaluate.main, "--checkpoint=latest")
+    assert code == 1 and "something else" in err and calls == ["6"]
+
+
+def refuse(number):
+    def write(path, data):
+        error = OSError(number, "No space left on device", str(path))
+        raise durable.explained(error, "written", path)
+
+    return write
+
+
+def test_a_result_that_cannot_be_written_is_printed(run, monkeypatch, tmp_path):
+    """As root no folder refuses a file, so the calls of the system fail here."""
+    code, printed, _ = run(evaluate.main, "--split=test")
+    assert code == 0
+    before = (tmp_path / "run/evaluation_test.json").read_bytes()
+    monkeypatch.setattr(durable, "write", refuse(errno.ENOSPC))
+    code, out, err = run(evaluate.main, "--split=test")
+    assert code == 1 and out.splitlines()[1:] == printed.splitlines()[1:]
+    assert "not in a file" in out and err.count("\n") == 1
+    assert "\rerror: run/evaluation_test.json cannot be written (No space left" in err
+    assert "the result is printed above; the file there is of before" in err
+    assert (tmp_path / "run/evaluation_test.json").read_bytes() == before
+
+
+def test_a_folder_for_reading_is_told_before_the_work(run, monkeypatch):
+    def refused(**options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def stop(*args):
+        raise ValueError("the work begins")
+
+    monkeypatch.setattr(results.tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(saved_run, "restore", stop)
+    _, _, err = run(evaluate.main)
+    assert err.splitlines() == [
+        "note: run cannot be written (Read-only file system): the result will be printed alone",
+        "error: the work begins",
+    ]
+
+
+SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=1)
+
+
+def write_run(folder, value):
+    """A run whose logits have the weight `value`."""
+    attention = [Op("local", dict(chunk_len=4))]
+    spec = Spec.make("ReformerLM", attention, **SIZES, vocab_size=256, pos_type="none")
+    model, rng = spec.build(), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 8)))
+    params = jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), shapes)
+    params["logits"]["w"][:] = value
+    run_folder.write(folder, spec, params, {}, "A test.")
+
+
+@pytest.mark.parametrize(
+    "value, said", [(math.nan, "logits.w"), (math.inf, "logits.w"), (3e38, "")]
+)
+def test_what_is_not_finite_is_no_result(value, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run", value)
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    flags = ["--output_dir=run", "--data_dir=text", "--length=16"]
+    code, out, err = call(evaluate.main, monkeypatch, capsys, *flags)
+    assert (code, out) == (1, "") and not list(tmp_path.rglob("evaluation*"))
+    line = err.splitlines()[-1]
+    assert line.startswith("error: ") and "finite" in line if said else "is nan" in line
+    assert said in line
+    flags = ["--from=run", "--to=deep/made.pkl.gz"]
+    code, _, err = call(convert.main, monkeypatch, capsys, *flags)
+    assert code == 1 and said in err and "finite" in err and err.count("\n") == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "text"}
