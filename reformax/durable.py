@@ -59,7 +59,7 @@ def explaining(doing: str, path: str | os.PathLike) -> Iterator[None]:
     """Errors of the system inside become one line; that a file is not there stays as it is."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise explained(error, doing, path) from None

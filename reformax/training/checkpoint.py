@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +36,7 @@ from reformax.training import description, manifest
 from reformax.training.lock import Lost
 from reformax.training.named_tensors import as_tree, named
 
-_NAME = re.compile(r"(?:tmp\.old\.)?(0|[1-9][0-9]{0,17})")
+_OLD = "tmp.old."
 
 
 class NotSaved(OSError):
@@ -91,7 +90,10 @@ class Checkpoints:
         Raises:
           OSError: the folder cannot be read.
         """
-        return sorted({int(match[1]) for match in map(_NAME.fullmatch, self._names()) if match})
+        names = [name for name in self._names() if name.isascii() and name.isdecimal()]
+        # Others, such as 007, are no name that a checkpoint gets.
+        steps = {int(name) for name in names if len(name) < 19 and name == str(int(name))}
+        return sorted({*steps, *self._renamed()})
 
     def best_step(self, skip_unreadable: bool = False) -> int | None:
         """The step with the lowest score; None if no checkpoint has one.
@@ -232,7 +234,7 @@ class Checkpoints:
         manifest.write(folder)
 
     def _give_name(self, temporary: Path, step: int) -> None:
-        named, old = self.folder / str(step), self.folder / f"tmp.old.{step}"
+        named, old = self.folder / str(step), self.folder / f"{_OLD}{step}"
         again = os.path.lexists(named)
         if again:  # at every moment one of the two has a name that `_folder` finds
             durable.remove(old)
@@ -316,10 +318,8 @@ class Checkpoints:
                     f"note: checkpoint {step} is damaged ({harm}) and is {aside} now; this run "
                     f"goes on from the newest whole one, step {self._checked}"
                 )
-            for old in self._named("tmp.old."):
-                step = old.name.removeprefix("tmp.old.")
-                if step.isdecimal() and not os.path.lexists(self.folder / step):
-                    durable.rename(old, self.folder / step)
+            for step, old in self._renamed().items():
+                durable.rename(old, self.folder / str(step))
             for leftover in self._named("tmp."):
                 durable.remove(leftover)
 
@@ -416,9 +416,19 @@ class Checkpoints:
     def _named(self, prefix: str) -> list[Path]:
         return [self.folder / name for name in self._names() if name.startswith(prefix)]
 
+    def _renamed(self) -> dict[int, Path]:
+        """Checkpoints that were about to be replaced when a run was killed."""
+        return {
+            int(step): old
+            for old in self._named(_OLD)
+            if (step := old.name.removeprefix(_OLD)).isdecimal()
+            and not os.path.lexists(self.folder / step)
+            and not old.is_symlink()
+        }
+
     def _folder(self, step: int) -> Path:
-        folder, old = self.folder / str(step), self.folder / f"tmp.old.{step}"
-        return old if not os.path.lexists(folder) and os.path.lexists(old) else folder
+        folder = self.folder / str(step)
+        return folder if os.path.lexists(folder) else self._renamed().get(step, folder)
 
     def _before(self, step: int) -> int | None:
         return max((other for other in self.steps() if other < step), default=None)

@@ -100,7 +100,7 @@ def _read(folder: Path) -> dict[str, dict[str, int]]:
 def _content(folder: Path, name: str) -> bytes:
     try:
         return durable.read(folder / name)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{name} is missing") from None
     except durable.NotRegular:
         raise Damaged(f"{name} is no regular file") from None

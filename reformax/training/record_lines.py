@@ -152,7 +152,7 @@ class RecordLines:
         self, found: bytes, step: int, noted: dict[str, int] | None, scored: bool
     ) -> tuple[list[bytes], dict[str, Any] | None]:
         """The lines up to `step` one by one, and a line that tells of those lost, if any."""
-        kept, unreadable = [], 0
+        kept, unreadable, last = [], 0, {}
         *texts, torn = found.split(b"\n")  # a killed run was writing what follows the last newline
         for text in texts:
             line = _parsed(text)
@@ -160,17 +160,23 @@ class RecordLines:
                 unreadable += 1
             elif line["step"] < step or (
                 # Without a score the evaluation of the last step is still to come.
-                line["step"] == step and (scored or line["split"] == "train")
+                line["step"] == step and (scored or line["split"] in ("train", "note"))
             ):
                 kept.append(text + b"\n")
-        lost = unreadable if noted is None else max(noted["lines"] - len(kept), unreadable)
-        if step == 0 or (noted is None and not lost):
+                last = line
+        n_kept = len(kept)
+        # A run that was killed before its first checkpoint has told of what was lost by then.
+        told = last.get("lost_lines") if last.get("step") == step else None
+        if told is not None:
+            n_kept -= 1
+        lost = unreadable if noted is None else max(noted["lines"] - n_kept, unreadable)
+        if step == 0 or lost == told or (noted is None and not lost):
             return kept, None
         aside = self._set_aside(found) if found else None
         what = f"{lost} lines up to step {step} are lost" if lost else "lines have changed"
         self._say(
             f"note: {self._path} is not what the checkpoint of step {step} noted: {what}, "
-            f"{len(kept)} are kept" + (f"; the file as it was is {aside}" if aside else "")
+            f"{n_kept} are kept" + (f"; the file as it was is {aside}" if aside else "")
         )
         return kept, {"step": step, "split": "note", "lost_lines": lost}
 

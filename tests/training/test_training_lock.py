@@ -2,7 +2,9 @@
 
 import errno
 import fcntl
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from reformax.training import lock, loop
+from reformax.training.checkpoint import Checkpoints
 from tests.training import tiny, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,3 +83,78 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     with lock.alone_in(tmp_path, said.append):
         (line,) = said
     assert str(tmp_path) in line and "No locks available" in line
+
+
+def disturbed(folder, disturb):
+    """Trains to step 12 and calls `disturb` when the batch of step 6 is made."""
+
+    def train_batch(seed, step, *sizes):
+        if step == 6:
+            disturb()
+        return tiny.counting().train_batch(seed, step, *sizes)
+
+    settings = {"steps": 12, "eval_every": 4, "log_every": 2}
+    arguments = worker.arguments(**settings)
+    task = arguments["task"]._replace(train_batch=train_batch)
+    return loop.train(folder, **arguments | {"task": task})
+
+
+def test_a_folder_deleted_under_a_run_ends_it(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(lock.Lost) as error:
+        disturbed(folder, lambda: shutil.rmtree(folder))
+    assert re.fullmatch(
+        rf"{folder}/.lock was deleted while this training ran, so nothing more is saved in "
+        rf"output_dir={folder}: leave a run's folder as it is until the run has stopped, then run "
+        "again",
+        str(error.value),
+    )
+    left = {p.name for p in folder.iterdir()} if folder.exists() else set()
+    assert left <= {"tensorboard", "loss.png"}  # what is for people alone
+
+
+def test_a_second_training_after_the_lock_was_deleted_is_left_alone(tmp_path):
+    there = {}
+
+    def second():
+        (tmp_path / ".lock").unlink()
+        loop.train(tmp_path, **worker.arguments(steps=5))
+        there.update({p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()})
+
+    with pytest.raises(lock.Lost, match=r"\.lock is another training's now.*nothing more is saved"):
+        disturbed(tmp_path, second)
+    now = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    side_channels = {p for p in now if p.name == "loss.png" or p.parent.name == "tensorboard"}
+    assert {p: now[p] for p in now if p not in side_channels} == {
+        p: there[p] for p in there if p not in side_channels
+    }
+
+
+def test_a_lock_lost_while_a_checkpoint_is_written_gives_it_no_name(tmp_path, monkeypatch):
+    write_files = Checkpoints._write_files
+
+    def write(self, folder, step, *args):
+        write_files(self, folder, step, *args)
+        if step == 8:
+            (tmp_path / ".lock").unlink()
+
+    monkeypatch.setattr(Checkpoints, "_write_files", write)
+    with pytest.raises(lock.Lost, match=r"\.lock was deleted"):
+        disturbed(tmp_path, lambda: None)
+    assert Checkpoints(tmp_path).steps() == [4]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_is_no_lock(tmp_path, kind):
+    path, elsewhere = tmp_path / ".lock", tmp_path / "elsewhere"
+    elsewhere.write_text("kept")
+    if kind == "link":
+        path.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    refused = pytest.raises(OSError, match=r"\.lock (is no regular|cannot be opened)")
+    with refused as error, lock.alone_in(tmp_path):
+        pytest.fail("locked")
+    assert "\n" not in str(error.value) and elsewhere.read_text() == "kept"
