@@ -208,9 +208,7 @@ def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
             op(**inputs, **call, **{unknown: None})
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
-            op.apply(
-                (), **inputs, plan=None, segments=None, dropout=0.0, **call, **{unknown: None}
-            )
+            op.apply((), **inputs, plan=None, segments=None, dropout=0.0, **call, **{unknown: None})
 
 
 def test_an_op_shows_its_name_and_the_options_that_are_set():

@@ -95,10 +95,10 @@ def test_a_damaged_checkpoint_is_refused_with_those_that_are_whole(run, which):
     there = sorted(run.rglob("*"))
     if which == "best":  # 10 may be the best, for all that can be read
         with pytest.raises(ValueError, match=r"checkpoints/10 is damaged .*steps 15, and"):
-            saved_run._step(Checkpoints(run), which)
+            saved_run.choose(Checkpoints(run), which)
         shutil.rmtree(run / "checkpoints/10")
         there = sorted(run.rglob("*"))
-    step = saved_run._step(Checkpoints(run), which)
+    step = saved_run.choose(Checkpoints(run), which)
     with pytest.raises(ValueError) as error:
         Checkpoints(run).restore_params(step, {})
     line = str(error.value)
