@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from reformax.cli import errors, flags, prompts, report, saved_run
+from reformax.cli import errors, flags, prompts, report, saved_run, streams
 from reformax.declared import AnySeed, Count, NonNegative, Samples, Size, TopP
 
 # The flags of continuing a prompt and their values where they are not given.
@@ -114,4 +114,4 @@ def _translate(args, saved: saved_run.Saved) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop first
-    sys.exit(errors.exit_code(main))
+    sys.exit(errors.exit_code(main, streams.Result))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from reformax.cli import messages
+from reformax.cli import messages, streams
 from reformax.cli.flags import TRACEBACK
 from reformax.declared import SettingError
 
@@ -13,14 +13,23 @@ from reformax.declared import SettingError
 MENDABLE = (ValueError, OSError, NotImplementedError, FloatingPointError, ImportError)
 
 
-def exit_code(main: Callable[[], int]) -> int:
+def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.Stream) -> int:
     """Calls `main`; an error that the user can mend becomes one line on stderr.
+
+    Args:
+      main: the script.
+      stdout: `streams.Result` if the script's result is what it prints: it fails where a print
+        does. Other scripts go on.
 
     Returns:
       What `main` returns; 2 for a wrong config, 1 for any other error, 130 for Ctrl-C.
     """
+    streams.guard(stdout)
     try:
-        return main()
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:  # before the first step or during an evaluation; nothing is lost
         print("stopped", file=sys.stderr)
         return 130
