@@ -134,7 +134,7 @@ def test_training_ends_well_without_its_output(tmp_path, command):
         (tmp_path / "run").rename(tmp_path / str(i))
         assert shell(command, redirections) == (0, "", "")
         assert worker.record(tmp_path / "run") == record
-    evaluate = [ROOT / "evaluate.py", f"--output_dir={tmp_path / 'run'}"]
+    evaluate = [ROOT / "evaluate.py", f"--output_dir={tmp_path / 'run'}", "--trust_config"]
     code, _, err = shell(evaluate, ">/dev/full")
     assert code == 0 and err.count("note: ") == 1 and "ignored" not in err
     scores = json.loads((tmp_path / "run" / "evaluation_valid.json").read_text())
