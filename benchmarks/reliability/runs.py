@@ -253,15 +253,18 @@ def _tensors(folder: Path) -> list[Any]:
     """The score of a checkpoint and a digest of its tensors, once it is found whole."""
     import orbax.checkpoint as ocp
 
-    from reformax.training.checkpoint import Checkpoints
+    from reformax.training import manifest
 
-    Checkpoints(folder.parent.parent).config(int(folder.name))  # raises if it is damaged
+    if (harm := manifest.damage(folder)) is not None:
+        raise ValueError(harm)
     digest = hashlib.sha256()
     for name, array in sorted(ocp.PyTreeCheckpointer().restore(folder / "arrays").items()):
         array = np.asarray(array)
         digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     described = json.loads((folder / "checkpoint.json").read_text())
-    return [described["step"], described["score"], described["extra"], digest.hexdigest()]
+    # The record has times in it, and so have its size and its CRC-32.
+    extra = described["extra"] | {"record": described["extra"]["record"]["lines"]}
+    return [described["step"], described["score"], extra, digest.hexdigest()]
 
 
 def _attempt(function: Callable[[Path], Any], path: Path) -> Any:

@@ -81,6 +81,7 @@ class Checkpoints:
         self.notes: list[str] = []
         self._damaged: dict[int, str] = {}  # found by `newest_whole`
         self._checked: int | None = None  # found whole by it
+        self._failed: Path | None = None  # the temporary folder of a save that failed
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None
 
@@ -189,6 +190,8 @@ class Checkpoints:
     def close(self) -> None:
         """Ends the writer's thread; nothing can be saved any more."""
         self._writer.shutdown()
+        if self._failed is not None:
+            shutil.rmtree(self._failed, ignore_errors=True)
 
     def _write(self, step, arrays, score, config, before_naming, extra) -> None:
         temporary = self.folder / f"tmp.{step}"
@@ -201,6 +204,7 @@ class Checkpoints:
             raise
         except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            self._failed = temporary  # a thread of orbax may still be writing there
             if (cause := durable.system_error(error)) is not None:
                 raise self._not_saved(step, cause, arrays) from error
             raise
@@ -262,13 +266,19 @@ class Checkpoints:
         )
 
     def _prune(self) -> None:
-        for leftover in self._named("tmp.gone."):
-            durable.remove(leftover)
+        self._sweep()
         readable = self._descriptions(skip_unreadable=True)
         kept = {*self.steps()[-self.keep :], self.best_step(skip_unreadable=True)}
         # One whose score cannot be read stays: it may be the best.
         for step in readable.keys() - kept:
             self._remove(self._folder(step))
+
+    def _sweep(self) -> None:
+        """Deletes what killed or failed saves and deletions left; no save may be going on."""
+        whole = self._renamed().values()
+        for leftover in self._named("tmp."):
+            if leftover not in whole:
+                durable.remove(leftover)
 
     def _remove(self, folder: Path) -> None:
         # Renamed first: a run killed while deleting must not leave half a checkpoint by its name.
@@ -320,8 +330,7 @@ class Checkpoints:
                 )
             for step, old in self._renamed().items():
                 durable.rename(old, self.folder / str(step))
-            for leftover in self._named("tmp."):
-                durable.remove(leftover)
+            self._sweep()
 
     def _unused(self, name: str) -> Path:
         path, n = self.folder / name, 1
