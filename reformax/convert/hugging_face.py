@@ -9,7 +9,9 @@ added. The logits here add it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +22,13 @@ from reformax.convert import tables
 from reformax.convert.hugging_face_config import config_of, spec_of
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
+from reformax.data import files
+from reformax.declared import shown
 
 CONFIG, SAFETENSORS, TORCH = "config.json", "model.safetensors", "pytorch_model.bin"
+_MAX_JSON = 2**24
+# Those that NumPy has, too; `tables.check` takes those of floating point.
+_DTYPES = ("F64", "F32", "F16", "BF16", *(f"{k}{n}" for k in "IU" for n in (8, 16, 32, 64)), "BOOL")
 
 
 class Checkpoint(NamedTuple):
@@ -116,10 +123,12 @@ def read(path: str | Path) -> Checkpoint:
     folder = path if path.is_dir() else path.parent
     config = read_config(folder / CONFIG)
     spec, notes = spec_of(config)
-    files = [path] if path.is_file() else _files(folder)
     tensors: dict[str, np.ndarray] = {}
-    for file in files:
-        tensors |= _tensors(file)
+    for file in _files(folder) if path.is_dir() else [path]:
+        part = _tensors(file)
+        if twice := tensors.keys() & part.keys():
+            raise ValueError(f"{file} holds {shown(min(twice))}, which another file of it has too")
+        tensors |= part
     if tensors.get("lm_head.bias", np.zeros(1)).any():
         notes.append(
             "lm_head.bias is not zero: transformers 5 leaves it out of its logits, and this model "
@@ -130,11 +139,19 @@ def read(path: str | Path) -> Checkpoint:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads a config.json; raises `ValueError` if it holds no JSON object."""
+    """Reads a config.json of at most 16 MiB; raises `ValueError` if it holds no JSON object."""
     try:
-        config = json.loads(path.read_text())
+        size = files.check_ordinary(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: put it next to the tensors") from None
+    if size > _MAX_JSON:
+        raise ValueError(f"{path} has {size:,} bytes: expected at most {_MAX_JSON:,}")
+    try:
+        config = json.loads(
+            path.read_bytes(), parse_constant=_no_number, object_pairs_hook=_without_repetition
+        )
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep: copy it again") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): copy it again") from None
     if not isinstance(config, dict):
@@ -142,29 +159,51 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{shown(name)} stands twice")
+        found[name] = value
+    return found
+
+
 def _files(folder: Path) -> list[Path]:
     for name in (SAFETENSORS, TORCH):
-        if (folder / name).is_file():
+        if (folder / name).exists():
             return [folder / name]
         index = folder / f"{name}.index.json"
-        if index.is_file():
-            return [
-                folder / part for part in sorted(set(read_config(index)["weight_map"].values()))
-            ]
+        if index.exists():
+            return [folder / part for part in _parts(index, Path(name).suffix)]
     raise FileNotFoundError(f"{folder} has no {SAFETENSORS} and no {TORCH}")
 
 
-def _tensors(path: Path) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+def _parts(index: Path, suffix: str) -> list[str]:
+    """The names of the files that an index lists, which lie in its folder."""
+    weight_map = read_config(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has weight_map {shown(weight_map)}: expected tensors' files")
+    for tensor, part in weight_map.items():
+        plain = isinstance(part, str) and Path(part).name == part and "\0" not in part
+        if not plain or Path(part).suffix != suffix:
+            raise ValueError(
+                f"{index} has {shown(tensor)} in {shown(part)}: expected a {suffix} file of that "
+                "folder"
+            )
+    return sorted(set(weight_map.values()))
 
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}): copy it again") from None
+
+def _tensors(path: Path) -> dict[str, np.ndarray]:
+    try:
+        files.check_ordinary(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist") from None
+    if path.suffix == ".safetensors":
+        return _from_safetensors(path)
     try:
         import torch
     except ImportError:
@@ -172,13 +211,54 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
             f"{path} is a file of PyTorch, which is not installed: pip install torch, or convert "
             "it to safetensors where it is"
         ) from None
+    _check_not_packed(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a hostile or damaged file may raise anything
         reason = str(error).strip().splitlines()
-        reason = reason[0] if reason else type(error).__name__
+        reason = reason[0][:200] if reason else type(error).__name__
         raise ValueError(f"{path} is refused: it holds more than tensors ({reason})") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds a {type(state).__name__}: expected tensors by name")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"{path} has {shown(name)}, a {type(tensor).__name__}: expected tensors"
+            )
+        # A view may repeat what is stored, up to any size.
+        dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        stored = tensor.untyped_storage().nbytes() if dense else -1
+        if tensor.numel() * tensor.element_size() > stored or tensor.is_complex():
+            raise ValueError(f"{path} has {shown(name)} of {tensor.dtype}, which is no plain array")
     return {name: tensor.float().numpy() for name, tensor in state.items()}
+
+
+def _check_not_packed(path: Path) -> None:
+    """Raises `ValueError` if a file of PyTorch unpacks to more than it has; PyTorch packs none."""
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        total, size = sum(part.file_size for part in archive.infolist()), path.stat().st_size
+        if total > size:
+            raise ValueError(f"{path} unpacks to {total:,} bytes from {size:,}: expected no more")
+
+
+def _from_safetensors(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.numpy import load_file
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        for name, dtype in dtypes.items():
+            if dtype not in _DTYPES:
+                raise ValueError(
+                    f"{shown(name)} has dtype {dtype}: expected one of {', '.join(_DTYPES)}"
+                )
+        return load_file(path)
+    except (SafetensorError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{path} is damaged or of another kind ({reason}): copy it again"
+        ) from None
 
 
 def _without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:

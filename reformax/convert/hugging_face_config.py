@@ -16,11 +16,24 @@ Two things differ: rows of padding, and which weights dropout drops in training.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from reformax.convert.spec import Op, Spec
+from reformax.declared import (
+    Count,
+    Depth,
+    NonNegative,
+    Rate,
+    Size,
+    VocabSize,
+    check,
+    hints_of,
+    shown,
+)
+from reformax.ops import lsh
 from reformax.ops.parts.circle import SELF_SCORE
+from reformax.ops.parts.hashing import bucket_factors
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -32,34 +45,68 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# The defaults of ReformerConfig.
-DEFAULTS = {
-    "attention_head_size": 64,
-    "attn_layers": ["local", "lsh"] * 3,
-    "axial_pos_embds": True,
-    "axial_pos_embds_dim": [64, 192],
-    "axial_pos_shape": [64, 64],
-    "chunk_size_feed_forward": 0,
-    "feed_forward_size": 512,
-    "hidden_act": "relu",
-    "hidden_dropout_prob": 0.05,
-    "hidden_size": 256,
-    "is_decoder": False,
-    "layer_norm_eps": 1e-12,
-    "local_attention_probs_dropout_prob": 0.05,
-    "local_attn_chunk_length": 64,
-    "local_num_chunks_after": 0,
-    "local_num_chunks_before": 1,
-    "lsh_attention_probs_dropout_prob": 0.0,
-    "lsh_attn_chunk_length": 64,
-    "lsh_num_chunks_after": 0,
-    "lsh_num_chunks_before": 1,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 12,
-    "num_buckets": None,
-    "num_hashes": 1,
-    "vocab_size": 320,
+
+class _EvenBuckets(NamedTuple):
+    """What `lsh.lsh` takes for n_buckets, 'auto' aside."""
+
+    def hold(self, value: Any) -> bool:
+        """Whether hashing has such buckets."""
+        try:
+            return value != "auto" and bool(bucket_factors(value))
+        except ValueError:
+            return False
+
+    def words(self, value: Any) -> str:
+        """What it is."""
+        return "even numbers from 2 on, with a product below 2**31"
+
+
+class _Field(NamedTuple):
+    """A field of config.json.
+
+    Attributes:
+      default: the default of ReformerConfig.
+      hint: what it may be, as an annotation that `reformax.declared` reads.
+      part: the part of the model that reads it; elsewhere it may be null. None: all models.
+    """
+
+    default: Any
+    hint: Any
+    part: str | None = None
+
+
+_Kinds = Sequence[Literal["local", "lsh"]]
+_LSH = hints_of(lsh.lsh)
+FIELDS = {
+    "attention_head_size": _Field(64, Size),
+    "attn_layers": _Field(["local", "lsh"] * 3, _Kinds),
+    "axial_pos_embds": _Field(True, bool),
+    "axial_pos_embds_dim": _Field([64, 192], Sequence[Size], "axial"),
+    "axial_pos_shape": _Field([64, 64], Sequence[Size], "axial"),
+    "chunk_size_feed_forward": _Field(0, Count),
+    "feed_forward_size": _Field(512, Size),
+    "hidden_act": _Field("relu", Literal[*ACTIVATIONS]),
+    "hidden_dropout_prob": _Field(0.05, Rate),
+    "hidden_size": _Field(256, Size),
+    "is_decoder": _Field(False, bool),
+    "layer_norm_eps": _Field(1e-12, NonNegative),
+    "local_attention_probs_dropout_prob": _Field(0.05, Rate, "local"),
+    "local_attn_chunk_length": _Field(64, Size, "local"),
+    "local_num_chunks_after": _Field(0, Count, "local"),
+    "local_num_chunks_before": _Field(1, _LSH["n_chunks_before"], "local"),
+    "lsh_attention_probs_dropout_prob": _Field(0.0, Rate, "lsh"),
+    "lsh_attn_chunk_length": _Field(64, Size, "lsh"),
+    "lsh_num_chunks_after": _Field(0, Count, "lsh"),
+    "lsh_num_chunks_before": _Field(1, _LSH["n_chunks_before"], "lsh"),
+    "max_position_embeddings": _Field(4096, Size),
+    "num_attention_heads": _Field(12, Size),
+    "num_buckets": _Field(None, Annotated[Any, _EvenBuckets()], "lsh"),
+    "num_hashes": _Field(1, _LSH["n_hashes"], "lsh"),
+    "vocab_size": _Field(320, VocabSize),
 }
+# NumPy before version 2 has 32 axes, and a tensor of positions has one besides those of the grid.
+_MAX_AXES = 31
+_MOST_CHUNKS = get_args(_LSH["pad_chunks"])[1].most
 
 
 def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
@@ -69,19 +116,12 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
       ValueError: the model is no causal Reformer, or a value is out of range here or there.
     """
     if config.get("model_type", "reformer") != "reformer":
-        raise ValueError(f"model_type is {config['model_type']!r}: expected 'reformer'")
-    get = {**DEFAULTS, **config}
-    _check_numbers(get)
+        raise ValueError(f"model_type is {shown(config['model_type'])}: expected 'reformer'")
+    get = _checked(config)
     layers, notes = get["attn_layers"], []
     kinds = sorted(set(layers))
-    if not layers or set(kinds) - {"local", "lsh"}:
-        raise ValueError(f"attn_layers is {layers}: expected 'local' and 'lsh'")
-    if get["is_decoder"] is not True:
+    if not get["is_decoder"]:
         raise ValueError("is_decoder is false: ReformerLM is causal, set it in config.json")
-    if get["hidden_act"] not in ACTIVATIONS:
-        raise ValueError(
-            f"hidden_act is {get['hidden_act']!r}: expected one of {', '.join(ACTIVATIONS)}"
-        )
     for kind in kinds:
         n_after = get[f"{kind}_num_chunks_after"]
         if n_after:
@@ -121,19 +161,43 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     return spec, notes
 
 
-def _check_numbers(get: Mapping[str, Any]) -> None:
-    unused = {kind for kind in ("local", "lsh") if kind not in get["attn_layers"]}
-    for name, default in DEFAULTS.items():
-        value, lists = get[name], isinstance(default, list) and name != "attn_layers"
-        if isinstance(default, bool | str) or name in ("attn_layers", "num_buckets"):
-            continue
-        if name.partition("_")[0] in unused:  # null in the configs of models without such layers
-            continue
-        values = value if lists and isinstance(value, list | tuple) else [value]
-        kinds = (int, float) if isinstance(default, float) else (int,)
-        least = 0 if isinstance(default, float) or "chunk" in name else 1
-        if not all(type(v) in kinds and v >= least for v in values):
-            raise ValueError(f"{name} is {value!r}: expected something like {default!r}")
+def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json, defaults filled in, once each of them is what it may be."""
+    get = {name: config.get(name, field.default) for name, field in FIELDS.items()}
+    for name in ("attn_layers", "axial_pos_embds"):  # they say which others are read
+        check(name, get[name], FIELDS[name].hint)
+    check("the number of attn_layers", len(get["attn_layers"]), Depth)
+    parts = {None, *get["attn_layers"], *(["axial"] if get["axial_pos_embds"] else [])}
+    if "lsh" in parts and get["num_buckets"] is None:
+        raise ValueError(
+            "num_buckets is null: transformers chooses it for the first sequence that it sees; "
+            "write a number into config.json, such as twice the length over the chunk length"
+        )
+    for name, field in FIELDS.items():
+        if field.part in parts:
+            check(name, get[name], field.hint)
+    if "axial" in parts:
+        _check_axes(get["axial_pos_shape"], get["axial_pos_embds_dim"], get["hidden_size"])
+    lengths = [get[f"{kind}_attn_chunk_length"] for kind in ("local", "lsh") if kind in parts]
+    if math.lcm(*lengths) // min(lengths) > _MOST_CHUNKS:
+        raise ValueError(
+            f"local_attn_chunk_length is {lengths[0]} and lsh_attn_chunk_length {lengths[-1]}: "
+            f"lengths are padded to a multiple of both, expected at most {_MOST_CHUNKS:,} chunks"
+        )
+    return get
+
+
+def _check_axes(shape: Sequence[int], d_embs: Sequence[int], hidden_size: int) -> None:
+    if not 1 <= len(shape) == len(d_embs) <= _MAX_AXES:
+        raise ValueError(
+            f"axial_pos_shape has {len(shape)} axes and axial_pos_embds_dim {len(d_embs)}: "
+            f"expected as many, from 1 to {_MAX_AXES}"
+        )
+    if sum(d_embs) != hidden_size:
+        raise ValueError(
+            f"axial_pos_embds_dim is {shown(d_embs)}: expected numbers that add up to hidden_size, "
+            f"{hidden_size}"
+        )
 
 
 def _op(kind: str, get: Mapping[str, Any], whole: int) -> Op:
@@ -143,11 +207,6 @@ def _op(kind: str, get: Mapping[str, Any], whole: int) -> Op:
     if kind == "local":
         return Op("local", options | (circle if n_before > 1 else {}))
     n_buckets = get["num_buckets"]
-    if n_buckets is None:
-        raise ValueError(
-            "num_buckets is null: transformers chooses it for the first sequence that it sees; "
-            "write a number into config.json, such as twice the length over the chunk length"
-        )
     n_buckets = n_buckets if isinstance(n_buckets, int) else tuple(n_buckets)
     options |= {"n_hashes": get["num_hashes"], "n_buckets": n_buckets, "count_once": False}
     return Op("lsh", options | circle | {"self_score": SELF_SCORE})
