@@ -6,7 +6,7 @@ import sys
 
 import benchmarks.reliability
 
-SHARED = {"__main__", "calls", "command", "runs"}
+SHARED = {"__main__", "calls", "command", "input_cases", "runs"}
 
 
 def main() -> int:

@@ -25,6 +25,8 @@ import gin
 from reformax.cli import gin_text, messages, trust
 from reformax.declared import SettingError, check_all, hints_of, shown
 
+MOST = 2**20  # bytes of a config file
+
 
 class ConfigError(SettingError):
     """The config is wrong. One line gives the wrong name and the nearest right ones."""
@@ -276,6 +278,10 @@ def _bind_data_dir(data_dir: str) -> None:
 def _find(config_file: str, folders: Sequence[str | Path]) -> str:
     for path in [Path(config_file), *(Path(folder) / config_file for folder in folders)]:
         if path.is_file():
+            if (n_bytes := path.stat().st_size) > MOST:
+                raise ConfigError(
+                    f"config file {config_file} has {n_bytes:,} bytes: expected at most {MOST:,}"
+                )
             return str(path.absolute())
     names = sorted({path.name for folder in folders for path in Path(folder).glob("*.gin")})
     raise ConfigError(f"no config file {config_file}{messages.nearest(config_file, names)}")

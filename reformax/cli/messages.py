@@ -52,11 +52,20 @@ TABLE = (
         "{name} is not the name of an imported module",
         "modules",
     ),
+    Message(
+        r"^Unable to open file: (?P<name>.+?)\. Searched config paths",
+        "no config file {name}",
+    ),
     # Running what it describes.
     Message(
         "RESOURCE_EXHAUSTED",
         "out of memory: lower batch_size, length or loss_chunk_len ({first})",
         kind=RuntimeError,  # of JAX; tensorstore's ValueError is of a full disk or of open files
+    ),
+    Message(
+        "",
+        "out of memory: lower batch_size, length or what the task draws ({first})",
+        kind=MemoryError,
     ),
     Message(
         r"call to configurable 'macro' .* in scope '(?P<name>[^']+)'",
