@@ -28,9 +28,8 @@ def main() -> int:
 
     folder.make_output_dir(output_dir)
     train = config.configured(loop.train)
-    result = train(
-        output_dir, config_text=config.operative, allow_changed_data=args.allow_changed_data
-    )
+    changed = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
+    result = train(output_dir, config_text=config.operative, **changed)
     report.note_unused(args.config)
     return report.training(result)
 

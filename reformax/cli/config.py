@@ -277,7 +277,7 @@ def _bind_data_dir(data_dir: str) -> None:
 
 def _find(config_file: str, folders: Sequence[str | Path]) -> str:
     for path in [Path(config_file), *(Path(folder) / config_file for folder in folders)]:
-        if path.is_file():
+        if _is_file(path):
             if (n_bytes := path.stat().st_size) > MOST:
                 raise ConfigError(
                     f"config file {config_file} has {n_bytes:,} bytes: expected at most {MOST:,}"
@@ -285,6 +285,13 @@ def _find(config_file: str, folders: Sequence[str | Path]) -> str:
             return str(path.absolute())
     names = sorted({path.name for folder in folders for path in Path(folder).glob("*.gin")})
     raise ConfigError(f"no config file {config_file}{messages.nearest(config_file, names)}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 class _File(io.StringIO):

@@ -9,6 +9,7 @@ from reformax.cli import messages, streams
 from reformax.cli.flags import TRACEBACK
 from reformax.declared import SettingError
 
+LONGEST = 900  # letters of an error's line
 # Errors that the user can mend. All others are faults of the program.
 MENDABLE = (ValueError, OSError, NotImplementedError, FloatingPointError, ImportError)
 
@@ -37,8 +38,13 @@ def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.St
         line = one_line(error)
         if line is None or TRACEBACK in sys.argv:
             raise
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {_cut(line)}", file=sys.stderr)
         return 2 if isinstance(error, SettingError) else 1
+
+
+def _cut(line: str) -> str:
+    """A line without the middle of a value of thousands of letters, such as a path."""
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
 
 
 def one_line(error: Exception) -> str | None:
