@@ -107,7 +107,9 @@ class Checkpoints:
         Raises:
           ValueError, OSError: as `score`, unless those are left out.
         """
-        read = self._descriptions(skip_unreadable)
+        return self._best(self._descriptions(skip_unreadable))
+
+    def _best(self, read: dict[int, dict[str, Any]]) -> int | None:
         scores = {step: x["score"] for step, x in read.items() if x["score"] is not None}
         if not scores:
             return None
@@ -147,7 +149,7 @@ class Checkpoints:
         state: Any,
         score: float | None = None,
         config: str | None = None,
-        before_naming: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
         **extra,
     ) -> None:
         """Copies `state` to the host and writes it in the background.
@@ -157,8 +159,8 @@ class Checkpoints:
           state: any pytree of arrays.
           score: what `best_step` minimises, such as valid bits per dim; None if not evaluated.
           config: the settings of the run, as text.
-          before_naming: called in the background once all is on the disk. An error of it leaves the
-            checkpoint without its name.
+          check: called in the background before anything is written, and again once all is on the
+            disk. An error of it leaves the checkpoint without its name.
           **extra: JSON values that `restore` gives back. `scored` says what the score is of, such
             as the split and the metric; scores of different kinds are not compared.
         """
@@ -167,7 +169,7 @@ class Checkpoints:
         arrays = {name: np.array(leaf) for name, leaf in named(jax.device_get(state)).items()}
         # The caller may change its lists while the writer is at work.
         self._pending = self._writer.submit(
-            self._write, step, arrays, score, config, before_naming, deepcopy(extra)
+            self._write, step, arrays, score, config, check, deepcopy(extra)
         )
 
     @property
@@ -181,7 +183,7 @@ class Checkpoints:
 
         Raises:
           NotSaved: it could not be written.
-          Lost: as `before_naming` raised it.
+          Lost: as `check` raised it.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -193,12 +195,12 @@ class Checkpoints:
         if self._failed is not None:
             shutil.rmtree(self._failed, ignore_errors=True)
 
-    def _write(self, step, arrays, score, config, before_naming, extra) -> None:
+    def _write(self, step, arrays, score, config, check, extra) -> None:
         temporary = self.folder / f"tmp.{step}"
         try:
+            check()
             self._write_files(temporary, step, arrays, score, config, extra)
-            if before_naming is not None:
-                before_naming()
+            check()
             self._give_name(temporary, step)
         except Lost:  # all that is there is another's
             raise
@@ -268,7 +270,7 @@ class Checkpoints:
     def _prune(self) -> None:
         self._sweep()
         readable = self._descriptions(skip_unreadable=True)
-        kept = {*self.steps()[-self.keep :], self.best_step(skip_unreadable=True)}
+        kept = {*self.steps()[-self.keep :], self._best(readable)}
         # One whose score cannot be read stays: it may be the best.
         for step in readable.keys() - kept:
             self._remove(self._folder(step))

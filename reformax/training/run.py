@@ -296,7 +296,7 @@ class Run:
 
         Raises:
           FloatingPointError: parameters are not finite; nothing is written.
-          Lost: the folder was deleted or is another training's; nothing is written.
+          Lost: when the last one was due, the folder was deleted or another training's.
         """
         self._hear_of_saves()
         if self._saved == (self.step, self.score):
@@ -309,13 +309,12 @@ class Run:
             extra["vocabulary"] = self._vocabulary
         if self.score is not None:
             extra["scored"] = self._scored
-        self._lock.check()
         self._checkpoints.save(
             self.step,
             self._state,
             self.score,
             self._config,
-            self._before_naming,
+            self._check_folder,
             window=self._log.window,
             record=self._record.lines.mark(),
             **extra,
@@ -323,8 +322,8 @@ class Run:
         self._log.pause()
         self._saved = self.step, self.score
 
-    def _before_naming(self) -> None:
-        """A restored checkpoint finds its lines, and takes no name in another's folder."""
+    def _check_folder(self) -> None:
+        """A restored checkpoint finds its lines; none is written into another's folder."""
         self._record.lines.sync()
         self._lock.check()
 

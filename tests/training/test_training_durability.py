@@ -83,7 +83,7 @@ def test_all_is_on_the_disk_before_it_has_a_name_and_older_ones_go_after_that(
     calls = Calls(tmp_path, monkeypatch)
     lines = []
     for step in (1, 2):
-        save(checkpoints, step, before_naming=lambda: lines.append(len(calls.events)))
+        save(checkpoints, step, check=lambda: lines.append(len(calls.events)))
     folder = checkpoints.folder
     assert checkpoints.steps() == [2]
     # Names of new folders are in their parents on the disk.
@@ -99,7 +99,8 @@ def test_all_is_on_the_disk_before_it_has_a_name_and_older_ones_go_after_that(
         assert calls.first("fsync", written) < named
     # The manifest is the last file, and its folder is flushed once it is in it.
     manifest = calls.first("replace", folder / "tmp.2" / "manifest.json.tmp")
-    assert manifest < calls.first("fsync", folder / "tmp.2", after=manifest) < lines[1] <= named
+    assert manifest < calls.first("fsync", folder / "tmp.2", after=manifest) < lines[3] <= named
+    assert lines[2] < calls.first("mkdir", folder / "tmp.2")
     deleted = calls.first("rename", folder / "1")
     assert named < calls.first("fsync", folder, after=named) < deleted
     early = [path for name, path in calls.events[:deleted] if name in ("unlink", "rmdir")]

@@ -144,6 +144,23 @@ def test_a_lock_lost_while_a_checkpoint_is_written_gives_it_no_name(tmp_path, mo
     assert Checkpoints(tmp_path).steps() == [4]
 
 
+def test_a_lock_that_cannot_be_looked_at_costs_one_checkpoint_alone(tmp_path, monkeypatch, capsys):
+    lstat, looks = os.lstat, []
+
+    def fails(path, *args, **kwargs):
+        if str(path).endswith(lock.FILE):
+            looks.append(path)
+            if len(looks) == 2:  # the first is when the run begins
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return lstat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "lstat", fails)
+    assert loop.train(tmp_path, **worker.arguments(steps=12, eval_every=4))["step"] == 12
+    assert Checkpoints(tmp_path).steps() == [8, 12]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint of step 4 is not saved" in said and "Stale file handle" in said
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_what_is_no_file_is_no_lock(tmp_path, kind):
     path, elsewhere = tmp_path / ".lock", tmp_path / "elsewhere"
