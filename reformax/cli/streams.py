@@ -82,11 +82,11 @@ def guard(stdout: type[Stream]) -> None:
 
 
 def _text(raw: Stream, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
-    """A text stream on `raw` that buffers as `before` does."""
+    """A text stream on `raw`; it buffers as `before`, or lines where that did not buffer."""
+    unbuffered = before is not None and before.write_through
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=getattr(before, "encoding", None),
         errors="backslashreplace",  # a path that the encoding lacks is no reason to stop
-        line_buffering=getattr(before, "line_buffering", False),
-        write_through=getattr(before, "write_through", False),
+        line_buffering=unbuffered or getattr(before, "line_buffering", False),
     )

@@ -7,12 +7,14 @@ that was stopped and resumed has the record of a run that was not.
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from reformax import durable
 from reformax.training import side_channels
 from reformax.training.events import EventFile
 from reformax.training.record_lines import RecordLines
@@ -50,7 +52,8 @@ class Record:
             if isinstance(value, int | float)
         }
         with self._beside_events:
-            self._events.add(step, scalars)
+            if scalars:
+                self._events.add(step, scalars)
 
     def plot(self) -> None:
         """Draws loss.png from all lines so far."""
@@ -80,12 +83,9 @@ class Record:
         axes.grid(alpha=0.3)
         if self.lines:
             axes.legend()
-        temporary = self._plot_path.with_suffix(".tmp.png")
-        try:
-            figure.savefig(temporary, dpi=120)
-            temporary.replace(self._plot_path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        png = io.BytesIO()
+        figure.savefig(png, dpi=120)
+        durable.write(self._plot_path, png.getvalue())
 
     def close(self) -> None:
         """Flushes everything to disk."""

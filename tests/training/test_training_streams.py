@@ -85,6 +85,19 @@ def test_a_broken_stream_is_told_once_and_changes_no_exit_code(redirections, not
         assert out.count("\n") == 1
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_both_streams_keep_their_order(unbuffered):
+    lines = (
+        "import sys; from reformax.cli import errors\n"
+        "def main():\n"
+        "    for i in range(3): print(i, flush=True); print('err', i, file=sys.stderr)\n"
+        "    return 0\n"
+        "sys.exit(errors.exit_code(main))"
+    )
+    code, out, _ = shell(["-c", lines], "2>&1", PYTHONUNBUFFERED=unbuffered)
+    assert (code, out) == (0, "0\nerr 0\n1\nerr 1\n2\nerr 2\n")
+
+
 def test_a_full_stderr_is_told_on_stdout():
     code, out, err = run("2>/dev/full")
     assert (code, err) == (3, "") and out.count("a line\n") == 20_000
