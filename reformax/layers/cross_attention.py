@@ -71,11 +71,12 @@ class CrossAttention(MultiHead):
         return self._merge(params, {"in": "q", "k": "k", "v": "v"}, dtype)
 
     def precompute_kv(
-        self, params, memory: Float[Array, "B S D"], dtype: str
-    ) -> tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]]:
+        self, params, memory: Float[Array, "B S D"], dtype: str, rng=None
+    ) -> tuple[Float[Array, "B N H S"], Float[Array, "B N V S"], Any]:
         """Keys and values of the memory for `step`, in the order that its products read them.
 
-        `params` are the weights from `for_decoding`.
+        `params` are the weights from `for_decoding`; `rng` is what `step` plans with, and comes
+        third.
         """
         memory = memory.astype(dtype)
         heads = [
@@ -83,13 +84,14 @@ class CrossAttention(MultiHead):
             for letter in "kv"
         ]
         # The barrier keeps the compiler from moving the transposition into the loop over steps.
-        return jax.lax.optimization_barrier(tuple(jnp.transpose(x, (0, 2, 3, 1)) for x in heads))
+        heads = tuple(jnp.transpose(x, (0, 2, 3, 1)) for x in heads)
+        return *jax.lax.optimization_barrier(heads), rng
 
     def step(
         self,
         params,
         x: Float[Array, "R 1 D"],
-        memory_kv: tuple[Float[Array, "B N H S"], Float[Array, "B N V S"]],
+        memory_kv: tuple[Float[Array, "B N H S"], Float[Array, "B N V S"], Any],
         memory_segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "R 1 D"]:
         """The layer at one position of each row.
@@ -100,12 +102,13 @@ class CrossAttention(MultiHead):
           memory_kv: from `precompute_kv`.
           memory_segments: 0 is padding; every row reads the rest.
         """
-        batch = memory_kv[0].shape[0]
+        *heads, rng = memory_kv
+        batch = heads[0].shape[0]
         q = affine(params, "in", x).reshape(batch, -1, self.n_heads, self.d_qk)
         segments = None
         if memory_segments is not None:
             segments = jnp.ones(q.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
-        qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in memory_kv))
-        plan = self.plan(params, qkv, segments)
+        qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in heads))
+        plan = self.plan(params, qkv, segments, rng)
         out = self._apply_op(params, qkv, plan, segments)
         return affine(params, "o", out.reshape(*x.shape[:2], -1))

@@ -228,15 +228,16 @@ class BlockStack(Layer):
         def repeat(streams, this):
             caches, memory_kv = [], []
             for i, block in enumerate(self.blocks):
+                rngs = self._rngs(rng, this, i)
                 attend = functools.partial(
                     block.attention.prefill,
                     lengths=lengths,
                     capacity=capacity,
-                    rng=self._rngs(rng, this, i)["attention"],
+                    rng=rngs["attention"],
                 )
 
-                def cross(p, h, layer=block.cross_attention):
-                    memory_kv.append(layer.precompute_kv(p, memory, self.dtype))
+                def cross(p, h, layer=block.cross_attention, rng=rngs["cross_attention"]):
+                    memory_kv.append(layer.precompute_kv(p, memory, self.dtype, rng))
                     return layer.step(p, h, memory_kv[-1], memory_segments)
 
                 p = this.params[f"block_{i}"]

@@ -117,11 +117,12 @@ class EncoderDecoder(Model):
 
     def init_params(self, rng, shape, *shapes):
         rngs = jax.random.split(rng, 6)
-        hidden = (*shape, self.d_model)
         params = {"embedding": self._embedding(rngs[0], self.vocab_size)}
         if self.output_vocab_size is not None:
             params["source_embedding"] = self._embedding(rngs[1], self.input_vocab_size)
+        of_sides = shape, shapes[0] if shapes else shape
         for i, (side, stack) in enumerate(self._stacks.items()):
+            hidden = (*of_sides[i], self.d_model)
             params[side] = {"stack": stack.init_params(rngs[2 + i], *[hidden] * stack.n_out)}
             if self._norm is not None:
                 params[side]["norm"] = self._norm.init_params(None, hidden)
@@ -299,7 +300,7 @@ class EncoderDecoder(Model):
         """
         position, caches, origins = decoding
         if origins is not None:  # a beam's next position is in its own row
-            beam = jnp.arange(origins.shape[1])[:, None]
+            beam = jnp.arange(origins.shape[1], dtype=origins.dtype)[:, None]
             now = position.reshape(*origins.shape[:2], 1)
             origins = jnp.where(jnp.arange(origins.shape[2]) == now, beam, origins)
         decoder, stack = params["decoder"], self._stacks["decoder"]

@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import checked
@@ -131,6 +132,7 @@ class AttentionOp(NamedTuple):
             dropout=dropout,
             rng=rng,
         )
+        q, k, v = (None if x is None else jnp.asarray(x) for x in (q, k, v))
         plan = self.plan((), q, k, segments=segments, causal=causal, rng=rng, train=train)
         return self.apply(
             (),

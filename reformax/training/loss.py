@@ -81,7 +81,7 @@ def cross_entropy(
         x = jnp.pad(x, tail).reshape(batch, n_chunks, chunk_len, *x.shape[2:])
         return jnp.swapaxes(x, 0, 1)
 
-    chunks = tuple(map(chunked, (features, targets, weights)))
+    chunks = tuple(map(chunked, (features, targets, weights.astype(jnp.float32))))
     # Only arguments have gradients, so the arrays that logits_fn closes over become arguments.
     program = jax.make_jaxpr(logits_fn)(chunks[0][0])
 
@@ -91,7 +91,7 @@ def cross_entropy(
     return _sums(logits_of, label_smoothing, program.consts, *chunks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _sums(logits_fn, label_smoothing, consts, features, targets, weights) -> Sums:
     def add_chunk(sums, chunk):
         features, *others = chunk
@@ -101,7 +101,9 @@ def _sums(logits_fn, label_smoothing, consts, features, targets, weights) -> Sum
     return jax.lax.scan(add_chunk, _zero_sums(), (features, targets, weights))[0]
 
 
-def _sums_forward(logits_fn, label_smoothing, consts, features, targets, weights):
+@_sums.defjvp
+def _sums_jvp(logits_fn, label_smoothing, primals, tangents) -> tuple[Sums, Sums]:
+    consts, features, targets, weights = primals
     # Masks and tables of integers have no gradient.
     are_params = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in consts]
     params = [x for x, is_param in zip(consts, are_params, strict=True) if is_param]
@@ -121,20 +123,15 @@ def _sums_forward(logits_fn, label_smoothing, consts, features, targets, weights
     start = _zero_sums(), [jnp.zeros_like(x) for x in params]
     chunks = features, targets, weights
     (sums, d_params), (d_features, losses) = jax.lax.scan(add_chunk, start, chunks)
-    given = iter(d_params)
-    d_consts = [next(given) if is_param else None for is_param in are_params]
-    return sums, (d_consts, d_features, losses)
-
-
-def _sums_backward(logits_fn, label_smoothing, gradients, d_sums: Sums):
-    del logits_fn, label_smoothing
-    d_consts, d_features, losses = jax.tree.map(
-        lambda x: (x * d_sums.loss).astype(x.dtype), gradients
+    # The loss is linear in its inputs' changes; its transpose is the backward pass.
+    d_consts, of_features, _, of_weights = tangents
+    of_params = [x for x, is_param in zip(d_consts, are_params, strict=True) if is_param]
+    gradients, changes = (*d_params, d_features, losses), (*of_params, of_features, of_weights)
+    f32 = jnp.float32
+    change = sum(
+        jnp.sum(x.astype(f32) * y.astype(f32)) for x, y in zip(gradients, changes, strict=True)
     )
-    return d_consts, d_features, None, losses
-
-
-_sums.defvjp(_sums_forward, _sums_backward)
+    return sums, _zero_sums()._replace(loss=change)
 
 
 def _zero_sums() -> Sums:

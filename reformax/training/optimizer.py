@@ -127,7 +127,7 @@ def adamw(
       weight_decay: times the learning rate, the fraction a matrix shrinks by in a step.
       clip: as in `adam`.
       no_decay: a regular expression. A tensor is not shrunk if it is found in the tensor's name
-        (any case), or if the tensor has fewer than two axes.
+        (any case), or if the tensor has fewer than two axes; the depth of a stack is none.
     """
     mask = _decay_mask(no_decay)
     adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
@@ -192,7 +192,9 @@ def _decay_mask(no_decay: str):
     def mask(params):
         def decays(path, leaf):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            return leaf.ndim >= 2 and not re.search(no_decay, name, re.IGNORECASE)
+            # The layers of a stack have one more axis in front, the depth.
+            n_axes = leaf.ndim - bool(re.search(r"(^|\.)block_\d+\.", name))
+            return n_axes >= 2 and not re.search(no_decay, name, re.IGNORECASE)
 
         return jax.tree_util.tree_map_with_path(decays, params)
 

@@ -236,12 +236,29 @@ def test_in_trax():
 
 
 STRICT = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True)
+
+
+def draw_a_sharpness(params, q, k, *, segments, causal, rng, train, length=None):
+    return jax.random.randint(rng, q.shape[2:3], 1, 4)
+
+
+def sharp_attention(params, q, k, v, *, plan, **options):
+    sharper = (q * plan[:, None].astype(q.dtype)).astype(q.dtype)
+    return dense.dense().apply(params, sharper, k, v, plan=(), **options)
+
+
+RANDOM = dense.dense()._replace(
+    plan=draw_a_sharpness,
+    apply=sharp_attention,
+    traits=dense.dense().traits._replace(random_plan=True),
+)
 DECODERS = {
     "dense": (Transformer, dict(post_norm=True)),
     "rotary": (Reformer, dict(pos_type="rotary")),
     "local": (Reformer, dict(decoder_attention_type=local.local(chunk_len=4))),
     "lsh": (Reformer, dict(decoder_attention_type=(local.local(chunk_len=4), STRICT))),
     "shared": (Transformer, dict(decoder_attention_type=shared_qk.shared_qk())),
+    "random": (Transformer, dict(cross_attention_type=RANDOM)),
 }
 
 
@@ -265,6 +282,19 @@ def test_every_step_is_that_of_the_forward(name):
     for t in range(target.shape[1]):
         np.testing.assert_allclose(logits, want[:, t], atol=1e-5 * np.abs(want).max())
         logits, decoding = step(weights, target[:, t], decoding, memory)
+
+
+def test_an_algorithms_weights_know_the_length_of_their_own_side():
+    lengths = []
+
+    def init(rng, dims):
+        lengths.append(dims.length)
+        return ()
+
+    op = dense.dense()._replace(init=init)
+    model = Transformer(**SMALL, encoder_attention_type=op, decoder_attention_type=op)
+    jax.eval_shape(lambda: model.init_params(RNG, (2, 12), (2, 7)))
+    assert lengths == [12] * 2 + [7] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """What attention hides may hold anything: not a number, an infinity, a number that overflows.
 
-At padding that is anything, for every op and kernel. What segments or causality hide may be anything
-in array operations; in kernels, numbers whose logits float32 tells apart, and finite values.
+At padding that is anything, for every op and kernel. What segments or causality hide may be
+anything in array operations; in kernels, numbers whose logits float32 tells apart, and finite
+values.
 """
 
 import jax

@@ -42,7 +42,10 @@ def test_decoding(row):
             plan = op.plan((), *prompt[:2], **causal)
             options = dict(plan=plan, lengths=jnp.array([8]), capacity=9, rng=key)
             cache = op.init_cache((), *prompt, **options)
-            step = lambda cache, position: op.step((), *new, cache, position=position)[::-1]
+
+            def step(cache, position):
+                return op.step((), *new, cache, position=position)[::-1]
+
             return jax.lax.scan(step, cache, jnp.full((1, 1), 8))[1][0]
 
         whole = op(*inputs, causal=True, rng=key, train=False)

@@ -50,6 +50,26 @@ def test_sums_and_gradients_equal_the_plain_ones(length, chunk_len):
     assert_trees_close(grads, expected_grads)
 
 
+def test_derivatives_of_a_second_order_equal_the_plain_ones():
+    """Forward mode, and both modes over the gradient."""
+    features, matrix, *others = problem(13)
+    along = problem(13)[1:2][0] * 0.3 + 1
+
+    def derivatives(run):
+        def loss_of(matrix):
+            return run(features, matrix, *others)
+
+        slope = jax.jvp(loss_of, (matrix,), (along,))[1]
+        forward = jax.jvp(jax.grad(loss_of), (matrix,), (along,))[1]
+        backward = jax.grad(lambda m: jnp.vdot(jax.grad(loss_of)(m), along))(matrix)
+        return slope, forward, backward
+
+    got = derivatives(lambda *args: chunked(*args, 5).loss)
+    want = derivatives(lambda *args: plain(*args)[0])
+    assert_trees_close(got, want)
+    assert all(np.any(x) for x in got)
+
+
 def test_the_logits_may_be_of_masks_and_tables_too():
     """All arrays that the function closes over, traced or not; integers have no gradient."""
     features, matrix, targets, weights = problem(13)

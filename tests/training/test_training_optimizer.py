@@ -133,6 +133,18 @@ def test_decay_shrinks_matrices_and_nothing_else(factory):
     assert names == {"stack.attention.w_q", "stack.feed_forward.w1", "logits.w"}
 
 
+def test_the_depth_of_a_stack_is_no_axis_of_a_matrix():
+    """A temperature for each head of each layer does not decay; a matrix for each layer does."""
+    layers = {"attention": {"op": {"temperature": jnp.ones((2, 8))}, "w_q": jnp.ones((2, 8, 8))}}
+    params = {"encoder": {"stack": {"block_0": layers}}}
+    tx = optimizer.adamw(1e-2, weight_decay=0.5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zeros, tx.init(params), params)
+    updates = updates["encoder"]["stack"]["block_0"]["attention"]
+    assert not np.any(updates["op"]["temperature"])
+    assert np.all(updates["w_q"] < 0)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [

@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Int
 from reformax.layers.dropout import APART, multiplier
 from reformax.ops.kernels.common import launch, load
 from reformax.ops.parts.dropout import dropout_bits
+from reformax.ops.parts.first_order import first_order
 
 # Rows and columns of a tile, and warps. A program has two tiles, whose columns are `APART` apart.
 FORWARD, BACKWARD = (16, 256, 8), (32, 128, 8)
@@ -200,11 +201,12 @@ def project(options: Options, inputs: Inputs, w2: Float[Array, "F D"]) -> Float[
 
 
 def _project_forward(options, inputs, w2):
+    inputs, w2 = first_order((inputs, w2))
     return forward(inputs, options) @ w2, (inputs, w2)
 
 
 def _project_backward(options, residuals, d_out):
-    inputs, w2 = residuals
+    (inputs, w2), d_out = first_order((residuals, d_out))
     hidden, d_pre, d_bias = backward(inputs, d_out @ w2.T, options)
     return Inputs(d_pre, d_bias, None, None), hidden.T @ d_out
 

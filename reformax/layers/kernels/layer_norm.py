@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from reformax.ops.kernels.common import launch, load, power_of_two
+from reformax.ops.parts.first_order import first_order
 
 # Programs of the backward pass, several times as many as a GPU runs at once; and numbers of a row
 # for each warp.
@@ -150,11 +151,13 @@ def normalize(
 
 
 def _normalize_forward(options, inputs):
+    inputs = first_order(inputs)
     outputs = forward(inputs, options.dtypes, options.epsilon, options.interpret)
     return (outputs, inputs.x if options.pass_on else None), inputs
 
 
 def _normalize_backward(options, inputs, d_outputs):
+    inputs, d_outputs = first_order((inputs, d_outputs))
     return (backward(inputs, *d_outputs, options.epsilon, options.interpret),)
 
 

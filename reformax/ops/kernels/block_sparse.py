@@ -53,6 +53,7 @@ from reformax.ops.kernels.common import (
 from reformax.ops.parts import block_lists
 from reformax.ops.parts.block_lists import Everything, Layout, Rows
 from reformax.ops.parts.dropout import seed_words
+from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.softmax import Softmax, nonzero
 
 # The fewest tiles of a part, and how many parts keep all processors of a GPU busy.
@@ -436,13 +437,15 @@ def attend(
     return _attend_forward(layout, interpret, q, k, v, segments, rng)[0]
 
 
-def _attend_forward(layout, interpret, *inputs):
+def _attend_forward(layout, interpret, q, k, v, *others):
+    inputs = *first_order((q, k, v)), *others
     results = forward(layout, *inputs, interpret=interpret)
     return results[0], (inputs, results)
 
 
 def _attend_backward(layout, interpret, residuals, d_out):
     inputs, results = residuals
+    results, d_out = first_order((results, d_out))
     gradients = backward(layout, *inputs, *results, d_out, interpret=interpret)
     return *gradients, None, None
 

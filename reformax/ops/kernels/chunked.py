@@ -54,6 +54,7 @@ from reformax.ops.kernels.common import (
     view_rows,
 )
 from reformax.ops.parts.dropout import seed_words
+from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.softmax import Softmax, nonzero
 
@@ -499,13 +500,15 @@ def attend(
     return _attend_forward(chunks, interpret, q, k, v, order, segments, rng)[0]
 
 
-def _attend_forward(chunks, interpret, *inputs):
+def _attend_forward(chunks, interpret, q, k, v, *others):
+    inputs = *first_order((q, k, v)), *others
     results = forward(chunks, *inputs, interpret=interpret)
     return results[0], (inputs, results)
 
 
 def _attend_backward(chunks, interpret, residuals, d_out):
     inputs, results = residuals
+    results, d_out = first_order((results, d_out))
     dq, dk, dv = backward(chunks, *inputs, *results, d_out, interpret=interpret)
     return dq, dk, dv, None, None, None
 

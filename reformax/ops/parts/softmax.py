@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 def wide(*dtypes: Any) -> Any:
     """The dtype of logits, softmax and sums: float32, or float64 for float64 inputs."""
-    return jnp.result_type(jnp.float32, *dtypes)
+    return jnp.float64 if any(dtype == jnp.float64 for dtype in dtypes) else jnp.float32
 
 
 def lowest(dtype: Any) -> float:

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.ops.parts.containment import finite, marked
 from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.masks import Segments, segment_pair
 from reformax.ops.parts.softmax import Softmax, lowest, nonzero, wide
 
@@ -496,6 +497,7 @@ def _attend_forward(forward_pass, tiling, x, plan):
 def _attend_backward(forward_pass, tiling, residuals, d_out):
     del forward_pass
     x, plan, results = residuals
+    results, d_out = first_order((results, d_out))
     gradients = backward(tiling, x.finite(), plan.by_key, results, d_out)
     # Integers have no gradient.
     return Inputs(*gradients, query_segments=None, key_segments=None, seed=None), None

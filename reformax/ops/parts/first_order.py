@@ -1,0 +1,21 @@
+"""Gradients that have no derivative of their own refuse to be differentiated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+@jax.custom_jvp
+def first_order(inputs: Any) -> Any:
+    """The inputs of a pass, any tree; `NotImplementedError` if the pass is differentiated."""
+    return inputs
+
+
+@first_order.defjvp
+def _refuse(primals, tangents):
+    del primals, tangents
+    raise NotImplementedError(
+        "this gradient has no second derivative: use impl='xla', of dense, local or LSH attention"
+    )
