@@ -2,9 +2,9 @@
 
 gin imports every module that a config names and calls functions in them. A config of one's own is
 code. A folder that is read is data: its config may name models, attentions, tasks and optimizers of
-reformax, and the functions of jax.nn and optax. These compute, or read a text or a known dataset.
-None starts a program, unpickles, or writes where an argument says. All names are looked up before
-gin sees the config.
+reformax, and the functions of jax.nn and optax. These compute, or read a text; tensorflow-datasets
+may fetch a dataset of its own. None starts a program, unpickles or imports what an argument says.
+All names are looked up before gin sees the config.
 """
 
 from __future__ import annotations
