@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reformax.cli import config
+from reformax.declared import shown
 from reformax.models import base, lm
 from reformax.ops import AttentionOp, dense, local, lsh, shared_qk
 from reformax.training import loop
@@ -58,9 +59,13 @@ class Spec(NamedTuple):
         """The spec of the model that the parsed config trains.
 
         Raises:
-          ValueError: the model or one of its attentions is not in `MODELS` or `OPS`.
+          ValueError: the model or one of its attentions is not in `MODELS` or `OPS`, or an argument
+            is not what it may be.
         """
-        model, arguments = config.described(loop.train, "model")
+        described = config.described(loop.train, "model")
+        if not isinstance(described, config.Reference):
+            raise ValueError(f"the config's model is {shown(described)}: expected {_names(MODELS)}")
+        model, arguments = described
         if MODELS.get(model.__name__) is not model:
             raise ValueError(f"the config's model is {model.__name__}: expected {_names(MODELS)}")
         cycle = arguments.pop("attention_type", None)
@@ -69,12 +74,18 @@ class Spec(NamedTuple):
             ops = [default] if isinstance(default, AttentionOp) else default
             cycle = [config.Reference(OPS[op.name], {}) for op in ops]
         attention = []
-        for op, options in [cycle] if isinstance(cycle, config.Reference) else cycle:
-            if OPS.get(op.__name__) is not op:
-                raise ValueError(f"the config's attention is {op.__name__}: expected {_names(OPS)}")
-            attention.append(Op(op.__name__, options))
+        one = isinstance(cycle, config.Reference) or not isinstance(cycle, list | tuple)
+        for op in [cycle] if one else cycle:
+            if not isinstance(op, config.Reference):
+                raise ValueError(f"the config's attention is {shown(op)}: expected {_names(OPS)}")
+            name = op.function.__name__
+            if OPS.get(name) is not op.function:
+                raise ValueError(f"the config's attention is {name}: expected {_names(OPS)}")
+            attention.append(Op(name, op.arguments))
         arguments.pop("mode", None)
-        return cls.make(model.__name__, attention, **arguments)
+        spec = cls.make(model.__name__, attention, **arguments)
+        spec.build()  # checks the arguments
+        return spec
 
     @property
     def n_repeats(self) -> int:

@@ -27,6 +27,7 @@ import numpy as np
 from reformax.convert import tables
 from reformax.convert.safe_pickle import Record, loads
 from reformax.data import files
+from reformax.declared import LARGEST
 from reformax.layers._trax import ShapeDtype, tl
 
 SUFFIX = ".pkl.gz"
@@ -95,7 +96,8 @@ def _signature(saved: Any) -> Any:
     shape, dtype = saved.state.get("shape"), saved.state.get("dtype", np.dtype(np.int32))
     if not isinstance(shape, tuple) or not isinstance(dtype, np.dtype):
         return None
-    return ShapeDtype(shape, dtype) if all(isinstance(n, int) for n in shape) else None
+    sizes = all(isinstance(n, int) and 0 <= n <= LARGEST for n in shape)
+    return ShapeDtype(shape, dtype) if sizes and math.prod(shape) <= LARGEST else None
 
 
 def _weights_path(path: Path) -> Path:

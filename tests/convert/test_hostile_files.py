@@ -11,13 +11,17 @@ import time
 import tracemalloc
 import zipfile
 
+import gin
 import jax
 import numpy as np
 import pytest
 
+from reformax.cli import config
 from reformax.convert import hugging_face, hugging_face_config, trax_files
+from reformax.convert.spec import Spec
 from reformax.data import files
 from tests.convert.hugging_face_models import CONFIGS, saved, weights
+from tests.convert.test_command import GIN
 
 MIB = 2**20
 CONFIG = CONFIGS["factored"]
@@ -149,6 +153,29 @@ def test_odd_values_of_a_field_are_told_or_make_a_model(field):
             assert len(hugging_face.table(spec)) >= len(jax.tree.leaves(shapes))
             spec.gin()
     assert time.process_time() - begin < 60
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("lm.ReformerLM.attention_type = 5", "the config's attention is 5: expected dense"),
+        ("lm.ReformerLM.attention_type = 'lsh'", "the config's attention is 'lsh': expected"),
+        ("lm.ReformerLM.attention_type = (@lsh.lsh(), 5)", "the config's attention is 5"),
+        ("lm.ReformerLM.attention_type = {'a': 1}", "the config's attention is {'a': 1}"),
+        ("lm.ReformerLM.attention_type = (@lm.TransformerLM,)", "the config's attention is Trans"),
+        ("lm.ReformerLM.d_model = 'a'", "d_model is 'a': expected a whole number"),
+        ("lm.ReformerLM.pos_axial_shape = 5", "pos_axial_shape is 5: expected a list"),
+        ("lsh.lsh.n_buckets = 3", "n_buckets is 3: expected 'auto', or even numbers"),
+        ("loop.train.model = 5", "the config's model is 5: expected ReformerLM, TransformerLM"),
+        ("loop.train.model = (@lm.ReformerLM,)", "the config's model is (Reference("),
+        ("loop.train.model = @lsh.lsh", "the config's model is lsh: expected ReformerLM"),
+    ],
+)
+def test_a_config_of_no_model(setting, message, tmp_path):
+    (tmp_path / "model.gin").write_text(GIN)
+    config.parse([str(tmp_path / "model.gin")], [setting])
+    bounded(Spec.of_config, message)
+    gin.clear_config()
 
 
 # The files of a folder
