@@ -108,9 +108,8 @@ def flag_cases() -> Iterator[Case]:
             hint = getattr(action.type, "hint", None)
             if hint is None and name not in FREE:
                 raise TypeError(f"--{name} of {script} declares no type: give it flags.of(...)")
-            values = FREE[name] if hint is None else TEXTS
-            for text in values:
-                refused = hint is None or not fits(action.type(text), hint)
+            for text in FREE.get(name, TEXTS):
+                refused = name in FREE or not fits(action.type(text), hint)
                 yield Case(script, (*_right(script, name), f"--{name}={text}"), refused)
         yield Case(script, (*_right(script), "--no_such_flag=1"))
         yield Case(script, (*_right(script), "no_such_argument"))

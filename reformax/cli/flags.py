@@ -12,6 +12,7 @@ from reformax.declared import (
     Beams,
     Bounds,
     Extra,
+    Filled,
     NonNegative,
     PathName,
     SettingError,
@@ -22,6 +23,7 @@ from reformax.declared import (
 TRACEBACK = "--traceback"
 # The flags of `add_search` and their values where they are not given.
 SEARCH = {"beam_size": 4, "length_penalty": 0.6, "max_extra": 50, "batch_tokens": 4096}
+Override = Annotated[str, Filled("NAME=VALUE")]
 # evaluate.py translates nothing with 0.
 BeamSize = Annotated[int, Bounds(0, typing.get_args(Beams)[1].most)]
 
@@ -87,6 +89,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         action="append",
+        type=of(Override),
         default=[],
         metavar="NAME=VALUE",
         help="one setting; repeatable",

@@ -97,7 +97,12 @@ def parser():
         help="from Trax: the model's config; repeatable",
     )
     parser.add_argument(
-        "--config", action="append", default=[], metavar="NAME=VALUE", help="one setting of it"
+        "--config",
+        action="append",
+        type=flags.of(flags.Override),
+        default=[],
+        metavar="NAME=VALUE",
+        help="one setting of it",
     )
     parser.add_argument(
         "--step", type=flags.of(Count), help="from a run: a checkpoint (default: the best)"
