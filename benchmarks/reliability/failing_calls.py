@@ -197,7 +197,7 @@ def told_badly(ending: runs.Ending, case: Case, run: Path) -> list[str]:
     shown = case.part in SHOWN
     harm = []
     if ending.code < 0 or "Traceback" in ending.err:
-        harm.append(f"crashed with {ending.code}")
+        harm.append(f"crashed with {ending.code}" if ending.code else "printed a traceback")
     if ending.code != 0 and shown:
         harm.append(f"{case.part} ended the run")
     if (ending.code != 0 or shown) and len(printed) != 1:

@@ -15,7 +15,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +66,8 @@ def campaign(runner: runs.Runner, cases: int, rng: random.Random, keep: list[Pat
             if name == "saving again":
                 shutil.copytree(unscored, run)
             kills = kill_and_resume(runner, run, lambda draw=draw: draw(rng), name, rng)
+            if not kills:  # all draws were of calls that these runs did not make
+                continue
             harm = runs.differences(runner.state(run), want)
             found["kills"] += kills
             found["whole"] += 0 if harm else kills
@@ -170,9 +171,7 @@ def phases_of(traces: Traces, record: list[dict[str, Any]]) -> Mapping[str, Draw
     """For each phase a function that draws the moment of a kill in it."""
     warm, cold, again = traces
     moments = Moments(warm, record)
-    opening = "open", "tensorboard/*"  # the last file that is opened before the first step
-    opened = index(warm, opening)
-    compiling = cold[Moments(cold, record).lines[0]].time - cold[index(cold, opening)].time
+    begun, compiling = longest_gap(cold[: Moments(cold, record).lines[0] + 1])
     in_save = sum(map(in_checkpoints, warm))
     # The first save of a run that goes on at an evaluation is that of the same step.
     in_again = sum(in_checkpoints(call) for call in again[: first_of_next(again)])
@@ -183,13 +182,13 @@ def phases_of(traces: Traces, record: list[dict[str, Any]]) -> Mapping[str, Draw
         return Strike(calls, pattern, rng.randint(1, n_calls), signal=signal.SIGKILL, half=half)
 
     def start(rng):
-        at = rng.randint(0, opened)
+        at = rng.randrange(moments.lines[0])
         delay = rng.choice([0, rng.uniform(0, warm[at + 1].time - warm[at].time)])
         return Strike(ANY, "*", at + 1, signal=signal.SIGKILL, delay=delay)
 
     def compile(rng):
         delay = rng.uniform(0, compiling)
-        return Strike(*opening, 1, signal=signal.SIGKILL, delay=delay)
+        return Strike(ANY, "*", begun + 1, signal=signal.SIGKILL, delay=delay)
 
     def evaluate(rng):
         in_time = moments.after_line(rng.choice(moments.scored), rng.random())
@@ -215,10 +214,11 @@ def in_checkpoints(call: Call) -> bool:
     return call.path.startswith("checkpoints/")
 
 
-def index(trace: list[Call], what: tuple[str, str]) -> int:
-    """The first call of this name and of a path that matches."""
-    name, pattern = what
-    return next(i for i, x in enumerate(trace) if x.name == name and fnmatch(x.path, pattern))
+def longest_gap(trace: list[Call]) -> tuple[int, float]:
+    """The call after which nothing is called for longest, and the seconds."""
+    times = [call.time for call in trace]
+    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    return gaps.index(max(gaps)), max(gaps)
 
 
 def first_of_next(trace: list[Call]) -> int:

@@ -36,6 +36,7 @@ PRELOADED = (
     "matplotlib.backends.backend_agg",
     "benchmarks.reliability.runs",
 )
+CLOSED, BROKEN_PIPE = "closed", "broken pipe"  # in place of a file for output
 LIMIT = 120.0  # seconds; a run that takes longer hangs
 # XLA compiles quickly and the program runs on one thread.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -101,7 +102,8 @@ class Runner:
           log: gets the calls under that folder.
           cold: whether XLA compiles; else it finds its programs where the first run put them.
           flags: more flags of train.py.
-          outputs: files for stdout and stderr; None for `RUN.out` and `RUN.err`.
+          outputs: files for stdout and stderr, `CLOSED` or `BROKEN_PIPE`; None for `RUN.out` and
+            `RUN.err`.
         """
         run.parent.mkdir(parents=True, exist_ok=True)
         outputs = outputs or (f"{run}.out", f"{run}.err")
@@ -143,6 +145,15 @@ class Process:
         if self.alive:
             os.kill(self.pid, number)
 
+    def wait_for_stop(self, limit: float = LIMIT) -> None:
+        """Waits until SIGSTOP stopped it, or until it ended."""
+        until = time.monotonic() + limit
+        while self.alive and time.monotonic() < until:
+            state = _read(f"/proc/{self.pid}/stat").rpartition(")")[2].split()[:1]
+            if state == ["T"]:
+                return
+            time.sleep(0.005)
+
     def ending(self, limit: float = LIMIT) -> Ending:
         """Waits for the end, at most `limit` seconds."""
         self._process.join(limit)
@@ -183,6 +194,13 @@ def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
     return found
 
 
+def end_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of a state that a signal does not change: it saves a checkpoint more."""
+    latest = max(state["checkpoints"], key=int, default=None)
+    tensors = state["tensors"].get(latest)
+    return {"record": state["record"], "latest": tensors, "orphans": state["orphans"]}
+
+
 def in_turn(cases: Sequence[Any], what: Callable[[Any], str]) -> Iterator[Any]:
     """The cases, with a line of progress on stderr where that is a terminal."""
     for number, case in enumerate(cases, start=1):
@@ -199,9 +217,7 @@ def in_turn(cases: Sequence[Any], what: Callable[[Any], str]) -> Iterator[Any]:
 def _train(argv, outputs, run, strike, log, compiled) -> None:
     """Is train.py, with this command line."""
     for fd, path in enumerate(outputs, start=1):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(opened, fd)
-        os.close(opened)
+        _redirect(fd, path)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
     import jax
 
@@ -216,6 +232,20 @@ def _train(argv, outputs, run, strike, log, compiled) -> None:
     if strike is not None or log is not None:
         calls.watch(run, log, strike)
     sys.exit(errors.exit_code(train.main))
+
+
+def _redirect(fd: int, path: str) -> None:
+    if path == CLOSED:
+        os.close(fd)
+        setattr(sys, {1: "stdout", 2: "stderr"}[fd], None)  # as Python begins where one is closed
+        return
+    if path == BROKEN_PIPE:
+        reader, opened = os.pipe()
+        os.close(reader)
+    else:
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(opened, fd)
+    os.close(opened)
 
 
 def _write_state(run: Path, answer: Path) -> None:
