@@ -18,12 +18,10 @@ not be read is deleted or renamed.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ import jax
 import numpy as np
 
 from reformax import durable
+from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.lock import Lost
 from reformax.training.named_tensors import as_tree, named
@@ -41,21 +40,6 @@ _OLD = "tmp.old."
 
 class NotSaved(OSError):
     """A checkpoint could not be written; those before it are as they were."""
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps orbax from logging the traceback of an error that it raises as well."""
-    logger = logging.getLogger("absl")
-
-    def has_no_traceback(record: logging.LogRecord) -> bool:
-        return not record.exc_info
-
-    logger.addFilter(has_no_traceback)
-    try:
-        yield
-    finally:
-        logger.removeFilter(has_no_traceback)
 
 
 class Checkpoints:
@@ -219,15 +203,12 @@ class Checkpoints:
             )
 
     def _write_files(self, folder: Path, step, arrays, score, config, extra) -> None:
-        import orbax.checkpoint as ocp  # half a second, which an evaluation's --help need not take
-
         durable.make_folder(self.folder)
         durable.remove(folder)
         folder.mkdir()
         # orbax refuses arrays without elements; the description has their shapes.
         tensors = {name: array for name, array in arrays.items() if array.size}
-        with _quiet():
-            ocp.PyTreeCheckpointer().save(folder / "arrays", tensors)
+        arrays_lib.save(folder / "arrays", tensors)
         description.write(
             folder,
             step=step,
@@ -457,16 +438,13 @@ class Checkpoints:
         if step != self._checked and (harm := self._harm(step)) is not None:
             raise self._refusal(step, harm)
         described = self._description(step)
-        import orbax.checkpoint as ocp
-
         tensors = {
             name: np.zeros(shape, dtype)
             for name, (shape, dtype) in described["tensors"].items()
             if 0 in shape
         }
         try:
-            with _quiet():
-                tensors |= ocp.PyTreeCheckpointer().restore(self._folder(step) / "arrays")
+            tensors |= arrays_lib.restore(self._folder(step) / "arrays")
         except Exception as error:
             folder = self._folder(step)
             if not os.path.lexists(folder):

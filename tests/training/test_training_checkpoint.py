@@ -3,15 +3,17 @@
 import errno
 import json
 import os
+import resource
 import shutil
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.training import checkpoint, description, manifest
+from reformax.training import arrays, checkpoint, description, manifest
 from reformax.training.averaging import last_configs, restore_mean
 from reformax.training.step import State
 from tests.helpers import assert_trees_equal
@@ -272,3 +274,21 @@ def test_a_failed_write_is_raised_and_leaves_what_was_there(tmp_path, monkeypatc
 def test_keep_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="keep=0"):
         checkpoint.Checkpoints(tmp_path, 0)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_nothing_is_in_progress_once_a_save_has_failed(tmp_path):
+    """A limit of the size of files: many writes fail at the same time."""
+    rng = np.random.default_rng(0)
+    tensors = {f"tensor{i}": rng.normal(size=4096) for i in range(30)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        for attempt in range(5):
+            with pytest.raises(Exception, match="File too large"):
+                arrays.save(tmp_path / f"{attempt}", tensors)
+            shutil.rmtree(next(tmp_path.iterdir()))
+        time.sleep(0.2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
