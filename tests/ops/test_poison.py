@@ -19,7 +19,8 @@ LENGTH = 25
 
 def poisons(row):
     """What may stand where segments or causality hide it."""
-    return ((1e3, 1e3, 1e37),) if row.in_kernel else [(x,) * 3 for x in ANYTHING]
+    in_kernel = row.in_kernel or jax.default_backend() == "gpu"
+    return [(1e3, 1e3, 1e37)] if in_kernel else [(x,) * 3 for x in ANYTHING]
 
 
 def draw(row):
