@@ -16,6 +16,7 @@ import io
 import math
 import os
 import pickle
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,7 +128,8 @@ def _read_arrays(path: Path) -> list[np.ndarray]:
 def _next_array(file: io.BytesIO, data: bytes) -> np.ndarray:
     """The array of .npy at this place of a file; takes no memory for one that is not there."""
     version = np.lib.format.read_magic(file)
-    shape, is_fortran, dtype = _HEADERS[version](file)
+    with warnings.catch_warnings(action="ignore"):  # headers of Python 2 are read more slowly
+        shape, is_fortran, dtype = _HEADERS[version](file)
     if dtype.kind not in "biufc":
         raise ValueError(f"it has dtype {dtype}: expected numbers")
     begin, size = file.tell(), math.prod(shape) * dtype.itemsize

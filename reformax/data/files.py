@@ -222,7 +222,7 @@ def _xz_blocks(path: Path) -> Iterator[bytes]:
 
 def _zip_blocks(path: Path) -> Iterator[bytes]:
     with zipfile.ZipFile(path) as archive:
-        members = [m for m in archive.infolist() if not m.is_dir()]
+        members = [m for m in archive.infolist() if not m.filename.endswith("/")]
         if len(members) != 1:
             raise ValueError(
                 f"{path} holds {len(members)} files and must hold one: "

@@ -153,6 +153,11 @@ ROWS = {
         holding(lambda: zipped(LINES, compress_type=99)),
         "is packed by another method than deflate",
     ),
+    "zip of a file without a name": (
+        "a.zip",
+        holding(lambda: zipped(LINES, filename="") + b"more"),
+        "is damaged",
+    ),
     "zip of nothing": ("a.zip", holding(b"PK\x05\x06" + bytes(18)), "holds 0 files"),
     "folder by a packed name": ("a.gz", folder, "has no file that matches"),
 }
