@@ -62,6 +62,15 @@ def test_what_a_setting_is_told(setting, message, root):
     assert message in result.line
 
 
+@pytest.mark.parametrize("task", ["3", "None", "%itself", "[@text.text()]", "%nothing"])
+def test_data_for_no_task(task, root):
+    """--data_dir looks for the task's function through macros, which need not end."""
+    argv = ("--config_file={root}/all.gin", f"--config=loop.train.task={task}", "--data_dir=x")
+    argv = (*argv, "--config=itself=%itself")
+    result = inputs.run_here(Case("train", argv), root)
+    assert result.verdict == "refused" and result.line.startswith("2 error: "), result.line
+
+
 @pytest.mark.parametrize("name", [*input_cases.BAD_GIN, "huge.gin", "folder.gin", "pipe.gin"])
 def test_a_file_that_is_no_config_is_one_line(name, root):
     result = inputs.run_here(Case("train", (f"--config_file={{root}}/{name}",)), root)

@@ -259,7 +259,13 @@ def _bind_data_dir(data_dir: str) -> None:
         seen.append(reference)
         if reference.config_key[1] != "gin.macro":
             break
-        reference = gin.query_parameter(f"{reference.config_key[0]}/gin.macro.value")
+        macro = reference.config_key[0]
+        try:
+            reference = gin.query_parameter(f"{macro}/gin.macro.value")
+        except ValueError:
+            raise ConfigError(
+                f"the config uses %{macro}, which no file and no --config sets: set {macro}"
+            ) from None
     else:
         raise ConfigError(
             f"--data_dir is set, but loop.train.task is {shown(reference)}: expected a task of "

@@ -83,3 +83,12 @@ def test_errors(options, message):
     with pytest.raises(ValueError) as error:
         Sampler(**options).check()
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-42, 1e-300])
+def test_a_tiny_temperature_takes_the_most_probable(temperature):
+    logits = jnp.array([[1.0, -2.0, 3.0, 2.9], [-1e4, 5.0, 0.0, -3.0]])
+    keys = jax.random.split(jax.random.key(0), 2)
+    sampler = Sampler(jnp.float32(temperature), jnp.int32(0), jnp.float32(1.0))
+    assert sampler.draw(logits, keys).tolist() == [2, 1]
+    assert not jnp.isnan(sampler.logits(logits)).any()
