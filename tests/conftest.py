@@ -26,6 +26,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("reformax")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cases", type=int, default=60, help="of tests/ops/test_random_cases.py, over all rows"
+    )
+
+
 def pytest_collection_finish():
     """What is imported by now stays, so that no garbage collection need look through it again."""
     gc.freeze()
