@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -20,9 +21,12 @@ from benchmarks.harness import calls, processes, rows
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
 from benchmarks.peers import rabe_staats
+from benchmarks.reliability import __main__ as reliability_main
+from benchmarks.reliability import calls as reliability_calls
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
 
+ROOT = Path(__file__).resolve().parents[1]
 (TINY,) = step.SHAPES["tiny"]
 OURS, TRAX = step.REFORMER, f"{step.TRAX}, n_parallel_heads=1"
 LINES = "one\n\ntwo words and more\nthree words here\n" * 4
@@ -56,6 +60,61 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     importlib.import_module(f"benchmarks.{name}").main(flags)
     assert last in capsys.readouterr().out
     assert "--plot" not in flags or os.path.getsize(tmp_path / "a.png")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, flags, last",
+    [
+        ("kills", "--cases=2", "kills: {0} of {0} bit for bit, 0 records with lines lost"),
+        ("failing_calls", "--cases=4", "failing_calls: {0} of {0} right"),
+    ],
+)
+def test_a_campaign_finds_training_reliable(name, flags, last, capsys):
+    assert importlib.import_module(f"benchmarks.reliability.{name}").main(flags.split()) == 0
+    printed = capsys.readouterr().out
+    number = re.search(rf"{name}: (\d+) of", printed)[1]
+    assert int(number) > 1 and last.format(number) in printed
+
+
+def test_a_call_fails_where_a_campaign_says(tmp_path):
+    """The second write below a folder, and no other."""
+    script = """
+import os, sys
+from pathlib import Path
+from benchmarks.reliability import calls
+here = Path(sys.argv[1])
+calls.watch(here / "a", here / "log", calls.Strike("write", "*/x", 2, error=5))
+for name in ("b/x", "a/sub/x", "a/sub/y", "a/sub/x", "a/sub/x"):
+    try:
+        (here / name).write_text("text")
+        print("written", end=" ")
+    except OSError as error:
+        print(error.errno, end=" ")
+"""
+    library = reliability_calls.build(tmp_path)
+    for folder in ("a/sub", "b"):
+        (tmp_path / folder).mkdir(parents=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["written", "written", "written", "5", "written"]
+    logged = reliability_calls.read_log(tmp_path / "log")
+    written = [call.path for call in logged if call.name == "write"]
+    # Closing the file tries the write that failed again.
+    assert written == ["sub/x", "sub/y", "sub/x", "sub/x", "sub/x"]
+
+
+def test_the_campaigns_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["reliability"])
+    assert reliability_main.main() == 0
+    listed = capsys.readouterr().out
+    folder = Path(reliability_main.__file__).parent
+    campaigns = {"channels", "cost", "failing_calls", "inputs", "kills", "power_cuts"}
+    assert all(f"  {name} " in listed for name in campaigns)
+    assert {path.stem for path in folder.glob("*.py")} - campaigns - reliability_main.SHARED == {
+        "__init__"
+    }
 
 
 def test_no_benchmark_imports_another():

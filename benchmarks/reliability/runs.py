@@ -38,8 +38,15 @@ PRELOADED = (
 )
 CLOSED, BROKEN_PIPE = "closed", "broken pipe"  # in place of a file for output
 LIMIT = 120.0  # seconds; a run that takes longer hangs
-# XLA compiles quickly and the program runs on one thread.
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+# XLA compiles quickly and its programs run on one thread. Killed runs leak the semaphores of their
+# queues; the tracker that frees them need not say so.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONWARNINGS": "ignore:resource_tracker",
+    "PYTHONPATH": str(SCRIPT.parent),
+}
 
 
 class Ending(NamedTuple):
@@ -71,19 +78,21 @@ class Runner:
         words = np.random.default_rng(0).choice(["a ", "few ", "words\n", "of ", "text "], 2000)
         self.data.write_text("".join(words))
         self.warm = folder / "compiled"
-        os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS, "TF_CPP_MIN_LOG_LEVEL": "3"}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADED))
+        server = ENVIRONMENT
         try:
-            os.environ["LD_PRELOAD"] = str(calls.build(folder))
+            server = server | {"LD_PRELOAD": str(calls.build(folder))}
             self.can_strike = True
         except OSError:
             self.can_strike = False
-        # Killed runs leak the semaphores of their queues; the tracker frees them and says so.
-        os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
-        self._context.Process(target=int).start()  # the server starts now, with the library
-        for name in ("LD_PRELOAD", "PYTHONWARNINGS"):
-            os.environ.pop(name, None)
+        before = os.environ.copy()
+        os.environ.update(server)
+        try:
+            self._context.Process(target=int).start()  # the server starts now
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
     def start(
         self,
