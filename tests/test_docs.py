@@ -162,8 +162,12 @@ COMMANDS: dict[str, str | None] = {
     ),
     "OMP_NUM_THREADS=1 taskset -c 1 python -m benchmarks.translation --sources=newstest2014.en "
     "--sentences=96 --batch_tokens=1024": "--tiny --repeats=1",
+    "python -m benchmarks.reliability": "",
     # Testing.
     "pytest tests/ops": "--collect-only -q -n 0",
+    "pytest -m 'slow or not slow' tests/ops/test_random_cases.py --cases=10000": (
+        "--collect-only -q -n 0"
+    ),
     "pytest tests/ops/test_against_oracle.py tests/layers/test_attention.py "
     '-k "strided or every_op"': "-q -n 0",
 }
