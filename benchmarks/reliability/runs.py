@@ -260,7 +260,9 @@ def _train(argv, outputs, run, strike, log, compiled) -> None:
 def _redirect(fd: int, path: str) -> None:
     if path == CLOSED:
         os.close(fd)
-        setattr(sys, {1: "stdout", 2: "stderr"}[fd], None)  # as Python begins where one is closed
+        name = {1: "stdout", 2: "stderr"}[fd]  # as Python begins where one is closed
+        setattr(sys, name, None)
+        setattr(sys, f"__{name}__", None)
         return
     if path == BROKEN_PIPE:
         reader, opened = os.pipe()
