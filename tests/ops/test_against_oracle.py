@@ -159,6 +159,9 @@ def check(
             # A bias that is shared adds up as many of these differences as share it.
             shared = np.prod(full) / bias.size
             assert_trees_close({"db": d_bias}, {"db": want_d_bias}, tolerance, rounded * shared)
+        if equal:  # the differences of all queries have one sign, and add up in a key's gradient
+            weights = counts / np.maximum(counts.sum(axis=-1, keepdims=True), 1)
+            rounded *= max(1, weights.sum(axis=-2).max())
         vectors = [scaled[0], np.ones(1) if k is None else scaled[1]]
         rounded *= max(np.abs(x).max() for x in vectors) / np.sqrt(d_qk)
         assert out.dtype == dtype
