@@ -149,6 +149,7 @@ COMMANDS: dict[str, str | None] = {
     "python -m benchmarks.exact_attention --curves --longest": "--tiny",
     "python -m benchmarks.block_sparse --peers --plot docs/block_sparse.png": "--tiny --repeats 1",
     "python -m benchmarks.recall": "--tiny",
+    "python -m benchmarks.reliability.inputs": ELSEWHERE,  # tests/test_inputs.py
     "python -m benchmarks.reversible": "--tiny",
     "python -m benchmarks.duplication --length 1024 --steps 2000 --batch_size 16 --chunk_len 64": (
         "--tiny"

@@ -62,6 +62,12 @@ def test_what_a_setting_is_told(setting, message, root):
     assert message in result.line
 
 
+@pytest.mark.parametrize("script", ["train", "evaluate", "generate"])
+def test_an_empty_config_is_refused(script, root):
+    case = Case(script, ("--output_dir=x", "--config="))
+    assert inputs.run_here(case, root) == ("refused", "2 error: config is '': expected NAME=VALUE")
+
+
 @pytest.mark.parametrize("task", ["3", "None", "%itself", "[@text.text()]", "%nothing"])
 def test_data_for_no_task(task, root):
     """--data_dir looks for the task's function through macros, which need not end."""
