@@ -122,12 +122,25 @@ class ReversibleStack(BlockStack):
         x = x.astype(jnp.float32)
         return to_grid(x) if self.exact else x
 
-    def _fence(self, x):
-        return jax.lax.optimization_barrier(x) if self.exact else x
+    def _alone(self, function, params, *args):
+        """`function(params, *args)`; if exact, compiled apart from everything around it.
 
-    def _alone(self, function, *args):
-        """`function(*args)`; if exact, compiled apart from everything around it."""
-        return self._fence(function(*self._fence(args)))
+        `args` begin with what streams hold or is made of them.
+        """
+        if not self.exact:
+            return function(params, *args)
+        if jax.default_backend() != "cpu":
+            fence = jax.lax.optimization_barrier
+            return fence(function(*fence((params, *args))))
+        # A CPU's compiler drops barriers before it fuses. A branch is a program of its own; the
+        # other one is never taken, for streams stay below 2^12.
+
+        def lost(*operands):
+            shapes = jax.eval_shape(function, *operands)
+            return jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
+
+        first = jnp.ravel(jax.tree.leaves(args)[0])[0]
+        return jax.lax.cond(first == jnp.inf, lost, function, params, *args)
 
     def _forward(self, params, streams: Streams, context: Context, rng) -> tuple[Streams, Any]:
         """The outputs; each attention's plan and, if kept, each feed-forward layer's output."""

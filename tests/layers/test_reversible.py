@@ -172,6 +172,35 @@ def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):
     assert bits_that_differ(seen, inputs) == 0
 
 
+@pytest.mark.parametrize(
+    "options, rate",
+    [
+        (dict(n_layers=2, keep_ff_outputs=True), 0.1),
+        *(
+            pytest.param(options, rate, marks=pytest.mark.slow)
+            for options, rate in [
+                (dict(n_layers=4, keep_ff_outputs=True, scan_layers=False), 0.1),
+                (dict(n_layers=4, keep_ff_outputs=True, ff_chunk_size=24), 0.0),
+                (dict(n_layers=4, keep_ff_outputs=True, dtype="bfloat16"), 0.1),
+                (dict(n_layers=2), 0.0),
+            ]
+        ),
+    ],
+)
+def test_exact_of_many_seeds(options, rate):
+    """A cycle of two layers, wide enough for the compiler to fuse what it pleases."""
+    options = dict(options)
+    ff_chunk_size = options.pop("ff_chunk_size", 0)
+    cycle = plain.blocks(d_head=16, d_ff=64, rate=rate, ff_chunk_size=ff_chunk_size)
+    stack = layers.ReversibleStack(cycle, exact=True, **options)
+    params = plain.init(stack, (1, 64, 32), (1, 64, 32))
+    rebuild = default_jit(lambda x1, x2, key: stack.rebuild(params, x1, x2, rng=key))
+    for seed in range(8):
+        x1, x2 = np.random.default_rng(seed).normal(size=(2, 1, 64, 32)).astype(np.float32)
+        inputs, again = rebuild(x1, x2, jax.random.PRNGKey(seed))
+        assert bits_that_differ(again, inputs) == 0
+
+
 def test_otherwise_the_inputs_drift():
     inputs, again, seen = rebuilt("float32", False)
     for x, given in zip(inputs, streams(19, batch=1), strict=True):
