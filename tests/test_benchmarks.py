@@ -42,7 +42,7 @@ COMMANDS = [
     ("exact_attention", "--longest", "| flash |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
-    ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 | 0 |"),
+    ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
     ("step", "", "| reformax TransformerLM, dense | "),
     ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),

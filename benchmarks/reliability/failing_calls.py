@@ -3,8 +3,9 @@
     python -m benchmarks.reliability failing_calls --seed=0
 
 Each call of a kind is made to fail once with each error that it can have: that of a full disk, of a
-faulty one, and of too many open files. The run then ends right, or with one line that names the
-error and advises nothing that destroys; the same command then ends as if nothing had happened.
+faulty one, and of too many open files. The run then ends right but for the checkpoint that it says
+it could not save, or with one line that names the error and advises nothing that destroys; the same
+command then ends as if nothing had happened.
 Either way no temporary file is left, and what only shows the run, its plot and TensorBoard, never
 ends it. --cases=N takes N of the cases at random.
 """
@@ -49,6 +50,7 @@ PARTS = {
 }
 SHOWN = ("the plot", "TensorBoard")
 HARMFUL = re.compile(r"delete (that|the|it)|out of memory|lower batch|begin again", re.IGNORECASE)
+_UNSAVED = re.compile(r"checkpoint of step (\d+) is not saved")
 
 
 class Case(NamedTuple):
@@ -180,12 +182,19 @@ def try_case(runner: runs.Runner, run: Path, case: Case, want: dict[str, Any]) -
     made = [c for c in read_log(log) if c.name == case.name and fnmatch(c.path, PARTS[case.part])]
     reached, ended = len(made) >= case.at, ending.code != 0
     harm = told_badly(ending, case, run) if reached else []
+    unsaved = _UNSAVED.findall(ending.out + ending.err)
     if ending.code not in (0, None):
         ending = runner.train(run)
         harm += filter(None, [command.complaint(ending, run)])
     if ending.code == 0:
-        harm += runs.differences(runner.state(run), want)
+        harm += runs.differences(runner.state(run), without(want, unsaved))
     return Verdict(reached, ended, harm)
+
+
+def without(state: dict[str, Any], steps: Sequence[str]) -> dict[str, Any]:
+    """A state without the checkpoints that a run could not save, and said so."""
+    kept = [x for x in state["checkpoints"] if x not in steps]
+    return state | {"checkpoints": kept, "tensors": {x: state["tensors"][x] for x in kept}}
 
 
 def told_badly(ending: runs.Ending, case: Case, run: Path) -> list[str]:

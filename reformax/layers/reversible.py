@@ -16,9 +16,9 @@ forward pass's, by an error that grows with depth. `exact=True` removes both cau
 
   * streams and sublayers' outputs are multiples of 2^-12, which float32 adds and subtracts without
     rounding while they stay below 2^12 in magnitude;
-  * the backward pass computes the sublayer a second time, apart from its gradient and behind
-    `optimization_barrier`, as in the forward pass, so that the compiler must produce the same
-    numbers.
+  * the backward pass computes the sublayer a second time, apart from its gradient as in the forward
+    pass, so that the compiler must produce the same numbers. `optimization_barrier` keeps it apart,
+    and on a CPU, whose compiler drops barriers before it fuses, a branch of `lax.cond` does.
 
 The gradient passes through the rounding unchanged.
 """
