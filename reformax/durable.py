@@ -160,10 +160,7 @@ def remove(path: Path) -> None:
         os.unlink(path)
     except FileNotFoundError:
         return
-    except (
-        IsADirectoryError,
-        PermissionError,
-    ):  # Linux says the first of a folder, macOS the other
+    except (IsADirectoryError, PermissionError):  # of a folder, on Linux and on macOS
         if path.is_symlink() or not path.is_dir():
             raise
         shutil.rmtree(path)
