@@ -48,7 +48,8 @@ def main() -> int:
     else:
         saved_run.keep_vocabulary(args, task.translation.vocabulary, saved)
     changed = saved_run.changed_data(args, task, saved)
-    options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len"), "progress": True}
+    options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
+    options["progress"] = not args.quiet
     sizes = _sizes(args, run | saved.run)
     result = evaluate(saved.model, saved.params, task, args.split, **sizes, **options)
     _check_finite(result, saved)
@@ -87,6 +88,7 @@ def parser():
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
     flags.add_changed_data(parser)
     flags.add_search(parser)
+    flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser
 
@@ -134,6 +136,7 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
         files.write_text,
         **options,
         hash_seed=args.seed,
+        progress=not args.quiet,
     )
     return scores | options
 

@@ -66,6 +66,7 @@ def parser():
         "numbers of hash buckets go (default: the run's length, or what is needed if that is more)",
     )
     flags.add_search(parser)
+    flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser
 
@@ -88,7 +89,7 @@ def _continue(args, model, params, run_length: int) -> int:
     blocks = decoding.stream(
         model, params, tokens, n_new, **options, hash_seed=args.hash_seed, every=every
     )
-    return continuation.write(blocks, tokens, offset)
+    return continuation.write(blocks, tokens, offset, args.quiet)
 
 
 def _translate(args, saved: saved_run.Saved) -> int:
@@ -103,7 +104,7 @@ def _translate(args, saved: saved_run.Saved) -> int:
     else:
         vocabulary = vocabulary_lib.Numbers(saved.model.source_vocab_size)
     saved_run.keep_vocabulary(args, vocabulary, saved)
-    options = flags.search_options(args) | {"hash_seed": args.hash_seed}
+    options = flags.search_options(args) | {"hash_seed": args.hash_seed, "quiet": args.quiet}
     lines = prompts.read_lines(args)
     trained_length = saved.run["length"]
     translations.write_lines(

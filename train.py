@@ -28,8 +28,9 @@ def main() -> int:
 
     folder.make_output_dir(output_dir)
     train = config.configured(loop.train)
-    changed = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
-    result = train(output_dir, config_text=config.operative, **changed)
+    given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
+    given |= {"progress": False} if args.quiet else {}
+    result = train(output_dir, config_text=config.operative, **given)
     report.note_unused(args.config)
     return report.training(result)
 
@@ -52,6 +53,7 @@ def parser():
     )
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
     flags.add_changed_data(parser)
+    flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser
 

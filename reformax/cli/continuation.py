@@ -12,7 +12,10 @@ from reformax.cli.prompts import Writer
 
 
 def write(
-    blocks: Iterable[np.ndarray], prompts: Sequence[Sequence[int]], offset: int | None
+    blocks: Iterable[np.ndarray],
+    prompts: Sequence[Sequence[int]],
+    offset: int | None,
+    quiet: bool = False,
 ) -> int:
     """Writes a single row as it comes, and several one after the other when they are done.
 
@@ -20,6 +23,7 @@ def write(
       blocks: the new tokens of all rows, arrays [B, n]; see `generation.stream`.
       prompts: the B prompts, tokens each.
       offset: see `prompts`.
+      quiet: whether to leave the speed out.
 
     Returns:
       The exit code: 0, or 130 after Ctrl-C, which keeps what was computed.
@@ -45,7 +49,8 @@ def write(
         for i, row in enumerate(rows):
             print(f"--- {i + 1} of {len(rows)}")
             Writer(offset).write(row, final=True)
-    print(_speed(progress, len(rows)), file=sys.stderr)
+    if not quiet:
+        print(_speed(progress, len(rows)), file=sys.stderr)
     return code
 
 

@@ -75,6 +75,13 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(TRACEBACK, action="store_true", help="show where an error comes from")
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Adds --quiet."""
+    parser.add_argument(
+        "--quiet", action="store_true", help="print the result and notes alone, no progress"
+    )
+
+
 def add_changed_data(parser: argparse.ArgumentParser) -> None:
     """Adds --allow_changed_data; see `reformax.training.fingerprints`."""
     parser.add_argument(

@@ -13,7 +13,14 @@ LINES = 10_000  # translated, and then written, together
 
 
 def write_lines(
-    model, params, vocabulary, lines: Sequence[str], trained_length: int, **options
+    model,
+    params,
+    vocabulary,
+    lines: Sequence[str],
+    trained_length: int,
+    *,
+    quiet: bool = False,
+    **options,
 ) -> None:
     """Writes the translation of each line to stdout, in order, and the speed to stderr.
 
@@ -23,6 +30,7 @@ def write_lines(
       vocabulary: encodes and decodes lines.
       lines: the text.
       trained_length: the longest source that the model was trained on, in tokens.
+      quiet: whether to leave progress and speed out.
       **options: those of `generation.translate`.
     """
     from reformax.generation import prepare, translate_lines
@@ -34,7 +42,7 @@ def write_lines(
     for first in range(0, len(lines), LINES):
         block = lines[first : first + LINES]
         found = translate_lines(
-            model, params, vocabulary, block, first_line=first + 1, progress=True, **options
+            model, params, vocabulary, block, first_line=first + 1, progress=not quiet, **options
         )
         sys.stdout.write("".join(f"{line.text}\n" for line in found))
         sys.stdout.flush()
@@ -47,10 +55,11 @@ def write_lines(
             "model was trained on",
             file=sys.stderr,
         )
-    print(
-        f"{len(lines):,} lines, {n_tokens:,} tokens in {seconds:.1f} s, compilation included",
-        file=sys.stderr,
-    )
+    if not quiet:
+        print(
+            f"{len(lines):,} lines, {n_tokens:,} tokens in {seconds:.1f} s, compilation included",
+            file=sys.stderr,
+        )
 
 
 def score_split(
@@ -73,9 +82,7 @@ def score_split(
     from reformax.generation.scores import score
 
     sources, references = translation.sentences(split)
-    lines = translate_lines(
-        model, params, translation.vocabulary, sources, progress=True, **options
-    )
+    lines = translate_lines(model, params, translation.vocabulary, sources, **options)
     texts = [line.text for line in lines]
     write(f"translations_{split}.txt", "".join(f"{text}\n" for text in texts))
     file = io.StringIO(newline="")

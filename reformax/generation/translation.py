@@ -8,6 +8,7 @@ same number of rows, empty ones included. So the order of the sentences changes 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
-from tqdm import tqdm
 
 from reformax.declared import Beams, Extra, NonNegative, Size, check_all, hints_of
 from reformax.generation import beam
+from reformax.progress import Progress
 
 # Batches dispatched before the first one's result is waited for.
 _IN_FLIGHT = 2
@@ -86,7 +87,7 @@ def translate(
       batch_tokens: source tokens of a batch, padding included; a batch has at least one sentence.
       end: the token that ends a translation.
       hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
-      progress: whether to show a bar.
+      progress: whether to show a bar on stderr, or lines where that is no terminal.
 
     Returns:
       The best hypothesis of each source, in the order of the sources.
@@ -114,9 +115,9 @@ def translate(
         rows, found = in_flight.pop(0)
         for i, hypothesis in zip(rows, _on_host(found), strict=False):  # the last rows are empty
             results[i] = hypothesis
-        bar.update(len(rows))
+        bar.advance(len(rows))
 
-    with tqdm(total=len(sources), unit="line", disable=not progress, leave=False) as bar:
+    with Progress("lines", len(sources), sys.stderr, shown=progress) as bar:
         for rows, n_rows, length in _batches([len(s) for s in sources], batch_tokens):
             batch = _batch([sources[i] for i in rows], n_rows, length, max_extra, model.max_length)
             found = beam.compiled_search(

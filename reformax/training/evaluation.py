@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from reformax import memory
+from reformax.progress import Progress
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
 from reformax.training import side_channels
@@ -117,7 +117,7 @@ def evaluate(
       loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
         `loss.max_logits` allows.
       mesh: the devices; None: all of this host's.
-      progress: whether to show a bar.
+      progress: whether to show a bar on stderr, or lines where that is no terminal.
       should_stop: called after each batch; True abandons the evaluation.
 
     Returns:
@@ -147,31 +147,27 @@ def evaluate(
     on_device = (jax.device_put(tuple(batch), rows) for batch in batches)
     # A window has about `stride` targets: close enough for a bar.
     expected = max_batches or -(-task.n_targets(split) // (stride * batch_size))
-    metric = loss_lib.metric_name(task)
-    with tqdm(
-        total=expected, unit="batch", desc=split, disable=not progress, leave=False,
-        file=side_channels.stderr(),
-    ) as bar:  # fmt: skip
+    unit = loss_lib.metric_name(task).replace("_per_", "/")
+    with Progress(split, expected, side_channels.stderr(), shown=progress) as bar:
         score = partial(_sums, model, loss_chunk_len, params, key)
-        total = _total(score, on_device, bar, metric, should_stop)
+        total = _total(score, on_device, bar, unit, should_stop)
     if total is None:
         return None
     return _result(total, task, split, max_batches is None) | {"length": length, "stride": stride}
 
 
-def _total(score, batches: Iterable, bar: tqdm, metric: str, should_stop) -> np.ndarray | None:
+def _total(score, batches: Iterable, bar: Progress, unit: str, should_stop) -> np.ndarray | None:
     """The sum of `score(batch, index)` over all batches; None if abandoned."""
     total = np.zeros(3, np.float64)  # a split has more targets than float32 counts
     in_flight: deque = deque()
+    figures = ""
     with prefetch(batches) as ready:
         for index, batch in enumerate(ready):
             in_flight.append(score(batch, index))
-            bar.update()
             if len(in_flight) > _IN_FLIGHT:
                 total += jax.device_get(in_flight.popleft())
-                if not bar.disable:
-                    bits = loss_lib.bits_per_dim(total[0], total[1])
-                    bar.set_postfix_str(f"{bits:.4f} {metric.replace('_per_', '/')}", refresh=False)
+                figures = f"{loss_lib.bits_per_dim(total[0], total[1]):.4f} {unit}"
+            bar.advance(1, figures)
             if should_stop():
                 return None
     for sums in in_flight:

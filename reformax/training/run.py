@@ -25,7 +25,7 @@ from reformax.training.folder import make_output_dir, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
 from reformax.training.loss import metric_name
-from reformax.training.metrics import Progress, Record
+from reformax.training.metrics import Bar, Record
 from reformax.training.prefetch import prefetch
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import Settings
@@ -201,10 +201,11 @@ class Run:
         lines = RecordLines(
             path, self.step, info.get("record"), scored, say=self._note, check=self._lock.check
         )
-        self._record = Record(self.folder, lines, self.step, self._metric)
+        n_tokens = settings.batch_size * settings.length
+        self._record = Record(self.folder, lines, self.step, self._metric, n_tokens)
         if self._changed_data and self.step < settings.steps:
             self._record.write(self.step + 1, "data", {"changed": self._changed_data}, {})
-        self._bar = Progress(self.step, settings.steps, settings.progress, self._metric)
+        self._bar = Bar(self.step, settings.steps, settings.progress, self._metric)
         self._log = StepLog(settings, self._record, self._bar, self._metric, list(info["window"]))
 
     def _placed_batches(self):

@@ -89,7 +89,7 @@ class Settings:
       allow_changed_data: whether to go on from a checkpoint of other data; a line of the record
         then says what changed.
       config_text: returns the text of config.gin, once everything is built.
-      progress: whether to print and show a bar.
+      progress: whether to print and show a bar, or a line every 30 s where stderr is no terminal.
 
     Raises:
       ValueError: a value out of bounds.

@@ -9,7 +9,7 @@ from collections import deque
 import jax
 
 from reformax.training.loss import bits_per_dim
-from reformax.training.metrics import Progress, Record
+from reformax.training.metrics import Bar, Record
 from reformax.training.settings import Settings
 
 # Steps dispatched before the first one's metrics are waited for: the device is never idle, and the
@@ -28,7 +28,7 @@ class StepLog:
         self,
         settings: Settings,
         record: Record,
-        bar: Progress,
+        bar: Bar,
         metric: str,
         window: list[list[float]],
     ):

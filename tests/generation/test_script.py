@@ -148,7 +148,8 @@ def test_flags_are_heeded(run):
 
 def test_a_model_of_numbers(run):
     flags = ["--output_dir=numbers", "--max_new_tokens=5", "--prompt=0 17 99"]
-    code, out, _ = run(*flags)
+    code, out, err = run(*flags, "--quiet")
+    assert err == ""
     words = [int(word) for word in out.split()]
     assert code == 0 and words[:3] == [0, 17, 99] and len(words) == 8
     assert all(0 <= word < 128 for word in words)

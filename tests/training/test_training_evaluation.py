@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax import progress
 from reformax.cli import errors
 from reformax.data.text import text
 from reformax.training import metrics
@@ -88,11 +89,12 @@ def test_bad_sizes_are_told(options, message):
         score(**options)
 
 
-def test_progress_is_shown_on_request(capsys):
+def test_progress_is_shown_on_request(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "INTERVAL", 0)
     score()
     assert capsys.readouterr().err == ""
     score(progress=True)
-    assert "valid:   0%|" in capsys.readouterr().err
+    assert "valid: 3 of 3, " in capsys.readouterr().err
 
 
 def test_prefetch_gives_all_in_order_and_runs_ahead_no_further_than_told():
@@ -154,7 +156,7 @@ def test_the_plot_and_the_events_are_written(tmp_path):
     record.plot()  # of nothing
     empty = (tmp_path / "loss.png").read_bytes()
     for step in range(1, 40):
-        record.write(step, "train", {"bits_per_dim": 8 / step}, {})
+        record.write(step, "train", {"bits_per_dim": 8 / step, "grad_norm": 1.0}, {})
     record.write(39, "valid", {"bits_per_dim": 1.0}, {})
     record.plot()
     record.close()
@@ -164,14 +166,14 @@ def test_the_plot_and_the_events_are_written(tmp_path):
     assert b"train/bits_per_dim" in events and b"valid/bits_per_dim" in events
 
 
-def test_the_bar_shows_loss_speed_and_time_left(capsys):
-    bar = metrics.Progress(5, 10)
+def test_progress_shows_loss_and_speed(capsys):
+    bar = metrics.Bar(5, 10)
     for _ in range(5):
         bar.advance(2.5, 1234.0)
     bar.say("a line")
     bar.close()
     captured = capsys.readouterr()
-    assert "2.500 bits/dim, 1,234 tokens/s" in captured.err and "10/10" in captured.err
+    assert captured.err == "train: 10 of 10, 2.500 bits/dim, 1,234 tokens/s\n"
     assert captured.out == "a line\n"
 
 

@@ -403,7 +403,7 @@ def test_progress_shows_on_request(tmp_path, capsys):
     run(tmp_path / "loud", steps=4, progress=True)
     captured = capsys.readouterr()
     assert "328 parameters" in captured.out and "step 4: valid" in captured.out
-    assert "bits/dim" in captured.err and "tokens/s" in captured.err and "4/4" in captured.err
+    assert "bits/dim" in captured.err and "tokens/s" in captured.err and "4 of 4" in captured.err
 
 
 BAD = [

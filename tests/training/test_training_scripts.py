@@ -110,8 +110,11 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
 
     # The same command again finds it finished; with more steps it goes on, and says what changed.
     flags = ["--config_file=runs/run/config.gin", "--output_dir=runs/run"]
-    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
-    assert code == 0 and "settings changed" not in out and worker.record(run)[-1] == last
+    before = sorted((run / "tensorboard").iterdir())
+    code, out, err = call(train.main, monkeypatch, capsys, *flags, "--quiet")
+    assert code == 0 and err == "" and worker.record(run)[-1] == last
+    assert [line.split()[0] for line in out.splitlines()] == ["valid", "in", "next:"]
+    assert sorted((run / "tensorboard").iterdir()) == before
     code, out, _ = call(train.main, monkeypatch, capsys, *flags, "--config=steps=13")
     assert code == 0 and "- steps = 11\n+ steps = 13" in out
     assert "going on from step 11 to 13" in out

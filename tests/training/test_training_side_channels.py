@@ -176,13 +176,13 @@ def test_broken_streams_cost_no_line(tmp_path, monkeypatch, wanted, out, err):
     if out == "whole":
         assert "step 12: valid" in sys.stdout.getvalue() and "note: " in sys.stdout.getvalue()
     if err == "whole":
-        assert "12/12" in sys.stderr.getvalue() and sys.stderr.getvalue().count("note: ") == 1
+        assert "12 of 12" in sys.stderr.getvalue() and sys.stderr.getvalue().count("note: ") == 1
 
 
 def test_the_bar_goes_on_once_its_stream_does(monkeypatch):
     stream = Broken("write", ERRORS["disk"])
     monkeypatch.setattr(sys, "stderr", stream)
-    bar = metrics.Progress(0, 2)
+    bar = metrics.Bar(0, 2)
     bar.advance(2.5, None)
     stream.call = None
     bar.advance(1.5, None)

@@ -1,0 +1,131 @@
+"""The curves of a run's record: losses, scores and time by step, and their figure."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Lines = Iterable[dict[str, Any]]  # of metrics.jsonl
+SIZE, DPI = (7, 4.5), 120  # inches, dots per inch
+
+
+class Curve(NamedTuple):
+    """Values by step."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+def losses(lines: Lines, metric: str) -> Curve:
+    """The means of training steps; `metric` is their name, such as 'bits_per_dim'."""
+    return _curve((x["step"], x[metric]) for x in lines if metric in x and "grad_norm" in x)
+
+
+def scores(lines: Lines, metric: str) -> dict[str, Curve]:
+    """The evaluations, by split."""
+    found: dict[str, list] = {}
+    for x in lines:
+        if metric in x and "grad_norm" not in x:
+            found.setdefault(x["split"], []).append((x["step"], x[metric]))
+    return {split: _curve(points) for split, points in found.items()}
+
+
+def seconds(lines: Lines) -> Curve:
+    """The time that training took, from its start; it begins anew with each resumption."""
+    points, before, last = [(0, 0.0)], 0.0, 0.0
+    for x in lines:
+        now = x.get("timing", {}).get("seconds")
+        if now is not None:
+            before += last if now < last else 0.0
+            last = now
+            points.append((x["step"], before + now))
+    return _curve(points)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Each value's mean with those around it: a tenth of all, at most 51."""
+    window = np.ones(min(len(values) // 10, 50) | 1)
+    window = window[: len(values)]
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+
+
+def draw(lines: Lines, metric: str, title: str, tokens_per_step: int) -> bytes:
+    """A PNG of a run: losses, smoothed over raw, and scores, by step and by time."""
+    figure, axes = new_figure()
+    train, found = losses(lines, metric), scores(lines, metric)
+    add_losses(axes, train, "C0", "train, last {:.3f}")
+    for color, (split, curve) in zip(("C1", "C2", "C3"), found.items(), strict=False):
+        best = curve.values.argmin()
+        label = f"{split}, best {curve.values[best]:.3f} at step {curve.steps[best]:,}"
+        axes.plot(*curve, "o-", ms=4, color=color, label=label)
+    tokens = f"{tokens_per_step:,} token{'s' * (tokens_per_step != 1)}"
+    axes.set(xlabel=f"step of {tokens}", ylabel=metric.replace("_", " "), title=title)
+    finish(axes, [train, *found.values()])
+    add_clock(axes, seconds(lines))
+    return png(figure)
+
+
+def new_figure(size: tuple[float, float] = SIZE):
+    """A figure and its axes."""
+    # A second to import; pyplot would bring global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots()
+
+
+def add_losses(axes, curve: Curve, color: str, label: str = "") -> None:
+    """Draws the raw curve faintly and the smoothed one over it; `label` formats its last value."""
+    if len(curve.steps):
+        smoothed = smooth(curve.values)
+        axes.plot(*curve, lw=1, alpha=0.3, color=color, marker="o" if len(smoothed) == 1 else "")
+        axes.plot(curve.steps, smoothed, lw=1.5, color=color, label=label.format(smoothed[-1]))
+
+
+def finish(axes, curves: Iterable[Curve]) -> None:
+    """Sets limits, grid and legend; the losses of the first steps would flatten the rest."""
+    shown = [curve.values for curve in curves if len(curve.values)]
+    if shown:
+        lowest = min(values.min() for values in shown)
+        highest = max(np.quantile(values, 0.95, method="lower") for values in shown)
+        if highest > lowest:
+            margin = 0.08 * (highest - lowest)
+            axes.set_ylim(lowest - margin, highest + margin)
+        axes.legend(loc="upper right")  # where losses that fall leave room
+    axes.grid(alpha=0.3)
+    axes.set_xlim(0, axes.get_xlim()[1])
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+
+
+def add_clock(axes, time: Curve) -> None:
+    """Adds an axis of wall-clock time on top."""
+    from matplotlib.ticker import MaxNLocator
+
+    total = time.values[-1]
+    if not total > 0:
+        return
+    unit, size = next(x for x in _UNITS if total >= 4 * x[1] or x[1] == 1)
+    ticks = MaxNLocator(7, integer=True).tick_values(0, total / size)
+    ticks = ticks[ticks * size <= total]
+    top = axes.secondary_xaxis("top")
+    top.set_xticks(np.interp(ticks * size, time.values, time.steps), [f"{x:g}" for x in ticks])
+    top.set_xlabel(unit)
+
+
+_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+
+
+def png(figure) -> bytes:
+    """The figure as a file's content."""
+    file = io.BytesIO()
+    figure.savefig(file, dpi=DPI)
+    return file.getvalue()
+
+
+def _curve(points: Iterable[tuple[int, float]]) -> Curve:
+    steps, values = np.asarray(list(points), float).reshape(-1, 2).T
+    return Curve(steps.astype(int), values)

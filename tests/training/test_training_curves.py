@@ -1,0 +1,77 @@
+"""The curves of a record, and what its figure shows."""
+
+import numpy as np
+import pytest
+
+from reformax.training import curves
+
+
+def lines(split="valid", n=40):
+    """Every tenth step is followed by an evaluation; a step takes 9 s."""
+    found = []
+    for step in range(1, n + 1):
+        found.append({"step": step, "split": "train", "bits_per_dim": 8 / step, "grad_norm": 1.0})
+        if step % 10 == 0:
+            timing = {"seconds": 9.0 * step}
+            found.append({"step": step, "split": split, "bits_per_dim": 9 / step, "timing": timing})
+    return [*found, {"step": n, "split": "note", "lost_lines": 1}]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of the figures that were drawn."""
+    found = []
+    png = curves.png
+
+    def keep(figure):
+        (axes,) = figure.axes
+        found.append(axes)
+        return png(figure)
+
+    monkeypatch.setattr(curves, "png", keep)
+    return found
+
+
+def labels(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("split", ["valid", "test", "train"])
+def test_the_evaluations_of_any_split_are_drawn(split, drawn):
+    curves.draw(lines(split), "bits_per_dim", "mine", 4096)
+    (axes,) = drawn
+    assert labels(axes)[1] == f"{split}, best 0.225 at step 40"
+    raw, smoothed, scores = axes.get_lines()
+    assert scores.get_xydata().tolist() == [[10, 0.9], [20, 0.45], [30, 0.3], [40, 0.225]]
+    assert raw.get_xydata().tolist() == [[step, 8 / step] for step in range(1, 41)]
+    assert axes.get_title() == "mine" and axes.get_xlabel() == "step of 4,096 tokens"
+
+
+def test_time_is_a_second_axis(drawn):
+    curves.draw(lines(), "bits_per_dim", "mine", 1)
+    (clock,) = drawn[0].child_axes
+    assert clock.get_xlabel() == "minutes"
+    shown = [label.get_text() for label in clock.get_xticklabels()]
+    assert shown == ["0", "1", "2", "3", "4", "5", "6"]
+    assert clock.get_xticks()[3] == pytest.approx(20)
+
+
+def test_a_record_of_nothing_has_a_figure(drawn):
+    assert curves.draw([], "bits_per_dim", "mine", 1)[:4] == b"\x89PNG"
+    assert drawn[0].get_lines() == [] and drawn[0].child_axes == []
+
+
+def test_time_goes_on_over_resumptions():
+    timed = [(10, 5.0), (20, 9.0), (30, 4.0), (40, 8.0), (50, 1.0)]
+    found = curves.seconds({"step": n, "timing": {"seconds": s}} for n, s in timed)
+    assert found.steps.tolist() == [0, 10, 20, 30, 40, 50]
+    assert found.values.tolist() == [0, 5, 9, 13, 17, 18]
+
+
+@pytest.mark.parametrize("n", [1, 2, 40, 1000])
+def test_smoothing_keeps_a_line_and_the_length(n):
+    assert curves.smooth(np.full(n, 2.0)) == pytest.approx(np.full(n, 2.0))
+    noise = np.random.default_rng(0).normal(size=n)
+    smoothed = curves.smooth(noise)
+    assert smoothed.shape == (n,)
+    assert n < 40 or smoothed.std() < 0.7 * noise.std()
