@@ -22,6 +22,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ from reformax.training.lock import Lost
 from reformax.training.named_tensors import as_tree, named
 
 _OLD = "tmp.old."
+
+
+def _in_passing(described: dict[str, Any]) -> bool:
+    return described["extra"].get("in_passing") is True
 
 
 class NotSaved(OSError):
@@ -56,7 +61,8 @@ class Checkpoints:
 
         Args:
           output_dir: the run's folder.
-          keep: the number of latest checkpoints that stay; the best one stays as well.
+          keep: the number of latest checkpoints that stay; the best one stays as well. Those saved
+            in passing do not count.
         """
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
@@ -134,6 +140,7 @@ class Checkpoints:
         score: float | None = None,
         config: str | None = None,
         check: Callable[[], None] = lambda: None,
+        in_passing: bool = False,
         **extra,
     ) -> None:
         """Copies `state` to the host and writes it in the background.
@@ -145,10 +152,14 @@ class Checkpoints:
           config: the settings of the run, as text.
           check: called in the background before anything is written, and again once all is on the
             disk. An error of it leaves the checkpoint without its name.
+          in_passing: whether it is there to go on from alone. The next one that is not takes its
+            place, so that what stays in the end does not depend on when this one was saved.
           **extra: JSON values that `restore` gives back. `scored` says what the score is of, such
             as the split and the metric; scores of different kinds are not compared.
         """
         self.wait()
+        if in_passing:
+            extra["in_passing"] = True
         # On a CPU device_get gives a view of a buffer that the next step writes into.
         arrays = {name: np.array(leaf) for name, leaf in named(jax.device_get(state)).items()}
         # The caller may change its lists while the writer is at work.
@@ -212,7 +223,7 @@ class Checkpoints:
         description.write(
             folder,
             step=step,
-            previous=self._before(step),
+            previous=self._scheduled_before(step),
             score=score,
             config=config,
             extra=extra,
@@ -251,7 +262,13 @@ class Checkpoints:
     def _prune(self) -> None:
         self._sweep()
         readable = self._descriptions(skip_unreadable=True)
-        kept = {*self.steps()[-self.keep :], self._best(readable)}
+        steps = self.steps()
+        passing = [step for step in steps if step in readable and _in_passing(readable[step])]
+        scheduled = [step for step in steps if step not in passing]
+        last = scheduled[-1] if scheduled else -1
+        later = [step for step in passing if step > last]
+        # Two of them, for a case of damage.
+        kept = {*scheduled[-self.keep :], *later[-min(self.keep, 2) :], self._best(readable)}
         # One whose score cannot be read stays: it may be the best.
         for step in readable.keys() - kept:
             self._remove(self._folder(step))
@@ -362,8 +379,15 @@ class Checkpoints:
         return self._description(step)["config"]
 
     def previous(self, step: int) -> int | None:
-        """The step of the checkpoint saved right before this one; it may be deleted by now."""
+        """The step of the checkpoint saved right before this one; it may be deleted by now.
+
+        Those saved in passing are left out.
+        """
         return self._description(step)["previous"]
+
+    def in_passing(self, step: int) -> bool:
+        """Whether a checkpoint was saved in passing; see `save`."""
+        return _in_passing(self._description(step))
 
     def extra(self, step: int) -> dict[str, Any]:
         """The extra values that a checkpoint was saved with; raises as `config` does."""
@@ -424,6 +448,15 @@ class Checkpoints:
 
     def _before(self, step: int) -> int | None:
         return max((other for other in self.steps() if other < step), default=None)
+
+    def _scheduled_before(self, step: int) -> int | None:
+        """The latest checkpoint before this one that was not saved in passing."""
+        for other in reversed([other for other in self.steps() if other < step]):
+            with suppress(ValueError, OSError):  # one that cannot be read counts
+                if _in_passing(self._read_description(other)):
+                    continue
+            return other
+        return None
 
     def _description(self, step: int) -> dict[str, Any]:
         try:

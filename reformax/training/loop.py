@@ -39,16 +39,18 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             steps=settings.steps,
             eval_every=settings.eval_every,
             checkpoint_every=settings.checkpoint_every,
+            checkpoint_minutes=settings.checkpoint_minutes,
             max_minutes=settings.max_minutes,
         )
         while True:
-            due = schedule.due(run.step, run.minutes)
+            # Clocks are asked here alone: of several processes one would have to decide.
+            due = schedule.due(run.step, run.minutes, run.minutes_since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.
             if due.evaluate and run.score is None and not run.interrupt:
                 run.evaluate()
             interrupted = bool(run.interrupt)
-            if due.save or interrupted:
-                run.save()
+            if due.save or due.save_in_passing or interrupted:
+                run.save(in_passing=not due.save)
             if due.stop or interrupted:
                 break
             run.advance()

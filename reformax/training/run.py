@@ -44,7 +44,7 @@ class Run:
 
     def __init__(self, output_dir: str | os.PathLike, settings: Settings):
         """Makes the folder and checks that devices, model and task fit; writes no file yet."""
-        self._started = time.monotonic()
+        self._started = self._saved_at = time.monotonic()
         self._settings, self._task = settings, settings.task
         self._metric = metric_name(settings.task)
         self._mesh = mesh_lib.data_mesh()
@@ -246,6 +246,11 @@ class Run:
         """Time since this run was made."""
         return (time.monotonic() - self._started) / 60
 
+    @property
+    def minutes_since_save(self) -> float:
+        """Time since the last checkpoint was begun, or since this run was made."""
+        return (time.monotonic() - self._saved_at) / 60
+
     def advance(self) -> None:
         """Dispatches one step."""
         if self._checkpoints.failed:
@@ -290,16 +295,20 @@ class Run:
             self._bar.say(f"step {self.step}: {settings.eval_split} {bits:.4f} {name}")
         self.score = bits
 
-    def save(self) -> None:
+    def save(self, in_passing: bool = False) -> None:
         """Writes a checkpoint in the background, unless this one is written already.
 
         One that could not be written is told, and training goes on to the next.
+
+        Args:
+          in_passing: whether no step asked for it; see `Checkpoints.save`.
 
         Raises:
           FloatingPointError: parameters are not finite; nothing is written.
           Lost: when the last one was due, the folder was deleted or another training's.
         """
         self._hear_of_saves()
+        self._saved_at = time.monotonic()
         if self._saved == (self.step, self.score):
             return
         self._log.drain()
@@ -316,6 +325,7 @@ class Run:
             self.score,
             self._config,
             self._check_folder,
+            in_passing,
             window=self._log.window,
             record=self._record.lines.mark(),
             **extra,

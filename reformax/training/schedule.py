@@ -11,6 +11,7 @@ class Due(NamedTuple):
     evaluate: bool
     save: bool
     stop: bool
+    save_in_passing: bool = False  # by the clock alone, so that a killed run loses minutes
 
 
 class Schedule(NamedTuple):
@@ -18,22 +19,32 @@ class Schedule(NamedTuple):
 
     Attributes:
       first: the step that the run began at or was resumed from.
-      steps, eval_every, checkpoint_every, max_minutes: see `settings.Settings`.
+      steps, eval_every, checkpoint_every, checkpoint_minutes, max_minutes: see
+        `settings.Settings`.
     """
 
     first: int
     steps: int
     eval_every: int | None = None
     checkpoint_every: int | None = None
+    checkpoint_minutes: float | None = None
     max_minutes: float | None = None
 
-    def due(self, step: int, minutes: float) -> Due:
-        """The things due after `step` steps, `minutes` after this process began to train."""
+    def due(self, step: int, minutes: float, since_save: float = 0.0) -> Due:
+        """The things due after `step` steps.
+
+        Args:
+          step: steps done.
+          minutes: since this process began to train.
+          since_save: minutes since it began or last saved.
+        """
         # At least one step: under a limit below the compile time a run would never end.
         late = self.max_minutes is not None and minutes > self.max_minutes and step > self.first
         stop = step >= self.steps or late
         evaluate = stop or _divides(self.eval_every, step)
-        return Due(evaluate, evaluate or _divides(self.checkpoint_every, step), stop)
+        save = evaluate or _divides(self.checkpoint_every, step)
+        old = self.checkpoint_minutes is not None and since_save > self.checkpoint_minutes
+        return Due(evaluate, save, stop, old and not save and step > self.first)
 
 
 def _divides(every: int | None, step: int) -> bool:

@@ -82,6 +82,9 @@ class Settings:
       eval_stride: tokens that the window of an evaluation moves by; None: its length.
       eval_batches: batches that an evaluation scores; None: the whole split.
       checkpoint_every: steps between checkpoints, besides those after evaluations; None: no more.
+      checkpoint_minutes: minutes between checkpoints where no step asked for one. Such a checkpoint
+        is for going on alone: the next one that a step asks for takes its place, and no average
+        counts it. None: none.
       keep: latest checkpoints kept, besides the best. An average of n needs n.
       log_every: steps between lines of the record; each line has the mean since the last.
       max_minutes: minutes after which training evaluates, saves and returns, as if `steps` were
@@ -113,6 +116,7 @@ class Settings:
     eval_stride: Size | None = None
     eval_batches: Size | None = None
     checkpoint_every: Size | None = None
+    checkpoint_minutes: Positive | None = 5
     keep: Size = 2
     log_every: Size = 10
     max_minutes: Positive | None = None

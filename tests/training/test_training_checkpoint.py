@@ -106,6 +106,31 @@ def test_the_best_is_of_scores_of_one_kind(tmp_path):
     assert checkpoints.best_step() == 7
 
 
+def test_what_is_saved_in_passing_leaves_no_trace(tmp_path):
+    """Steps, best, average and the steps before: all are those of a run that saved none."""
+    like = jax.eval_shape(lambda: state().params)
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=2)
+    kept = {}
+    for step in range(1, 11):
+        scheduled = step % 3 == 0
+        checkpoints.save(
+            step, state(step), step + 1.0 if scheduled else None, in_passing=not scheduled
+        )
+        checkpoints.wait()
+        kept[step] = checkpoints.steps()
+    assert kept[2] == [1, 2] and kept[3] == [3] and kept[5] == [3, 4, 5] and kept[8] == [3, 6, 7, 8]
+    assert kept[9] == [3, 6, 9] and kept[10] == [3, 6, 9, 10]
+    assert checkpoints.previous(10) == 9 and checkpoints.previous(9) == 6
+    assert restore_average(checkpoints, 3, like)[1] == [3, 6, 9]
+    with pytest.raises(ValueError, match=r"has 3 \(3, 6, 9; 10 is .* saved in passing"):
+        restore_average(checkpoints, 4, like)
+    alone = checkpoint.Checkpoints(tmp_path / "alone", keep=1)
+    for step in (1, 2):
+        alone.save(step, state(step), in_passing=True)
+    alone.wait()
+    assert alone.steps() == [2] and alone.newest_whole() == 2 and alone.previous(2) is None
+
+
 def test_a_step_can_be_saved_again_with_its_score(tmp_path):
     checkpoints = saved(tmp_path, [3])
     checkpoints.save(3, state(), 1.5)

@@ -184,6 +184,29 @@ def test_a_request_to_stop_is_acknowledged(tmp_path, capsys):
     assert "\nSIGTERM: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("killed_at", [5, 17, 33])
+def test_checkpoints_by_time_change_no_bit(uninterrupted, tmp_path, killed_at):
+    """One after every step that takes longer than nothing, and a run that a fault ends."""
+    _, record, vector = uninterrupted
+    timed = LONG | {"checkpoint_minutes": 1e-9, "checkpoint_every": None}
+    task = tiny.counting()
+
+    def dies(seed, step, *sizes):
+        if step == killed_at:
+            raise OSError("the data is gone")
+        return task.train_batch(seed, step, *sizes)
+
+    with pytest.raises(OSError, match="gone"):
+        loop.train(
+            tmp_path, **worker.arguments(**timed) | {"task": task._replace(train_batch=dies)}
+        )
+    assert killed_at - 4 < checkpoint.Checkpoints(tmp_path).steps()[-1] <= killed_at
+    result, again = run(tmp_path, **timed)
+    assert again == record and result["step"] == 40
+    np.testing.assert_array_equal(params(tmp_path, 40), vector)
+    assert checkpoint.Checkpoints(tmp_path).steps() == [30, 40]
+
+
 def test_a_finished_run_is_told_without_a_step(uninterrupted, tmp_path):
     first, record = run(tmp_path, steps=10)
     poisoned = {"poison_step": 0}  # no batch is looked at
@@ -415,6 +438,7 @@ BAD = [
     ({"log_every": 0}, "log_every is 0: expected"),
     ({"eval_every": 0}, "eval_every is 0: expected"),
     ({"checkpoint_every": -1}, "checkpoint_every is -1: expected"),
+    ({"checkpoint_minutes": 0}, "checkpoint_minutes is 0: expected"),
     ({"keep": 0}, "keep is 0: expected"),
     ({"max_minutes": 0}, "max_minutes is 0: expected"),
     ({"ema_decay": 1.0}, "ema_decay is 1.0: expected"),

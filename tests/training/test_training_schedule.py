@@ -46,6 +46,14 @@ def test_time_runs_out_after_at_least_one_step():
     assert schedule.due(4, 1.01) == ALL
 
 
+def test_the_clock_asks_where_no_step_does():
+    schedule = Schedule(3, 12, eval_every=10, checkpoint_every=4, checkpoint_minutes=5)
+    asked = {s: schedule.due(s, 60, since_save=5.01) for s in range(3, 13)}
+    assert [s for s, due in asked.items() if due.save_in_passing] == [5, 6, 7, 9, 11]
+    assert not any(schedule.due(s, 60, since_save=5).save_in_passing for s in range(13))
+    assert not Schedule(3, 12).due(5, 60, since_save=1e9).save_in_passing
+
+
 def test_train_has_the_settings_as_its_arguments():
     parameters = inspect.signature(loop.train).parameters
     fields = inspect.signature(Settings).parameters
