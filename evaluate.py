@@ -51,6 +51,7 @@ def main() -> int:
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
     options["progress"] = not args.quiet
     sizes = _sizes(args, run | saved.run)
+    options["max_tokens"] = args.tokens
     result = evaluate(saved.model, saved.params, task, args.split, **sizes, **options)
     _check_finite(result, saved)
     report.note_unused(args.config, (*saved_run.MODEL, *READ))
@@ -83,6 +84,11 @@ def parser():
     )
     parser.add_argument(
         "--batch_size", type=flags.of(Size), help="windows at a time (default: the run's)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=flags.of(Size),
+        help="score about so many targets, evenly spread over the split (default: every one)",
     )
     parser.add_argument("--seed", type=flags.of(AnySeed), default=0, help="of the hashes")
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
@@ -147,9 +153,10 @@ def _print(result: dict[str, Any], where: str, task) -> None:
     context = f"at most {result['length']} tokens (stride {result['stride']})"
     if task.translation is not None:
         context = "its source and the tokens before it"
+    part = "" if result["whole"] else f" of {task.n_targets(result['split']):,}, evenly spread"
     print(
-        f"{result['split']}: {result['n_targets']:,} targets, each predicted once from {context}, "
-        f"{saved_run.named(result['checkpoint_steps'])}, {where}"
+        f"{result['split']}: {result['n_targets']:,} targets{part}, each predicted once from "
+        f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
     )
     print(f"accuracy: {result['accuracy']:.4f}")
     metric = metric_name(task)

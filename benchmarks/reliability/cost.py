@@ -98,7 +98,8 @@ def step_ms() -> float:
             batch_size=BATCH_SIZE,
             length=LENGTH,
             log_every=1,
-            eval_batches=1,
+            eval_tokens=1,
+            eval_whole=False,
             progress=False,
         )
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

@@ -293,7 +293,8 @@ loop.train.steps = %steps
 loop.train.batch_size = 2
 loop.train.length = %length
 loop.train.progress = False
-loop.train.eval_batches = 1
+loop.train.eval_tokens = 1
+loop.train.eval_whole = False
 loop.train.optimizer = @optimizer.adamw()
 """
 SIZES = {

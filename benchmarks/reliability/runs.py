@@ -318,7 +318,7 @@ def _tensors(folder: Path) -> list[Any]:
         digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     described = json.loads((folder / "checkpoint.json").read_text())
     # The record has times in it, and so have its size and its CRC-32.
-    extra = described["extra"] | {"record": described["extra"]["record"]["lines"]}
+    extra = described["extra"] | {"record": described["extra"]["record"]["lines"], "timing": None}
     return [described["step"], described["score"], extra, digest.hexdigest()]
 
 

@@ -36,9 +36,12 @@ def training(result: dict[str, Any]) -> int:
     if result["step"] < result["steps"]:
         print(f"out of time at step {result['step']} of {result['steps']}")
     metric = result["metric"]
+    part = "" if result["whole"] else f" ({result['n_targets']:,} targets of the split)"
+    best = " of a part of it" if result["whole"] and not result["best_whole"] else ""
     print(
         f"{result['eval_split']} {metric.replace('_', ' ')}: {result[metric]:.4f} at step "
-        f"{result['step']}; best {result['best_' + metric]:.4f} at step {result['best_step']}"
+        f"{result['step']}{part}; best{best} "
+        f"{result['best_' + metric]:.4f} at step {result['best_step']}"
     )
     kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")

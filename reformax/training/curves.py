@@ -34,15 +34,9 @@ def scores(lines: Lines, metric: str) -> dict[str, Curve]:
 
 
 def seconds(lines: Lines) -> Curve:
-    """The time that training took, from its start; it begins anew with each resumption."""
-    points, before, last = [(0, 0.0)], 0.0, 0.0
-    for x in lines:
-        now = x.get("timing", {}).get("seconds")
-        if now is not None:
-            before += last if now < last else 0.0
-            last = now
-            points.append((x["step"], before + now))
-    return _curve(points)
+    """The time that training took, from its start and over its resumptions."""
+    timed = ((x["step"], x["timing"]["seconds"]) for x in lines if "seconds" in x.get("timing", {}))
+    return _curve([(0, 0.0), *timed])
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

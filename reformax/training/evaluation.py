@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -41,7 +40,7 @@ def check_vocabulary(model, task) -> None:
 
 
 def check_positions(
-    model, params, task, split: str, *, batch_size: int, length: int, stride: int, max_batches
+    model, params, task, split: str, *, batch_size: int, length: int, stride: int
 ) -> int:
     """Traces an evaluation: a row that the positions cannot hold fails now, not at step 1,000.
 
@@ -57,9 +56,7 @@ def check_positions(
     longest = length
     if task.translation is not None and model.max_length is not None:
         # Pairs that are longer than a row are scored in longer rows.
-        batches = itertools.islice(
-            task.eval_batches(split, batch_size, length, stride), max_batches
-        )
+        batches = task.eval_batches(split, batch_size, length, stride)
         longest = max((batch.targets.shape[1] for batch in batches), default=length)
     tokens = jax.ShapeDtypeStruct((batch_size, longest), jax.numpy.int32)
     inputs = tokens if task.translation is None else (tokens,) * 4  # SentencePairs
@@ -94,7 +91,8 @@ def evaluate(
     length: int,
     stride: int | None = None,
     seed: int = 0,
-    max_batches: int | None = None,
+    max_tokens: int | None = None,
+    all_as_well: bool = False,
     loss_chunk_len: int | None = None,
     mesh: Mesh | None = None,
     progress: bool = False,
@@ -113,7 +111,9 @@ def evaluate(
         every target but the first few has at least `length - stride` tokens before it. None:
         `length`.
       seed: of the hashes.
-      max_batches: the number of batches to score; None: the whole split.
+      max_tokens: the targets to score, up to whole batches: the first batch and others evenly
+        spread over the split, always the same ones. None: the whole split.
+      all_as_well: whether to score the whole split in the same pass, besides these.
       loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
         `loss.max_logits` allows.
       mesh: the devices; None: all of this host's.
@@ -121,8 +121,9 @@ def evaluate(
       should_stop: called after each batch; True abandons the evaluation.
 
     Returns:
-      bits_per_dim (bits_per_token of a translation), accuracy, n_targets scored, length, stride and
-      split; None if abandoned.
+      bits_per_dim (bits_per_token of a translation), accuracy, n_targets scored, `whole`: whether
+      these are all, length, stride and split. With `all_as_well`, where these are not all, under
+      `whole_split` the first three of the whole split. None if abandoned.
 
     Raises:
       ValueError: sizes or vocabularies that do not fit together.
@@ -132,47 +133,72 @@ def evaluate(
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
         raise ValueError(f"stride={stride} must be from 1 to length={length}")
-    if max_batches is not None and max_batches < 1:
-        raise ValueError(f"max_batches={max_batches} must be at least 1, or None for all")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens} must be at least 1, or None for all")
     check_tokens(batch_size, length, "batch_size or length")
     if batch_size * length >= _LARGE:
-        sizes = dict(batch_size=batch_size, length=length, stride=stride, max_batches=max_batches)
+        sizes = dict(batch_size=batch_size, length=length, stride=stride)
         check_positions(model, params, task, split, **sizes)
     mesh = mesh or mesh_lib.data_mesh()
     mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
     params = jax.device_put(params, mesh_lib.replicated(mesh))  # once, not for every batch
     key = jax.random.PRNGKey(seed)
-    batches = itertools.islice(task.eval_batches(split, batch_size, length, stride), max_batches)
+    n_targets = task.n_targets(split)
+    budget = n_targets if max_tokens is None else min(max_tokens, n_targets)
+    part = budget < n_targets
+    chosen = partial(in_budget, budget=budget, of=n_targets)
     rows = mesh_lib.over_batch(mesh)
-    on_device = (jax.device_put(tuple(batch), rows) for batch in batches)
+    on_device = (
+        (index, jax.device_put(tuple(batch), rows))
+        for index, batch in enumerate(task.eval_batches(split, batch_size, length, stride))
+        if all_as_well or chosen(index)
+    )
     # A window has about `stride` targets: close enough for a bar.
-    expected = max_batches or -(-task.n_targets(split) // (stride * batch_size))
+    expected = -(-(n_targets if all_as_well else budget) // (stride * batch_size))
     unit = loss_lib.metric_name(task).replace("_per_", "/")
     with Progress(split, expected, side_channels.stderr(), shown=progress) as bar:
         score = partial(_sums, model, loss_chunk_len, params, key)
-        total = _total(score, on_device, bar, unit, should_stop)
-    if total is None:
+        totals = _totals(score, on_device, chosen, bar, unit, should_stop)
+    if totals is None:
         return None
-    return _result(total, task, split, max_batches is None) | {"length": length, "stride": stride}
+    result = _result(totals[0], task, split, not part) | {"length": length, "stride": stride}
+    if part and all_as_well:
+        everything = _result(totals[1], task, split, True)
+        names = loss_lib.metric_name(task), "accuracy", "n_targets"
+        result["whole_split"] = {name: everything[name] for name in names}
+    return result
 
 
-def _total(score, batches: Iterable, bar: Progress, unit: str, should_stop) -> np.ndarray | None:
-    """The sum of `score(batch, index)` over all batches; None if abandoned."""
-    total = np.zeros(3, np.float64)  # a split has more targets than float32 counts
+def in_budget(index: int, budget: int, of: int) -> bool:
+    """Whether a batch is among those, evenly spread, that hold `budget` of `of` targets."""
+    return -(-(index + 1) * budget // of) > -(-index * budget // of)
+
+
+def _totals(
+    score, batches: Iterable, chosen, bar: Progress, unit: str, should_stop
+) -> np.ndarray | None:
+    """The sums of `score(batch, index)` over the chosen batches and over all; None if abandoned."""
+    totals = np.zeros((2, 3), np.float64)  # a split has more targets than float32 counts
     in_flight: deque = deque()
+
+    def add() -> None:
+        index, sums = in_flight.popleft()
+        totals[0 if chosen(index) else 1 :] += jax.device_get(sums)
+
     figures = ""
     with prefetch(batches) as ready:
-        for index, batch in enumerate(ready):
-            in_flight.append(score(batch, index))
+        for index, batch in ready:
+            in_flight.append((index, score(batch, index)))
             if len(in_flight) > _IN_FLIGHT:
-                total += jax.device_get(in_flight.popleft())
+                add()
+                total = totals[0]
                 figures = f"{loss_lib.bits_per_dim(total[0], total[1]):.4f} {unit}"
             bar.advance(1, figures)
             if should_stop():
                 return None
-    for sums in in_flight:
-        total += jax.device_get(sums)
-    return total
+    while in_flight:
+        add()
+    return totals
 
 
 def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
@@ -189,6 +215,7 @@ def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
         loss_lib.metric_name(task): loss_lib.bits_per_dim(nats, weight),
         "accuracy": float(correct / weight),
         "n_targets": round(weight),
+        "whole": whole,
     }
 
 

@@ -21,10 +21,11 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
 
     Returns:
       step, steps, eval_split, metric: 'bits_per_dim', or 'bits_per_token' of a translation; under
-      the metric's name its value (None if the run was stopped before an evaluation), best_step and
-      under best_METRIC the best value, n_params, output_dir, and interrupted_by: a
-      `signal.Signals`, or None. After SIGTERM, SIGINT or SIGHUP the step in progress is
-      finished and saved before this returns.
+      the metric's name its value (None if the run was stopped before an evaluation), n_targets
+      that it is of and `whole`: whether these are the whole split; best_step, under best_METRIC
+      the best value and `best_whole`: whether it is of the whole split; n_params, output_dir, and
+      interrupted_by: a `signal.Signals`, or None. After SIGTERM, SIGINT or SIGHUP the step in
+      progress is finished and saved before this returns.
 
     Raises:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.
@@ -46,8 +47,8 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             # Clocks are asked here alone: of several processes one would have to decide.
             due = schedule.due(run.step, run.minutes, run.minutes_since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.
-            if due.evaluate and run.score is None and not run.interrupt:
-                run.evaluate()
+            if due.evaluate and not run.is_scored(due.stop) and not run.interrupt:
+                run.evaluate(due.stop)
             interrupted = bool(run.interrupt)
             if due.save or due.save_in_passing or interrupted:
                 run.save(in_passing=not due.save)

@@ -1,8 +1,10 @@
 """The record of a run: metrics.jsonl, TensorBoard events, loss.png and the progress bar.
 
 Every line of metrics.jsonl is one JSON object with `step`, `split` and the run's metric, such as
-`bits_per_dim`. Numbers that depend on the machine's speed are under `timing`. Without them, a run
-that was stopped and resumed has the record of a run that was not.
+`bits_per_dim`. A line of training also has the `tokens` seen so far, and one of an evaluation the
+`n_targets` scored and `whole`: whether these are the split. Numbers that depend on the machine's
+speed are under `timing`: `seconds` since the run began, over resumptions. Without them, a run that
+was stopped and resumed has the record of a run that was not.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Record:
         scalars = {
             f"{split}/{name}": value
             for name, value in {**values, **timing}.items()
-            if isinstance(value, int | float)
+            if isinstance(value, int | float) and not isinstance(value, bool)
         }
         with self._beside_events:
             if scalars:

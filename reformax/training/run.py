@@ -7,7 +7,6 @@ record is first cut back to that checkpoint.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -24,10 +23,10 @@ from reformax.training.checkpoint import Checkpoints, NotSaved
 from reformax.training.folder import make_output_dir, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
-from reformax.training.loss import metric_name
 from reformax.training.metrics import Bar, Record
 from reformax.training.prefetch import prefetch
 from reformax.training.record_lines import RecordLines
+from reformax.training.scores import Scores
 from reformax.training.settings import Settings
 from reformax.training.step_log import StepLog
 
@@ -38,7 +37,7 @@ class Run:
     Attributes:
       folder: the run's.
       step: steps done.
-      score: the evaluation after this step; None if there was none.
+      score: the evaluation after this step, as `Scores.of` returns it; None if there was none.
       interrupt: true after the first SIGTERM, SIGINT or SIGHUP, once the context is open.
     """
 
@@ -46,7 +45,6 @@ class Run:
         """Makes the folder and checks that devices, model and task fit; writes no file yet."""
         self._started = self._saved_at = time.monotonic()
         self._settings, self._task = settings, settings.task
-        self._metric = metric_name(settings.task)
         self._mesh = mesh_lib.data_mesh()
         eval_batch_size = settings.eval_sizes["batch_size"]
         mesh_lib.check_batch_size(
@@ -60,6 +58,8 @@ class Run:
         self._checkpoints = Checkpoints(self.folder, settings.keep)
         self._train_model = settings.built("train")
         self._eval_model = settings.built("eval")
+        self._scores = Scores(self._eval_model, settings, self._mesh)
+        self._metric = self._scores.metric
         evaluation.check_vocabulary(self._train_model, self._task)
         self.interrupt = Interrupt(self._acknowledge)
 
@@ -139,7 +139,6 @@ class Run:
             self._task,
             settings.eval_split,
             **settings.eval_sizes,
-            max_batches=settings.eval_batches,
         )
         rows = settings.batch_size // (settings.accumulate * self._mesh.size)
         evaluation.check_features(rows, settings.length, n_features, "batch_size or length")
@@ -147,14 +146,17 @@ class Run:
             self._state = jax.jit(init, out_shardings=whole)(self._key)
             self.step, self.score, self._saved = 0, None, None
             self._check_data({})
-            return {"score": None, "window": []}
+            self._seconds_before = 0.0
+            return {"score": None, "window": [], "tokens": 0}
         state, info = self._checkpoints.restore(newest, like)
         self._state = jax.device_put(state, whole)
         self.step = info["step"]
         self._check_data(info.get("data", {}))
         # A score of another split, its data or context is not this run's: it evaluates again.
-        self.score = info["score"] if info.get("scored", self._scored) == self._scored else None
+        same = info.get("scored") == self._scores.kind(self._data)
+        self.score = info.get("evaluation") if same else None
         self._saved = self.step, self.score
+        self._seconds_before = info.get("timing", {}).get("seconds", 0.0)
         return info
 
     def _check_data(self, kept: dict[str, str]) -> None:
@@ -197,6 +199,7 @@ class Run:
         """Opens the record where a checkpoint, whose values are `info`, left it."""
         settings = self._settings
         scored = info["score"] is not None
+        seen = info.get("tokens", self.step * settings.batch_size * settings.length)
         path = self.folder / "metrics.jsonl"
         lines = RecordLines(
             path, self.step, info.get("record"), scored, say=self._note, check=self._lock.check
@@ -206,7 +209,15 @@ class Run:
         if self._changed_data and self.step < settings.steps:
             self._record.write(self.step + 1, "data", {"changed": self._changed_data}, {})
         self._bar = Bar(self.step, settings.steps, settings.progress, self._metric)
-        self._log = StepLog(settings, self._record, self._bar, self._metric, list(info["window"]))
+        self._log = StepLog(
+            settings,
+            self._record,
+            self._bar,
+            self._metric,
+            list(info["window"]),
+            seen,
+            lambda: self.seconds,
+        )
 
     def _placed_batches(self):
         """The batches of the steps to come, on the devices."""
@@ -247,6 +258,11 @@ class Run:
         return (time.monotonic() - self._started) / 60
 
     @property
+    def seconds(self) -> float:
+        """Time since the run began, without that of steps that were lost."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    @property
     def minutes_since_save(self) -> float:
         """Time since the last checkpoint was begun, or since this run was made."""
         return (time.monotonic() - self._saved_at) / 60
@@ -259,41 +275,34 @@ class Run:
         self.step, self.score = self.step + 1, None
         self._log.add(self.step, metrics)
 
-    def evaluate(self) -> None:
+    def is_scored(self, last: bool) -> bool:
+        """Whether this step has the evaluation that it needs as the run's last, or as another."""
+        if self.score is None:
+            return False
+        return "whole_split" in self.score or not self._scores.needs_all(last)
+
+    def evaluate(self, last: bool) -> None:
         """Scores the parameters and records the score; an interrupt abandons it.
+
+        Args:
+          last: whether no evaluation follows.
 
         Raises:
           FloatingPointError: the score is not finite.
         """
-        settings = self._settings
         self._log.drain()
-        result = evaluation.evaluate(
-            self._eval_model,
-            self._state.eval_params,
-            self._task,
-            settings.eval_split,
-            **settings.eval_sizes,
-            seed=settings.seed,
-            max_batches=settings.eval_batches,
-            loss_chunk_len=settings.loss_chunk_len,
-            mesh=self._mesh,
-            progress=settings.progress,
-            should_stop=lambda: bool(self.interrupt),
+        score = self._scores.of(
+            self._state.eval_params, self.step, last, lambda: bool(self.interrupt)
         )
         self._log.pause()
-        if result is None:
+        if score is None:
             return
-        bits = result[self._metric]
-        if not math.isfinite(bits):
-            raise FloatingPointError(f"{settings.eval_split} loss is {bits} after step {self.step}")
-        values = {self._metric: bits, "accuracy": result["accuracy"]}
-        timing = {"seconds": time.monotonic() - self._started}
-        self._record.write(self.step, settings.eval_split, values, timing)
+        timing = {"seconds": self.seconds}
+        self._record.write(self.step, self._settings.eval_split, score, timing)
         self._record.plot()
-        if settings.progress:
-            name = self._metric.replace("_", " ")
-            self._bar.say(f"step {self.step}: {settings.eval_split} {bits:.4f} {name}")
-        self.score = bits
+        if self._settings.progress:
+            self._bar.say(f"step {self.step}: {self._scores.words(score)}")
+        self.score = score
 
     def save(self, in_passing: bool = False) -> None:
         """Writes a checkpoint in the background, unless this one is written already.
@@ -318,15 +327,17 @@ class Run:
         if self._vocabulary is not None:
             extra["vocabulary"] = self._vocabulary
         if self.score is not None:
-            extra["scored"] = self._scored
+            extra |= {"scored": self._scores.kind(self._data), "evaluation": self.score}
         self._checkpoints.save(
             self.step,
             self._state,
-            self.score,
+            None if self.score is None else self.score[self._metric],
             self._config,
             self._check_folder,
             in_passing,
             window=self._log.window,
+            tokens=self._log.tokens,
+            timing={"seconds": self.seconds},
             record=self._record.lines.mark(),
             **extra,
         )
@@ -348,28 +359,22 @@ class Run:
         while self._checkpoints.notes:
             self._note(f"note: {self._checkpoints.notes.pop(0)}")
 
-    @property
-    def _scored(self) -> dict[str, Any]:
-        """What this run's scores are of: scores of one kind alone are compared."""
-        settings, sizes = self._settings, self._settings.eval_sizes
-        kind = {"split": settings.eval_split, "metric": self._metric}
-        kind |= {name: sizes[name] for name in ("length", "stride")}
-        if settings.eval_split in self._data:
-            kind["data"] = self._data[settings.eval_split]
-        if settings.eval_batches is not None:
-            kind["windows"] = settings.eval_batches * sizes["batch_size"]
-        return kind
-
     def result(self) -> dict[str, Any]:
         """The result of `loop.train`."""
         best = self._checkpoints.best_step(skip_unreadable=True)
+        score = self.score or {self._metric: None, "n_targets": 0, "whole": False}
+        if "whole_split" in score:
+            score = {**score["whole_split"], "whole": True}
         return {
             "step": self.step,
             "steps": self._settings.steps,
             "eval_split": self._settings.eval_split,
             "metric": self._metric,
-            self._metric: self.score,
+            self._metric: score[self._metric],
+            "n_targets": score["n_targets"],
+            "whole": score["whole"],
             "best_step": best,
+            "best_whole": not self._scores.of_part,
             "best_" + self._metric: None if best is None else self._checkpoints.score(best),
             "n_params": self._n_params,
             "output_dir": str(self.folder),

@@ -80,7 +80,9 @@ class Settings:
       eval_batch_size: windows scored together; None: `batch_size`.
       eval_length: context of an evaluation, in tokens; None: `length`.
       eval_stride: tokens that the window of an evaluation moves by; None: its length.
-      eval_batches: batches that an evaluation scores; None: the whole split.
+      eval_tokens: targets that an evaluation scores, up to whole batches: evenly spread over the
+        split, and always the same ones. None: the whole split.
+      eval_whole: whether the last evaluation scores the whole split as well.
       checkpoint_every: steps between checkpoints, besides those after evaluations; None: no more.
       checkpoint_minutes: minutes between checkpoints where no step asked for one. Such a checkpoint
         is for going on alone: the next one that a step asks for takes its place, and no average
@@ -114,7 +116,8 @@ class Settings:
     eval_batch_size: Size | None = None
     eval_length: Size | None = None
     eval_stride: Size | None = None
-    eval_batches: Size | None = None
+    eval_tokens: Size | None = 2**18
+    eval_whole: bool = True
     checkpoint_every: Size | None = None
     checkpoint_minutes: Positive | None = 5
     keep: Size = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 
 import jax
 
@@ -22,6 +23,7 @@ class StepLog:
 
     Attributes:
       window: [bits, accuracy] of each step since the last line; a checkpoint keeps it.
+      tokens: those of all steps fetched so far.
     """
 
     def __init__(
@@ -31,11 +33,14 @@ class StepLog:
         bar: Bar,
         metric: str,
         window: list[list[float]],
+        tokens: int,
+        seconds: Callable[[], float],
     ):
-        self.window = window
+        """Takes the window and the tokens that a checkpoint kept, and the run's clock."""
+        self.window, self.tokens, self._seconds = window, tokens, seconds
         self._record, self._bar, self._metric = record, bar, metric
         self._log_every, self._last_step = settings.log_every, settings.steps
-        self._tokens = settings.batch_size * settings.length
+        self._step_tokens = settings.batch_size * settings.length
         self._in_flight: deque = deque()
         self._last_time: float | None = None  # when the last step ended; None if work came between
         self._busy, self._timed = 0.0, 0  # seconds, and the steps that took them
@@ -71,6 +76,7 @@ class StepLog:
         bits = bits_per_dim(values["nats"], 1.0)
         self._bar.advance(bits, speed)
         self.window.append([bits, values["accuracy"]])
+        self.tokens += self._step_tokens
         if step % self._log_every == 0 or step == self._last_step:
             self._write(step, values, speed)
 
@@ -80,14 +86,17 @@ class StepLog:
         if self._last_time is not None:
             self._busy, self._timed = self._busy + now - self._last_time, self._timed + 1
         self._last_time = now
-        return self._timed * self._tokens / self._busy if self._busy else None
+        return self._timed * self._step_tokens / self._busy if self._busy else None
 
     def _write(self, step: int, values: dict[str, float], speed: float | None) -> None:
         means = [sum(column) / len(column) for column in zip(*self.window, strict=True)]
         line = {self._metric: means[0], "accuracy": means[1], "grad_norm": values["grad_norm"]}
         if "learning_rate" in values:
             line["learning_rate"] = values["learning_rate"]
-        timing = {} if speed is None else {"tokens_per_second": speed}
+        line["tokens"] = self.tokens
+        timing = {"seconds": self._seconds()}
+        if speed is not None:
+            timing["tokens_per_second"] = speed
         self._record.write(step, "train", line, timing)
         self.window.clear()
         self._busy, self._timed = 0.0, 0

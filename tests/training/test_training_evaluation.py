@@ -12,7 +12,7 @@ from reformax import progress
 from reformax.cli import errors
 from reformax.data.text import text
 from reformax.training import metrics
-from reformax.training.evaluation import evaluate
+from reformax.training.evaluation import evaluate, in_budget
 from reformax.training.prefetch import prefetch
 from reformax.training.record_lines import RecordLines
 from tests.training import tiny
@@ -50,10 +50,39 @@ def test_batch_and_chunk_sizes_change_nothing_and_the_stride_does():
     assert abs(base - whole) > 1e-3
 
 
-def test_max_batches_scores_the_first_ones():
-    assert score(max_batches=2)["n_targets"] == 40
-    with pytest.raises(ValueError, match="max_batches=0"):
-        score(max_batches=0)
+def test_a_budget_is_spread_over_the_split_and_is_part_of_the_whole():
+    task, seen = tiny.counting(n_valid=1000), []
+
+    class Noisy(tiny.TinyLM):
+        """Features depend on the key of a batch."""
+
+        def features(self, params, tokens, rng=None):
+            jax.debug.callback(lambda first: seen.append(int(first)), rng[1])
+            return super().features(params, tokens) + jax.random.normal(rng, (self.d_model,))
+
+    def scored(**options):
+        return evaluate(Noisy("eval"), PARAMS, task, "valid", batch_size=2, length=10, **options)
+
+    part = scored(max_tokens=200)  # 10 of 50 batches
+    assert part["n_targets"] == 200 and not part["whole"] and "whole_split" not in part
+    assert len(set(seen)) == 10
+    whole = scored()
+    assert whole["n_targets"] == 1000 and whole["whole"]
+    both = scored(max_tokens=200, all_as_well=True)
+    names = "bits_per_dim", "accuracy", "n_targets"
+    assert both.pop("whole_split") == {name: whole[name] for name in names} and both == part
+    assert scored(max_tokens=1000, all_as_well=True) == whole == scored(max_tokens=10**9)
+    assert scored(max_tokens=1)["n_targets"] == 20  # a batch at least
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        scored(max_tokens=0)
+
+
+@pytest.mark.parametrize("budget, of", [(1, 7), (3, 7), (7, 7), (50, 1000), (333, 1000)])
+def test_what_is_chosen_lies_evenly(budget, of):
+    chosen = [i for i in range(of) if in_budget(i, budget, of)]
+    assert len(chosen) == budget and chosen[0] == 0
+    gaps = np.diff([*chosen, of])
+    assert gaps.max() - gaps.min() <= 1
 
 
 def test_should_stop_abandons():

@@ -296,10 +296,44 @@ def test_evaluations_take_their_own_sizes(tmp_path):
 
     sizes = {"eval_batch_size": 2, "eval_length": 20, "eval_stride": 5, "eval_split": "test"}
     arguments = worker.arguments(steps=1) | {"task": task._replace(eval_batches=spied)} | sizes
-    loop.train(tmp_path, **arguments, eval_batches=3)
-    assert seen[:3] == [("test", 2, 20, 5, (2, 20))] * 3
-    assert 3 <= len(seen) <= 6  # those after the third were only made ready
-    assert worker.record(tmp_path)[-1]["split"] == "test"
+    loop.train(tmp_path, **arguments, eval_tokens=25, eval_whole=False)
+    assert set(seen) == {("test", 2, 20, 5, (2, 20))}
+    # Of the batches of 25 (the first), 10, 10, ... targets these hold an eighth of the split.
+    line = worker.record(tmp_path)[-1]
+    assert (line["split"], line["n_targets"], line["whole"]) == ("test", 55, False)
+
+
+def test_scores_of_one_budget_are_compared_and_the_last_is_whole(tmp_path):
+    budget = {"steps": 20, "eval_every": 5, "eval_tokens": 40, "eval_batch_size": 2, "keep": 9}
+    result, record = run(tmp_path, **budget)
+    lines = {x["step"]: x for x in record if x["split"] == "valid"}
+    assert [(x["n_targets"], x["whole"]) for x in lines.values()] == [(64, False)] * 4
+    assert [step for step, x in lines.items() if "whole_split" in x] == [20]
+    whole = lines[20]["whole_split"]
+    assert whole["n_targets"] == result["n_targets"] == 200 and result["whole"]
+    assert result["bits_per_dim"] == whole["bits_per_dim"] != lines[20]["bits_per_dim"]
+    assert result["best_bits_per_dim"] == min(x["bits_per_dim"] for x in lines.values())
+    assert not result["best_whole"]
+    assert (result, record) == run(tmp_path, **budget)
+    # Another budget is another score; the best is the best of it alone.
+    more, record = run(tmp_path, **budget | {"eval_tokens": 80})
+    assert more["best_step"] == 20 and more["best_bits_per_dim"] == record[-1]["bits_per_dim"]
+    assert more["bits_per_dim"] == result["bits_per_dim"]
+    # What was the last evaluation of a run is not that of a longer one, and the other way round.
+    longer, _ = run(tmp_path, **budget | {"steps": 25})
+    assert longer["whole"] and longer["step"] == 25
+    part, _ = run(tmp_path, **budget | {"steps": 25, "eval_whole": False})
+    assert part["whole"]  # it is there
+
+
+def test_train_lines_have_tokens_and_the_time_of_all_resumptions(tmp_path):
+    run(tmp_path, steps=8, max_minutes=None)
+    run(tmp_path, steps=16, batch_size=4)
+    lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    tokens = {x["step"]: x["tokens"] for x in lines if x["split"] == "train"}
+    assert tokens == {4: 512, 8: 1024, 12: 1280, 16: 1536}
+    seconds = [x["timing"]["seconds"] for x in lines]
+    assert seconds == sorted(seconds) and seconds[0] > 0
 
 
 def test_a_run_that_goes_on_with_another_split_compares_its_scores_alone(tmp_path):
@@ -316,7 +350,7 @@ def test_a_run_that_goes_on_with_another_split_compares_its_scores_alone(tmp_pat
     assert described["extra"]["scored"] == of
     # The same once more computes nothing; a part of the split is a score of its own.
     assert run(tmp_path, steps=20, eval_split="test", eval_length=12) == (result, record)
-    part = {"eval_split": "test", "eval_length": 12, "eval_batches": 1, "eval_batch_size": 2}
+    part = {"eval_split": "test", "eval_length": 12, "eval_tokens": 1, "eval_whole": False}
     assert run(tmp_path, steps=20, **part)[0]["bits_per_dim"] != result["bits_per_dim"]
 
 

@@ -1,0 +1,102 @@
+"""The scores of a run: what an evaluation scores, and with which others its score compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from reformax.training import evaluation
+from reformax.training.loss import metric_name
+from reformax.training.settings import Settings
+
+
+class Scores:
+    """Scores the parameters of a run.
+
+    Attributes:
+      metric: the name of the score, such as 'bits_per_dim'.
+    """
+
+    def __init__(self, model, settings: Settings, mesh: Mesh):
+        """Takes a model built for evaluation."""
+        self._model, self._settings, self._mesh = model, settings, mesh
+        self.metric = metric_name(settings.task)
+
+    @property
+    def of_part(self) -> bool:
+        """Whether `eval_tokens` are less than the split."""
+        settings = self._settings
+        tokens = settings.eval_tokens
+        return tokens is not None and tokens < settings.task.n_targets(settings.eval_split)
+
+    def needs_all(self, last: bool) -> bool:
+        """Whether an evaluation, the last one or not, scores the whole split besides a part."""
+        return last and self._settings.eval_whole and self.of_part
+
+    def kind(self, data: Mapping[str, str]) -> dict[str, Any]:
+        """What the scores are of: scores of one kind alone are compared.
+
+        Args:
+          data: the fingerprints of splits.
+        """
+        settings, sizes = self._settings, self._settings.eval_sizes
+        kind = {"split": settings.eval_split, "metric": self.metric}
+        kind |= {name: sizes[name] for name in ("length", "stride")}
+        if settings.eval_split in data:
+            kind["data"] = data[settings.eval_split]
+        if self.of_part:  # whole batches of it
+            kind |= {"tokens": settings.eval_tokens, "batch_size": sizes["batch_size"]}
+        return kind
+
+    def of(
+        self, params: Any, step: int, last: bool, should_stop: Callable[[], bool]
+    ) -> dict[str, Any] | None:
+        """Evaluates `params`.
+
+        Args:
+          params: to score.
+          step: steps done, for the error.
+          last: whether no evaluation follows.
+          should_stop: True abandons it.
+
+        Returns:
+          The metric, accuracy, n_targets, `whole` and, where only the last evaluation scores the
+          whole split and this is it, `whole_split`; see `evaluation.evaluate`. None if abandoned.
+
+        Raises:
+          FloatingPointError: a score is not finite.
+        """
+        settings = self._settings
+        result = evaluation.evaluate(
+            self._model,
+            params,
+            settings.task,
+            settings.eval_split,
+            **settings.eval_sizes,
+            seed=settings.seed,
+            max_tokens=settings.eval_tokens,
+            all_as_well=self.needs_all(last),
+            loss_chunk_len=settings.loss_chunk_len,
+            mesh=self._mesh,
+            progress=settings.progress,
+            should_stop=should_stop,
+        )
+        if result is None:
+            return None
+        for found in (result, result.get("whole_split", result)):
+            if not math.isfinite(bits := found[self.metric]):
+                raise FloatingPointError(f"{settings.eval_split} loss is {bits} after step {step}")
+        return {name: x for name, x in result.items() if name not in ("split", "length", "stride")}
+
+    def words(self, score: Mapping[str, Any]) -> str:
+        """What `of` returned, in a few words."""
+        name, bits = self.metric.replace("_", " "), score[self.metric]
+        words = f"{self._settings.eval_split} {bits:.4f} {name}"
+        if not score["whole"]:
+            words += f" of {score['n_targets']:,} targets"
+        if (everything := score.get("whole_split")) is not None:
+            words += f", {everything[self.metric]:.4f} of all {everything['n_targets']:,}"
+        return words
