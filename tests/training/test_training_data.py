@@ -121,7 +121,7 @@ def test_with_the_flag_a_run_goes_on_and_its_record_says_so(folder, monkeypatch,
     steps = "--config=steps=5"
     with monkeypatch.context() as patch:
         patch.setattr(train.report, "training", lambda result: 0)
-        patch.setattr("reformax.training.run.Run.save", lambda self: None)
+        patch.setattr("reformax.training.run.Run.save", lambda self, in_passing: None)
         call(train.main, patch, capsys, *flags(folder), steps, allowed)
     code, out, err = call(train.main, monkeypatch, capsys, *flags(folder), steps, allowed)
     assert code == 0 and "note: the data has changed: test was 100 bytes" in out, err
