@@ -131,7 +131,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, one in known.items():
                 if isinstance(one, Result):
                     lines[name][length] = one.gradient.ms
-        plot(args.plot, {"forward and backward, ms": lines}, str(shape), xlabel="length")
+        title = (
+            f"{command_line.machine()}, {shape.tokens:,} tokens a call, {shape.n_heads} heads of "
+            f"{shape.d_head}, chunks of {shape.chunk_len}, {shape.dtype}, causal"
+        )
+        plot(args.plot, {"forward and backward, ms": lines}, title, xlabel="length")
     exit_if(n for n in ours if any(isinstance(x[n], Exception) for x in results.values()))
 
 

@@ -32,6 +32,16 @@ from reformax.ops import block_patterns, block_sparse
 
 CAUSAL, ALL = "dense, causal", "dense, all"
 FLEX = "FlexAttention, "
+# A line's style says whose it is and its colour which pass; ours shows within FlexAttention's.
+STYLES = {
+    f"{whose}, {one_pass}": style | dict(color=color)
+    for one_pass, color in (("forward", "C0"), ("gradient", "C1"))
+    for whose, style in {
+        "ours": dict(ls="-", marker="o", ms=4),
+        "FlexAttention": dict(ls="--", marker="s", ms=8, mfc="none"),
+        ALL: dict(ls=":"),
+    }.items()
+}
 
 
 class Shape(NamedTuple):
@@ -160,7 +170,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             a, b, off = off_the_line(list(times), list(times.values()))
             print(f"{label}: {a:.3f} ms + {b * 1e3:.4f} ms for 1,000 blocks, within {off:.0%}")
     if args.plot:
-        plot(args.plot, {"ms": lines}, str(shape), xlabel="nonzero blocks")
+        title = (
+            f"{command_line.machine()}, 1 x {shape.length:,} tokens, {shape.n_heads} heads of "
+            f"{shape.d_head}, blocks of {shape.block_size}, {shape.dtype}"
+        )
+        plot(args.plot, {"ms": lines}, title, styles=STYLES, xlabel="nonzero blocks")
     exit_if(name for name in ours if isinstance(known[name], Exception))
 
 

@@ -69,8 +69,9 @@ def train(build, task: Any, steps: int, learning_rate: float, **sizes: int) -> A
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__)
     for name, default in dict(length=256, batch_size=32, steps=700, chunk_len=32).items():
-        parser.add_argument(f"--{name}", type=command_line.positive, default=default)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
+        text = f"default: {default}"
+        parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)
+    parser.add_argument("--learning_rate", type=float, default=3e-3, help="default: 3e-3")
     args = parser.parse_args(argv)
     trained_with = TRAINED_WITH
     if args.tiny:

@@ -25,6 +25,7 @@ from reformax.ops.parts.masks import except_self, visibility
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.reference import reference_attention
 
+LENGTH, CHUNK_LEN, N_SEEDS = 1024, 64, 8
 N_HASHES = (1, 2, 4, 8, 16)
 NOISES = (0.25, 0.5, 1.0)
 SIZE, N_CLUSTERS = 64, 32
@@ -47,9 +48,9 @@ def clustered_queries(rng: PRNGKeyArray, length: int, noise: float) -> Float[Arr
 def mean_recall(
     n_hashes: int,
     *,
-    n_seeds: int = 8,
-    length: int = 1024,
-    chunk_len: int = 64,
+    n_seeds: int = N_SEEDS,
+    length: int = LENGTH,
+    chunk_len: int = CHUNK_LEN,
     noise: float = 0.5,
     causal: bool = False,
 ) -> tuple[float, float]:
@@ -77,11 +78,11 @@ def mean_recall(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, plot=True)
-    parser.set_defaults(plot=Path("docs/recall.png"))
+    parser = command_line.parser(__doc__, plot=Path("docs/recall.png"))
     args = parser.parse_args(argv)
     n_hashes = N_HASHES[:2] if args.tiny else N_HASHES
-    options = dict(n_seeds=1, length=64, chunk_len=8) if args.tiny else {}
+    sizes = (1, 64, 8) if args.tiny else (N_SEEDS, LENGTH, CHUNK_LEN)
+    options = dict(zip(("n_seeds", "length", "chunk_len"), sizes, strict=True))
     lines: dict[str, dict[int, float]] = {}
     for noise in NOISES:
         found = [mean_recall(n, noise=noise, **options) for n in n_hashes]
@@ -89,12 +90,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             dict(zip(n_hashes, share, strict=True)) for share in zip(*found, strict=True)
         )
         lines[f"weight, noise {noise:g}"] = weight
-    lines[f"keys, noise {noise:g}"] = keys
+    blind = f"keys, noise {noise:g}"
+    lines[blind] = keys
     table = Table("n_hashes", *map(str, n_hashes))
     for name, shares in lines.items():
         table.row(name, *(f"{share:.3f}" for share in shares.values()))
     label = "share that LSH attention shows"
-    plot(args.plot, {label: lines}, yscale="linear", xlabel="n_hashes", ylim=(0, 1.02))
+    title = (
+        f"{options['length']:,} vectors in {N_CLUSTERS} clusters, chunks of "
+        f"{options['chunk_len']}, {options['n_seeds']} draws"
+    )
+    styles = {blind: dict(color="k", ls="--")}
+    axes = dict(yscale="linear", xlabel="n_hashes", ylim=(0, 1.02))
+    plot(args.plot, {label: lines}, title, styles=styles, **axes)
 
 
 if __name__ == "__main__":

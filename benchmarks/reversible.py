@@ -32,6 +32,15 @@ from reformax.ops import local, lsh
 
 DROPOUT = 0.1
 ERRORS = "largest error of a rebuilt input", "relative error of the gradient"
+# Both exact stacks may lie on the same line: one shows within the other.
+STYLES = {
+    f"{dtype}, {kind}": style | dict(ls=ls)
+    for kind, ls in (("plain", "-"), ("exact", "--"))
+    for dtype, style in {
+        "float32": dict(color="C0", marker="s", ms=8, mfc="none"),
+        "bfloat16": dict(color="C1", marker="o", ms=4),
+    }.items()
+}
 
 
 class Shape(NamedTuple):
@@ -137,8 +146,7 @@ def print_costs(shape: Shape) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, plot=True)
-    parser.set_defaults(plot=Path("docs/reversible.png"))
+    parser = command_line.parser(__doc__, plot=Path("docs/reversible.png"))
     parser.add_argument(
         "--layers", type=command_line.positive, nargs="+", help="increasing even numbers"
     )
@@ -146,7 +154,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)
     shape = shape._replace(depths=tuple(args.layers or shape.depths))
-    plot(args.plot, print_drifts(shape), "1e-10 stands for 0", xlabel="layers")
+    title = (
+        f"{command_line.machine()}, {shape.batch} x {shape.length:,} tokens, d_model "
+        f"{shape.d_model}; 1e-10 stands for 0"
+    )
+    plot(args.plot, print_drifts(shape), title, styles=STYLES, xlabel="layers")
     if not args.no_cost:
         print_costs(shape)
 

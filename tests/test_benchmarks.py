@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, block_sparse, exact_attention, generation, step
+from benchmarks import (
+    attention,
+    block_sparse,
+    exact_attention,
+    generation,
+    recall,
+    reversible,
+    step,
+)
 from benchmarks.harness import calls, processes, rows
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
@@ -60,6 +68,38 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     importlib.import_module(f"benchmarks.{name}").main(flags)
     assert last in capsys.readouterr().out
     assert "--plot" not in flags or os.path.getsize(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in COMMANDS}))
+def test_help_says_what_a_command_prints_and_draws(name, capsys):
+    module = importlib.import_module(f"benchmarks.{name}")
+    with pytest.raises(SystemExit) as stop:
+        module.main(["--help"])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0 and module.__doc__.strip() in printed
+    if name in ("recall", "reversible"):
+        assert f"(default: docs/{name}.png)" in " ".join(printed.split())
+
+
+def test_lines_that_lie_on_each_other_differ_in_style():
+    for module, n_lines in ((block_sparse, 6), (reversible, 4)):
+        styles = [{**dict(marker=""), **style} for style in module.STYLES.values()]
+        assert len({(x["color"], x["ls"], x["marker"]) for x in styles}) == len(styles) == n_lines
+    times = {name: None for name in ("a", "b")} | {block_sparse.ALL: None}
+    assert set(block_sparse.random_times(times, dict(a=1, b=2))) <= block_sparse.STYLES.keys()
+
+
+def test_a_figure_says_its_setup(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr(recall, "mean_recall", lambda n, **_: (1 - 1 / n, 1 / n))
+    recall.main([f"--plot={tmp_path / 'a.png'}"])
+    (figure,) = drawn
+    assert "1,024 vectors in 32 clusters, chunks of 64, 8 draws" in figure.get_suptitle()
+    (axes,) = figure.axes
+    assert axes.get_legend() is not None and not figure.legends  # it fits inside
 
 
 @pytest.mark.slow

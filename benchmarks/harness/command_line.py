@@ -13,21 +13,30 @@ import jax
 
 
 def parser(
-    doc: str, repeats: int | None = None, peers: str = "", plot: bool = False
+    doc: str, repeats: int | None = None, peers: str = "", plot: bool | Path = False
 ) -> argparse.ArgumentParser:
     """A parser with --tiny and, if asked, --repeats with a default, --peers and --plot.
 
-    The first line of `doc` describes the command, and `peers` says what --peers adds.
+    `doc` describes the command, and `peers` says what --peers adds. A path as `plot` is the default
+    of --plot.
     """
-    flags = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    shape = argparse.RawDescriptionHelpFormatter
+    flags = argparse.ArgumentParser(description=doc, formatter_class=shape)
     flags.add_argument("--tiny", action="store_true", help="tiny sizes, to see that it runs")
     if repeats is not None:
-        flags.add_argument("--repeats", type=positive, default=repeats, help="timed calls of a row")
+        flags.add_argument(
+            "--repeats",
+            type=positive,
+            default=repeats,
+            help=f"timed calls of a row (default: {repeats})",
+        )
     if peers:
         options = dict(nargs="?", const=sys.executable, metavar="PYTHON")
         flags.add_argument("--peers", help=f"{peers}, run by this interpreter", **options)
     if plot:
-        flags.add_argument("--plot", type=Path, help="where to draw the figure")
+        path = plot if isinstance(plot, Path) else None
+        where = f"where to draw the figure (default: {path or 'nowhere'})"
+        flags.add_argument("--plot", type=Path, metavar="FILE", default=path, help=where)
     return flags
 
 
@@ -41,8 +50,13 @@ def positive(text: str) -> int:
 
 def of_size(sizes: Mapping[str, Any], tiny: bool) -> Any:
     """The entry of `sizes` for this run, "tiny", "cpu" or "gpu". Prints it and the machine."""
-    backend = jax.default_backend()
-    device = f"{os.cpu_count()} cores" if backend == "cpu" else jax.devices()[0].device_kind
-    found = sizes["tiny" if tiny else backend]
-    print(f"{device}, jax {jax.__version__}, {found}")
+    found = sizes["tiny" if tiny else jax.default_backend()]
+    print(f"{machine()}, {found}")
     return found
+
+
+def machine() -> str:
+    """The device and JAX's version."""
+    cpu = jax.default_backend() == "cpu"
+    device = f"{os.cpu_count()} cores" if cpu else jax.devices()[0].device_kind
+    return f"{device}, jax {jax.__version__}"

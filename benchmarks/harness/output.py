@@ -30,28 +30,50 @@ class Table:
         self.row(*names, *([reason(known)] if isinstance(known, Exception) else cells(known)))
 
 
+_MOST_INSIDE = 6  # names of a legend inside the axes
+
+
 def plot(
-    path: Path, panels: Mapping[str, Lines], title: str = "", yscale: str = "log", **options: Any
+    path: Path,
+    panels: Mapping[str, Lines],
+    title: str = "",
+    yscale: str = "log",
+    styles: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
 ) -> None:
-    """Draws panels of lines, by what their y axes show, and writes them to `path`."""
-    import matplotlib
+    """Draws panels of lines, by what their y axes show, and writes them to `path`.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    `styles` has options of matplotlib by a line's name; others have a colour and a marker each.
+    """
+    from matplotlib.figure import Figure
 
-    size = 4.5 * len(panels) + 3.5, 4.5
-    fig, grid = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
-    fig.suptitle(title, fontsize=9)
-    for axes, (label, lines) in zip(grid[0], panels.items(), strict=True):
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    inside = len(names) <= _MOST_INSIDE
+    size = 5 * len(panels) + (2 if inside else 4.5), 4.5
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    figure.suptitle(title, fontsize=9)
+    for axes, (label, lines) in zip(grid, panels.items(), strict=True):
         for name, points in lines.items():
-            style = "ks-" if name.startswith("dense") else "o-"
-            axes.plot(list(points), list(points.values()), style, ms=4, label=name)
+            style = (styles or {}).get(name) or _style(name, names.index(name))
+            axes.plot(list(points), list(points.values()), label=name, **style)
         axes.set(xscale="log", yscale=yscale, ylabel=label, **options)
         ticks = sorted({x for points in lines.values() for x in points})
         axes.set_xticks(ticks, [f"{x:,}" for x in ticks], fontsize=8)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    fig.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    handles = grid[-1].get_legend_handles_labels()
+    if len(panels) > 1:
+        figure.legend(*handles, loc="outside lower center", ncols=_MOST_INSIDE, fontsize=8)
+    elif inside:
+        grid[0].legend(fontsize=8)
+    else:
+        figure.legend(*handles, loc="outside right center", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=150)
-    plt.close(fig)
+    figure.savefig(path, dpi=150)
+
+
+def _style(name: str, n: int) -> dict[str, Any]:
+    if name.startswith("dense"):
+        return dict(color="k", marker="s", ms=5)
+    return dict(color=f"C{n % 10}", marker="oDv^Xp"[n % 6], ms=5)

@@ -18,7 +18,7 @@ def main() -> int:
         print("python -m benchmarks.reliability CAMPAIGN [--cases=N] [--seed=S]\n")
         for other, module in campaigns.items():
             print(f"  {other:<14} {module.__doc__.partition(chr(10))[0]}")
-        return 2 if name else 0
+        return 0 if name in ("", "-h", "--help") else 2
     return campaigns[name].main(argv) or 0
 
 

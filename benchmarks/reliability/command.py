@@ -12,10 +12,13 @@ from benchmarks.reliability.runs import Ending, Runner
 
 
 def parse(doc: str, cases: int, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses --cases and --seed; the first line of `doc` describes the campaign."""
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument("--cases", type=positive, default=cases, help=f"default: {cases}")
-    parser.add_argument("--seed", type=int, default=0, help="of the cases; default: 0")
+    """Parses --cases and --seed; `doc` describes the campaign."""
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=shape)
+    parser.add_argument(
+        "--cases", type=positive, default=cases, help=f"how many (default: {cases})"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the cases (default: 0)")
     return parser.parse_args(argv)
 
 
