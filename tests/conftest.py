@@ -1,7 +1,10 @@
 """Settings that every test shares."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from importlib import metadata
 
 import hypothesis
@@ -18,6 +21,12 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     if metadata.version("jaxlib").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+
+# The scripts would keep what they compile in the user's folder. Here all processes of a session
+# share one; the process that made it deletes it.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="reformax.tests.")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 # An example's first run compiles, so its time says nothing. In CI every run draws the same ones.
 hypothesis.settings.register_profile(

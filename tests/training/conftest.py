@@ -5,10 +5,9 @@ import pytest
 
 
 @pytest.fixture(scope="package", autouse=True)
-def compile_once(tmp_path_factory):
-    """Runs of the same settings in this process share what XLA compiled."""
+def compile_once():
+    """Runs of the same settings share what XLA compiled, in whichever process of the session."""
     settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
