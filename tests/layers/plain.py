@@ -9,10 +9,23 @@ from reformax.ops import local, lsh
 
 
 def init(layer, *shapes, seed=0):
-    """A layer's parameters, none of them at its initial 0 or 1."""
-    params = jax.jit(lambda key: layer.init_params(key, *shapes))(jax.random.PRNGKey(seed))
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda w: w + 0.1 * rng.normal(size=w.shape).astype(np.float32), params)
+    """Parameters of a layer's names and shapes, none of them at its initial 0 or 1.
+
+    NumPy draws them: XLA would compile for half a second to draw those of one model.
+    """
+    key, rng = jax.random.PRNGKey(seed), np.random.default_rng(seed)
+
+    def draw(path, like):
+        name = getattr(path[-1], "key", "")
+        # As wide as Glorot and Bengio have it; scales are about 1, biases about 0.
+        glorot = np.sqrt(2 / sum(like.shape[-2:]))
+        width = {"w": glorot, "e": 0.3, "a": 0.3}.get(name[:1], 0.1)
+        array = width * rng.normal(size=like.shape) + (name == "scale")
+        return jnp.asarray(array, like.dtype)
+
+    return jax.tree_util.tree_map_with_path(
+        draw, jax.eval_shape(lambda: layer.init_params(key, *shapes))
+    )
 
 
 def blocks(ops=None, d_head=4, d_ff=12, rate=0.1, ff_chunk_size=0):

@@ -30,23 +30,29 @@ SMALL = dict(
 WINDOW = local.local(chunk_len=4, window=3, n_chunks_after=1)
 MODELS = {
     "transformer": (Transformer, {}),
-    "post-norm": (Transformer, dict(post_norm=True, attention_bias=True)),
-    "rotary": (Transformer, dict(pos_type="rotary", remat=True)),
-    "axial": (
+    "post-norm, axial": (
         Transformer,
-        dict(pos_type="axial", pos_axial_shape=(4, 8), pos_d_axial_embs=(2, 6)),
+        dict(
+            post_norm=True,
+            attention_bias=True,
+            pos_type="axial",
+            pos_axial_shape=(4, 8),
+            pos_d_axial_embs=(2, 6),
+        ),
     ),
+    "rotary": (Transformer, dict(pos_type="rotary", remat=True)),
     "reformer": (Reformer, dict(pos_type="rotary")),
-    "reformer, windows": (
+    "reformer, windows, two vocabularies": (
         Reformer,
         dict(
+            output_vocab_size=17,
+            d_attention_key=3,
             encoder_attention_type=(WINDOW, dense.dense()),
             decoder_attention_type=local.local(chunk_len=4, window=4),
             ff_chunk_size=3,
             exact=True,
         ),
     ),
-    "two vocabularies": (Reformer, dict(output_vocab_size=17, d_attention_key=3)),
 }
 
 
@@ -325,7 +331,7 @@ def test_a_mistake_is_told(options, message):
 
 
 def test_positions_that_hold_too_little():
-    model, params = make("axial")
+    model, params = make("post-norm, axial")
     tokens = np.ones((1, 33), np.int32)
     with pytest.raises(ValueError, match="33 positions and the model's hold 32"):
         jax.eval_shape(model.features, params, (tokens, tokens))
