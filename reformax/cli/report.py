@@ -29,7 +29,7 @@ def training(result: dict[str, Any]) -> int:
     """Prints how a run of `loop.train` ended and what to do next; returns the exit code."""
     folder = result["output_dir"]
     if result["interrupted_by"] is not None:
-        again = shlex.join(["python", *sys.argv])
+        again = shlex.join([*_program(), *sys.argv[1:]])
         print(f"stopped by {result['interrupted_by'].name}; saved at step {result['step']}")
         print(f"to go on: {again}")
         return 128 + result["interrupted_by"]
@@ -45,6 +45,13 @@ def training(result: dict[str, Any]) -> int:
     )
     kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
-    script = Path(sys.argv[0]).with_name("evaluate.py")
-    print(f"next: {shlex.join(['python', str(script), f'--output_dir={folder}', '--split=test'])}")
+    print(f"next: {shlex.join([*_program('evaluate'), f'--output_dir={folder}', '--split=test'])}")
     return 0
+
+
+def _program(name: str | None = None) -> list[str]:
+    """The words that call this command, or the one of `name`: a script, or `reformax`."""
+    script = Path(sys.argv[0])
+    if script.suffix != ".py":
+        return ["reformax", name or script.name.split()[-1]]
+    return ["python", str(script.with_name(f"{name}.py") if name else script)]

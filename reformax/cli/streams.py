@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import select
+import signal
 import sys
 
 PATIENCE = 1.0  # seconds that a reader may keep a write waiting
@@ -70,6 +71,8 @@ def guard(stdout: type[Stream]) -> None:
     """
     if sys.stdout is not sys.__stdout__:
         return  # a caller's stream, such as a test's
+    if stdout is Result:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop first
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Converts a checkpoint: `python -m reformax.convert --from=PATH --to=PATH`.
+"""Converts a checkpoint: `reformax convert --from=PATH --to=PATH`.
 
     --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, with config.json
     --from=model.pkl.gz --config_file=FILE.gin    trax.models.ReformerLM or TransformerLM; the gin
@@ -19,11 +19,11 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reformax.cli import config, errors, flags
+from reformax.cli import config, configs, errors, flags
 from reformax.declared import Count, PathName, Size, user_path
 
 # The command fails if logits differ by more than this share of the largest.
@@ -40,9 +40,9 @@ class Source(NamedTuple):
     notes: list[str]  # differences from the original, one line each
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Reads, writes and checks; returns the exit code."""
-    args = parser().parse_args()
+    args = parser().parse_args(argv)
     source_path, target_path = user_path("from", args.source), user_path("to", args.target)
     empty = target_path.is_dir() and not any(target_path.iterdir())
     if target_path.exists() and not empty:
@@ -82,7 +82,7 @@ def _aside(target: Path) -> Iterator[Path]:
 
 def parser():
     """The flags."""
-    parser = flags.parser(__doc__, prog="python -m reformax.convert")
+    parser = flags.parser(__doc__, prog="reformax convert")
     parser.add_argument(
         "--from", required=True, dest="source", type=flags.of(PathName), help="what to read"
     )
@@ -149,7 +149,7 @@ def _read(path: Path, args: argparse.Namespace) -> Source:
                 "--config_file=FILE.gin, as for train.py"
             )
         folders = [Path(file).absolute().parent for file in args.config_file]
-        config.parse(args.config_file, args.config, folders=[*folders, Path("configs"), Path(".")])
+        config.parse(args.config_file, args.config, folders=[*folders, *configs.FOLDERS])
         spec = Spec.of_config()
         params = trax_models.read_params(path, spec)
         return Source("trax", spec, params, {"format": "trax"}, trax_models.notes(spec))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from reformax.data import files
+from reformax.data import files, prepared
 from reformax.data.base import Task, byte_language_model, split_bytes
 from reformax.declared import PathName, checked
 
 N_BYTES = 100_000_000
+DOWNLOAD = "download enwik8.zip yourself and pass --data_dir=its folder"
 
 
 @checked
@@ -29,11 +30,12 @@ def enwik8(data_dir: PathName | None = None) -> Task:
     Raises:
       FileNotFoundError: data_dir does not exist or holds no enwik8.
       ValueError: the file is empty, damaged or too short, or the folder holds several.
+      ModuleNotFoundError: data_dir is None and tensorflow-datasets is not installed.
       OSError: the download failed.
     """
     if data_dir is None:
-        # Imported here, so that local files need no tensorflow-datasets.
-        from reformax.data import enwik8_builder
+        prepared.library("enwik8", DOWNLOAD)
+        from reformax.data import enwik8_builder  # a class of tensorflow-datasets
 
         return byte_language_model("enwik8", enwik8_builder.load())
     path = files.existing(data_dir)

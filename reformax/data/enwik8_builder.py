@@ -16,6 +16,7 @@ from tensorflow_datasets.core.download.checksums import UrlInfo
 
 from reformax.data import files, prepared
 from reformax.data.base import SPLITS, split_bytes
+from reformax.data.enwik8 import DOWNLOAD
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
 _BLOCK = 1 << 16  # bytes an example
@@ -69,7 +70,7 @@ def load(data_dir: str | None = None) -> dict[str, UInt8[np.ndarray, " n"]]:
         lambda: Enwik8(data_dir=data_dir, file_format="array_record"),
         lambda builder: {split: _read(builder, split) for split in SPLITS},
         URL,
-        "download enwik8.zip yourself and pass --data_dir=its folder",
+        DOWNLOAD,
     )
 
 

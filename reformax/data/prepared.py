@@ -1,4 +1,7 @@
-"""Prepares datasets of tensorflow-datasets once, with errors in one line."""
+"""Prepares datasets of tensorflow-datasets once, with errors in one line.
+
+tensorflow-datasets is an extra of the package, and imported at first use.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,37 @@ import contextlib
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
-import tensorflow_datasets as tfds
+if TYPE_CHECKING:
+    import tensorflow_datasets as tfds
 
 T = TypeVar("T")
 _TIMEOUT = 20  # seconds
+
+
+def library(name: str, instead: str) -> ModuleType:
+    """tensorflow-datasets.
+
+    Args:
+      name: the dataset that needs it, for the error.
+      instead: what to do without it.
+
+    Raises:
+      ModuleNotFoundError: it is not installed.
+    """
+    try:
+        import tensorflow_datasets
+    except ModuleNotFoundError as error:
+        if error.name != "tensorflow_datasets":
+            raise
+        raise ModuleNotFoundError(
+            f"{name} needs tensorflow-datasets, which is not installed: pip install "
+            f"'reformax[tfds]', or {instead}",
+            name=error.name,
+        ) from None
+    return tensorflow_datasets
 
 
 def load(
@@ -31,17 +59,17 @@ def load(
       instead: the advice of the error where there is no network.
 
     Raises:
+      ModuleNotFoundError: tensorflow-datasets is not installed.
       OSError: the data could not be downloaded, checked, written or read.
     """
+    config = library(name, instead).download.DownloadConfig(force_checksums_validation=True)
     try:
         dataset = builder()
         if not dataset.is_prepared():
             # Without a network tensorflow-datasets retries for minutes, so ask first.
             with contextlib.suppress(urllib.error.HTTPError):
                 urllib.request.urlopen(url, timeout=_TIMEOUT).close()
-            dataset.download_and_prepare(
-                download_config=tfds.download.DownloadConfig(force_checksums_validation=True)
-            )
+            dataset.download_and_prepare(download_config=config)
         return read(dataset)
     except Exception as error:  # tensorflow-datasets has no base class of its errors
         reason = str(error).strip().partition("\n")[0].rstrip(":") or type(error).__name__

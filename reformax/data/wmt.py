@@ -10,6 +10,7 @@ import functools
 import re
 from pathlib import Path
 
+from reformax.data import prepared
 from reformax.data.base import SPLITS, Task
 from reformax.data.sentence_pairs import sentence_pairs
 from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
@@ -88,13 +89,10 @@ def load(
     which needs no TensorFlow to be read.
 
     Raises:
+      ModuleNotFoundError: tensorflow-datasets is not installed.
       OSError: the dataset could not be downloaded, prepared or read.
     """
-    # Imported here, so that importing this module is quick and needs no tensorflow-datasets.
-    import tensorflow_datasets as tfds
-
-    from reformax.data import prepared
-
+    tfds = prepared.library(dataset, "choose text_pairs.text_pairs for sentences in files")
     folder = None if data_dir is None else str(Path(data_dir).expanduser())
 
     def builder():

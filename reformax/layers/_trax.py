@@ -1,5 +1,8 @@
 """Trax, imported quickly and with or without TensorFlow; and the base class of reformax's layers.
 
+Trax is an extra of the package, for it requires TensorFlow to be installed. Without it layers are
+their pure functions alone.
+
 Trax 1.4.1 loads in 13 s and only where TensorFlow is installed, though its layers and models need
 TensorFlow only for files and two `isinstance` checks. No other module imports Trax. This one makes
 three changes inside Trax's own modules. `sys.modules` never holds a stand-in, so the rest of the
@@ -25,10 +28,13 @@ import sys
 import types
 from typing import Any
 
+import jax
+
 
 class _NotInstalled(ModuleNotFoundError):
     def __init__(self, module: str, user: str):
-        install = f"pip install {module.replace('_', '-')}"
+        package = "'reformax[trax]'" if module == "trax" else module.replace("_", "-")
+        install = f"pip install {package}"
         super().__init__(f"{user} needs {module}, which is not installed: {install}", name=module)
 
 
@@ -74,6 +80,18 @@ class _LazyTensorFlow(_Lazy):
             if (attribute, error.name) == ("io", "tensorflow"):
                 return _LocalFiles
             raise
+
+
+class _Absent(types.ModuleType):
+    """Stands for Trax, or a part of it, where it is not installed; a use says how to install it."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(f"{self.__name__} is not installed; no attribute {attribute!r}")
+        raise _NotInstalled("trax", f"{self.__name__}.{attribute}")
+
+    def __call__(self, *args, **kwargs):
+        raise _NotInstalled("trax", self.__name__)
 
 
 class _LazyBackend(dict):
@@ -165,20 +183,61 @@ class _Finder(importlib.abc.MetaPathFinder):
 if "trax" not in sys.modules:
     sys.meta_path.insert(0, _Finder())
 
-import jax  # noqa: E402
-import trax  # noqa: E402
-from trax import layers as tl  # noqa: E402
-from trax.shapes import ShapeDtype, signature  # noqa: E402
+try:
+    import trax
+    from trax import layers as tl
+    from trax.shapes import ShapeDtype, signature
+except ModuleNotFoundError as error:
+    if error.name != "trax":
+        raise
+    HAS_TRAX = False
+    trax, tl = _Absent("trax"), _Absent("reformax.layers.tl")
+    ShapeDtype = signature = _Absent("trax.shapes")
+else:
+    HAS_TRAX = True
 
-__all__ = ["Layer", "ShapeDtype", "signature", "tl", "trax"]
+
+if HAS_TRAX:
+
+    class _Base(tl.Layer):
+        """Trax's layer."""
+
+        def _set_weights(self, weights: Any) -> None:
+            # JAX sorts the keys of a dict. Trax pairs weights with gradients, and with the arrays
+            # of a file, by the order of insertion. The two orders must agree.
+            tl.Layer.weights.fset(self, jax.tree.map(lambda leaf: leaf, weights))
+
+        weights = tl.Layer.weights.setter(_set_weights)
+
+else:
+
+    class _Base:
+        """What stands for Trax's layer where Trax is not installed: numbers of arrays, a name."""
+
+        def __init__(self, n_in: int, n_out: int, name: str | None):
+            self.n_in, self.n_out = n_in, n_out
+            self.name = type(self).__name__ if name is None else name
+
+        def __call__(self, *args, **kwargs):
+            raise _NotInstalled("trax", f"a call of {self.name}")
+
+        def __getattr__(self, attribute: str) -> Any:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {attribute!r}, or it is one of "
+                "Trax's layers: these need pip install 'reformax[trax]'"
+            )
+
+        def __repr__(self) -> str:
+            counts = (("in", self.n_in), ("out", self.n_out))
+            return "".join([self.name, *(f"_{what}{n}" for what, n in counts if n != 1)])
 
 
-class Layer(tl.Layer):
+class Layer(_Base):
     """A Trax layer around two pure functions, which a subclass defines: `init_params`, `apply`.
 
-    It can stand wherever Trax takes a layer. The two functions also work without Trax. Its weights
-    are any tree of arrays, by convention a dict of names; a layer made of others keeps theirs under
-    their names. It has no state.
+    It can stand wherever Trax takes a layer. The two functions also work where Trax is not
+    installed. Its weights are any tree of arrays, by convention a dict of names; a layer made of
+    others keeps theirs under their names. It has no state.
 
     A constructor keeps an argument `x` as `self._x`, which `repr` then shows. A layer with many
     arguments is a dataclass: its fields are public.
@@ -201,13 +260,6 @@ class Layer(tl.Layer):
     def _settable_attrs(self) -> tuple[str, ...]:
         """Trax's protocol: the public attributes that can be assigned."""
         return (*super()._settable_attrs(), *getattr(self, "__dataclass_fields__", ()))
-
-    def _set_weights(self, weights: Any) -> None:
-        # JAX sorts the keys of a dict. Trax pairs weights with gradients, and with the arrays of a
-        # file, by the order of insertion. The two orders must agree.
-        tl.Layer.weights.fset(self, jax.tree.map(lambda leaf: leaf, weights))
-
-    weights = tl.Layer.weights.setter(_set_weights)
 
     def init_params(self, rng, *shapes: tuple[int, ...]) -> Any:
         """Fresh float32 parameters for inputs of these shapes, batch included; here none: `()`."""

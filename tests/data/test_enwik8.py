@@ -62,6 +62,14 @@ def test_a_part_says_so_in_one_line(tmp_path, content, caplog):
     assert "500 bytes, not the 100,000,000 of enwik8: split 90/5/5" in message
 
 
+def test_a_download_without_tensorflow_datasets_says_how_to_install_it(
+    monkeypatch, fails_in_one_line
+):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # its import fails
+    with fails_in_one_line(ModuleNotFoundError, r"pip install 'reformax\[tfds\]', or download"):
+        enwik8.enwik8()
+
+
 def test_the_whole_says_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(enwik8, "N_BYTES", 500)
     (tmp_path / "enwik8").write_bytes(SHORT)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.layers import _trax
 from reformax.layers._trax import Layer, signature, tl
 from tests.helpers import assert_trees_equal
 
@@ -140,6 +141,52 @@ assert error_of("__import__('tensorflow')")[1] == "No module named 'tensorflow'"
 """,
         tmp_path,
     )
+
+
+@pytest.fixture
+def without_trax(monkeypatch):
+    """The module as it is where Trax is not installed."""
+    monkeypatch.setitem(sys.modules, "trax", None)  # its import fails
+    spec = importlib.util.spec_from_file_location("reformax.layers._without_trax", _trax.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_trax_a_layer_is_its_two_functions(without_trax):
+    class Scale(without_trax.Layer):
+        def __init__(self, start: float = 1.0):
+            super().__init__(n_out=2)
+            self._start = start
+
+        def init_params(self, rng, shape):
+            return {"w": jnp.full(shape, self._start)}
+
+        def apply(self, params, x, rng=None):
+            return params["w"] * x, x
+
+    layer = Scale(3.0)
+    assert repr(layer) == "Scale_out2(start=3.0)" and (layer.n_in, layer.n_out) == (1, 2)
+    assert layer.apply(layer.init_params(None, ()), 2.0) == (6.0, 2.0)
+    install = r"pip install 'reformax\[trax\]'"
+    with pytest.raises(ModuleNotFoundError, match=f"^a call of Scale needs trax, .*: {install}$"):
+        layer(2.0)
+    with pytest.raises(AttributeError, match=f"no attribute 'weights', .* {install}$"):
+        layer.weights  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "use, name",
+    [
+        (lambda module: module.tl.Serial, "reformax.layers.tl.Serial"),
+        (lambda module: module.trax.models, "trax.models"),
+        (lambda module: module.signature(1), "trax.shapes"),
+    ],
+)
+def test_a_use_of_trax_says_how_to_install_it(use, name, without_trax):
+    install = r"pip install 'reformax\[trax\]'"
+    with pytest.raises(ModuleNotFoundError, match=f"^{name} needs trax, .*: {install}$"):
+        use(without_trax)
 
 
 def test_assert_shape_names_the_line_that_made_a_layer():

@@ -180,7 +180,7 @@ def test_a_mistake_is_one_line(folder, monkeypatch, capsys, flags, code, message
     (configs / "bad_include.gin").write_text(RUN.replace("base.gin", "bas.gin"))
     (configs / "bad_import.gin").write_text(RUN.replace("import tiny", "import tinny"))
     (configs / "bad_name.gin").write_text(RUN.replace("d_model", "d_modle"))
-    monkeypatch.setattr(train, "CONFIGS", configs)
+    monkeypatch.setattr("reformax.cli.configs.FOLDERS", (configs, folder))
     if not any(flag.startswith("--config_file") for flag in flags):
         flags = ["--config_file=run.gin", *flags]
     got, out, err = call(train.main, monkeypatch, capsys, *flags)

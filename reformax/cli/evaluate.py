@@ -1,0 +1,169 @@
+"""Scores a trained model on every target of a split: `reformax evaluate --output_dir=DIR`.
+
+Prints bits per dim (of a translation: per token) and writes the same to DIR/evaluation_SPLIT.json.
+The model and the task are those of the checkpoint's own config; settings such as the number of
+hashes can be overridden with --config. A config that names other code than that of this package is
+refused, unless --trust_config says that it may run.
+
+A model of translation also translates the split, by beam search: sacreBLEU is printed with its
+signature, DIR/translations_SPLIT.txt has the translations line for line, and
+DIR/translations_SPLIT.tsv the source, the reference and the score of each. --beam_size=0 leaves
+that out.
+
+Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
+printed all the same, and the last line of stderr names the file that is missing or old. 2: the
+command or its config is wrong.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from reformax.cli import config, flags, report, results, saved_run
+from reformax.declared import AnySeed, PathName, Size
+
+# The settings of the run that an evaluation reads besides those of its model.
+READ = (
+    "task",
+    "loss_chunk_len",
+    "eval_batch_size",
+    "eval_length",
+    "eval_stride",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Flags, then gin, then one call."""
+    args = parser().parse_args(argv)
+    _check_search(args)
+    files = results.Files(args.output_dir)
+    saved = saved_run.restore(args, args.data_dir)
+    from reformax.training import loop
+    from reformax.training.evaluation import evaluate
+
+    run = config.bindings(loop.train, READ)
+    task = run["task"]
+    if task.translation is None:
+        flags.refuse(args, flags.SEARCH, f"the task {task.name} is no translation")
+    else:
+        saved_run.keep_vocabulary(args, task.translation.vocabulary, saved)
+    changed = saved_run.changed_data(args, task, saved)
+    options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
+    options["progress"] = not args.quiet
+    sizes = _sizes(args, run | saved.run)
+    options["max_tokens"] = args.tokens
+    result = evaluate(saved.model, saved.params, task, args.split, **sizes, **options)
+    _check_finite(result, saved)
+    report.note_unused(args.config, (*saved_run.MODEL, *READ))
+    result |= {"checkpoint_steps": saved.steps, "seed": args.seed, "overrides": args.config}
+    if changed:
+        result["changed_data"] = changed
+    name = f"evaluation_{args.split}.json"
+    files.write_json(name, result)  # it is kept if the search fails
+    _print(result, files.named(name), task)
+    if task.translation is not None and args.beam_size != 0:
+        scores = _translate(args, saved, task.translation, files)
+        files.write_json(name, result | scores)
+        _print_translation(scores)
+    return files.exit_code()
+
+
+def parser():
+    """The flags."""
+    parser = flags.parser(__doc__)
+    flags.add_run(parser)
+    parser.add_argument("--split", default="valid", choices=["train", "valid", "test"])
+    parser.add_argument(
+        "--length", type=flags.of(Size), help="context in tokens (default: the run's)"
+    )
+    parser.add_argument(
+        "--stride",
+        type=flags.of(Size),
+        help="tokens the context moves by: each window predicts its last STRIDE, so a smaller one "
+        "gives every prediction more context and costs more (default: the run's, or the length)",
+    )
+    parser.add_argument(
+        "--batch_size", type=flags.of(Size), help="windows at a time (default: the run's)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=flags.of(Size),
+        help="score about so many targets, evenly spread over the split (default: every one)",
+    )
+    parser.add_argument("--seed", type=flags.of(AnySeed), default=0, help="of the hashes")
+    parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
+    flags.add_changed_data(parser)
+    flags.add_search(parser)
+    flags.add_quiet(parser)
+    flags.add_traceback(parser)
+    return parser
+
+
+def _check_search(args) -> None:
+    """Refuses flags of the search that are out of range, before the model is built."""
+    from reformax.generation.translation import check_options
+
+    if args.beam_size == 0:
+        others = flags.SEARCH.keys() - {"beam_size"}
+        flags.refuse(args, others, "with --beam_size=0 nothing is translated")
+    else:
+        check_options(**flags.search_options(args))
+
+
+def _sizes(args, run: dict[str, Any]) -> dict[str, int]:
+    """The sizes of the evaluation: the flags', or the run's."""
+    length = args.length or run.get("eval_length") or run["length"]
+    # The run's stride belongs to the run's length.
+    stride = args.stride or (None if args.length else run.get("eval_stride")) or length
+    batch_size = args.batch_size or run.get("eval_batch_size") or run["batch_size"]
+    return {"batch_size": batch_size, "length": length, "stride": stride}
+
+
+def _check_finite(result: dict[str, Any], saved: saved_run.Saved) -> None:
+    """Raises `FloatingPointError` for a result that is no score."""
+    for name, value in result.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise FloatingPointError(
+                f"{name} of {result['split']} is {value} for the {saved_run.named(saved.steps)}: "
+                "nothing is written; evaluate an earlier one, or with float32 as its dtype"
+            )
+
+
+def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, Any]:
+    """Translates the split into files and scores it."""
+    from reformax.cli import translations
+
+    options = flags.search_options(args)
+    scores = translations.score_split(
+        saved.model,
+        saved.params,
+        translation,
+        args.split,
+        files.write_text,
+        **options,
+        hash_seed=args.seed,
+        progress=not args.quiet,
+    )
+    return scores | options
+
+
+def _print(result: dict[str, Any], where: str, task) -> None:
+    from reformax.training.loss import metric_name
+
+    context = f"at most {result['length']} tokens (stride {result['stride']})"
+    if task.translation is not None:
+        context = "its source and the tokens before it"
+    part = "" if result["whole"] else f" of {task.n_targets(result['split']):,}, evenly spread"
+    print(
+        f"{result['split']}: {result['n_targets']:,} targets{part}, each predicted once from "
+        f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
+    )
+    print(f"accuracy: {result['accuracy']:.4f}")
+    metric = metric_name(task)
+    print(f"{metric}: {result[metric]:.4f}", flush=True)
+
+
+def _print_translation(scores: dict[str, Any]) -> None:
+    for name in ("bleu", "bleu_uncased"):
+        print(f"{name}: {scores[name]:.2f} ({scores[f'{name}_signature']})")
+    print(f"exact: {scores['exact']:.4f} of {scores['n_sentences']:,} sentences", flush=True)

@@ -1,0 +1,113 @@
+"""Continues a prompt with a trained model: `reformax generate --output_dir=DIR --prompt='def '`.
+
+Writes the prompt and its continuation to stdout as it comes, and the speed to stderr. Models of
+bytes read and write UTF-8, others numbers apart by spaces. Several prompts, or samples of one, are
+computed together and written one after the other when they are done. Without a prompt it reads
+standard input; a newline at its end, or at the end of a file, is part of the prompt.
+
+A model of translation translates instead: every line of the file or of standard input, or every
+--prompt, in order, a line for a line; a blank line stays blank.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from reformax.cli import flags, prompts, report, saved_run
+from reformax.declared import AnySeed, Count, NonNegative, Samples, Size, TopP
+
+# The flags of continuing a prompt and their values where they are not given.
+CONTINUE = {
+    "max_new_tokens": 500,
+    "num_samples": 1,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "seed": 0,
+    "max_length": None,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Flags, then gin, then one call."""
+    args = parser().parse_args(argv)
+    saved = saved_run.restore(args)  # no task: no data is needed
+    from reformax.models import EncoderDecoder
+
+    if isinstance(saved.model, EncoderDecoder):
+        flags.refuse(args, CONTINUE, "this run's model translates and takes no such setting")
+        return _translate(args, saved)
+    flags.refuse(args, flags.SEARCH, "this run's model does not translate")
+    return _continue(args, saved.model, saved.params, saved.run["length"])
+
+
+def parser():
+    """The flags."""
+    parser = flags.parser(__doc__)
+    flags.add_run(parser)
+    prompts.add_flags(parser)
+    parser.add_argument("--max_new_tokens", type=flags.of(Size), help="default: 500")
+    parser.add_argument(
+        "--num_samples", type=flags.of(Samples), help="continuations of each prompt"
+    )
+    parser.add_argument(
+        "--temperature", type=flags.of(NonNegative), help="0 takes the most probable token"
+    )
+    parser.add_argument("--top_k", type=flags.of(Count), help="0 for all tokens")
+    parser.add_argument("--top_p", type=flags.of(TopP), help="1 for all tokens")
+    parser.add_argument("--seed", type=flags.of(AnySeed), help="of the draws")
+    parser.add_argument(
+        "--hash_seed", type=flags.of(AnySeed), default=0, help="of the hashes, as in evaluate.py"
+    )
+    parser.add_argument(
+        "--max_length",
+        type=flags.of(Size),
+        help="tokens of prompt and continuation that memory is held for, by which automatic "
+        "numbers of hash buckets go (default: the run's length, or what is needed if that is more)",
+    )
+    flags.add_search(parser)
+    flags.add_quiet(parser)
+    flags.add_traceback(parser)
+    return parser
+
+
+def _continue(args, model, params, run_length: int) -> int:
+    """Continues the prompts with a language model."""
+    from reformax.cli import continuation
+    from reformax.generation import decoding
+    from reformax.training import loop
+
+    offset = prompts.offset(loop.train, model.vocab_size)
+    read = () if offset is None else ("task", "text.text.offset")
+    report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
+    options = flags.with_defaults(args, CONTINUE)
+    n_samples, n_new = options.pop("num_samples"), options.pop("max_new_tokens")
+    tokens = [prompts.encode(text, offset) for text in prompts.read(args) for _ in range(n_samples)]
+    if options["max_length"] is None and max(map(len, tokens)) + n_new <= run_length:
+        options["max_length"] = run_length
+    every = 1 if len(tokens) == 1 else decoding.BLOCK
+    blocks = decoding.stream(
+        model, params, tokens, n_new, **options, hash_seed=args.hash_seed, every=every
+    )
+    return continuation.write(blocks, tokens, offset, args.quiet)
+
+
+def _translate(args, saved: saved_run.Saved) -> int:
+    """Translates lines with an encoder-decoder."""
+    from reformax.cli import translations
+    from reformax.data import vocabulary as vocabulary_lib
+
+    report.note_unused(args.config, saved_run.MODEL, file=sys.stderr)
+    folder = Path(args.output_dir)
+    if (folder / vocabulary_lib.FILE).exists():
+        vocabulary = vocabulary_lib.load(folder)
+    else:
+        vocabulary = vocabulary_lib.Numbers(saved.model.source_vocab_size)
+    saved_run.keep_vocabulary(args, vocabulary, saved)
+    options = flags.search_options(args) | {"hash_seed": args.hash_seed, "quiet": args.quiet}
+    lines = prompts.read_lines(args)
+    trained_length = saved.run["length"]
+    translations.write_lines(
+        saved.model, saved.params, vocabulary, lines, trained_length, **options
+    )
+    return 0

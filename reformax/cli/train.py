@@ -1,0 +1,56 @@
+"""Trains a model as a gin config says: `reformax train`, or with a config of your own.
+
+    reformax train --config_file=reformer_enwik8.gin --output_dir=runs/mine \\
+        --config='loop.train.steps=1000' --config='d_model=256'
+
+The same command, run again after any interruption, goes on where the run stopped. Exit code 0:
+done; 1: stopped by an error; 2: the command or its config is wrong; 143, 130 or 129: saved and
+stopped by SIGTERM, SIGINT or SIGHUP.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from reformax.cli import config, configs, flags, report
+from reformax.declared import PathName
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Flags, then gin, then one call."""
+    args = parser().parse_args(argv)
+    files = args.config_file or [str(configs.FOLDER / "quickstart.gin")]
+    output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
+
+    config.parse(files, args.config, folders=configs.FOLDERS, data_dir=args.data_dir)
+    from reformax.training import folder, loop  # after parsing: a misspelt flag is told at once
+
+    folder.make_output_dir(output_dir)
+    train = config.configured(loop.train)
+    given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
+    given |= {"progress": False} if args.quiet else {}
+    result = train(output_dir, config_text=config.operative, **given)
+    report.note_unused(args.config)
+    return report.training(result)
+
+
+def parser():
+    """The flags."""
+    parser = flags.parser(__doc__)
+    parser.add_argument(
+        "--config_file",
+        action="append",
+        type=flags.of(PathName),
+        help="a gin file, by path or by a name that `reformax configs` lists; may be repeated, "
+        "later ones win (default: quickstart.gin)",
+    )
+    flags.add_config(parser)
+    parser.add_argument(
+        "--output_dir",
+        type=flags.of(PathName),
+        help="default: runs/<name of the last config file>",
+    )
+    parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
+    flags.add_changed_data(parser)
+    flags.add_quiet(parser)
+    flags.add_traceback(parser)
+    return parser

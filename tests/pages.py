@@ -1,0 +1,285 @@
+"""The commands of the README and of the pages of docs: found there, made small by rules, and run.
+
+Needs Python alone, so that `.ci/walk` runs pages in an environment that has a wheel of reformax and
+nothing of the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# Commands that are not run as they are found, and why.
+NOT_RUN = {
+    "pip install -e '.[test]' && pytest": ".ci/run runs it",
+    "pip install -e .": ".ci/run installs",
+    "python -m benchmarks.reliability.inputs": "tests/test_inputs.py runs it",
+}
+INSTALL = re.compile(r"^pip install .*? && ")
+
+# Values that make a run take seconds. A run gets those of the macros and arguments that its config
+# sets to something larger,
+SMALL = {
+    "d_model": 16,
+    "d_ff": 16,
+    "d_head": 8,
+    "n_heads": 2,
+    "n_layers": 4,
+    "batch_size": 2,
+    "length": 64,
+    "steps": 2,
+    "warmup_steps": 1,
+    "optimizer.cosine.warmup_steps": 1,
+    "loop.train.eval_stride": 32,
+    "lm.ReformerLM.pos_axial_shape": (8, 8),
+    "lm.ReformerLM.pos_d_axial_embs": (8, 8),
+}
+# and these if its config imports a module of this name.
+SMALL_OF = {
+    "stdlib": {"stdlib.stdlib.max_bytes": 20_000},
+    "reverse": {"reverse.reverse.n_eval": 4},
+    "text_pairs": {"vocab_size": 30},
+    "wmt": {"vocab_size": 30},
+    "enwik8": {"scan_layers": True},
+    "seq2seq": {"n_layers": 2, "scan_layers": True},
+}
+AVERAGED = {"steps": 5, "loop.train.eval_every": 1}  # of a page that averages five checkpoints
+
+# What stands in snippets, and what a test computes instead.
+SMALLER = {
+    "10_007": "133",
+    "max_bytes=1_000_000": "max_bytes=20_000",
+    "steps=20,": "steps=2,",
+}
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    pattern = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+    return [Block(m[1], m[2]) for m in pattern.finditer(text)]
+
+
+def commands_of(block: Block) -> list[str]:
+    """The commands of a block: lines of bash, or the one that a gin file begins with."""
+    if block.language == "gin":
+        return [block.text.partition("\n")[0].removeprefix("# ")]
+    if block.language != "bash":
+        return []
+    joined = re.sub(r"\s*\\\n\s*", " ", block.text)
+    lines = [re.sub(r"\s\s+#.*", "", line).strip() for line in joined.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a page in order."""
+    return [command for block in blocks(text) for command in commands_of(block)]
+
+
+def gin_files(text: str) -> dict[str, str]:
+    """The gin files of a page by the names that their first lines give."""
+    texts = [block.text for block in blocks(text) if block.language == "gin"]
+    return {re.search(r"--config_file=(\S+)", text)[1]: text for text in texts}
+
+
+def page_name(page: Path) -> str:
+    """A page's path in the site."""
+    return page.relative_to(ROOT).as_posix().removeprefix("docs/")
+
+
+def is_walk(text: str) -> bool:
+    """Whether a page installs the package itself: it is for readers without the repository."""
+    return any(map(wheel_extras, commands(text)))
+
+
+def wheel_extras(command: str) -> re.Match | None:
+    """The match of `pip install reformax`, whose group 1 has the extras in their brackets."""
+    return re.fullmatch(r"pip install '?reformax(\[[\w,]+\])?'?", command)
+
+
+def small(command: str, folder: Path, page: str = "") -> str | None:
+    """The command made small.
+
+    Args:
+      command: as a page has it.
+      folder: where it will run.
+      page: the page's text.
+
+    Returns:
+      The command to run; None if it is one of `NOT_RUN`.
+
+    Raises:
+      LookupError: there is no rule for it.
+    """
+    if command in NOT_RUN or wheel_extras(command):
+        return None
+    command = INSTALL.sub("", command)
+    for pattern, flags in RULES.items():
+        if re.search(rf"(^|\s){pattern}(\s|$)", command):
+            # Behind the flags may stand a file for the output.
+            call, arrow, output = command.partition(" > ")
+            return f"{call} {flags(command, folder, page)}{arrow}{output}".strip()
+    raise LookupError(f"no rule in tests/pages.py makes this command small: {command}")
+
+
+def _training(command: str, folder: Path, page: str) -> str:
+    name = (re.findall(r"--config_file=(\S+)", command) or ["quickstart.gin"])[-1]
+    text = config_text(name, folder)
+    modules = set(re.findall(r"^(?:from \S+ )?import (?:\S+\.)?(\w+)$", text, re.MULTILINE))
+    values = {name: value for name, value in SMALL.items() if _is_larger(name, value, text)}
+    for module in modules & SMALL_OF.keys():
+        values |= SMALL_OF[module]
+    if "--checkpoint=average:5" in page:
+        values |= AVERAGED
+    flags = [f"--config='{name}={value}'" for name, value in values.items()]
+    if "wmt" in modules:
+        flags.append("--config_file=without_download.gin")
+    if modules & {"wmt", "text_pairs"}:
+        flags.append("--data_dir=pairs")
+    elif "enwik8" in modules:
+        flags.append("--data_dir=enwik8.zip")
+    elif "FILE_OR_FOLDER" in command:
+        flags.append("--data_dir=my_texts")
+    return " ".join(flags)
+
+
+def config_text(name: str, folder: Path) -> str:
+    """The text of a config and of all that it includes, each before the file that includes it."""
+    configs = ROOT / "configs"
+    places = [folder / name, ROOT / name, configs / name, configs / Path(name).name]
+    text = next(path for path in places if path.is_file()).read_text()
+    included = re.findall(r"^include '(.+)'$", text, re.MULTILINE)
+    return "\n".join([*(config_text(other, folder) for other in included), text])
+
+
+def _is_larger(name: str, value, text: str) -> bool:
+    """Whether the config sets `name` to something, and not to a macro or to a smaller number."""
+    found = re.findall(rf"^{re.escape(name)} = (.+)$", text, re.MULTILINE)
+    if not found or found[-1].startswith("%"):
+        return False
+    return not (found[-1].isdigit() and int(found[-1]) < value)
+
+
+def _evaluation(command: str, folder: Path, page: str) -> str:
+    return "--stride=32" if "--stride" in command else ""
+
+
+def _generation(command: str, folder: Path, page: str) -> str:
+    run = re.search(r"--output_dir=(\S+)", command)[1]
+    translates = "seq2seq" in (folder / run / "config.gin").read_text()
+    return "" if translates else "--max_new_tokens=8"
+
+
+def _benchmark(command: str, folder: Path, page: str) -> str:
+    flags = ["--tiny"]
+    if re.search(r"benchmarks\.(attention|block_sparse|step|translation)\b", command):
+        flags.append("--repeats=1")
+    if "--lengths" in command:
+        flags.append("--lengths 32")
+    return " ".join(flags)
+
+
+def _tests(command: str, folder: Path, page: str) -> str:
+    return "-q -n 0" if " -k " in command else "--collect-only -q -n 0"
+
+
+def _nothing(command: str, folder: Path, page: str) -> str:
+    return ""
+
+
+# The flags that make a command small, by what it calls.
+RULES: dict[str, Callable[[str, Path, str], str]] = {
+    r"(python train\.py|reformax train)": _training,
+    r"(python evaluate\.py|reformax evaluate)": _evaluation,
+    r"(python generate\.py|reformax generate)": _generation,
+    r"(python -m reformax\.convert|reformax convert)": _nothing,
+    r"reformax (configs|runs)": _nothing,
+    r"python -m benchmarks\.reliability": _nothing,  # lists its campaigns
+    r"python -m benchmarks\.\w+": _benchmark,
+    r"pytest": _tests,
+}
+
+
+def smaller(snippet: str) -> str:
+    """A Python snippet with the sizes of `SMALLER`."""
+    for large, small in SMALLER.items():
+        snippet = snippet.replace(large, small)
+    return snippet
+
+
+def write_data(folder: Path) -> None:
+    """A text, and aligned sentences, under the names that the pages have."""
+    text = b"the cat sat on the mat, and the dog ran after it.\n" * 80
+    with zipfile.ZipFile(folder / "enwik8.zip", "w") as archive:
+        archive.writestr("enwik8", text)
+    for name in ("my_texts", "pairs"):
+        (folder / name).mkdir()
+    (folder / "my_texts/one.txt").write_bytes(text)
+    subjects, verbs = ("a man", "two dogs", "the child", "a woman"), ("walks", "runs", "sings")
+    english = [f"{subject} {verb} in the park" for subject in subjects for verb in verbs]
+    german = [line[::-1] for line in english]
+    for split in ("train", "val", "test"):
+        for language, lines in (("en", english), ("de", german)):
+            (folder / f"pairs/{split}.{language}").write_text("\n".join(lines) + "\n")
+    (folder / "lines.txt").write_text("\n".join(german[:2]) + "\n")
+    (folder / "newstest2014.en").write_text("\n".join(english) + "\n")
+    (folder / "without_download.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from reformax.data import text_pairs\n"
+        "from reformax.training import loop\n"
+        "loop.train.task = @text_pairs.text_pairs()\n"
+        "text_pairs.text_pairs.vocab_size = 30\n"
+    )
+
+
+def environment(compiled: Path, *path: Path, **changed: str) -> dict[str, str]:
+    """That of this process, in which `python` is this interpreter.
+
+    Args:
+      compiled: a folder for what XLA compiles, because many commands run the same small model.
+      *path: folders that go first on PATH.
+      **changed: more variables.
+    """
+    folders = [*map(str, path), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return os.environ | {
+        "PATH": os.pathsep.join(folders),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        **changed,
+    }
+
+
+def run(command: str, folder: Path, env: dict[str, str], stdin: str = "") -> str:
+    """Runs a command of bash in a folder; returns what it wrote to stdout.
+
+    Raises:
+      AssertionError: it failed; with the end of what it wrote.
+    """
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=env,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode:
+        raise AssertionError(f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return done.stdout
