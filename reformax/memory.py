@@ -40,9 +40,10 @@ def check(what: str, n_bytes: int, fix: str) -> None:
     most = available()
     if n_bytes > most:
         raise SettingError(
-            f"{what} take {_words(n_bytes)} or more and the device has {_words(most)}: lower {fix}"
+            f"{what} take {words(n_bytes)} or more and the device has {words(most)}: lower {fix}"
         )
 
 
-def _words(n_bytes: int) -> str:
+def words(n_bytes: int) -> str:
+    """A number of bytes, for people."""
     return f"{n_bytes / 2**30:,.1f} GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -19,13 +20,16 @@ class Interrupt:
     One within `SAME_REQUEST` is ignored. So is SIGHUP where it was ignored before: nohup does that.
 
     Args:
-      say: gets a line at the first signal.
+      say: gets a line at the first signal, at once: also while the main thread is in a compiler or
+        waits for a device, where Python's handlers have to wait. Another thread may call it.
     """
 
     signal: signal.Signals | None = None
 
     def __init__(self, say: Callable[[str], None] = lambda text: None):
         self._say = say
+        self._said = threading.Lock()  # taken, for good, by the thread that says it
+        self._writer: int | None = None
 
     def __enter__(self) -> Interrupt:
         # Only the main thread may set handlers; in any other the caller keeps its own.
@@ -33,19 +37,54 @@ class Interrupt:
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         numbers = [s for s in SIGNALS if in_main and not (nohup and s is signal.SIGHUP)]
         self._before = {s: signal.signal(s, self._note) for s in numbers}
+        if numbers:
+            with suppress(OSError):  # too many open files: the handler alone says it
+                self._listen()
         return self
 
     def __exit__(self, *exception) -> None:
         self._restore()
+        if self._writer is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._writer)
+            self._listener.join(SAME_REQUEST)  # not for ever: it may wait for a reader
+
+    def _listen(self) -> None:
+        """Starts a thread that gets the numbers of signals from Python's handler in C."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if before != -1:  # an event loop's
+            signal.set_wakeup_fd(before)
+            os.close(reader)
+            os.close(writer)
+            return
+        self._writer = writer
+        arguments = reader, [int(number) for number in self._before]
+        self._listener = threading.Thread(
+            target=self._read, args=arguments, name="signals", daemon=True
+        )
+        self._listener.start()
+
+    def _read(self, reader: int, numbers: list[int]) -> None:
+        with open(reader, "rb", buffering=0) as pipe:
+            while data := pipe.read(16):
+                for number in data:
+                    if number in numbers:
+                        self._acknowledge(number)
+
+    def _acknowledge(self, number: int) -> None:
+        if self._said.acquire(blocking=False):
+            with suppress(Exception):  # such as a print that the handler interrupted
+                self._say(
+                    f"{signal.Signals(number).name}: stopping after this step, saved; again after "
+                    f"{SAME_REQUEST:g} s: at once, unsaved"
+                )
 
     def _note(self, number, frame) -> None:
         if self.signal is None:
             self.signal, self._since = signal.Signals(number), time.monotonic()
-            with suppress(Exception):  # such as a print that this handler interrupted
-                self._say(
-                    f"{self.signal.name}: stopping after this step, saved; again after "
-                    f"{SAME_REQUEST:g} s: at once, unsaved"
-                )
+            self._acknowledge(number)
         elif time.monotonic() - self._since > SAME_REQUEST:
             self._restore()
             signal.raise_signal(number)

@@ -11,12 +11,13 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import jax
 
 from reformax import memory
-from reformax.training import evaluation, fingerprints, side_channels
+from reformax.training import evaluation, fingerprints, forecast, side_channels
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.checkpoint import Checkpoints, NotSaved
@@ -28,7 +29,7 @@ from reformax.training.prefetch import prefetch
 from reformax.training.record_lines import RecordLines
 from reformax.training.scores import Scores
 from reformax.training.settings import Settings
-from reformax.training.step_log import StepLog
+from reformax.training.step_log import IN_FLIGHT, StepLog
 
 
 class Run:
@@ -70,6 +71,7 @@ class Run:
 
         Raises:
           ValueError: the data or a checkpoint does not fit, or no checkpoint is whole.
+          SettingError: a step takes more memory than a device has.
           OSError: another training writes into the folder, or it cannot be read or written.
         """
         with ExitStack() as opened:
@@ -78,14 +80,15 @@ class Run:
             self._vocabulary = self._keep_vocabulary(newest)
             self._task.n_targets(self._settings.eval_split)  # an unknown split fails now
             info = self._restore(newest)
-            self._checkpoints.tidy(self._note)  # now the config is known to be the run's own
-            self._config = self._write_config()
             self._announce()
-            self._train_step = self._compile()
-            self._open_record(info)
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             self._batches = opened.enter_context(prefetch(self._placed_batches()))
+            self._train_step = self._compiled()
+            # Now the config is known to be the run's own, and that it can run.
+            self._checkpoints.tidy(self._note)
+            self._config = self._write_config()
+            self._open_record(info)
             self._opened = opened.pop_all()
         return self
 
@@ -184,16 +187,34 @@ class Run:
             f"{self._settings.steps}, in {self.folder}"
         )
 
-    def _compile(self):
-        return step_lib.step_fn(
+    def _compiled(self):
+        """Compiles the step, unless there is none to do, and says what the run will take."""
+        settings, n_devices = self._settings, self._mesh.size
+        step_fn = step_lib.step_fn(
             self._train_model,
-            self._settings.optimizer,
+            settings.optimizer,
             self._mesh,
-            accumulate=self._settings.accumulate,
-            loss_chunk_len=self._settings.loss_chunk_len,
-            label_smoothing=self._settings.label_smoothing,
-            ema_decay=self._settings.ema_decay,
+            accumulate=settings.accumulate,
+            loss_chunk_len=settings.loss_chunk_len,
+            label_smoothing=settings.label_smoothing,
+            ema_decay=settings.ema_decay,
         )
+        if self.step >= settings.steps:
+            return step_fn
+        begun, first = time.monotonic(), next(self._batches)
+        self._batches = chain([first], self._batches)
+        traced = step_fn.trace(self._state, first, self._key)
+        found = forecast.products(traced.jaxpr)
+        forecast.check_step(found, self._state, n_devices)
+        if line := forecast.long_run(found.flops * (settings.steps - self.step), n_devices):
+            self._note(line)
+        # A call of the jitted function finds what is compiled here.
+        asked = forecast.memory_of(traced.lower().compile(), n_devices)
+        self._say(
+            f"compiled in {time.monotonic() - begun:.0f} s: a step takes {memory.words(asked)} of "
+            f"{memory.words(memory.available())} of memory"
+        )
+        return step_fn
 
     def _open_record(self, info: dict[str, Any]) -> None:
         """Opens the record where a checkpoint, whose values are `info`, left it."""
@@ -205,6 +226,7 @@ class Run:
             path, self.step, info.get("record"), scored, say=self._note, check=self._lock.check
         )
         n_tokens = settings.batch_size * settings.length
+        self._pace = forecast.Pace(settings.steps, IN_FLIGHT + 1)
         self._record = Record(self.folder, lines, self.step, self._metric, n_tokens)
         if self._changed_data and self.step < settings.steps:
             self._record.write(self.step + 1, "data", {"changed": self._changed_data}, {})
@@ -274,6 +296,8 @@ class Run:
         self._state, metrics = self._train_step(self._state, next(self._batches), self._key)
         self.step, self.score = self.step + 1, None
         self._log.add(self.step, metrics)
+        if (line := self._pace.after(self.step)) and self._settings.progress:
+            self._bar.say(line)
 
     def is_scored(self, last: bool) -> bool:
         """Whether this step has the evaluation that it needs as the run's last, or as another."""
@@ -291,6 +315,7 @@ class Run:
           FloatingPointError: the score is not finite.
         """
         self._log.drain()
+        self._pace.restart()
         score = self._scores.of(
             self._state.eval_params, self.step, last, lambda: bool(self.interrupt)
         )
@@ -321,6 +346,7 @@ class Run:
         if self._saved == (self.step, self.score):
             return
         self._log.drain()
+        self._pace.restart()
         if not step_lib.all_finite(self._state):
             raise FloatingPointError(f"parameters are not finite after step {self.step}")
         extra: dict[str, Any] = {"data": self._data}

@@ -15,7 +15,7 @@ from reformax.training.settings import Settings
 
 # Steps dispatched before the first one's metrics are waited for: the device is never idle, and the
 # host notices a bad loss or a signal within this many steps.
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 
 
 class StepLog:
@@ -48,7 +48,7 @@ class StepLog:
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of a step that was dispatched."""
         self._in_flight.append((step, metrics))
-        if len(self._in_flight) > _IN_FLIGHT:
+        if len(self._in_flight) > IN_FLIGHT:
             self._fetch()
 
     def drain(self) -> None:

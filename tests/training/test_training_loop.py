@@ -1,10 +1,12 @@
 """The loop: its options, its endings, and that no interruption changes what it computes."""
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -123,6 +125,55 @@ def python_sigint():
     signal.signal(signal.SIGINT, before)
 
 
+def wait_for(what, seconds=30):
+    end = time.perf_counter() + seconds
+    while not what() and time.perf_counter() < end:
+        time.sleep(0.005)
+    return what()
+
+
+def test_a_signal_is_acknowledged_while_the_main_thread_cannot(python_sigint):
+    """As while XLA compiles: a handler of Python waits until the call is over."""
+    said = []
+
+    def say(text):
+        said.append((text, time.perf_counter()))
+
+    def send():
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: said)
+        said.append(("later", time.perf_counter()))
+
+    sender = threading.Thread(target=send)
+    with interrupt.Interrupt(say) as stop:
+        sender.start()
+        while not stop:
+            begin = time.perf_counter()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # in C, without Python's lock
+        end = time.perf_counter()
+    sender.join()
+    assert end - begin > 0.2 and stop.signal is signal.SIGINT
+    assert [text.split(":")[0] for text, _ in said] == ["SIGINT", "later"]
+    assert said[1][1] < end, "it was not said before the call returned"
+    assert "signals" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_another_users_wakeup_descriptor_stays(python_sigint):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    said = []
+    assert signal.set_wakeup_fd(writer) == -1
+    try:
+        with interrupt.Interrupt(said.append) as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop and len(said) == 1
+    finally:
+        assert signal.set_wakeup_fd(-1) == writer
+        os.close(writer)
+        os.close(reader)
+
+
 def test_a_second_signal_is_the_same_request_for_a_second(python_sigint, monkeypatch):
     said, now = [], [100.0]
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: now[0])
@@ -130,6 +181,7 @@ def test_a_second_signal_is_the_same_request_for_a_second(python_sigint, monkeyp
         assert not stop
         signal.raise_signal(signal.SIGINT)
         assert stop and stop.signal is signal.SIGINT
+        wait_for(lambda: said)  # a thread may have said it
         assert len(said) == 1 and said[0].startswith("SIGINT: ") and "\n" not in said[0]
         now[0] += 0.9  # a launcher's copies
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

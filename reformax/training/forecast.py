@@ -1,0 +1,187 @@
+"""What a run will take, told before it takes it: memory and time.
+
+The products of matrices in a step's program are known before it is compiled. Their largest result
+is in memory at some time, whatever the compiler fuses, and their arithmetic is the least that the
+device has to do. The compiled program says what memory it asks for. Ten steps say the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from reformax import memory
+
+DAY = 86_400.0  # seconds
+# No machine that trains multiplies matrices more slowly, in operations per second.
+_SLOWEST = 1e10
+_STEPS = 10
+
+
+class Products(NamedTuple):
+    """The products of matrices in a program; those in kernels are not seen.
+
+    Attributes:
+      largest: bytes of the largest result.
+      flops: additions and multiplications of all.
+    """
+
+    largest: int = 0
+    flops: int = 0
+
+    def then(self, other: Products) -> Products:
+        """Those of one program after the other."""
+        return Products(max(self.largest, other.largest), self.flops + other.flops)
+
+    def least(self, other: Products) -> Products:
+        """Those of a program that is one or the other."""
+        return Products(min(self.largest, other.largest), min(self.flops, other.flops))
+
+
+def products(program: core.Jaxpr | core.ClosedJaxpr) -> Products:
+    """The products of matrices in a traced function; a loop without a known end counts once."""
+    found = Products()
+    for equation in getattr(program, "jaxpr", program).eqns:
+        name = equation.primitive.name
+        if name == "dot_general":
+            result = equation.outvars[0].aval
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            summed = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            size = math.prod(result.shape)
+            found = found.then(Products(size * result.dtype.itemsize, 2 * size * summed))
+        elif name != "pallas_call":
+            inner = [products(x) for x in _programs(equation.params.values())]
+            if inner:
+                # One of the branches runs, and all of any other equation's programs.
+                join = Products.least if name == "cond" else Products.then
+                largest, flops = reduce(join, inner)
+                times = equation.params["length"] if name == "scan" else 1
+                found = found.then(Products(largest, flops * times))
+    return found
+
+
+def _programs(values: Iterable[Any]) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _programs(value)
+        elif isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+            yield value
+
+
+def check_step(found: Products, state: Any, n_devices: int) -> None:
+    """Refuses a step that cannot fit, before it is compiled.
+
+    Args:
+      found: the products of matrices of a step of all devices.
+      state: a tree of arrays that each device has whole.
+      n_devices: a batch is split over.
+
+    Raises:
+      SettingError: the largest result and the state are more than a device has.
+    """
+    least = found.largest // n_devices + memory.size_of(state)
+    memory.check("the state and the largest product of a step", least, _FIX)
+
+
+def memory_of(compiled: jax.stages.Compiled, n_devices: int) -> int:
+    """The bytes that a compiled step asks of a device, or of the host for all devices of a CPU.
+
+    Raises:
+      SettingError: they are more than there is.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:  # not every backend says it
+        return 0
+    asked = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    asked += stats.generated_code_size_in_bytes - stats.alias_size_in_bytes
+    if jax.default_backend() == "cpu":
+        asked *= n_devices
+    memory.check("the state and the compiled step", asked, _FIX)
+    return asked
+
+
+_FIX = "batch_size or length, raise accumulate, or take a smaller model"
+
+
+def long_run(flops: float, n_devices: int) -> str | None:
+    """A line on a run of more than a day; None for a shorter one.
+
+    Args:
+      flops: of the products of matrices that are left to do, on all devices.
+      n_devices: that share them.
+    """
+    if flops / n_devices < DAY * _SLOWEST:
+        return None  # nothing has to be measured
+    speed = n_devices * _speed()
+    if flops / speed < DAY:
+        return None
+    return (
+        f"note: this run takes {duration(flops / speed)} or more: {flops:.1e} operations at the "
+        f"{speed / 1e9:,.0f} GFLOP/s that this machine has in products of matrices"
+    )
+
+
+def _speed() -> float:
+    """Operations per second of a device in a product of matrices, the best of three."""
+    on_cpu = jax.default_backend() == "cpu"
+    n, dtype = (1024, jnp.float32) if on_cpu else (4096, jnp.bfloat16)
+    matrix = jnp.ones((n, n), dtype)
+    multiply = jax.jit(jnp.matmul)
+    multiply(matrix, matrix).block_until_ready()
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        multiply(matrix, matrix).block_until_ready()
+        seconds.append(time.perf_counter() - begin)
+    return 2 * n**3 / min(seconds)
+
+
+class Pace:
+    """Tells, once, how long the rest takes: from ten steps after those that compile."""
+
+    def __init__(self, steps: int, warm_up: int):
+        """Takes the last step of the run, and the steps to leave out."""
+        self._steps, self._skip = steps, warm_up
+        self._began: float | None = None
+        self._done, self._told = 0, False
+
+    def restart(self) -> None:
+        """Other work came between steps."""
+        self._began = None
+
+    def after(self, step: int) -> str | None:
+        """Takes note that a step is done; returns the line where it is time for it."""
+        now = time.monotonic()
+        if self._skip:
+            self._skip -= 1
+        elif self._told or step >= self._steps:
+            pass
+        elif self._began is None:
+            self._began, self._done = now, 0
+        else:
+            self._done += 1
+            if self._done == _STEPS:
+                self._told = True
+                a_step = (now - self._began) / _STEPS
+                left = (self._steps - step) * a_step
+                return (
+                    f"a step takes {a_step:.3g} s: {duration(left)} left to step {self._steps:,}, "
+                    "without evaluations"
+                )
+        return None
+
+
+def duration(seconds: float) -> str:
+    """A time in words, to about two digits."""
+    for unit, size in (("days", DAY), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 1.5 * size:
+            n = seconds / size
+            return f"{n:,.1f} {unit}" if n < 10 else f"{n:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"
