@@ -6,6 +6,7 @@ nothing of the tests.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,11 +19,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# Commands that are not run as they are found, and why.
+# Commands that are not run, as patterns, and why.
 NOT_RUN = {
-    "pip install -e '.[test]' && pytest": ".ci/run runs it",
-    "pip install -e .": ".ci/run installs",
-    "python -m benchmarks.reliability.inputs": "tests/test_inputs.py runs it",
+    r"pip install -e '\.\[test\]' && pytest": ".ci/run runs it",
+    r"pip install -e (\.|'\.\[[\w,]+\]')": ".ci/run installs",
+    r"python -m benchmarks\.reliability\.inputs": "tests/test_inputs.py runs it",
 }
 INSTALL = re.compile(r"^pip install .*? && ")
 
@@ -54,8 +55,9 @@ SMALL_OF = {
 }
 AVERAGED = {"steps": 5, "loop.train.eval_every": 1}  # of a page that averages five checkpoints
 
-# What stands in snippets, and what a test computes instead.
+# What stands in snippets and gin files, and what a test computes instead.
 SMALLER = {
+    "loop.train.seed = [0, 1]": "loop.train.seed = [0]",
     "10_007": "133",
     "max_bytes=1_000_000": "max_bytes=20_000",
     "steps=20,": "steps=2,",
@@ -76,9 +78,13 @@ def blocks(text: str) -> list[Block]:
 
 
 def commands_of(block: Block) -> list[str]:
-    """The commands of a block: lines of bash, or the one that a gin file begins with."""
+    """The commands of a block: lines of bash, or the one that a gin file begins with.
+
+    A file for `reformax sweep` is many runs; its page has the command once more.
+    """
     if block.language == "gin":
-        return [block.text.partition("\n")[0].removeprefix("# ")]
+        first = block.text.partition("\n")[0].removeprefix("# ")
+        return [] if first.startswith("reformax sweep") else [first]
     if block.language != "bash":
         return []
     joined = re.sub(r"\s*\\\n\s*", " ", block.text)
@@ -94,7 +100,7 @@ def commands(text: str) -> list[str]:
 def gin_files(text: str) -> dict[str, str]:
     """The gin files of a page by the names that their first lines give."""
     texts = [block.text for block in blocks(text) if block.language == "gin"]
-    return {re.search(r"--config_file=(\S+)", text)[1]: text for text in texts}
+    return {re.search(r"(?:--config_file=|sweep )(\S+)", text)[1]: smaller(text) for text in texts}
 
 
 def page_name(page: Path) -> str:
@@ -126,7 +132,7 @@ def small(command: str, folder: Path, page: str = "") -> str | None:
     Raises:
       LookupError: there is no rule for it.
     """
-    if command in NOT_RUN or wheel_extras(command):
+    if wheel_extras(command) or any(re.fullmatch(pattern, command) for pattern in NOT_RUN):
         return None
     command = INSTALL.sub("", command)
     for pattern, flags in RULES.items():
@@ -138,12 +144,15 @@ def small(command: str, folder: Path, page: str = "") -> str | None:
 
 
 def _training(command: str, folder: Path, page: str) -> str:
-    name = (re.findall(r"--config_file=(\S+)", command) or ["quickstart.gin"])[-1]
+    files = re.findall(r"(?:--config_file=|reformax sweep )(\S+)", command)
+    name = (files or ["quickstart.gin"])[-1]
     text = config_text(name, folder)
     modules = set(re.findall(r"^(?:from \S+ )?import (?:\S+\.)?(\w+)$", text, re.MULTILINE))
     values = {name: value for name, value in SMALL.items() if _is_larger(name, value, text)}
     for module in modules & SMALL_OF.keys():
         values |= SMALL_OF[module]
+    if "vocab_size=" in command and "vocabulary=" not in command:
+        values["vocab_size"] = 290  # pieces of so small a text, and the 256 bytes
     if "--checkpoint=average:5" in page:
         values |= AVERAGED
     flags = [f"--config='{name}={value}'" for name, value in values.items()]
@@ -204,7 +213,7 @@ def _nothing(command: str, folder: Path, page: str) -> str:
 
 # The flags that make a command small, by what it calls.
 RULES: dict[str, Callable[[str, Path, str], str]] = {
-    r"(python train\.py|reformax train)": _training,
+    r"(python train\.py|reformax train|reformax sweep)": _training,
     r"(python evaluate\.py|reformax evaluate)": _evaluation,
     r"(python generate\.py|reformax generate)": _generation,
     r"(python -m reformax\.convert|reformax convert)": _nothing,
@@ -212,11 +221,12 @@ RULES: dict[str, Callable[[str, Path, str], str]] = {
     r"python -m benchmarks\.reliability": _nothing,  # lists its campaigns
     r"python -m benchmarks\.\w+": _benchmark,
     r"pytest": _tests,
+    r"pip install --no-deps trax": _nothing,
 }
 
 
 def smaller(snippet: str) -> str:
-    """A Python snippet with the sizes of `SMALLER`."""
+    """A snippet or gin file with the sizes of `SMALLER`."""
     for large, small in SMALLER.items():
         snippet = snippet.replace(large, small)
     return snippet
@@ -229,7 +239,9 @@ def write_data(folder: Path) -> None:
         archive.writestr("enwik8", text)
     for name in ("my_texts", "pairs"):
         (folder / name).mkdir()
-    (folder / "my_texts/one.txt").write_bytes(text)
+    for name in ("my_texts/one.txt", "mine.txt"):
+        (folder / name).write_bytes(text)
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
     subjects, verbs = ("a man", "two dogs", "the child", "a woman"), ("walks", "runs", "sings")
     english = [f"{subject} {verb} in the park" for subject in subjects for verb in verbs]
     german = [line[::-1] for line in english]
@@ -245,6 +257,24 @@ def write_data(folder: Path) -> None:
         "loop.train.task = @text_pairs.text_pairs()\n"
         "text_pairs.text_pairs.vocab_size = 30\n"
     )
+
+
+def _tokenizer() -> dict:
+    """A tokenizer.json of `tokenizers`: GPT-2's letters for bytes, without merges."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    letters = [*map(chr, visible), *(chr(256 + i) for i in range(len(others)))]
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    end = {"id": 256, "content": "<|endoftext|>", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    vocabulary = {letter: i for i, letter in enumerate(letters)} | {end["content"]: end["id"]}
+    return {
+        "version": "1.0",
+        "added_tokens": [end],
+        "pre_tokenizer": bytes_ | {"use_regex": True},
+        "decoder": bytes_ | {"use_regex": True},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
 
 
 def environment(compiled: Path, *path: Path, **changed: str) -> dict[str, str]:
