@@ -7,7 +7,9 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import gin
@@ -126,6 +128,21 @@ def test_every_part_of_the_package_has_a_rule():
 @pytest.mark.parametrize("library, path", SOLE_IMPORTERS.items())
 def test_one_module_alone_imports(library, path):
     assert [p for p in python_files("reformax") if library in roots_of(p)] == [path]
+
+
+# Compared with where they are installed; nothing needs them.
+PEERS = {"torch", "transformers"}
+
+
+def test_what_the_package_imports_is_a_dependency_or_an_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    named = {re.match(r"[\w-]+", line)[0].lower() for line in lines} | PEERS
+    distributions = metadata.packages_distributions()
+    for path in python_files("reformax"):
+        for module in roots_of(path) - sys.stdlib_module_names - {"reformax"}:
+            found = {name.lower() for name in distributions.get(module, [module])}
+            assert found & named, f"{name(path)} imports {module}, which pyproject.toml lacks"
 
 
 def test_no_module_registers_itself_with_gin():
