@@ -15,6 +15,8 @@ A row gets no time before its output and gradients agree, at a short length, wit
 implementation given the same plan: on a GPU array operations, on a CPU the interpreted kernels, and
 for exact attention dense attention. Only a peer may fail.
 
+Packed rows are of seven documents and padding, told apart by segments.
+
 `--peers` adds PyTorch's FlexAttention and the LSH attention of reformer_pytorch and transformers.
 `--exact` has FlashAttention and memory-efficient attention instead, and as peers attention with the
 whole matrix of logits, where it fits, and the code that Rabe and Staats printed.
@@ -77,7 +79,12 @@ def algorithms(shape: Shape) -> dict[str, Row]:
         makers["LSH, 4 hashes, count_once=False"] = weighted
     makers["local"] = functools.partial(local.local, **chunks)
     other = rows.other_impl()
-    return {name: rows.row(make(), make(impl=other)) for name, make in makers.items()}
+    found = {name: rows.row(make(), make(impl=other)) for name, make in makers.items()}
+    if 4 in shape.n_hashes:
+        for name in ("LSH, 4 hashes", "local"):
+            make = makers[name]
+            found[f"{name}, packed"] = rows.row(make(), make(impl=other), packed=True)
+    return found
 
 
 def exact_algorithms() -> dict[str, Row]:

@@ -53,13 +53,25 @@ class Result(NamedTuple):
 Known = Result | Exception  # of a row: its figures, or why there are none
 
 
-def row(op: AttentionOp, reference: AttentionOp, causal: bool = True) -> Row:
-    """An op as its user calls it, plan and arithmetic, checked against another."""
+def row(op: AttentionOp, reference: AttentionOp, causal: bool = True, packed: bool = False) -> Row:
+    """An op as its user calls it, plan and arithmetic, checked against another.
+
+    `packed` says that rows are of several `documents`.
+    """
 
     def attend(q, k, v, rng):
-        return op(q, k, v, causal=causal, rng=rng)
+        return op(q, k, v, causal=causal, segments=documents(q) if packed else None, rng=rng)
 
-    return Row(attend, functools.partial(check, op, reference, causal), op.traits.shared_qk)
+    checked = functools.partial(check, op, reference, causal, packed)
+    return Row(attend, checked, op.traits.shared_qk)
+
+
+def documents(q: Array) -> Array:
+    """The segments of rows of seven documents, each longer than the one before, and padding."""
+    batch, length = q.shape[:2]
+    ends = length * jnp.cumsum(jnp.arange(1, 8)) // 30
+    ids = 1 + jnp.searchsorted(ends, jnp.arange(length), side="right")
+    return jnp.broadcast_to(jnp.where(ids > len(ends), 0, ids).astype(jnp.int32), (batch, length))
 
 
 def other_impl() -> str:
@@ -110,7 +122,9 @@ def relative_error(got: Array, want: Array) -> float:
     return float(jnp.abs(got - want).max() / jnp.maximum(1.0, jnp.abs(want).max()))
 
 
-def check(op: AttentionOp, reference: AttentionOp, causal: bool, *arrays: Array) -> list[float]:
+def check(
+    op: AttentionOp, reference: AttentionOp, causal: bool, packed: bool, *arrays: Array
+) -> list[float]:
     """The errors of an op's output and gradients against another op's, both given the op's plan.
 
     The reference of an exact attention computes in float32.
@@ -120,7 +134,7 @@ def check(op: AttentionOp, reference: AttentionOp, causal: bool, *arrays: Array)
     """
     q, k, v, d_out = arrays
     dtype, k = str(q.dtype), None if op.traits.shared_qk else k
-    options = dict(segments=None, causal=causal, rng=KEY)
+    options = dict(segments=documents(q) if packed else None, causal=causal, rng=KEY)
 
     def given_plan(op: AttentionOp, *inputs: Array | None) -> tuple[Array, Any]:
         def attend(q, k, v):

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import checked
 from reformax.ops.parts.arguments import check_arguments
-from reformax.ops.parts.containment import tokens_only
-from reformax.ops.parts.masks import Segments, segment_pair
+from reformax.ops.parts.containment import over_tokens
+from reformax.ops.parts.masks import Segments
 
 
 class Traits(NamedTuple):
@@ -38,6 +38,7 @@ class Traits(NamedTuple):
     random_plan: bool = False  # its plan is drawn at random and needs an rng
     causal_plan: bool = True  # in a causal call, where a position looks depends on no later one
     beams: bool = False  # in beam search, `step` finds a beam's past in other beams' caches
+    keeps_padding_out: bool = False  # `apply` ignores what stands at padding by itself
 
 
 class Dims(NamedTuple):
@@ -151,7 +152,7 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
 
     It decorates every public function that returns an `AttentionOp`, and checks the options by
     their annotations. The op's `apply` reads zeros at padding and writes zeros there, whatever
-    stands in the arrays.
+    stands in the arrays; with the trait `keeps_padding_out` it sees to that by itself.
     """
     signature = inspect.signature(factory)
     factory = checked(factory)
@@ -165,8 +166,10 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
             for name, value in given.items()
             if not _equal(value, signature.parameters[name].default)
         ]
-        apply = functools.partial(_apply_to_tokens, op.apply)
-        return op._replace(apply=apply, name=factory.__name__, options=", ".join(changed))
+        op = op._replace(name=factory.__name__, options=", ".join(changed))
+        if op.traits.keeps_padding_out:
+            return op
+        return op._replace(apply=functools.partial(_apply_to_tokens, op.apply))
 
     make.__signature__ = signature  # inspect.getfullargspec reads it
     return make
@@ -174,12 +177,8 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
 
 def _apply_to_tokens(apply, params, q, k, v, *, segments, **options) -> Float[Array, "B T N V"]:
     """`AttentionOp.apply` of arrays that are zeros at padding."""
-    if segments is None:
-        return apply(params, q, k, v, segments=None, **options)
-    of_query, of_key = segment_pair(segments)
-    k = None if k is None else tokens_only(k, of_key)
-    q, v = tokens_only(q, of_query), tokens_only(v, of_key)
-    return tokens_only(apply(params, q, k, v, segments=segments, **options), of_query)
+    attend = functools.partial(apply, params, segments=segments, **options)
+    return over_tokens(attend, q, k, v, segments)
 
 
 def _equal(value: Any, default: Any) -> bool:

@@ -26,6 +26,7 @@ from reformax.ops.block_patterns import Mask, Pattern, butterfly
 from reformax.ops.parts import block_lists, tiles
 from reformax.ops.parts.block_lists import MIN_TILE, Layout, Rows
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring
+from reformax.ops.parts.containment import over_tokens
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.masks import segment_pair
 
@@ -67,7 +68,7 @@ def block_sparse(
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, layout_of, impl),
-        traits=Traits(cross=True),
+        traits=Traits(cross=True, keeps_padding_out=True),
         init_cache=_init_cache if given is None else None,
         step=functools.partial(_step, layout_of) if given is None else None,
     )
@@ -115,7 +116,8 @@ def _apply(
     odd = sizes if any(size % MIN_TILE for size in sizes) else None
     impl = choose(impl, **kernel_obstacles(q, k, v, block_size=odd))
     if impl == "xla":
-        return _in_tiles(layout, q, k, v, segments, rng)
+        in_tiles = functools.partial(_in_tiles, layout, segments=segments, rng=rng)
+        return over_tokens(in_tiles, q, k, v, segments)
     from reformax.ops.kernels import block_sparse as kernel
 
     interpret = impl == "pallas_interpret"
@@ -139,7 +141,7 @@ def _step(layout_of: Callable[..., Layout], params, q, k, v, cache: KeyValues, *
     seen = block_lists.padded_entries(rows, block_lists.cut(rows, width), width, capacity)
     seen = jnp.asarray(seen.reshape(-1, -(-capacity // block_q), width))
     seen = jnp.swapaxes(seen[:, position // block_q], 0, 1)[..., None]
-    seen = (seen * block_k + jnp.arange(block_k)).reshape(*seen.shape[:2], -1)
+    seen = (seen * block_k + jnp.arange(block_k)[None, None, None]).reshape(*seen.shape[:2], -1)
     index = jnp.minimum(seen, capacity - 1)[..., None]
     keys, values = (jnp.take_along_axis(x, index, axis=2) for x in cache)
     return attend_to(q, keys, values, seen <= position[:, None, None]), cache
@@ -168,7 +170,7 @@ def _check_mask(mask: Any) -> Mask:
     return mask
 
 
-def _in_tiles(layout: Layout, q, k, v, segments, rng) -> Float[Array, "B T N V"]:
+def _in_tiles(layout: Layout, q, k, v, *, segments, rng) -> Float[Array, "B T N V"]:
     """The op in array operations: the tiles are the blocks."""
     tiling = tiles.Tiling(
         query_size=min(layout.block_q, layout.n_queries),

@@ -20,6 +20,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import tiles
 from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import full_decoding
+from reformax.ops.parts.containment import over_tokens
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.masks import segment_pair
@@ -57,7 +58,7 @@ def flash(
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, block_sizes=sizes, scale=scale, impl=impl),
-        traits=Traits(cross=True, bias=True, exact=True, beams=True),
+        traits=Traits(cross=True, bias=True, exact=True, beams=True, keeps_padding_out=True),
         **full_decoding(scale=scale),
     )
 
@@ -90,8 +91,12 @@ def _apply(
         dropout=dropout,
     )
     every = tiles.every_tile(tiling, n_queries, n_keys)
-    x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
-    return tiles.attend(tiles.forward, tiling, x, every)
+
+    def attend(q, k, v):
+        x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
+        return tiles.attend(tiles.forward, tiling, x, every)
+
+    return over_tokens(attend, q, k, v, segments)
 
 
 def default_block_size(q: Float[Array, "B T N H"]) -> int:

@@ -161,6 +161,7 @@ def lsh(
             random_plan=rotations is None,
             causal_plan=strictly_causal,
             bidirectional=not strictly_causal,
+            keeps_padding_out=True,
         ),
         **lsh_decoding(settings),
     )

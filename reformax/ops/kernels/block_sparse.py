@@ -155,9 +155,20 @@ class _Program(NamedTuple):
             segment = load(segments.at[self.batch, position], exists, 0)
         return _Block(position, segment, whole)
 
-    def rows(self, ref, block: _Block, head) -> Array:
-        """A block's rows of `[B, T, N, H]`; zeros where there is none, H padded."""
-        return load(*self._view_rows(ref, block, head, power_of_two(ref.shape[3])), 0.0)
+    def rows(self, ref, block: _Block, head, some=None) -> Array:
+        """A block's rows of `[B, T, N, H]`, or some; zeros where there is none, H padded."""
+        view, mask = self._view_rows(ref, block, head, power_of_two(ref.shape[3]))
+        if some is not None:
+            mask = some[:, None] if mask is None else mask & some[:, None]
+            mask = jnp.broadcast_to(mask, (some.shape[0], power_of_two(ref.shape[3])))
+        return load(view, mask, 0.0)
+
+    def tokens(self, ref, block: _Block, head) -> Array:
+        """A block's rows with zeros at padding too, for products that hide nothing.
+
+        Weights of 0 keep nothing out of them, for 0 times NaN is NaN.
+        """
+        return self.rows(ref, block, head, None if block.segment is None else block.segment != 0)
 
     def put_rows(self, ref, buffer, block: _Block, own: _Own, value: Array) -> None:
         """Writes rows of `[B, T, N, H]`, or a part's to the buffer `[P, B, N, L, H]`."""
@@ -236,7 +247,7 @@ def _forward_kernel(x: _Inputs, work: _Work, out: Softmax, part: Softmax | None,
     def attend(tile, whole, state):
         keys = here.keys(x, tile, whole)
         k = here.rows(x.k, keys, own.head)
-        v = here.rows(x.v, keys, own.head)
+        v = here.tokens(x.v, keys, own.head)
         query, key = column(queries), line(keys)
         logits = hide(product(q, k, transpose_b=True), here.visible(query, key, whole))
         dropped = here.dropped(x, own.head, query, key)
@@ -266,8 +277,8 @@ def _queries_kernel(x: _Inputs, row: QueryRows, work: _Work, dq, part, *, progra
 
     def differentiate(tile, whole, sums):
         keys = here.keys(x, tile, whole)
-        k = here.rows(x.k, keys, own.head)
-        v = here.rows(x.v, keys, own.head)
+        k = here.tokens(x.k, keys, own.head)
+        v = here.tokens(x.v, keys, own.head)
         key = line(keys)
         logits = hide(product(q, k, transpose_b=True), here.visible(query, key, whole))
         p = recompute_weights(logits, top[:, None] * scale, column(share), size)
@@ -283,14 +294,14 @@ def _keys_kernel(x: _Inputs, row: QueryRows, work: _Work, gradients, part, *, pr
     here = program.here()
     own = here.own(work)
     keys = here.keys(x, own.tile)
-    k, v = (here.rows(ref, keys, own.head) for ref in (x.k, x.v))
+    k, v = here.rows(x.k, keys, own.head), here.tokens(x.v, keys, own.head)
     key, size = column(keys), x.q.shape[3]
     scale = LOG2_E / math.sqrt(size)
 
     def differentiate(tile, whole, sums):
         dk, dv = sums
         queries = here.queries(x, tile, whole)
-        q = here.rows(x.q, queries, own.head)
+        q = here.tokens(x.q, queries, own.head)
         d_out = here.rows(row.d_out, queries, own.head)
         statistics = row.top, row.dot, row.share
         top, dot, share = (here.statistics(ref, queries, own.head) for ref in statistics)
@@ -516,7 +527,7 @@ def backward(
       interpret: whether to run them anywhere, slowly.
     """
     x = _inputs(layout, q, k, v, segments, rng)
-    row = query_rows(d_out, out, top, total)
+    row = query_rows(d_out, out, top, total, segments[0])
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):

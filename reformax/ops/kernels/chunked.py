@@ -17,7 +17,7 @@ are therefore put in order beforehand, and a block reads them side by side.
 
 Letters as in `reformax.ops.base`; Tp is T padded to whole chunks, W the packs of `PackedChunks`. A
 *place* is an index into the order, a *position* one into the sequence. Positions of T or more are
-padding, which is neither read nor written.
+neither read nor written. What stands at positions of segment 0 is not read either, or hidden.
 """
 
 from __future__ import annotations
@@ -227,6 +227,13 @@ class _Program(NamedTuple):
             return load(view, exists, 0.0)
         return self._load(view, exists, 0.0)
 
+    def tokens(self, ref, block: _Block) -> Array:
+        """A block's rows with zeros at padding too, for products that hide nothing.
+
+        Weights of 0 keep nothing out of them, for 0 times NaN is NaN.
+        """
+        return self.rows(ref, block, None if block.segment is None else block.segment != 0)
+
     def put_rows(self, ref, block: _Block, value: Array) -> None:
         """Writes a block's rows of `[B, T, N, H]`."""
         view, exists = self._view_rows(ref, block, value.shape[1])
@@ -343,7 +350,7 @@ def _forward_kernel(x: _Inputs, before: Softmax | None, after: Softmax, *, progr
 
     def attend(block, state):
         keys = line(block)
-        k, v = here.rows(x.k, block), here.rows(x.v, block)
+        k, v = here.rows(x.k, block), here.tokens(x.v, block)
         logits = hide(product(q, k, transpose_b=True), here.visible(queries, keys))
         return softmax_step(state, logits, v, x.q.shape[3], here.dropped(x, queries, keys))
 
@@ -373,11 +380,11 @@ def _backward_kernel(
         dot = here.load_places(row.dot, block.place, exists, 0.0)
         return here.rows(row.d_out, block), dot, top, share
 
-    k, v = here.rows(x.k, own), here.rows(x.v, own)
+    k, v = here.rows(x.k, own), here.tokens(x.v, own)
 
     def as_keys(block, sums):
         dk, dv = sums
-        q = here.rows(x.q, block)
+        q = here.tokens(x.q, block)
         d_out, dot, top, share = queries(block)
         query, key = line(block), column(own)
         logits = hide(product(k, q, transpose_b=True), here.visible(query, key))
@@ -396,7 +403,7 @@ def _backward_kernel(
         dv = dv + here.rows(before.v, own)
     here.put_rows(after.v, own, dv)
 
-    q = here.rows(x.q, own)
+    q = here.tokens(x.q, own)
     d_out, dot, top, share = queries(own)
     if here.chunks.shared_qk:
         dq = _through_normalization(q, dk, size)
@@ -405,7 +412,7 @@ def _backward_kernel(
         dq = jnp.zeros(q.shape, jnp.float32)
 
     def as_queries(block, dq):
-        k, v = here.rows(x.k, block), here.rows(x.v, block)
+        k, v = here.tokens(x.k, block), here.tokens(x.v, block)
         query, key = column(own), line(block)
         logits = hide(product(q, k, transpose_b=True), here.visible(query, key))
         p = recompute_weights(logits, top[:, None], column(share), size)
@@ -572,7 +579,8 @@ def backward(
       tiles, interpret: as in `forward`.
     """
     inputs = _inputs(chunks, q, k, v, order, segments, rng)
-    row = query_rows(d_out, out, top, total)
+    ids = None if segments is None else segments[:, : q.shape[1]]
+    row = query_rows(d_out, out, top, total, ids)
     dot, top = (_in_order(x, inputs.order) for x in (row.dot, row.top))
     share = None if row.share is None else _in_order(row.share, inputs.order)
     row = QueryRows(row.d_out, dot, top, total, share)

@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.parts import dropout
+from reformax.ops.parts.containment import tokens_only
 from reformax.ops.parts.softmax import Softmax, lowest, nonzero
 
 # A row's maximum starts here. Half, because it is multiplied by log2(e).
@@ -148,8 +149,11 @@ def query_rows(
     out: Float[Array, "B T N V"],
     top: Float[Array, "B N T"],
     total: Float[Array, "B N T"],
+    ids: Int[Array, "B T"] | None,
 ) -> QueryRows:
     """`QueryRows` of the gradient of the output and the results of the forward pass.
+
+    With the segments `ids`, the gradient is zeros at padding.
 
     `d_out` is divided by the sum of the softmax, so that the weights need not be. Float16 may not
     hold the quotient: there the weights are multiplied by `share` instead.
@@ -158,6 +162,7 @@ def query_rows(
     """
     share = 1.0 / nonzero(total)
     dtype, d_out = out.dtype, d_out.astype(jnp.float32)
+    d_out = d_out if ids is None else tokens_only(d_out, ids)
     if dtype != jnp.float16:
         d_out, share = d_out * jnp.swapaxes(share, 1, 2)[..., None], None
     dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)

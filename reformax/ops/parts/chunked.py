@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.ops.parts.containment import finite, marked
+from reformax.ops.parts.containment import finite, marked, over_tokens
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.normalization import length_normalize, mean_product
 from reformax.ops.parts.orders import Chunks, Order
@@ -52,6 +52,8 @@ def chunked_attention(
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over the union of the chunks that each query sees.
 
+    Whatever stands at padding is not read.
+
     Args:
       q: queries.
       k: keys; None where `chunks.shared_qk`.
@@ -68,11 +70,13 @@ def chunked_attention(
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
     padding = chunks.padding if order is None else order.queries.shape[-1] - chunks.length
+    ids = segments
     if segments is not None:
         segments = jnp.pad(segments, ((0, 0), (0, padding)))
     if impl == "xla":
         order = None if order is None else order.with_places()
-        return _attend(chunks, q, k, v, order, segments, rng, own_weight)
+        others = order, segments, rng, own_weight
+        return over_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, ids)
     from reformax.ops.kernels import chunked as kernel
 
     return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, segments, rng)
@@ -302,7 +306,7 @@ def _dropout_mask(
     """The dropout mask of a round's weights."""
     if this.chunks.dropout == 0.0:
         return 1.0
-    batch = jnp.arange(head.shape[1])[:, None, None, None]
+    batch = jnp.arange(head.shape[1])[None, :, None, None, None]
     address = batch, head[..., None, None, None], *this.positions(length)
     return dropout_mask(seed_words(rng), this.chunks.dropout, *address)
 
@@ -315,7 +319,7 @@ def _lone_weight(chunks: Chunks, total, segments, rng, own_weight) -> Float[Arra
     own_weight = 1.0 if own_weight is None else jnp.swapaxes(own_weight, 0, 1)
     weight = jnp.where(total == 0.0, own_weight, 0.0)
     if segments is not None:
-        weight = weight * (segments != 0)
+        weight = jnp.where((segments != 0)[None], weight, 0.0)
     if chunks.dropout > 0.0:
         head, batch, position = jnp.ogrid[tuple(slice(n) for n in total.shape)]
         address = (batch, head, position, position)
@@ -336,7 +340,7 @@ def _attend_forward(chunks, q, k, v, order, segments, rng, own_weight):
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.shared_qk:
         lone = _lone_weight(chunks, total, segments, rng, own_weight)
-        out = out + jnp.where(lone == 0, 0, lone * values)
+        out = out + jnp.where(lone == 0, 0, lone * values.astype(out.dtype))
     out = _heads_last(out, chunks.length).astype(v.dtype)
     # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where logits are
     # large.
@@ -352,7 +356,8 @@ def _attend_backward(chunks, residuals, d_out):
     statistics = (top, total, row_dot[..., 0])
     dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
     if chunks.shared_qk:
-        dv = dv + _lone_weight(chunks, total, segments, rng, own_weight) * d_out
+        lone = _lone_weight(chunks, total, segments, rng, own_weight)
+        dv = dv + lone * d_out.astype(dv.dtype)
 
     def like(dx, x):
         return None if x is None else _heads_last(dx, chunks.length).astype(x.dtype)
@@ -443,10 +448,12 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         (d_rows,) = keys_vjp(d_keys.astype(q.dtype))
         if k is None:  # a query and its key are one vector
             # An empty border joins after the sum, which keeps the bits of short sequences.
-            d_rows += d_queries if this.keys is None else _with_border(d_queries, chunks)
+            d_queries = d_queries if this.keys is None else _with_border(d_queries, chunks)
+            d_rows = d_rows.astype(dtype) + d_queries
             dq = dq + this.by_key(this.bordered(d_rows))
         else:
-            dq, dk = dq + this.by_query(d_queries), dk + this.by_key(this.bordered(d_rows))
+            dq = dq + this.by_query(d_queries)
+            dk = dk + this.by_key(this.bordered(d_rows)).astype(dtype)
         dv = dv + this.by_key(_sum_windows(d_values, chunks))
         return dq, dk, dv
 
