@@ -13,6 +13,10 @@ import hypothesis
 # a GPU, which is one process's.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# A GPU's products of float32 are of 10 bits of each number by default; tests compare them to 1e-5.
+if os.environ["JAX_PLATFORMS"] != "cpu":
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+
 # Most of a test's time is XLA compiling a program that runs once or twice. Here it does so without
 # LLVM's optimisation of the loops, and with its older, quicker emitter of fused ones where it has
 # that. `tests.helpers.default_jit` compiles as in use; XLA_FLAGS of one's own come after these.
