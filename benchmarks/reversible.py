@@ -1,17 +1,23 @@
 """The drift of a reversible stack's backward pass, and its cost, by depth.
 
     python -m benchmarks.reversible
+    python -m benchmarks.reversible --options
 
-prints two tables and draws docs/reversible.png. The first has the error of the inputs that the
+The first prints two tables and draws docs/reversible.png. One has the error of the inputs that the
 backward pass rebuilds, and of the gradient relative to that of the same forward pass with every
 activation kept. Two programs may round their products differently, as a GPU's do, and then
-gradients differ even without drift. The second has temporary memory and compile time of the
-gradient of a ReformerLM and of a TransformerLM with the same layers. Nothing is run.
+gradients differ even without drift. The other has temporary memory and compile time of the gradient
+of a ReformerLM and of a TransformerLM with the same layers. Nothing is run for it.
+
+The second counts, for every combination of an exact stack's options, the numbers that its backward
+pass does not rebuild bit for bit, and fails if there are any.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +28,13 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.harness import command_line
-from benchmarks.harness.calls import compiled
+from benchmarks.harness.calls import COMPILERS, attempt_each, compiled, exit_if, reason
 from benchmarks.harness.language_models import VOCAB_SIZE
 from benchmarks.harness.output import Lines, Table, plot
 from benchmarks.harness.rows import KEY
-from reformax.layers import Attention, Block, FeedForward, ReversibleStack
+from reformax.layers import Attention, Block, CrossAttention, FeedForward, ReversibleStack
 from reformax.models import ReformerLM, TransformerLM
-from reformax.ops import local, lsh
+from reformax.ops import dense, local, lsh
 
 DROPOUT = 0.1
 ERRORS = "largest error of a rebuilt input", "relative error of the gradient"
@@ -105,6 +111,75 @@ def drift(shape: Shape, n_layers: int, dtype: str, exact: bool) -> tuple[float, 
     return rebuilt, float(optax.tree.norm(difference) / optax.tree.norm(want))
 
 
+class Options(NamedTuple):
+    """An exact stack: its dtype, options and sublayers."""
+
+    dtype: str
+    cross: bool
+    scan_layers: bool
+    keep_ff_outputs: bool
+    chunked: bool  # feed-forward layers, in chunks of which the last is shorter
+    dropout: float
+
+
+def exact_stack(options: Options, shape: Shape) -> ReversibleStack:
+    """Four layers, in cycles of two."""
+    chunk_size = shape.length * 3 // 8 if options.chunked else 0
+    crossing = CrossAttention(dense.dense(), n_heads=1, d_qk=shape.d_model, d_v=shape.d_model)
+    cycle = [
+        block._replace(
+            attention=dataclasses.replace(
+                block.attention,
+                attention_dropout=options.dropout,
+                output_dropout=options.dropout,
+            ),
+            feed_forward=FeedForward(
+                4 * shape.d_model, options.dropout, options.dropout, chunk_size=chunk_size
+            ),
+            cross_attention=crossing if options.cross else None,
+        )
+        for block in blocks(shape)
+    ]
+    named = options._asdict()
+    kept = {name: named[name] for name in ("dtype", "scan_layers", "keep_ff_outputs")}
+    return ReversibleStack(cycle, 4, exact=True, masked=options.cross, **kept)
+
+
+def differences(shape: Shape, n_seeds: int, options: Options) -> int:
+    """How many numbers of the inputs are not rebuilt bit for bit, over some seeds."""
+    stack, size = exact_stack(options, shape), (shape.batch, shape.length, shape.d_model)
+    params = jax.jit(lambda: stack.init_params(KEY, size, size))()
+    ones = jnp.ones(size[:2], jnp.int32)
+
+    @jax.jit
+    def count(x1, x2, memory, rng):
+        others = (ones, memory, ones) if options.cross else ()
+        pairs = zip(*stack.rebuild(params, x1, x2, *others, rng=rng), strict=True)
+        return sum(jnp.sum(x.view(jnp.int32) != y.view(jnp.int32)) for x, y in pairs)
+
+    rngs = [jax.random.fold_in(KEY, seed) for seed in range(n_seeds)]
+    return sum(int(count(*jax.random.normal(rng, (3, *size)), rng)) for rng in rngs)
+
+
+def print_differences(shape: Shape, n_seeds: int = 8) -> None:
+    """Prints, by dtype and sublayers, how many numbers differ in all combinations of the others.
+
+    Exits with an error if any does.
+    """
+    values = shape.dtypes, *[(False, True)] * 4, (0.0, DROPOUT)
+    combinations = map(Options._make, itertools.product(*values))
+    every = {x: x for x in combinations if shape.depths != SHAPES["tiny"].depths or all(x)}
+    found = attempt_each(functools.partial(differences, shape, n_seeds), every, COMPILERS)
+    columns = "dtype", "cross-attention", "combinations", "of seeds", "numbers that differ"
+    table = Table(*columns, title="Exact stacks of 4 layers")
+    for dtype, cross in itertools.product(shape.dtypes, (False, True)):
+        counts = [n for x, n in found.items() if (x.dtype, x.cross) == (dtype, cross)]
+        wrong = next((n for n in counts if isinstance(n, Exception)), None)
+        total = reason(wrong) if wrong else f"{sum(counts):,}"
+        table.row(dtype, str(cross), str(len(counts)), str(n_seeds), total)
+    exit_if(str(options) for options, n in found.items() if n != 0)
+
+
 def cost(model, length: int) -> str:
     """Temporary memory and compile time of a gradient."""
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -151,8 +226,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--layers", type=command_line.positive, nargs="+", help="increasing even numbers"
     )
     parser.add_argument("--no_cost", action="store_true", help="only the first table")
+    parser.add_argument(
+        "--options", action="store_true", help="every combination of an exact stack's options"
+    )
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)
+    if args.options:
+        print_differences(shape, *([1] if args.tiny else []))
+        return
     shape = shape._replace(depths=tuple(args.layers or shape.depths))
     title = (
         f"{command_line.machine()}, {shape.batch} x {shape.length:,} tokens, d_model "

@@ -183,6 +183,8 @@ def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):
                 (dict(n_layers=4, keep_ff_outputs=True, ff_chunk_size=24), 0.0),
                 (dict(n_layers=4, keep_ff_outputs=True, dtype="bfloat16"), 0.1),
                 (dict(n_layers=2), 0.0),
+                (dict(n_layers=2, keep_ff_outputs=True, cross=True), 0.1),
+                (dict(n_layers=2, scan_layers=False, cross=True, dtype="bfloat16"), 0.1),
             ]
         ),
     ],
@@ -190,14 +192,22 @@ def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):
 def test_exact_of_many_seeds(options, rate):
     """A cycle of two layers, wide enough for the compiler to fuse what it pleases."""
     options = dict(options)
-    ff_chunk_size = options.pop("ff_chunk_size", 0)
+    ff_chunk_size, cross = options.pop("ff_chunk_size", 0), options.pop("cross", False)
     cycle = plain.blocks(d_head=16, d_ff=64, rate=rate, ff_chunk_size=ff_chunk_size)
-    stack = layers.ReversibleStack(cycle, exact=True, **options)
+    if cross:
+        crossing = layers.CrossAttention(dense.dense(), n_heads=2, d_qk=16, d_v=16, masked=True)
+        cycle = [block._replace(cross_attention=crossing) for block in cycle]
+    stack = layers.ReversibleStack(cycle, exact=True, masked=cross, **options)
     params = plain.init(stack, (1, 64, 32), (1, 64, 32))
-    rebuild = default_jit(lambda x1, x2, key: stack.rebuild(params, x1, x2, rng=key))
+    ones = np.ones((1, 64), np.int32)
+
+    @default_jit
+    def rebuild(x1, x2, memory, rng):
+        return stack.rebuild(params, x1, x2, *((ones, memory, ones) if cross else ()), rng=rng)
+
     for seed in range(8):
-        x1, x2 = np.random.default_rng(seed).normal(size=(2, 1, 64, 32)).astype(np.float32)
-        inputs, again = rebuild(x1, x2, jax.random.PRNGKey(seed))
+        inputs = np.random.default_rng(seed).normal(size=(3, 1, 64, 32)).astype(np.float32)
+        inputs, again = rebuild(*inputs, jax.random.PRNGKey(seed))
         assert bits_that_differ(again, inputs) == 0
 
 
