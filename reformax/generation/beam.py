@@ -154,7 +154,7 @@ def _candidates(
     log_p = top.reshape(n_rows, beam_size, -1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     log_p = (log_p + state.log_p[..., None]).reshape(n_rows, -1)
     # Greedy decoding takes the first candidate of the first beginning.
-    greedy = (jnp.arange(log_p.shape[1]) == 0) & state.greedy[:, None]
+    greedy = (jnp.arange(log_p.shape[1]) == 0)[None] & state.greedy[:, None]
     ranked = jnp.where(greedy, jnp.inf, log_p)
     _, chosen = jax.lax.top_k(ranked, min(n_candidates, log_p.shape[1]))
     log_p, token = (

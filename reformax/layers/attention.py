@@ -116,7 +116,7 @@ class MultiHead(Layer):
         if f"w_{letter}" not in params:
             return None
         y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{letter}"].astype(x.dtype))
-        return y + params[f"b_{letter}"].astype(x.dtype) if self.bias else y
+        return y + params[f"b_{letter}"][None, None].astype(x.dtype) if self.bias else y
 
     def plan(self, params, qkv: QKV, segments=None, rng=None, length: int | None = None) -> Any:
         """Where each query will look: integers, through which no gradient flows.
@@ -149,7 +149,7 @@ class MultiHead(Layer):
         w_o = params["w_o"].reshape(*out.shape[2:], -1)  # `for_decoding` merges the heads
         out = jnp.einsum("btnv,nvd->btd", out, w_o.astype(out.dtype))
         if self.output_bias:
-            out = out + params["b_o"].astype(out.dtype)
+            out = out + params["b_o"][None, None].astype(out.dtype)
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
 
     def _apply_op(self, params, qkv: QKV, plan, segments, rng=None) -> Float[Array, "B T N V"]:
@@ -261,7 +261,7 @@ class Attention(MultiHead):
         project = self._project_merged if "w_in" in params else self.project
         qkv = project(params, x)
         # Padding on the right is in the future of every token: only a plan has to know of it.
-        tokens = (jnp.arange(x.shape[1]) < lengths[:, None]).astype(jnp.int32)
+        tokens = (jnp.arange(x.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
         plan = self.plan(params, qkv, tokens, rng, length=capacity)
         cache = self.op.init_cache(
             params["op"],
@@ -302,9 +302,10 @@ class Attention(MultiHead):
         return cache if self.op.traits.beams else take_rows(cache, rows)
 
 
-def affine(params, name: str, x: Float[Array, "*d D"]) -> Float[Array, "*d E"]:
+def affine(params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
     """`x @ w_<name> + b_<name>`, with weights from `for_decoding`."""
-    return x @ params[f"w_{name}"] + params.get(f"b_{name}", 0)
+    y = x @ params[f"w_{name}"]
+    return y + params[f"b_{name}"][None, None] if f"b_{name}" in params else y
 
 
 def _fold_in(rng, number: int):

@@ -116,7 +116,7 @@ class FeedForward(Layer):
         params = self.cast(params, x.dtype)
         # Products in the dtype of `x`, and float32 between them, which is never stored.
         out = self._activated(params, x @ params["w1"], start, hidden_rng)
-        out = out.astype(jnp.float32) + params["b2"]
+        out = out.astype(jnp.float32) + params["b2"][None, None]
         return dropout(out, rate_in(self._mode, self._dropout), output_rng, start=start).astype(
             x.dtype
         )
@@ -129,7 +129,7 @@ class FeedForward(Layer):
         wanted = "xla" if self._impl == "auto" and not fits else self._impl
         chosen = choose(wanted, pallas=None) if pre.size else "xla"
         if chosen == "xla":
-            hidden = self._activation(pre.astype(jnp.float32) + params["b1"])
+            hidden = self._activation(pre.astype(jnp.float32) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
             return _narrow(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel

@@ -83,5 +83,5 @@ def _in_array_operations(epsilon: float, dtypes: tuple, x, y, scale, bias) -> tu
     x = x.astype(jnp.float32)
     x = x if y is None else x + y.astype(jnp.float32)
     centred = x - x.mean(axis=-1, keepdims=True)
-    out = length_normalize(centred, epsilon) * scale + bias
+    out = length_normalize(centred, epsilon) * scale[None] + bias[None]
     return tuple(out.astype(dtype) for dtype in dtypes)

@@ -85,7 +85,7 @@ class AxialPositionalEncoding(Layer):
             index[axis] = slice(None)
             parts.append(jnp.broadcast_to(table[tuple(index)], (*sizes, table.shape[-1])))
         embedding = jnp.concatenate(parts, axis=-1).reshape(-1, x.shape[-1])[:length]
-        return x + embedding.astype(x.dtype)
+        return x + embedding[None].astype(x.dtype)
 
 
 class SinusoidalPositionalEncoding(Layer):
@@ -106,7 +106,7 @@ class SinusoidalPositionalEncoding(Layer):
         return x + table.astype(x.dtype)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
-        return self.apply_at(params, x, jnp.arange(x.shape[1]))
+        return self.apply_at(params, x, jnp.arange(x.shape[1])[None])
 
 
 def _angles(
@@ -114,7 +114,7 @@ def _angles(
 ) -> Float[Array, "*d T F"]:
     """Angles t * base^(-f / F) of each position and frequency."""
     frequency = base ** (-jnp.arange(n_frequencies) / n_frequencies)
-    return position[..., None] * frequency
+    return jnp.multiply.outer(position.astype(frequency.dtype), frequency)
 
 
 def rotary(
@@ -130,7 +130,7 @@ def rotary(
       position: of each; None: 0 to T - 1.
     """
     half = x.shape[-1] // 2
-    position = jnp.arange(x.shape[1]) if position is None else position
+    position = jnp.arange(x.shape[1])[None] if position is None else position
     angle = _angles(position, half)[..., None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     x32 = x.astype(jnp.float32)

@@ -116,7 +116,8 @@ class LanguageModel(Model):
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32; their product is computed in `dtype`."""
         w, b = params["logits"]["w"], params["logits"]["b"]
-        return logits_product(features, w.T, self.dtype) + b
+        product = logits_product(features, w.T, self.dtype)
+        return product + jnp.expand_dims(b, tuple(range(product.ndim - 1)))
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))

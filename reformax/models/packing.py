@@ -16,7 +16,7 @@ def token_segments(
 
 def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Each token's distance from the first of its segment."""
-    index = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     return index - jax.lax.cummax(jnp.where(_begins(segments), index, 0), axis=1)
 
 

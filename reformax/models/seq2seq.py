@@ -300,9 +300,9 @@ class EncoderDecoder(Model):
         """
         position, caches, origins = decoding
         if origins is not None:  # a beam's next position is in its own row
-            beam = jnp.arange(origins.shape[1], dtype=origins.dtype)[:, None]
+            beam = jnp.arange(origins.shape[1], dtype=origins.dtype)[None, :, None]
             now = position.reshape(*origins.shape[:2], 1)
-            origins = jnp.where(jnp.arange(origins.shape[2]) == now, beam, origins)
+            origins = jnp.where(jnp.arange(origins.shape[2])[None, None] == now, beam, origins)
         decoder, stack = params["decoder"], self._stacks["decoder"]
         x = self._embed(decoder, params["embedding"], tokens[:, None], position[:, None])
         streams, caches = stack.step(

@@ -186,11 +186,10 @@ def forward(
             found = summaries(found, tiling, n_done, -(-(end - rest) // small), rest, small)
         else:
             found = summaries(found, tiling, 0, n_large, 0, key_chunk_size)
-        top = found.top.max(axis=0)
+        top = found.top.max(axis=0, keepdims=True)
         scale = jnp.exp(found.top - top)
-        whole = Softmax(
-            jnp.sum(found.acc * scale[..., None], axis=0), top, jnp.sum(found.total * scale, axis=0)
-        )
+        acc = jnp.sum(found.acc * scale[..., None], axis=0)
+        whole = Softmax(acc, top[0], jnp.sum(found.total * scale, axis=0))
         return results.with_rows(whole, group, queries)
 
     sizes = tiles.groups(tiling._replace(key_size=key_chunk_size), n_batch, n_heads)

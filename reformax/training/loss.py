@@ -158,10 +158,11 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
     if label_smoothing:
         spread = log_total - jnp.mean(logits, axis=-1)
         losses = (1 - label_smoothing) * nats + label_smoothing * spread
-    sums = (jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), best == targets, losses))
+    correct = jnp.where(best == targets, 1.0, 0.0)
+    sums = (jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), correct, losses))
     # Softmax minus the distribution of the targets.
-    is_target = jnp.arange(vocab_size) == targets[..., None]
-    expected = (1 - label_smoothing) * is_target + label_smoothing / vocab_size
+    is_target = jnp.arange(vocab_size)[None, None] == targets[..., None]
+    expected = jnp.where(is_target, 1 - label_smoothing, 0.0) + label_smoothing / vocab_size
     d_logits = (jnp.exp(logits - log_total[..., None]) - expected) * weights[..., None]
     return _Chunk(Sums(*sums), losses, d_logits)
 

@@ -87,12 +87,14 @@ def step_fn(
             grads, (nats, correct) = _accumulated(
                 gradient, accumulate, state.params, batch, rng, total_weight
             )
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         done = state.step + 1
         ema = state.ema
         if ema is not None:
-            decay = jnp.minimum(ema_decay, (1.0 + done) / (10.0 + done))
+            n = done.astype(jnp.float32)
+            decay = jnp.minimum(ema_decay, (1.0 + n) / (10.0 + n))
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
         metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(grads)}
         if schedule is not None:

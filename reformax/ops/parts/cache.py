@@ -71,7 +71,7 @@ def add_to_ring(
 
 def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]:
     """The position in each slot once `last` is in the ring; below 0 there is none yet."""
-    return last[:, None] - (last[:, None] - jnp.arange(n_slots)) % n_slots
+    return last[:, None] - (last[:, None] - jnp.arange(n_slots)[None]) % n_slots
 
 
 def attend_to(
@@ -92,7 +92,7 @@ def attend_to(
       scale: the factor of the logits; None is `1 / sqrt(H)`.
     """
     dtype = wide(q.dtype, values.dtype)
-    logits = jnp.einsum("btnh,bnkh->bnk", q, keys, preferred_element_type=dtype)
+    logits = jnp.einsum("btnh,bnkh->bnk", q.astype(dtype), keys.astype(dtype))
     logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
     total = weights.sum(axis=-1)[:, None, :, None]
@@ -120,7 +120,7 @@ def attend_among(
     n_groups, size, n_slots = origins.shape
     q, keys, values = (x.reshape(n_groups, size, *x.shape[1:]) for x in (q[:, 0], keys, values))
     # Axes: b group, j row of the keys, i row of the query.
-    key_row = jnp.arange(size)[:, None, None]
+    key_row = jnp.arange(size)[None, :, None, None]
     mask = mask.reshape(n_groups, 1, size, n_slots) & (origins[:, None] == key_row)
     mask = mask[:, :, None]  # [b, j, 1, i, s]
     q = jnp.broadcast_to(

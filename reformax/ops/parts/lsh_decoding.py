@@ -47,7 +47,7 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     factors, length = settings.hashing.factors_for(capacity), q.shape[1]
     rotations = settings.hashing.rotations_for(q, capacity, settings.n_rounds(train=False), rng)
     buckets = hash_by(rotations, q, factors)
-    is_token = jnp.arange(length) < lengths[:, None, None, None]
+    is_token = _line(length) < lengths[:, None, None, None]
     last = math.prod(factors)
     order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).queries
     n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
@@ -100,11 +100,11 @@ def _seen(
     chunk_len, n_chunks_before, n_chunks_after = settings.chunks
     if settings.strictly_causal:
         reach = chunk_len * n_chunks_before
-        place = own - reach + jnp.arange(reach)
+        place = own - reach + _line(reach)
         exists = place >= first
     else:
         n_places = (n_chunks_before + 1 + n_chunks_after) * chunk_len
-        place = (own // chunk_len - n_chunks_before) * chunk_len + jnp.arange(n_places)
+        place = (own // chunk_len - n_chunks_before) * chunk_len + _line(n_places)
         exists = (place >= 0) & (place <= now)
     if settings.wrap:
         return _in_a_circle(order, place, now, settings.whole)
@@ -122,7 +122,7 @@ def _inserted(
     Returns:
       The order, the place where its bucket begins, and its own place.
     """
-    place = jnp.arange(order.shape[-1], dtype=jnp.int32)
+    place = _line(order.shape[-1])
     own, first = (
         jnp.sum((place < now) & here, axis=-1, keepdims=True, dtype=jnp.int32)
         for here in (buckets <= bucket, buckets < bucket)
@@ -144,7 +144,7 @@ def _in_a_circle(
     """
     n_rounds, capacity = order.shape[2:]
     length = (now // whole + 1) * whole
-    place = jnp.arange(n_rounds)[:, None] * length + place
+    place = jnp.arange(n_rounds)[None, None, :, None] * length + place
     index, place = jnp.divmod(place % (n_rounds * length), length)
     index = index * capacity + jnp.minimum(place, capacity - 1)
     shape = (*order.shape[:2], -1)
@@ -154,7 +154,12 @@ def _in_a_circle(
 
 def _seen_before(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
     """Which positions an earlier round has shown."""
-    rounds = jnp.arange(seen.shape[2])[:, None]
+    rounds = jnp.arange(seen.shape[2])[None, None, :, None]
     again = seen[..., None, None] == seen[:, :, None, None]  # [B, N, R, M, R, M]
-    again = again & (rounds[:, :, None, None] > rounds)
+    again = again & (rounds[..., None, None] > rounds[:, :, None, None])
     return jnp.any(again, axis=(-2, -1))
+
+
+def _line(n: int) -> Int[Array, "1 1 1 n"]:
+    """0 to n - 1 along the last of the axes of an order."""
+    return jnp.arange(n, dtype=jnp.int32)[None, None, None]

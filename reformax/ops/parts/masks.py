@@ -35,7 +35,7 @@ def visibility(
 
 def except_self(mask: Bool[Array, "#B #N T T"]) -> Bool[Array, "#B #N T T"]:
     """Hides each position from itself unless it sees nothing else (Reformer, sec. 2)."""
-    itself = jnp.eye(mask.shape[-1], dtype=bool)
+    itself = jnp.eye(mask.shape[-1], dtype=bool)[None, None]
     others = mask & ~itself
     alone = ~others.any(axis=-1, keepdims=True)
     return others | (mask & itself & alone)

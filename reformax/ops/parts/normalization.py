@@ -25,6 +25,7 @@ def _normalize_forward(x, epsilon):
 
 def _normalize_backward(epsilon, x, dy):
     y, scale = _normalized(finite(x), epsilon)
+    dy = dy.astype(y.dtype)
     return (((dy - y * mean_product(y, dy)) * scale).astype(x.dtype),)
 
 

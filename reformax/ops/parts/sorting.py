@@ -58,7 +58,7 @@ def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> 
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=-1)
     buckets = jnp.take_along_axis(buckets, order.queries, axis=-1, mode="promise_in_bounds")
     begins = jnp.pad(buckets[..., 1:] != buckets[..., :-1], ((0, 0),) * 3 + ((1, 0),))
-    place = jnp.arange(buckets.shape[-1], dtype=jnp.int32)
+    place = jnp.arange(buckets.shape[-1], dtype=jnp.int32)[None, None, None]
     start = lax.cummax(jnp.where(begins, place, 0), axis=buckets.ndim - 1)
     first = jnp.maximum(start, place - reach)
     first = jnp.take_along_axis(first, order.places, axis=-1, mode="promise_in_bounds")

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from reformax.ops.parts.containment import finite, marked
 from reformax.ops.parts.dropout import dropout_mask, seed_words
@@ -241,7 +241,7 @@ def put_row_statistics(
 ) -> Float[Array, "B N T"]:
     """`x` with the statistics of a block's rows, of the group's heads, replaced."""
     if block.own is not None:
-        value = jnp.where(block.own, value, row_statistics(x, group, block))
+        value = jnp.where(block.own[None, None], value, row_statistics(x, group, block))
     return lax.dynamic_update_slice(x, value, _at(group.batch, group.head, block.start))
 
 
@@ -275,17 +275,25 @@ def _segment(ids: Int[Array, "B T"], group: Group, block: Block) -> Int[Array, "
     return lax.dynamic_slice(ids, _at(group.batch, block.start), sizes)
 
 
+def _column(x: Shaped[Array, " Q"]) -> Shaped[Array, "1 1 Q 1"]:
+    return x[None, None, :, None]
+
+
+def _line(x: Shaped[Array, " K"]) -> Shaped[Array, "1 1 1 K"]:
+    return x[None, None, None]
+
+
 def visible(
     tiling: Tiling, x: Inputs, group: Group, queries: Block, keys: Block
 ) -> Bool[Array, "#b 1 #Q #K"] | None:
     """Which keys of a tile each query sees; None: all."""
     masks = []
     if tiling.causal:
-        masks.append(queries.position[:, None] >= keys.position)
+        masks.append(_column(queries.position) >= _line(keys.position))
     if queries.own is not None:
-        masks.append(queries.own[:, None])
+        masks.append(_column(queries.own))
     if keys.own is not None:
-        masks.append(keys.own)
+        masks.append(_line(keys.own))
     if x.query_segments is not None:
         of_query = _segment(x.query_segments, group, queries)[:, None, :, None]
         of_key = _segment(x.key_segments, group, keys)[:, None, None, :]
@@ -318,8 +326,8 @@ def tile_dropout_mask(
     if tiling.dropout == 0.0:
         return 1.0
     example = group.batch + jnp.arange(group.n_batch)[:, None, None, None]
-    head = group.head + jnp.arange(group.n_heads)[:, None, None]
-    address = example, head, queries.position[:, None], keys.position
+    head = group.head + jnp.arange(group.n_heads)[None, :, None, None]
+    address = example, head, _column(queries.position), _line(keys.position)
     return dropout_mask(x.seed, tiling.dropout, *address)
 
 
