@@ -34,7 +34,7 @@ from reformax import durable
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.lock import Lost
-from reformax.training.named_tensors import as_tree, named
+from reformax.training.named_tensors import OWN, as_tree, named
 
 _OLD = "tmp.old."
 
@@ -168,10 +168,9 @@ class Checkpoints:
         )
 
     @property
-    def failed(self) -> bool:
-        """Whether the last save has ended in an error, which `wait` raises."""
-        pending = self._pending
-        return pending is not None and pending.done() and pending.exception() is not None
+    def done(self) -> bool:
+        """Whether a save has ended and nothing has asked `wait` how."""
+        return self._pending is not None and self._pending.done()
 
     def wait(self) -> None:
         """Returns when the last save is on disk.
@@ -360,15 +359,16 @@ class Checkpoints:
         tensors, info = self._read(step)
         return as_tree(tensors, like, "", self._folder(step)), info
 
-    def restore_params(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+    def restore_params(self, step: int, like: Any, fix: str = OWN) -> tuple[Any, dict[str, Any]]:
         """Reads the parameters to score: the moving average if the state has one.
 
-        Takes, returns and raises as `restore` does, for the parameters alone.
+        Takes, returns and raises as `restore` does, for the parameters alone; `fix` says what to do
+        with a checkpoint of another model.
         """
         tensors, info = self._read(step)
         part = "ema." if any(name.startswith("ema.") for name in tensors) else "params."
         tensors = {name: array for name, array in tensors.items() if name.startswith(part)}
-        return as_tree(tensors, like, part, self._folder(step)), info
+        return as_tree(tensors, like, part, self._folder(step), fix), info
 
     def config(self, step: int) -> str | None:
         """The settings that a checkpoint was saved with; None if it was saved without any.

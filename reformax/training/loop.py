@@ -31,6 +31,7 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
       ValueError: arguments that do not fit, or a checkpoint that is damaged or of another model.
       OSError: the folder cannot be written, or another training writes into it.
       FloatingPointError: loss or parameters are no longer finite; the checkpoints are from before.
+      Exception: what a callback raised, once the run is saved.
     """
     check("output_dir", output_dir, PathName)
     settings = Settings(**settings)
@@ -47,12 +48,15 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             # Clocks are asked here alone: of several processes one would have to decide.
             due = schedule.due(run.step, run.minutes, run.minutes_since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.
-            if due.evaluate and not run.is_scored(due.stop) and not run.interrupt:
+            if due.evaluate and not run.is_scored(due.stop) and not run.stopping:
                 run.evaluate(due.stop)
-            interrupted = bool(run.interrupt)
-            if due.save or due.save_in_passing or interrupted:
+            stopping = run.stopping
+            if due.save or due.save_in_passing or stopping:
                 run.save(in_passing=not due.save)
-            if due.stop or interrupted:
+            if due.stop or stopping:
                 break
             run.advance()
-    return run.result()
+    result = run.result()
+    run.callbacks.call("on_end", result)
+    run.callbacks.check()
+    return result

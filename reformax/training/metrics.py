@@ -16,6 +16,7 @@ from typing import Any
 from reformax import durable
 from reformax.progress import Progress
 from reformax.training import curves, side_channels
+from reformax.training.callbacks import Loggers
 from reformax.training.events import EventFile
 from reformax.training.record_lines import RecordLines
 
@@ -34,9 +35,10 @@ class Record:
         step: int,
         metric: str = "bits_per_dim",
         tokens_per_step: int = 1,
+        loggers: Loggers | None = None,
     ):
         folder = Path(output_dir)
-        self.lines = lines
+        self.lines, self._loggers = lines, loggers or Loggers((), folder)
         self._metric, self._tokens_per_step = metric, tokens_per_step
         self._plot_path = folder / "loss.png"
         self._events = EventFile(folder / "tensorboard", purge_step=step + 1)
@@ -55,6 +57,7 @@ class Record:
         with self._beside_events:
             if scalars:
                 self._events.add(step, scalars)
+        self._loggers.write(step, split, values, timing)
 
     def plot(self) -> None:
         """Draws loss.png from all lines so far."""
@@ -68,6 +71,7 @@ class Record:
         with self._beside_events:
             self._events.close()
         self.lines.close()
+        self._loggers.close()
 
 
 class Bar:

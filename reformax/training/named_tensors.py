@@ -15,7 +15,13 @@ def named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def as_tree(tensors: dict[str, np.ndarray], like: Any, prefix: str, where: Path) -> Any:
+# How a checkpoint of another model is mended where a run would go on from it.
+OWN = "give another output_dir, or the config that the run began with"
+
+
+def as_tree(
+    tensors: dict[str, np.ndarray], like: Any, prefix: str, where: Path, fix: str = OWN
+) -> Any:
     """The tensors as a tree.
 
     Args:
@@ -23,6 +29,7 @@ def as_tree(tensors: dict[str, np.ndarray], like: Any, prefix: str, where: Path)
       like: a tree of arrays or `jax.ShapeDtypeStruct`s with the same names and shapes.
       prefix: of every name in `tensors`; `like` has none.
       where: the checkpoint's folder, for errors.
+      fix: what to do where it does not fit.
 
     Raises:
       ValueError: a tensor is missing, is one too many or has another shape.
@@ -39,8 +46,7 @@ def as_tree(tensors: dict[str, np.ndarray], like: Any, prefix: str, where: Path)
             other = "model" if of_model else "optimizer or ema_decay"
             raise ValueError(
                 f"checkpoint {where} is of another {other}: {name} has "
-                f"{there} there and {here} in this config: give another output_dir, or the "
-                "config that the run began with"
+                f"{there} there and {here} in this config: {fix}"
             )
     return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in expected])
 

@@ -11,15 +11,17 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import jax
 
 from reformax import memory
-from reformax.training import evaluation, fingerprints, forecast, side_channels
+from reformax.training import evaluation, fingerprints, forecast, side_channels, starting_weights
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
+from reformax.training.callbacks import Callbacks, Loggers
 from reformax.training.checkpoint import Checkpoints, NotSaved
 from reformax.training.folder import make_output_dir, write_config
 from reformax.training.interrupt import Interrupt
@@ -40,12 +42,14 @@ class Run:
       step: steps done.
       score: the evaluation after this step, as `Scores.of` returns it; None if there was none.
       interrupt: true after the first SIGTERM, SIGINT or SIGHUP, once the context is open.
+      callbacks: those of the settings; one that raised stops the run.
     """
 
     def __init__(self, output_dir: str | os.PathLike, settings: Settings):
         """Makes the folder and checks that devices, model and task fit; writes no file yet."""
         self._started = self._saved_at = time.monotonic()
         self._settings, self._task = settings, settings.task
+        self._source = ""  # of the weights, in words
         self._mesh = mesh_lib.data_mesh()
         eval_batch_size = settings.eval_sizes["batch_size"]
         mesh_lib.check_batch_size(
@@ -63,6 +67,8 @@ class Run:
         self._metric = self._scores.metric
         evaluation.check_vocabulary(self._train_model, self._task)
         self.interrupt = Interrupt(self._acknowledge)
+        self.callbacks = Callbacks(settings.callbacks)
+        self._saving: int | None = None  # the step of a save that nobody has heard of
 
     # Opening and closing.
 
@@ -98,12 +104,15 @@ class Run:
         Raises:
           FloatingPointError: the error that ended the run, with the way back.
           NotSaved: the last checkpoint could not be written.
+          Exception: what a callback raised.
         """
         with self._opened:
             try:
                 if error is None:
                     self._checkpoints.wait()
                 self._hear_of_saves("")
+                if error is None:
+                    self.callbacks.check()
                 if isinstance(error, FloatingPointError):
                     raise self._with_way_back(error) from None
             finally:
@@ -146,7 +155,7 @@ class Run:
         rows = settings.batch_size // (settings.accumulate * self._mesh.size)
         evaluation.check_features(rows, settings.length, n_features, "batch_size or length")
         if newest is None:
-            self._state = jax.jit(init, out_shardings=whole)(self._key)
+            self._state = self._first_state(init, like.params)
             self.step, self.score, self._saved = 0, None, None
             self._check_data({})
             self._seconds_before = 0.0
@@ -161,6 +170,18 @@ class Run:
         self._saved = self.step, self.score
         self._seconds_before = info.get("timing", {}).get("seconds", 0.0)
         return info
+
+    def _first_state(self, init, like: Any) -> step_lib.State:
+        """The state of step 0, with other weights of the shapes `like` if the settings say so."""
+        settings, whole = self._settings, mesh_lib.replicated(self._mesh)
+        if settings.init_from is None:
+            return jax.jit(init, out_shardings=whole)(self._key)
+        params, source = starting_weights.read(settings.init_from, like, self._vocabulary)
+        self._source = f"with the weights of {source[0]} after step {source[1]} "
+        begin = partial(
+            step_lib.first_state, optimizer=settings.optimizer, ema=settings.ema_decay > 0
+        )
+        return jax.jit(begin, out_shardings=whole)(params)
 
     def _check_data(self, kept: dict[str, str]) -> None:
         """Compares the data with the checkpoint's and sets what the next checkpoint keeps."""
@@ -181,7 +202,7 @@ class Run:
     def _announce(self) -> None:
         n = self._mesh.size
         devices = f"{n} {jax.default_backend()} device{'s' if n > 1 else ''}"
-        begin = f"going on from step {self.step}" if self.step else "from step 1"
+        begin = f"going on from step {self.step}" if self.step else f"{self._source}from step 1"
         self._say(
             f"{self._task.name}: {self._n_params:,} parameters, {devices}, {begin} to "
             f"{self._settings.steps}, in {self.folder}"
@@ -227,7 +248,8 @@ class Run:
         )
         n_tokens = settings.batch_size * settings.length
         self._pace = forecast.Pace(settings.steps, IN_FLIGHT + 1)
-        self._record = Record(self.folder, lines, self.step, self._metric, n_tokens)
+        loggers = Loggers(settings.loggers, self.folder, self.step, self._config)
+        self._record = Record(self.folder, lines, self.step, self._metric, n_tokens, loggers)
         if self._changed_data and self.step < settings.steps:
             self._record.write(self.step + 1, "data", {"changed": self._changed_data}, {})
         self._bar = Bar(self.step, settings.steps, settings.progress, self._metric)
@@ -239,6 +261,7 @@ class Run:
             list(info["window"]),
             seen,
             lambda: self.seconds,
+            partial(self.callbacks.call, "on_step"),
         )
 
     def _placed_batches(self):
@@ -275,6 +298,11 @@ class Run:
     # Going on.
 
     @property
+    def stopping(self) -> bool:
+        """Whether a signal or a callback asks to save and to stop."""
+        return bool(self.interrupt) or self.callbacks.error is not None
+
+    @property
     def minutes(self) -> float:
         """Time since this run was made."""
         return (time.monotonic() - self._started) / 60
@@ -291,7 +319,7 @@ class Run:
 
     def advance(self) -> None:
         """Dispatches one step."""
-        if self._checkpoints.failed:
+        if self._checkpoints.done:
             self._hear_of_saves()
         self._state, metrics = self._train_step(self._state, next(self._batches), self._key)
         self.step, self.score = self.step + 1, None
@@ -316,9 +344,7 @@ class Run:
         """
         self._log.drain()
         self._pace.restart()
-        score = self._scores.of(
-            self._state.eval_params, self.step, last, lambda: bool(self.interrupt)
-        )
+        score = self._scores.of(self._state.eval_params, self.step, last, lambda: self.stopping)
         self._log.pause()
         if score is None:
             return
@@ -328,6 +354,7 @@ class Run:
         if self._settings.progress:
             self._bar.say(f"step {self.step}: {self._scores.words(score)}")
         self.score = score
+        self.callbacks.call("on_evaluation", self.step, dict(score), self._state.eval_params)
 
     def save(self, in_passing: bool = False) -> None:
         """Writes a checkpoint in the background, unless this one is written already.
@@ -368,7 +395,7 @@ class Run:
             **extra,
         )
         self._log.pause()
-        self._saved = self.step, self.score
+        self._saved, self._saving = (self.step, self.score), self.step
 
     def _check_folder(self) -> None:
         """A restored checkpoint finds its lines; none is written into another's folder."""
@@ -380,8 +407,11 @@ class Run:
         try:
             self._checkpoints.wait()
         except NotSaved as error:
-            self._saved = None
+            self._saved = self._saving = None
             self._note(f"note: {error}{then}")
+        if self._saving is not None:
+            step, self._saving = self._saving, None
+            self.callbacks.call("on_checkpoint", step, self.folder / "checkpoints" / str(step))
         while self._checkpoints.notes:
             self._note(f"note: {self._checkpoints.notes.pop(0)}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ import optax
 from reformax.declared import (
     Called,
     Name,
+    PathName,
     Positive,
     Rate,
     Seed,
@@ -24,6 +25,7 @@ from reformax.declared import (
     hints_of,
     shown,
 )
+from reformax.training.callbacks import Callback, Logger
 
 
 @runtime_checkable
@@ -91,6 +93,12 @@ class Settings:
       log_every: steps between lines of the record; each line has the mean since the last.
       max_minutes: minutes after which training evaluates, saves and returns, as if `steps` were
         reached. The learning rate's schedule still goes by `steps`. None: no limit.
+      init_from: the folder of a run, or of one of its checkpoints, whose weights the run begins
+        with; optimizer and steps begin anew. Once this run has a checkpoint it goes on from that.
+      callbacks: `reformax.training.callbacks.Callback`s: what else is done at steps, evaluations
+        and checkpoints. One that raises ends the run, once it is saved.
+      loggers: where the record's lines go as well, such as `wandb_log.wandb_log()`. One that fails
+        is told, and the run goes on.
       allow_changed_data: whether to go on from a checkpoint of other data; a line of the record
         then says what changed.
       config_text: returns the text of config.gin, once everything is built.
@@ -123,6 +131,9 @@ class Settings:
     keep: Size = 2
     log_every: Size = 10
     max_minutes: Positive | None = None
+    init_from: PathName | None = None
+    callbacks: Sequence[Callback] = ()
+    loggers: Sequence[Logger] = ()
     allow_changed_data: bool = False
     config_text: Callable[[], str] | None = None
     progress: bool = True

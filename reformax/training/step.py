@@ -34,12 +34,13 @@ def init_fn(
 ) -> Callable[[jax.Array], State]:
     """A function from a key to the first state; `shape` is (batch, length)."""
 
-    def init(key):
-        params = model.init_params(key, shape)
-        average = jax.tree.map(jnp.copy, params) if ema else None
-        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+    return lambda key: first_state(model.init_params(key, shape), optimizer, ema)
 
-    return init
+
+def first_state(params: Any, optimizer: optax.GradientTransformation, ema: bool) -> State:
+    """The state before the first step; the moving average is on if `ema`."""
+    average = jax.tree.map(jnp.copy, params) if ema else None
+    return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
 
 
 def step_fn(

@@ -35,10 +35,15 @@ class StepLog:
         window: list[list[float]],
         tokens: int,
         seconds: Callable[[], float],
+        on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
     ):
-        """Takes the window and the tokens that a checkpoint kept, and the run's clock."""
+        """Takes the window and the tokens that a checkpoint kept, and the run's clock.
+
+        `on_step` gets each step's metrics, once they are fetched.
+        """
         self.window, self.tokens, self._seconds = window, tokens, seconds
         self._record, self._bar, self._metric = record, bar, metric
+        self._on_step = on_step
         self._log_every, self._last_step = settings.log_every, settings.steps
         self._step_tokens = settings.batch_size * settings.length
         self._in_flight: deque = deque()
@@ -79,6 +84,8 @@ class StepLog:
         self.tokens += self._step_tokens
         if step % self._log_every == 0 or step == self._last_step:
             self._write(step, values, speed)
+        del values["nats"]
+        self._on_step(step, {self._metric: bits, **values})
 
     def _speed(self) -> float | None:
         """Tokens per second since the last line, this step included; None at first."""

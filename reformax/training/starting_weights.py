@@ -1,0 +1,55 @@
+"""The weights of another run, to begin with."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+
+from reformax.declared import SettingError, user_path
+from reformax.training.checkpoint import Checkpoints
+
+
+def read(
+    init_from: str | os.PathLike, like: Any, vocabulary: str | None
+) -> tuple[Any, tuple[str, int]]:
+    """Reads the parameters to score of a checkpoint: the moving average if there is one.
+
+    Args:
+      init_from: the folder of a run, for its best checkpoint (the latest if none is scored), or of
+        one of its checkpoints. `python -m reformax.convert` writes such a folder.
+      like: a tree of arrays or shapes: those of the model.
+      vocabulary: the fingerprint of this run's vocabulary; None if it has none.
+
+    Returns:
+      The parameters as NumPy arrays, and the run's folder and the checkpoint's step.
+
+    Raises:
+      SettingError: there is no checkpoint, or it was trained with another vocabulary.
+      ValueError: it is damaged or of another model; the line names the tensor and both shapes.
+      OSError: it cannot be read.
+    """
+    folder, step = user_path("init_from", init_from), None
+    if folder.parent.name == "checkpoints" and folder.name.isdecimal():
+        folder, step = folder.parent.parent, int(folder.name)
+    checkpoints = Checkpoints(folder)
+    steps = checkpoints.steps()
+    if not steps:
+        raise SettingError(
+            f"init_from={init_from} holds no checkpoint: give the folder of a run; python -m "
+            "reformax.convert makes one of weights of Trax and Hugging Face"
+        )
+    if step is None:
+        best = checkpoints.best_step()
+        step = steps[-1] if best is None else best
+    fix = "set init_from to a run of this model, or the model's sizes to those of that run"
+    params, info = checkpoints.restore_params(step, like, fix)
+    trained_with = info.get("vocabulary")
+    if trained_with != vocabulary:
+        raise SettingError(
+            f"init_from={init_from} was trained with vocabulary {trained_with} and this run has "
+            f"{vocabulary}: copy its vocabulary.model into the output_dir of this run first"
+        )
+    params = jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, like)
+    return params, (str(folder), step)

@@ -1,0 +1,78 @@
+"""A logger for Weights & Biases, where the package wandb is installed."""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from reformax import durable
+from reformax.declared import Name, SettingError, checked
+
+# In the run's folder: the same run of Weights & Biases goes on where training does.
+ID_FILE = "wandb_id"
+
+
+@checked
+def wandb_log(
+    project: Name | None = None,
+    entity: Name | None = None,
+    name: Name | None = None,
+    group: Name | None = None,
+    tags: Sequence[Name] | None = None,
+    mode: Literal["online", "offline", "disabled"] | None = None,
+) -> WandbLogger:
+    """A logger of a run's lines, for `loop.train.loggers`.
+
+    A resumed run goes on in the same run of Weights & Biases, which ignores the steps that it has.
+    Its end waits until wandb has sent what is left; `mode='offline'` sends nothing.
+
+    Args:
+      project, entity, group, tags, mode: as `wandb.init` takes them; None: its default.
+      name: of the run; None: that of its folder.
+
+    Raises:
+      SettingError: wandb is not installed.
+    """
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError:
+        raise SettingError("wandb_log needs the package wandb: pip install wandb") from None
+    options = dict(project=project, entity=entity, name=name, group=group, tags=tags, mode=mode)
+    return WandbLogger(wandb, options)
+
+
+class WandbLogger:
+    """Logs `train/bits_per_dim` and the like by step; see `wandb_log`."""
+
+    def __init__(self, wandb: Any, options: dict[str, Any]):
+        """Takes the module and arguments of its `init`."""
+        self._wandb, self._options = wandb, options
+        self._run: Any = None
+
+    def open(self, folder: Path, step: int, config: str | None) -> None:
+        """Begins a run, or goes on with the one that the folder names."""
+        options = self._options | {"name": self._options["name"] or folder.name}
+        config_of_run = None if config is None else {"gin": config}
+        self._run = self._wandb.init(
+            dir=str(folder), id=_id(folder), resume="allow", config=config_of_run, **options
+        )
+
+    def write(
+        self, step: int, split: str, values: dict[str, Any], timing: dict[str, float]
+    ) -> None:
+        """Logs the numbers of a line."""
+        self._run.log({f"{split}/{name}": x for name, x in {**values, **timing}.items()}, step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+def _id(folder: Path) -> str:
+    path = folder / ID_FILE
+    if not path.is_file():
+        durable.write(path, uuid.uuid4().hex[:12].encode())
+    return path.read_text().strip()
