@@ -1,7 +1,7 @@
 """Runs `loop.train` on the tiny model in a process of its own: `worker.py DIR JSON`.
 
 JSON holds arguments of `train`, and under 'task' and 'model' those of the tiny ones. The process
-kills itself at the first call of 'die', a function by its name in `checkpoint`.
+kills itself at the first call of 'die', a function of `manifest` or `Checkpoints`.
 """
 
 import json
@@ -11,7 +11,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from reformax.training import checkpoint, loop, optimizer
+from reformax.training import loop, manifest, optimizer
+from reformax.training.checkpoint import Checkpoints
 from tests.training import tiny
 
 
@@ -45,6 +46,7 @@ if __name__ == "__main__":
     settings = json.loads(sys.argv[2])
     if name := settings.pop("die", None):
         owner, function = name.split(".")
-        assert hasattr(getattr(checkpoint, owner), function)
-        setattr(getattr(checkpoint, owner), function, die)
+        owner = {"manifest": manifest, "Checkpoints": Checkpoints}[owner]
+        assert hasattr(owner, function)
+        setattr(owner, function, die)
     loop.train(sys.argv[1], **arguments(**settings))

@@ -1,0 +1,227 @@
+"""Reading checkpoints: whole ones, or one line that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from reformax import durable
+from reformax.training import arrays as arrays_lib
+from reformax.training import description, manifest
+from reformax.training.checkpoint.names import Names
+from reformax.training.named_tensors import OWN, as_tree
+
+
+def is_passing(described: dict[str, Any]) -> bool:
+    """Whether a description is of a checkpoint that was saved in passing."""
+    return described["extra"].get("in_passing") is True
+
+
+class Reader(Names):
+    """Reads the checkpoints of a run; it changes none, and training may write others meanwhile."""
+
+    def __init__(self, output_dir: str | os.PathLike):
+        """Takes a run's folder, which need not exist."""
+        super().__init__(output_dir)
+        self._checked: int | None = None  # a step that was found whole
+
+    def best_step(self, skip_unreadable: bool = False) -> int | None:
+        """The step with the lowest score; None if no checkpoint has one.
+
+        Scores of another split, metric or context than the latest score's are left out.
+
+        Args:
+          skip_unreadable: whether to leave out a checkpoint whose score cannot be read.
+
+        Raises:
+          ValueError, OSError: as `score`, unless those are left out.
+        """
+        return self._best(self._descriptions(skip_unreadable))
+
+    def score(self, step: int) -> float | None:
+        """The score that `save` was given; None if there was none.
+
+        Raises:
+          ValueError: the checkpoint is damaged.
+          OSError: it cannot be read.
+        """
+        return self._description(step)["score"]
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """Reads a whole state.
+
+        Args:
+          step: the checkpoint's.
+          like: a pytree of arrays or `jax.ShapeDtypeStruct`s. The checkpoint must hold tensors of
+            these names and shapes and no others.
+
+        Returns:
+          The state as NumPy arrays in a tree like `like`, and a dict of 'step', 'score' and the
+          extra values of `save`.
+
+        Raises:
+          ValueError: damaged, of another format or of another model; the line says what to do.
+          OSError: it cannot be read, which says nothing about its content.
+        """
+        tensors, info = self._read(step)
+        return as_tree(tensors, like, "", self._folder(step)), info
+
+    def restore_params(self, step: int, like: Any, fix: str = OWN) -> tuple[Any, dict[str, Any]]:
+        """Reads the parameters to score: the moving average if the state has one.
+
+        Takes, returns and raises as `restore` does, for the parameters alone; `fix` says what to do
+        with a checkpoint of another model.
+        """
+        tensors, info = self._read(step)
+        part = "ema." if any(name.startswith("ema.") for name in tensors) else "params."
+        tensors = {name: array for name, array in tensors.items() if name.startswith(part)}
+        return as_tree(tensors, like, part, self._folder(step), fix), info
+
+    def config(self, step: int) -> str | None:
+        """The settings that a checkpoint was saved with; None if it was saved without any.
+
+        Raises:
+          ValueError: damaged, or of a format that this version does not know.
+        """
+        return self._description(step)["config"]
+
+    def previous(self, step: int) -> int | None:
+        """The step of the checkpoint saved right before this one; it may be deleted by now.
+
+        Those saved in passing are left out.
+        """
+        return self._description(step)["previous"]
+
+    def in_passing(self, step: int) -> bool:
+        """Whether a checkpoint was saved in passing; see `save`."""
+        return is_passing(self._description(step))
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """The extra values that a checkpoint was saved with; raises as `config` does."""
+        return self._description(step)["extra"]
+
+    def check_vocabulary(self, step: int, fingerprint: str | None) -> None:
+        """Raises `ValueError` if a checkpoint was trained with another vocabulary.
+
+        Args:
+          step: the checkpoint's.
+          fingerprint: the vocabulary's; None if there is none.
+        """
+        trained_with = self.extra(step).get("vocabulary")
+        self.compare_vocabulary(step, trained_with, fingerprint)
+
+    def compare_vocabulary(
+        self, step: int, trained_with: str | None, fingerprint: str | None
+    ) -> None:
+        """Does the same for a checkpoint that was read: 'vocabulary' of `restore` is known."""
+        if trained_with is not None and fingerprint is None:
+            raise ValueError(
+                f"{self.folder.parent} has no vocabulary.model, and checkpoint {step} was trained "
+                "with one: copy it back from where the run was trained"
+            )
+        if trained_with is not None and trained_with != fingerprint:
+            raise ValueError(
+                f"the vocabulary of {self.folder.parent} is {fingerprint} and that of checkpoint "
+                f"{step} is {trained_with}: copy the run's own vocabulary.model back"
+            )
+
+    def _best(self, read: dict[int, dict[str, Any]]) -> int | None:
+        scores = {step: x["score"] for step, x in read.items() if x["score"] is not None}
+        if not scores:
+            return None
+        kinds = {step: read[step]["extra"].get("scored") for step in scores}
+        # Checkpoints of earlier versions do not say what their scores are of.
+        alike = [step for step in scores if kinds[step] in (None, kinds[max(scores)])]
+        return min(alike, key=lambda step: (scores[step], step))
+
+    def _descriptions(self, skip_unreadable: bool) -> dict[int, dict[str, Any]]:
+        descriptions = {}
+        for step in self.steps():
+            try:
+                descriptions[step] = self._read_description(step)
+            except manifest.Damaged as error:
+                # Another process, which trains, may have deleted it just now.
+                if not skip_unreadable and os.path.lexists(self._folder(step)):
+                    raise self._refusal(step, str(error)) from None
+            except (ValueError, OSError):
+                if not skip_unreadable:
+                    raise
+        return descriptions
+
+    def _scheduled_before(self, step: int) -> int | None:
+        """The latest checkpoint before this one that was not saved in passing."""
+        for other in reversed([other for other in self.steps() if other < step]):
+            with suppress(ValueError, OSError):  # one that cannot be read counts
+                if is_passing(self._read_description(other)):
+                    continue
+            return other
+        return None
+
+    def _description(self, step: int) -> dict[str, Any]:
+        try:
+            return self._read_description(step)
+        except manifest.Damaged as error:
+            raise self._refusal(step, str(error)) from None
+
+    def _read_description(self, step: int) -> dict[str, Any]:
+        return description.read(self._folder(step), step, self._before(step))
+
+    def _read(self, step: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        if step != self._checked and (harm := self._harm(step)) is not None:
+            raise self._refusal(step, harm)
+        described = self._description(step)
+        tensors = {
+            name: np.zeros(shape, dtype)
+            for name, (shape, dtype) in described["tensors"].items()
+            if 0 in shape
+        }
+        try:
+            tensors |= arrays_lib.restore(self._folder(step) / "arrays")
+        except Exception as error:
+            folder = self._folder(step)
+            if not os.path.lexists(folder):
+                raise self._refusal(step, "deleted") from error
+            if (cause := durable.system_error(error)) is not None:
+                raise durable.explained(cause, "read", folder) from error
+            text = next(iter(str(error).splitlines()), "")
+            raise ValueError(
+                f"checkpoint {folder} matches its manifest and orbax cannot read it "
+                f"({type(error).__name__}: {text}): see with --traceback"
+            ) from error
+        return tensors, {"step": step, "score": described["score"], **described["extra"]}
+
+    def _harm(self, step: int) -> str | None:
+        """What is wrong with a checkpoint, in words; None if it is whole."""
+        harm = manifest.damage(self._folder(step))
+        if harm is None:
+            try:
+                self._read_description(step)
+            except manifest.Damaged as error:
+                return str(error)
+        return harm
+
+    def _refusal(self, step: int, harm: str) -> ValueError:
+        """The error of a step without a whole checkpoint."""
+        folder, others = self._folder(step), [s for s in self.steps() if s != step]
+        if not os.path.lexists(folder):
+            there = ", ".join(map(str, others)) or "none"
+            return ValueError(
+                f"no checkpoint of step {step} in {self.folder}: there is {there} (a run keeps its "
+                "latest and its best)"
+            )
+        whole = [s for s in others if self._is_whole(s)]
+        if not whole:
+            instead = "no other is whole, copy one back from where you have it"
+        else:
+            steps = ", ".join(map(str, whole))
+            instead = f"whole are those of steps {steps}, and --checkpoint={whole[-1]} takes one"
+        return ValueError(f"checkpoint {folder} is damaged ({harm}): {instead}")
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            return self._harm(step) is None
+        except (ValueError, OSError):
+            return False

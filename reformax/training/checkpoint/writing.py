@@ -1,0 +1,205 @@
+"""Writing checkpoints: each is on the disk, whole, before it gets its name and others go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from reformax import durable
+from reformax.training import arrays as arrays_lib
+from reformax.training import description, manifest
+from reformax.training.checkpoint.names import OLD
+from reformax.training.checkpoint.reading import Reader, is_passing
+from reformax.training.lock import Lost
+from reformax.training.named_tensors import named
+
+
+class NotSaved(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class Writer(Reader):
+    """Writes the checkpoints of a run, one at a time, and keeps the latest `keep` and the best.
+
+    Attributes:
+      keep: the number of latest checkpoints that stay.
+      notes: lines about checkpoints that were written but not tidied up; the caller empties it.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike, keep: int = 2):
+        """Takes a run's folder, which need not exist.
+
+        Args:
+          output_dir: the run's folder.
+          keep: the number of latest checkpoints that stay; the best one stays as well. Those saved
+            in passing do not count.
+        """
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
+        super().__init__(output_dir)
+        self.keep = keep
+        self.notes: list[str] = []
+        self._failed: Path | None = None  # the temporary folder of a save that failed
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future | None = None
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        score: float | None = None,
+        config: str | None = None,
+        check: Callable[[], None] = lambda: None,
+        in_passing: bool = False,
+        **extra,
+    ) -> None:
+        """Copies `state` to the host and writes it in the background.
+
+        Args:
+          step: steps trained.
+          state: any pytree of arrays.
+          score: what `best_step` minimises, such as valid bits per dim; None if not evaluated.
+          config: the settings of the run, as text.
+          check: called in the background before anything is written, and again once all is on the
+            disk. An error of it leaves the checkpoint without its name.
+          in_passing: whether it is there to go on from alone. The next one that is not takes its
+            place, so that what stays in the end does not depend on when this one was saved.
+          **extra: JSON values that `restore` gives back. `scored` says what the score is of, such
+            as the split and the metric; scores of different kinds are not compared.
+        """
+        self.wait()
+        if in_passing:
+            extra["in_passing"] = True
+        # On a CPU device_get gives a view of a buffer that the next step writes into.
+        arrays = {name: np.array(leaf) for name, leaf in named(jax.device_get(state)).items()}
+        # The caller may change its lists while the writer is at work.
+        self._pending = self._writer.submit(
+            self._write, step, arrays, score, config, check, deepcopy(extra)
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether a save has ended and nothing has asked `wait` how."""
+        return self._pending is not None and self._pending.done()
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk.
+
+        Raises:
+          NotSaved: it could not be written.
+          Lost: as `check` raised it.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Ends the writer's thread; nothing can be saved any more."""
+        self._writer.shutdown()
+        if self._failed is not None:
+            shutil.rmtree(self._failed, ignore_errors=True)
+
+    def _write(self, step, arrays, score, config, check, extra) -> None:
+        temporary = self.folder / f"tmp.{step}"
+        try:
+            check()
+            self._write_files(temporary, step, arrays, score, config, extra)
+            check()
+            self._give_name(temporary, step)
+        except Lost:  # all that is there is another's
+            raise
+        except Exception as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._failed = temporary  # a thread of orbax may still be writing there
+            if (cause := durable.system_error(error)) is not None:
+                raise self._not_saved(step, cause, arrays) from error
+            raise
+        try:
+            self._prune()
+        except OSError as error:
+            line = durable.explained(error, "deleted", self.folder)
+            self.notes.append(
+                f"checkpoint {step} is saved; an older one is not deleted yet: {line}"
+            )
+
+    def _write_files(self, folder: Path, step, arrays, score, config, extra) -> None:
+        durable.make_folder(self.folder)
+        durable.remove(folder)
+        folder.mkdir()
+        # orbax refuses arrays without elements; the description has their shapes.
+        tensors = {name: array for name, array in arrays.items() if array.size}
+        arrays_lib.save(folder / "arrays", tensors)
+        description.write(
+            folder,
+            step=step,
+            previous=self._scheduled_before(step),
+            score=score,
+            config=config,
+            extra=extra,
+            arrays=arrays,
+        )
+        manifest.write(folder)
+
+    def _give_name(self, temporary: Path, step: int) -> None:
+        named, old = self.folder / str(step), self.folder / f"{OLD}{step}"
+        again = os.path.lexists(named)
+        if again:  # at every moment one of the two has a name that `_folder` finds
+            durable.remove(old)
+            os.rename(named, old)
+        try:
+            os.rename(temporary, named)
+        except OSError:
+            if again:
+                os.rename(old, named)
+            raise
+        durable.sync_folder(self.folder)
+        if again:
+            self._remove(old)
+
+    def _not_saved(self, step: int, cause: OSError, arrays: dict[str, np.ndarray]) -> NotSaved:
+        needed = sum(array.nbytes for array in arrays.values())
+        try:
+            free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB"
+        except OSError:
+            free = "an unknown number of bytes"
+        return NotSaved(
+            f"checkpoint of step {step} is not saved, those before it are as they were: "
+            f"{durable.explained(cause, 'written', self.folder)} ({free} are free there, "
+            f"{needed / 1e6:,.1f} MB are needed)"
+        )
+
+    def _prune(self) -> None:
+        self._sweep()
+        readable = self._descriptions(skip_unreadable=True)
+        steps = self.steps()
+        passing = [step for step in steps if step in readable and is_passing(readable[step])]
+        scheduled = [step for step in steps if step not in passing]
+        last = scheduled[-1] if scheduled else -1
+        later = [step for step in passing if step > last]
+        # Two of them, for a case of damage.
+        kept = {*scheduled[-self.keep :], *later[-min(self.keep, 2) :], self._best(readable)}
+        # One whose score cannot be read stays: it may be the best.
+        for step in readable.keys() - kept:
+            self._remove(self._folder(step))
+
+    def _sweep(self) -> None:
+        """Deletes what killed or failed saves and deletions left; no save may be going on."""
+        whole = self._renamed().values()
+        for leftover in self._named("tmp."):
+            if leftover not in whole:
+                durable.remove(leftover)
+
+    def _remove(self, folder: Path) -> None:
+        # Renamed first: a run killed while deleting must not leave half a checkpoint by its name.
+        gone = folder.with_name(f"tmp.gone.{folder.name}")
+        durable.remove(gone)
+        os.rename(folder, gone)
+        durable.remove(gone)
