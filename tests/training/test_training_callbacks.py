@@ -75,7 +75,7 @@ def test_a_callback_that_raises_ends_the_run_once_it_is_saved(plain, tmp_path, h
         run(tmp_path, callbacks=[Callback(**{hook: broken}), later])
     assert error.value.__notes__ == [f"raised by {hook} of a callback; what is trained is saved"]
     reached = Checkpoints(tmp_path).steps()[-1]
-    assert 5 <= reached <= 8 and max(others, default=0) <= 4
+    assert 5 <= reached <= 10 and max(others, default=0) <= 4
     result = run(tmp_path)
     assert worker.record(tmp_path) == worker.record(plain[0]) and values(result) == values(plain[1])
 
@@ -245,7 +245,7 @@ def test_a_run_begins_with_the_weights_of_another(plain, tmp_path, capsys):
 
 def test_weights_of_another_model_or_vocabulary_are_refused(plain, tmp_path):
     source, _ = plain
-    with pytest.raises(ValueError, match=r"shape \(16, 8\) there and \(16, 9\) .*: set init_from"):
+    with pytest.raises(ValueError, match=r"shape \(16, 8\) there and shape \(16, 9\) .*: set init_from"):
         run(tmp_path, init_from=source, model={"d_model": 9})
     assert not (tmp_path / "metrics.jsonl").exists()
     like = jax.eval_shape(lambda: params(source, 12))
