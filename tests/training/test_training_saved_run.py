@@ -210,7 +210,7 @@ def test_a_result_that_cannot_be_written_is_printed(run, monkeypatch, tmp_path):
     code, out, err = run(evaluate.main, "--split=test")
     assert code == 1 and out.splitlines()[1:] == printed.splitlines()[1:]
     assert "not in a file" in out and err.count("\n") == 1
-    assert "\rerror: run/evaluation_test.json cannot be written (No space left" in err
+    assert "error: run/evaluation_test.json cannot be written (No space left" in err
     assert "the result is printed above; the file there is of before" in err
     assert (tmp_path / "run/evaluation_test.json").read_bytes() == before
 
