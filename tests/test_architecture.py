@@ -130,14 +130,14 @@ def test_one_module_alone_imports(library, path):
     assert [p for p in python_files("reformax") if library in roots_of(p)] == [path]
 
 
-# Compared with where they are installed; nothing needs them.
-PEERS = {"torch", "transformers"}
+# Used where they are installed; the package asks for none of them.
+USED_IF_THERE = {"torch", "transformers", "wandb"}
 
 
 def test_what_the_package_imports_is_a_dependency_or_an_extra():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
-    named = {re.match(r"[\w-]+", line)[0].lower() for line in lines} | PEERS
+    named = {re.match(r"[\w-]+", line)[0].lower() for line in lines} | USED_IF_THERE
     distributions = metadata.packages_distributions()
     for path in python_files("reformax"):
         for module in roots_of(path) - sys.stdlib_module_names - {"reformax"}:
