@@ -25,6 +25,8 @@ COMMANDS = {
     "evaluate": Command("reformax.cli.evaluate", "score a trained model on a split"),
     "generate": Command("reformax.cli.generate", "continue a prompt, or translate", streams.Result),
     "convert": Command("reformax.convert.__main__", "convert checkpoints of Trax, Hugging Face"),
+    "runs": Command("reformax.cli.runs", "compare runs: a table and a plot", streams.Result),
+    "sweep": Command("reformax.cli.sweep", "train a grid of settings"),
     "configs": Command("reformax.cli.configs", "list the configs, or print one", streams.Result),
 }
 

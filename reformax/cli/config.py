@@ -9,6 +9,7 @@ No other module of the package imports gin.
 
 from __future__ import annotations
 
+import functools
 import importlib.util  # noqa: F401  gin looks for includes with it and does not import it
 import inspect
 import io
@@ -39,6 +40,14 @@ class Reference(NamedTuple):
     arguments: dict[str, Any]  # those that the config sets
 
 
+class Statements(NamedTuple):
+    """The statements of a config. In values, references and macros are their text."""
+
+    includes: list[str]
+    imports: list[str]
+    values: dict[str, Any]  # by 'scope/module.function.argument', or by a macro's name
+
+
 def parse(
     config_files: Sequence[str],
     overrides: Sequence[str] = (),
@@ -67,6 +76,21 @@ def parse(
     for config_file in config_files:
         _parse_with(gin.parse_config_file, _find(config_file, folders))
     _parse_overrides(overrides, data_dir)
+
+
+def read_statements(text: str, source: str) -> Statements:
+    """What a config says, as data: nothing is imported, included or called.
+
+    Args:
+      text: the config.
+      source: the file that it is from, for errors.
+
+    Raises:
+      ConfigError: a line cannot be read.
+    """
+    found = Statements([], [], {})
+    _parse_with(functools.partial(_collect, found), text, source)
+    return found
 
 
 def parse_saved(
@@ -225,6 +249,11 @@ def operative() -> str:
     return gin_text.without(text, set(gin_text.imports(text)) - imported)
 
 
+def text() -> str:
+    """The values that the files and the overrides set, as text."""
+    return gin.config_str()
+
+
 def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[str]:
     """The overrides whose function this run has not called.
 
@@ -306,6 +335,35 @@ class _File(io.StringIO):
     def __init__(self, text: str, name: str):
         super().__init__(text)
         self.name = name
+
+
+class _Text(str):
+    """Stands for itself: `repr` of a value that holds it is what a config has."""
+
+    __repr__ = str.__str__
+
+
+class _Texts(gin.config_parser.ParserDelegate):
+    """Makes references and macros their text."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Text:
+        return _Text(f"@{scoped_configurable_name}{'()' * evaluate}")
+
+    def macro(self, macro_name: str) -> _Text:
+        return _Text(f"%{macro_name}")
+
+
+def _collect(found: Statements, file: _File) -> None:
+    parts = gin.config_parser
+    for statement in parts.ConfigParser(file, _Texts()):
+        match statement:
+            case parts.IncludeStatement(filename=filename):
+                found.includes.append(filename)
+            case parts.ImportStatement(module=module):
+                found.imports.append(module)
+            case parts.BindingStatement(scope, selector, arg_name, value):
+                name = f"{scope}/{selector}" if scope else selector
+                found.values[f"{name}.{arg_name}" if arg_name else name] = value
 
 
 class _References(gin.config_parser.ParserDelegate):

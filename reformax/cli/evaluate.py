@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from reformax.cli import config, flags, report, results, saved_run
+from reformax.cli import compilation_cache, config, flags, report, results, saved_run
 from reformax.declared import AnySeed, PathName, Size
 
 # The settings of the run that an evaluation reads besides those of its model.
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     _check_search(args)
     files = results.Files(args.output_dir)
+    compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
     from reformax.training import loop
     from reformax.training.evaluation import evaluate

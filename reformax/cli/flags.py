@@ -41,8 +41,9 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             value, hint = getattr(args, action.dest, None), getattr(action.type, "hint", None)
             if hint is not None and value is not None:
+                name = action.option_strings[-1] if action.option_strings else action.metavar
                 for one in value if isinstance(value, list) else [value]:
-                    check(action.option_strings[-1].lstrip("-"), one, hint)
+                    check(name.lstrip("-"), one, hint)
         return args, rest
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import flags, prompts, report, saved_run
+from reformax.cli import compilation_cache, flags, prompts, report, saved_run
 from reformax.declared import AnySeed, Count, NonNegative, Samples, Size, TopP
 
 # The flags of continuing a prompt and their values where they are not given.
@@ -31,6 +31,7 @@ CONTINUE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Flags, then gin, then one call."""
     args = parser().parse_args(argv)
+    compilation_cache.use()
     saved = saved_run.restore(args)  # no task: no data is needed
     from reformax.models import EncoderDecoder
 

@@ -11,7 +11,7 @@ stopped by SIGTERM, SIGINT or SIGHUP.
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import config, configs, flags, report
+from reformax.cli import compilation_cache, config, configs, flags, report
 from reformax.declared import PathName
 
 
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config.parse(files, args.config, folders=configs.FOLDERS, data_dir=args.data_dir)
     from reformax.training import folder, loop  # after parsing: a misspelt flag is told at once
 
+    compilation_cache.use()
     folder.make_output_dir(output_dir)
     train = config.configured(loop.train)
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's

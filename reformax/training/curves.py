@@ -25,18 +25,27 @@ def losses(lines: Lines, metric: str) -> Curve:
 
 
 def scores(lines: Lines, metric: str) -> dict[str, Curve]:
-    """The evaluations, by split."""
+    """The evaluations by what they scored: a split, or so many targets of it."""
     found: dict[str, list] = {}
     for x in lines:
         if metric in x and "grad_norm" not in x:
-            found.setdefault(x["split"], []).append((x["step"], x[metric]))
-    return {split: _curve(points) for split, points in found.items()}
+            part = "" if x.get("whole", True) else f", {x['n_targets']:,} targets"
+            found.setdefault(x["split"] + part, []).append((x["step"], x[metric]))
+            if "whole_split" in x:
+                point = x["step"], x["whole_split"][metric]
+                found.setdefault(x["split"], []).append(point)
+    return {name: _curve(points) for name, points in found.items()}
 
 
 def seconds(lines: Lines) -> Curve:
     """The time that training took, from its start and over its resumptions."""
     timed = ((x["step"], x["timing"]["seconds"]) for x in lines if "seconds" in x.get("timing", {}))
     return _curve([(0, 0.0), *timed])
+
+
+def by_minutes(curve: Curve, time: Curve) -> Curve:
+    """The curve by minutes instead of steps; `time` is that of `seconds`."""
+    return Curve(np.interp(curve.steps, time.steps, time.values) / 60, curve.values)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -51,9 +60,9 @@ def draw(lines: Lines, metric: str, title: str, tokens_per_step: int) -> bytes:
     figure, axes = new_figure()
     train, found = losses(lines, metric), scores(lines, metric)
     add_losses(axes, train, "C0", "train, last {:.3f}")
-    for color, (split, curve) in zip(("C1", "C2", "C3"), found.items(), strict=False):
+    for color, (name, curve) in zip(("C1", "C2", "C3"), found.items(), strict=False):
         best = curve.values.argmin()
-        label = f"{split}, best {curve.values[best]:.3f} at step {curve.steps[best]:,}"
+        label = f"{name}, best {curve.values[best]:.3f} at step {curve.steps[best]:,}"
         axes.plot(*curve, "o-", ms=4, color=color, label=label)
     tokens = f"{tokens_per_step:,} token{'s' * (tokens_per_step != 1)}"
     axes.set(xlabel=f"step of {tokens}", ylabel=metric.replace("_", " "), title=title)
@@ -90,9 +99,10 @@ def finish(axes, curves: Iterable[Curve]) -> None:
             axes.set_ylim(lowest - margin, highest + margin)
         axes.legend(loc="upper right")  # where losses that fall leave room
     axes.grid(alpha=0.3)
-    axes.set_xlim(0, axes.get_xlim()[1])
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    right = axes.get_xlim()[1]
+    axes.set_xlim(0, right)
+    axes.xaxis.get_major_locator().set_params(integer=right > 5)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
 
 
 def add_clock(axes, time: Curve) -> None:

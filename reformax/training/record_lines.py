@@ -189,6 +189,12 @@ class RecordLines:
         return path
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, of a run that goes on too; what is no line is left out."""
+    found = map(_parsed, _read(path).split(b"\n"))
+    return [line for line in found if line is not None]
+
+
 def _read(path: Path) -> bytes:
     try:
         return durable.read(path)

@@ -47,6 +47,19 @@ def test_the_evaluations_of_any_split_are_drawn(split, drawn):
     assert axes.get_title() == "mine" and axes.get_xlabel() == "step of 4,096 tokens"
 
 
+def test_scores_of_a_part_of_the_split_are_not_those_of_all():
+    part = dict(split="valid", n_targets=1000, whole=False)
+    found = curves.scores(
+        [
+            dict(step=1, bits_per_dim=3.0, **part),
+            dict(step=2, bits_per_dim=2.0, **part, whole_split=dict(bits_per_dim=2.5)),
+        ],
+        "bits_per_dim",
+    )
+    assert found["valid, 1,000 targets"].values.tolist() == [3, 2]
+    assert [x.tolist() for x in found["valid"]] == [[2], [2.5]]
+
+
 def test_time_is_a_second_axis(drawn):
     curves.draw(lines(), "bits_per_dim", "mine", 1)
     (clock,) = drawn[0].child_axes

@@ -1,0 +1,205 @@
+"""Compares runs: `reformax runs DIR...` prints a table and draws their curves.
+
+A DIR is a run's folder, or one that holds runs, such as a sweep's. The table has the settings in
+which the runs differ, the best score with its step, tokens/s (the median of the record) and the
+minutes of training. A setting of a function that some runs do not use, such as the hashes of LSH
+attention, is compared among those that do. The plot has the scores of each run over its smoothed
+training loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reformax import durable
+from reformax.cli import config, flags
+from reformax.declared import PathName, SettingError
+from reformax.training import curves, record_lines
+
+LONGEST = 40  # letters of a setting in the table
+ABSENT = "-"
+METRICS = ("bits_per_dim", "bits_per_token")
+# Settings that change no figure of a run, and what they are of.
+LEFT_OUT = ("loop.train.config_text", "loop.train.progress")
+
+
+class Run(NamedTuple):
+    """What a run's folder says."""
+
+    name: str
+    settings: dict[str, str]  # as config.gin has them
+    metric: str
+    lines: list[dict[str, Any]]
+
+    @property
+    def scores(self) -> dict[str, curves.Curve]:
+        """The evaluations, by what they scored."""
+        return curves.scores(self.lines, self.metric)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Flags, the table, the plot."""
+    args = parser().parse_args(argv)
+    runs = read(args.folders)
+    for line in table(runs):
+        print(line)
+    path = Path(args.plot or _parent(args.folders) / "runs.png")
+    durable.write(path, draw(runs, args.x))
+    print(f"\ncurves: {path}")
+    return 0
+
+
+def parser() -> flags.Parser:
+    """The flags."""
+    parser = flags.parser(__doc__)
+    parser.add_argument("folders", nargs="+", metavar="DIR", type=flags.of(PathName))
+    parser.add_argument(
+        "--plot",
+        type=flags.of(PathName),
+        metavar="FILE",
+        help="where to draw the curves (default: runs.png, beside the runs)",
+    )
+    parser.add_argument(
+        "--x", choices=["step", "minutes"], default="step", help="what the curves go by"
+    )
+    flags.add_traceback(parser)
+    return parser
+
+
+def read(folders: Sequence[str]) -> list[Run]:
+    """The runs in these folders, and in the folders in them.
+
+    Raises:
+      SettingError: a folder has none.
+    """
+    found: dict[Path, None] = {}
+    for folder in map(Path, folders):
+        paths = [folder] if _is_run(folder) else sorted(filter(_is_run, folder.glob("*")))
+        if not paths:
+            raise SettingError(
+                f"{folder} has no metrics.jsonl, nor has a folder in it: give the folders that "
+                "`reformax train` wrote"
+            )
+        found |= dict.fromkeys(path.resolve() for path in paths)
+    return [_read(path, name) for path, name in zip(found, _names(list(found)), strict=True)]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file()
+
+
+def _read(folder: Path, name: str) -> Run:
+    lines = record_lines.read(folder / "metrics.jsonl")
+    metric = next((m for m in METRICS if any(m in line for line in lines)), METRICS[0])
+    path = folder / "config.gin"
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    values = config.read_statements(text, str(path)).values
+    return Run(name, {name: repr(value) for name, value in values.items()}, metric, lines)
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """The folders' own names, or as much of their whole paths as tells them apart."""
+    parts = [path.parts for path in paths]
+    n = next(n for n in itertools.count(1) if len({x[-n:] for x in parts}) == len(parts))
+    return ["/".join(x[-n:]) for x in parts]
+
+
+def _parent(folders: Sequence[str]) -> Path:
+    first = Path(folders[0])
+    return first.parent if _is_run(first) else first
+
+
+def table(runs: Sequence[Run]) -> list[str]:
+    """The lines of a Markdown table, a row for each run."""
+    settings = differences([run.settings for run in runs])
+    best: dict[str, list[str]] = {}
+    for i, run in enumerate(runs):
+        for scored, curve in run.scores.items():
+            cells = best.setdefault(f"best {run.metric} of {scored}", [ABSENT] * len(runs))
+            at = curve.values.argmin()
+            cells[i] = f"{curve.values[at]:.4f} at {curve.steps[at]:,}"
+    columns = {"run": [run.name for run in runs]} | settings | best
+    columns["steps done"] = [f"{max((x['step'] for x in run.lines), default=0):,}" for run in runs]
+    columns["tokens/s"] = [_speed(run) for run in runs]
+    columns["minutes"] = [f"{curves.seconds(run.lines).values[-1] / 60:.1f}" for run in runs]
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numbers = len(settings) + 1  # columns from here on are figures
+    rows.insert(1, ["-" * w if i < numbers else "-" * (w - 1) + ":" for i, w in enumerate(widths)])
+    return [
+        "| "
+        + " | ".join(
+            cell.ljust(width) if i < numbers else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |"
+        for row in rows
+    ]
+
+
+def _speed(run: Run) -> str:
+    speeds = [x.get("timing", {}).get("tokens_per_second") for x in run.lines]
+    speeds = [speed for speed in speeds if speed is not None]
+    return f"{statistics.median(speeds):,.0f}" if speeds else ABSENT
+
+
+def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    """The settings that differ, by the shortest names that tell them apart: a value of each run."""
+    functions = [{name.rpartition(".")[0] for name in one} for one in settings]
+    found = {}
+    for name in dict.fromkeys(name for one in settings for name in one):
+        function = name.rpartition(".")[0]
+        if len({one.get(name) for one in settings}) == 1:
+            continue  # the same, or the same macro, which is a setting itself
+        values = [one.get(one.get(name, name)[1:], one.get(name)) for one in settings]
+        comparable = {v for v, used in zip(values, functions, strict=True) if function in used}
+        if len(comparable) > 1 and name not in LEFT_OUT:
+            found[name] = [ABSENT if value is None else _cut(value) for value in values]
+    return dict(zip(short_names(list(found)), found.values(), strict=True))
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The last parts of each name, as many as tell it from the others."""
+    parts = [name.split(".") for name in names]
+    found = []
+    for one in parts:
+        ends = (one[-n:] for n in range(1, len(one) + 1))
+        end = next((e for e in ends if sum(x[-len(e) :] == e for x in parts) == 1), one)
+        found.append(".".join(end))
+    return found
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def draw(runs: Sequence[Run], x: str) -> bytes:
+    """A PNG of the runs' curves by 'step' or by 'minutes'."""
+    figure, axes = curves.new_figure((8, 5))
+    shown = []
+    for n, run in enumerate(runs):
+        color = f"C{n % 10}"
+        time = curves.seconds(run.lines)
+        by_x = [_by(x, curve, time) for curve in run.scores.values()]
+        train = _by(x, curves.losses(run.lines, run.metric), time)
+        smoothed = curves.Curve(train.steps, curves.smooth(train.values))
+        axes.plot(*smoothed, lw=1, alpha=0.5 if by_x else 1, color=color)
+        for curve in by_x:
+            axes.plot(*curve, "osD^v"[n // 10 % 5] + "-", ms=4, color=color)
+        axes.plot([], [], color=color, label=run.name, marker="osD^v"[n // 10 % 5], ms=4)
+        shown += [smoothed, *by_x]
+    names = {run.metric.replace("_", " ") for run in runs}
+    axes.set(xlabel=x, ylabel=" or ".join(sorted(names)))
+    axes.set_title("scores with markers, smoothed training loss without", fontsize=9)
+    curves.finish(axes, shown)
+    if len(runs) > 8:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    return curves.png(figure)
+
+
+def _by(x: str, curve: curves.Curve, time: curves.Curve) -> curves.Curve:
+    return curve if x == "step" else curves.by_minutes(curve, time)

@@ -1,0 +1,224 @@
+"""Trains a grid of settings, one run after the other: `reformax sweep FILE`.
+
+FILE has lines of a config. A list stands for each of its values in turn, so
+
+    include 'quickstart.gin'
+    steps = 200
+    lsh.lsh.n_hashes = [1, 2, 4]
+    learning_rate = [1e-3, 3e-3]
+
+is 3 x 2 runs, in folders such as n_hashes=2,learning_rate=0.001 of --output_dir. A value that is a
+list itself stands in a list of its own: [[1, 2]]. Each run is a `reformax train`, with the included
+files as --config_file and every other line as --config. All configs are read before the first run
+begins.
+
+The same command goes on after any interruption. A run that has finished with the same settings is
+left as it is, one that was interrupted goes on, one that failed is tried again. A run that fails is
+reported, and the next one begins. The last lines are those of `reformax runs`.
+
+Exit code 0: all have finished; 1: some have not; 2: FILE or the command is wrong; 143, 130 or 129:
+stopped by SIGTERM, SIGINT or SIGHUP, with the run in progress saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reformax import durable
+from reformax.cli import config, configs, flags, runs
+from reformax.declared import PathName, SettingError
+from reformax.training.folder import make_output_dir
+from reformax.training.interrupt import Interrupt
+
+FINISHED = "finished.json"  # the fingerprints of the configs of runs that have finished, by name
+LONGEST = 100  # letters of a run's name
+
+
+class Member(NamedTuple):
+    """A run of the grid."""
+
+    name: str
+    overrides: list[str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Flags, the runs, the table."""
+    args = parser().parse_args(argv)
+    file = Path(args.file)
+    statements = _read(file)
+    files = [_found(name, file) for name in statements.includes]
+    members = grid(statements, args.file)
+    fingerprints = [_fingerprint(files, m.overrides + args.config, args.data_dir) for m in members]
+    folder = make_output_dir(args.output_dir or Path("runs") / file.stem)
+    ended: dict[str, int] = {}
+    with Interrupt() as interrupt:  # the run in progress acknowledges the signal
+        for i, (member, fingerprint) in enumerate(zip(members, fingerprints, strict=True), start=1):
+            if interrupt:
+                break
+            title = f"[{i} of {len(members)}] {member.name}"
+            if _has_finished(folder, member.name, fingerprint):
+                _say(args, f"{title}: finished before")
+                continue
+            command = _command(args, files, member, folder)
+            _say(args, f"{title}: {shlex.join(['reformax', *command])}")
+            ended[member.name] = code = _run(command, interrupt)
+            if code == 0:
+                _note_finished(folder, member.name, fingerprint)
+            elif not interrupt:
+                print(f"{title}: ended with exit code {code}", file=sys.stderr, flush=True)
+    _show(folder, members)
+    if interrupt.signal is not None:
+        return 128 + interrupt.signal
+    failed = [f"{name} (exit code {code})" for name, code in ended.items() if code]
+    if failed:
+        print(f"error: not finished: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parser() -> flags.Parser:
+    """The flags."""
+    parser = flags.parser(__doc__)
+    parser.add_argument("file", metavar="FILE", type=flags.of(PathName))
+    parser.add_argument(
+        "--output_dir", type=flags.of(PathName), help="holds the runs (default: runs/<FILE's name>)"
+    )
+    flags.add_config(parser)
+    parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
+    flags.add_quiet(parser)
+    flags.add_traceback(parser)
+    return parser
+
+
+def _read(file: Path) -> config.Statements:
+    if not file.is_file():
+        raise SettingError(f"no file {file}: give a file of settings, some of them lists")
+    statements = config.read_statements(file.read_text(errors="replace"), str(file))
+    if statements.imports:
+        raise SettingError(
+            f"{file} imports {statements.imports[0]}: include a config that has the import"
+        )
+    return statements
+
+
+def _found(name: str, file: Path) -> str:
+    """The path of an included file: beside FILE, or as train finds it."""
+    beside = file.parent / name
+    return str(beside) if beside.is_file() else name
+
+
+def grid(statements: config.Statements, file: str) -> list[Member]:
+    """The members of the grid, the last line's values changing first.
+
+    Raises:
+      SettingError: no line has a list, or one is empty.
+    """
+    values = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in statements.values.items()
+    }
+    varied = [name for name, value in statements.values.items() if isinstance(value, list)]
+    if not varied:
+        raise SettingError(
+            f"{file} has no list: write the values to try as one, such as n_layers = [2, 4]"
+        )
+    for name in varied:
+        if not values[name]:
+            raise SettingError(f"{file}: {name} is []: expected at least one value")
+    short = dict(zip(varied, runs.short_names(varied), strict=True))
+    members = []
+    for chosen in itertools.product(*values.values()):
+        settings = dict(zip(values, chosen, strict=True))
+        name = ",".join(f"{short[n]}={_slug(settings[n])}" for n in varied)
+        members.append(Member(name, [f"{n} = {value!r}" for n, value in settings.items()]))
+    return _told_apart(members)
+
+
+def _slug(value: Any) -> str:
+    """A value as a part of a folder's name: 0.001, or local.local_lsh.lsh."""
+    return re.sub(r"[^\w.+-]+", "_", repr(value)).strip("_")
+
+
+def _told_apart(members: list[Member]) -> list[Member]:
+    """The members with a checksum behind names that are long or the same."""
+    count = Counter(member.name for member in members)
+    return [
+        member
+        if count[member.name] == 1 and len(member.name) <= LONGEST
+        else Member(f"{member.name[:LONGEST]}.{_crc(member.overrides)}", member.overrides)
+        for member in members
+    ]
+
+
+def _crc(value: Any) -> str:
+    return f"{zlib.crc32(json.dumps(value).encode()):08x}"
+
+
+def _fingerprint(files: list[str], overrides: list[str], data_dir: str | None) -> str:
+    """A checksum of a run's config; raises `ConfigError` if that is wrong."""
+    read = files or [str(configs.FOLDER / "quickstart.gin")]
+    config.parse(read, overrides, folders=configs.FOLDERS, data_dir=data_dir)
+    return _crc(config.text())
+
+
+def _finished(folder: Path) -> dict[str, str]:
+    try:
+        found = json.loads(durable.read(folder / FINISHED))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _has_finished(folder: Path, name: str, fingerprint: str) -> bool:
+    there = (folder / name / "metrics.jsonl").is_file()
+    return there and _finished(folder).get(name) == fingerprint
+
+
+def _note_finished(folder: Path, name: str, fingerprint: str) -> None:
+    found = _finished(folder) | {name: fingerprint}
+    durable.write(folder / FINISHED, f"{json.dumps(found, indent=1)}\n".encode())
+
+
+def _command(args, files: list[str], member: Member, folder: Path) -> list[str]:
+    """`train` and its flags."""
+    command = ["train", *(f"--config_file={file}" for file in files)]
+    command += [f"--config={override}" for override in member.overrides + args.config]
+    command.append(f"--output_dir={folder / member.name}")
+    command += [f"--data_dir={args.data_dir}"] if args.data_dir else []
+    return command + ["--quiet"] * args.quiet
+
+
+def _run(command: list[str], interrupt: Interrupt) -> int:
+    """Runs `reformax` in a process of its own, which gets the signals that this one gets."""
+    passed_on = False
+    with subprocess.Popen([sys.executable, "-m", "reformax", *command]) as process:
+        while True:
+            try:
+                return process.wait(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                if interrupt.signal is not None and not passed_on:
+                    process.send_signal(interrupt.signal)
+                    passed_on = True
+
+
+def _say(args, text: str) -> None:
+    if not args.quiet:
+        print(text, flush=True)
+
+
+def _show(folder: Path, members: list[Member]) -> None:
+    """The table and the plot of the runs so far."""
+    folders = [folder / member.name for member in members]
+    begun = [str(path) for path in folders if (path / "metrics.jsonl").is_file()]
+    if begun:
+        print()
+        runs.main([*begun, f"--plot={folder / 'runs.png'}"])
