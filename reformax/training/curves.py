@@ -50,8 +50,9 @@ def by_minutes(curve: Curve, time: Curve) -> Curve:
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Each value's mean with those around it: a tenth of all, at most 51."""
+    if not len(values):
+        return values
     window = np.ones(min(len(values) // 10, 50) | 1)
-    window = window[: len(values)]
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 

@@ -80,7 +80,7 @@ def test_time_is_that_of_the_record():
     assert found.steps.tolist() == [0, 10, 20] and found.values.tolist() == [0, 5, 9]
 
 
-@pytest.mark.parametrize("n", [1, 2, 40, 1000])
+@pytest.mark.parametrize("n", [0, 1, 2, 40, 1000])
 def test_smoothing_keeps_a_line_and_the_length(n):
     assert curves.smooth(np.full(n, 2.0)) == pytest.approx(np.full(n, 2.0))
     noise = np.random.default_rng(0).normal(size=n)
