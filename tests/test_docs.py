@@ -58,9 +58,10 @@ def test_a_command_is_made_small_by_a_rule(command, page, expected, tmp_path):
     assert got == (expected and expected.format(command))
 
 
-@pytest.mark.parametrize(
-    "page", filter(lambda p: pages.is_walk(p.read_text()), PAGES), ids=page_name
-)
+WALKS = [page for page in PAGES if pages.is_walk(page.read_text())]
+
+
+@pytest.mark.parametrize("page", WALKS, ids=page_name)
 def test_a_page_for_readers_without_the_repository_needs_nothing_of_it(page):
     for command in commands(page.read_text()):
         assert re.match(r"(reformax|pip install(?! -e)) ", command), command
