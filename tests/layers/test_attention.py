@@ -214,13 +214,14 @@ def test_computes_in_the_dtype_of_its_input(row):
     options = dict(causal=row.causal(False), bias=True, use_rotary=True, output_dropout=0.1)
     layer = layers.Attention(row.op(), **SIZES, **options)
     params = plain.init(layer, x.shape)
-    projections = layer.project(params, x)
+    project = jax.jit(layer.project)
+    projections = project(params, x)
     assert all(y is None or y.dtype == jnp.bfloat16 for y in projections)
-    plan = layer.plan(params, projections, rng=RNG)
-    out = layer.attend(params, projections, plan, rng=RNG)
+    plan = jax.jit(lambda y: layer.plan(params, y, rng=RNG))(projections)
+    attend = jax.jit(lambda y, plan: layer.attend(params, y, plan, rng=RNG))
+    out = attend(projections, plan)
     assert out.dtype == jnp.bfloat16
-    wide = x.astype(np.float32)
-    want = layer.attend(params, layer.project(params, wide), plan, rng=RNG)
+    want = attend(project(params, x.astype(np.float32)), plan)
     assert want.dtype == jnp.float32
     np.testing.assert_allclose(out.astype(np.float32), want, atol=4e-2 * np.abs(want).max())
 
