@@ -23,6 +23,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {
     r"pip install -e '\.\[test\]' && pytest": ".ci/run runs it",
     r"pip install -e (\.|'\.\[[\w,]+\]')": ".ci/run installs",
+    r"pip install -e '\.\[test,peers\]' && pytest -m peers": "PEERS=1 .ci/run runs it",
+    r"python -m tests\.peers\.table": "it computes what `pytest -m peers` does",
     r"python -m benchmarks\.reliability\.inputs": "tests/test_inputs.py runs it",
 }
 INSTALL = re.compile(r"^pip install .*? && ")
