@@ -6,7 +6,9 @@ sizes in `pages.SMALLER`. Pages that install the package, rather than a checkout
 """
 
 import importlib.util
+import os
 import re
+import shlex
 import shutil
 import sys
 import types
@@ -16,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import reformax.ops
-from tests import pages
+from tests import forked, pages
 from tests.pages import PAGES, ROOT, blocks, commands, gin_files, page_name
 
 SCRIPTS = ("train.py", "evaluate.py", "generate.py")
@@ -119,9 +121,29 @@ def _add_the_attention(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> Path:
-    """A folder for what XLA compiles: many commands run the same small model."""
-    return tmp_path_factory.mktemp("xla")
+def compiled() -> Path:
+    """The session's folder for what XLA compiles: many commands run the same small model."""
+    return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
+@pytest.fixture(scope="module")
+def server(compiled):
+    """Runs `python` and `reformax` with their imports done."""
+    server = forked.Server(pages.environment(compiled))
+    yield server
+    server.close()
+
+
+def _run(command: str, folder: Path, environment: dict[str, str], server: forked.Server) -> None:
+    """What `pages.run` does, by the server where bash has nothing to do."""
+    name, *arguments = shlex.split(command)
+    if name == "reformax":
+        name, arguments = "python", ["-m", "reformax", *arguments]
+    if name != "python" or re.search(r"[|&;<>$*]", re.sub(r"'.*?'|\".*?\"", "", command)):
+        pages.run(command, folder, environment)
+        return
+    done = server.run(arguments, folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
 def _environment(folder: Path, compiled: Path) -> dict[str, str]:
@@ -153,7 +175,7 @@ def _runs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, text", _runs())
-def test_commands_run_in_order(name, text, tmp_path, compiled):
+def test_commands_run_in_order(name, text, tmp_path, compiled, server):
     _copy_checkout(tmp_path)
     pages.write_data(tmp_path)
     if "reformax.convert" in text or "reformax convert" in text:
@@ -165,7 +187,7 @@ def test_commands_run_in_order(name, text, tmp_path, compiled):
     for command in commands(text):
         small = pages.small(command, tmp_path, text)
         if small is not None:
-            pages.run(small, tmp_path, environment)
+            _run(small, tmp_path, environment, server)
 
 
 # The guide's first snippets are parts of files, which `_add_the_attention` writes.
