@@ -62,6 +62,19 @@ def test_what_a_setting_is_told(setting, message, root):
     assert message in result.line
 
 
+def test_a_macro_may_hold_another(root):
+    lines = (
+        "inner = @dense.dense()",
+        "outer = (%inner,)",
+        "lm.TransformerLM.attention_type=%outer",
+    )
+    imports = "from __gin__ import dynamic_registration\nfrom reformax.models import lm\n"
+    text = imports + "from reformax.ops import dense\ninclude 'all.gin'\n" + "\n".join(lines)
+    (root / "macros.gin").write_text(text)
+    argv = ("--config_file={root}/macros.gin", "--config=loop.train.batch_size=-7")
+    assert "batch_size is -7" in inputs.run_here(Case("train", argv), root).line
+
+
 @pytest.mark.parametrize("script", ["train", "evaluate", "generate"])
 def test_an_empty_config_is_refused(script, root):
     case = Case(script, ("--output_dir=x", "--config="))

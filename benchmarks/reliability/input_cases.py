@@ -20,10 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import evaluate
-import generate
-import train
 from reformax import data, models, ops
+from reformax.cli import evaluate, generate, train
 from reformax.convert import __main__ as convert_main
 from reformax.data.base import Task
 from reformax.declared import fits, hints_of

@@ -29,6 +29,7 @@ from benchmarks.harness.command_line import positive
 from benchmarks.harness.output import Table
 from benchmarks.reliability import input_cases
 from benchmarks.reliability.input_cases import ROOT, SCRIPTS, Case
+from reformax.cli import errors
 
 SECONDS = 60
 LIMIT = 4 * 2**30  # bytes of a process; the machine is said to have as many
@@ -61,7 +62,7 @@ def run_here(case: Case, root: Path) -> Result:
             sys.argv = [script.__file__, *argv]
             sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(case.stdin)), _text()
             sys.stderr = err
-            code = script.errors.exit_code(script.main)
+            code = errors.exit_code(script.main)
         except Accepted:
             code = 0
         except SystemExit as stop:

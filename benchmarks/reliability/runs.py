@@ -244,8 +244,7 @@ def _train(argv, outputs, run, strike, log, compiled) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
     import jax
 
-    import train
-    from reformax.cli import errors
+    from reformax.cli import errors, train
 
     if compiled is not None:
         jax.config.update("jax_compilation_cache_dir", str(compiled))

@@ -168,7 +168,8 @@ def _check_ends(function) -> None:
         if name in above:
             raise ConfigError(f"the config's {name} needs itself: {' -> '.join((*above, name))}")
         if value.config_key not in done:
-            with gin.config_scope(scope or None):
+            # Gin gives a reference the scope of its name in place of the present one.
+            with gin.config_scope(scope.split("/") if scope else gin.current_scope()):
                 visit(_bound(selector), (*above, name))
             done.add(value.config_key)
 
