@@ -6,7 +6,6 @@ nothing of the tests.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -243,7 +242,6 @@ def write_data(folder: Path) -> None:
         (folder / name).mkdir()
     for name in ("my_texts/one.txt", "mine.txt"):
         (folder / name).write_bytes(text)
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
     subjects, verbs = ("a man", "two dogs", "the child", "a woman"), ("walks", "runs", "sings")
     english = [f"{subject} {verb} in the park" for subject in subjects for verb in verbs]
     german = [line[::-1] for line in english]
@@ -259,24 +257,6 @@ def write_data(folder: Path) -> None:
         "loop.train.task = @text_pairs.text_pairs()\n"
         "text_pairs.text_pairs.vocab_size = 30\n"
     )
-
-
-def _tokenizer() -> dict:
-    """A tokenizer.json of `tokenizers`: GPT-2's letters for bytes, without merges."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in visible]
-    letters = [*map(chr, visible), *(chr(256 + i) for i in range(len(others)))]
-    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    end = {"id": 256, "content": "<|endoftext|>", "special": True}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    vocabulary = {letter: i for i, letter in enumerate(letters)} | {end["content"]: end["id"]}
-    return {
-        "version": "1.0",
-        "added_tokens": [end],
-        "pre_tokenizer": bytes_ | {"use_regex": True},
-        "decoder": bytes_ | {"use_regex": True},
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
 
 
 def environment(compiled: Path, *path: Path, **changed: str) -> dict[str, str]:
