@@ -15,15 +15,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+import jax
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from reformax.declared import checked
 from reformax.ops.parts.arguments import check_arguments
 from reformax.ops.parts.containment import over_tokens
+from reformax.ops.parts.given_masks import with_mask
 from reformax.ops.parts.masks import Segments
+
+T = TypeVar("T")
+# Values of options that are what they are equal to: a sequence may hold 2 or 2.0.
+_REMEMBERED = (bool, int, float, str, FunctionType, type(None))
 
 
 class Traits(NamedTuple):
@@ -97,14 +103,16 @@ class AttentionOp(NamedTuple):
         *,
         causal: bool = False,
         segments: Segments | None = None,
+        mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None = None,
         bias: Float[Array, "#B #N #T #S"] | None = None,
         dropout: float = 0.0,
+        dropout_rate: float = 0.0,
         rng: PRNGKeyArray | None = None,
         train: bool = True,
     ) -> Float[Array, "B T N V"]:
         """Plans and applies in one call, for an algorithm without weights of its own.
 
-        Call it under `jax.jit`: outside of it, every call compiles the algorithm's loops again.
+        Outside of `jax.jit` it compiles once for an op, its settings and the shapes.
 
         Args:
           q: queries; a shared-QK algorithm makes its keys of them.
@@ -112,8 +120,13 @@ class AttentionOp(NamedTuple):
           v: values.
           causal: whether a position sees only itself and what came before it.
           segments: ids of the tokens, or a pair of them for queries and for keys.
+          mask: True where a key may be seen. `[B, S]` marks the keys that are tokens, for every
+            algorithm: it becomes segments, in which the others are padding. `[B, N, T, S]` marks
+            pairs, for an algorithm with the trait `bias`; an axis of size 1 is shared.
           bias: added to the logits after they are scaled; an axis of size 1 is shared.
           dropout: the rate at which attention weights are dropped.
+          dropout_rate: refused above 0. flax's modules give it, and an rng by a name that is not
+            read here; `reformax.flax.attention_fn` takes both.
           rng: the source of hashes and of dropout.
           train: False selects the algorithm's settings for evaluation.
 
@@ -124,27 +137,32 @@ class AttentionOp(NamedTuple):
           ValueError: an argument's shape does not fit, or an rng is needed and missing.
           NotImplementedError: the algorithm cannot do what is asked.
         """
-        check_arguments(
-            self,
-            *(q, k, v),
-            causal=causal,
-            segments=segments,
-            bias=bias,
-            dropout=dropout,
-            rng=rng,
-        )
-        q, k, v = (None if x is None else jnp.asarray(x) for x in (q, k, v))
-        plan = self.plan((), q, k, segments=segments, causal=causal, rng=rng, train=train)
-        return self.apply(
-            (),
-            *(q, k, v),
-            plan=plan,
-            segments=segments,
-            causal=causal,
-            dropout=dropout,
-            rng=rng,
-            **({} if bias is None else {"bias": bias}),
-        )
+        if dropout_rate > 0.0:
+            raise NotImplementedError(
+                f"dropout_rate is {dropout_rate}: give dropout={dropout_rate} with an rng; in "
+                "modules of flax use reformax.flax.attention_fn"
+            )
+        call = dict(causal=causal, dropout=dropout)
+        check_arguments(self, *(q, k, v), **call, segments=segments, bias=bias, rng=rng)
+        segments, bias = with_mask(self, mask, q, q if k is None else k, segments, bias)
+        return _compiled(self)(*(q, k, v), segments, bias, rng, **call, train=train)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
+    """The op's call, compiled once for each choice of settings and shapes.
+
+    Inside of another compiled function it is a part of that one.
+    """
+    settings = ("causal", "dropout", "train")
+    return jax.jit(functools.partial(_attend, op), static_argnames=settings)
+
+
+def _attend(op: AttentionOp, q, k, v, segments, bias, rng, *, causal, dropout, train):
+    plan = op.plan((), q, k, segments=segments, causal=causal, rng=rng, train=train)
+    bias = {} if bias is None else {"bias": bias}
+    masks = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
+    return op.apply((), q, k, v, **masks, **bias)
 
 
 def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
@@ -152,27 +170,49 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
 
     It decorates every public function that returns an `AttentionOp`, and checks the options by
     their annotations. The op's `apply` reads zeros at padding and writes zeros there, whatever
-    stands in the arrays; with the trait `keeps_padding_out` it sees to that by itself.
+    stands in the arrays; with the trait `keeps_padding_out` it sees to that by itself. The same
+    options give the same op, for which all is compiled already.
     """
-    signature = inspect.signature(factory)
-    factory = checked(factory)
 
-    @functools.wraps(factory)
-    def make(*args, **options) -> AttentionOp:
-        op = factory(*args, **options)
+    def finish(op: AttentionOp, options: str) -> AttentionOp:
+        op = op._replace(name=factory.__name__, options=options)
+        if op.traits.keeps_padding_out:
+            return op
+        return op._replace(apply=functools.partial(_apply_to_tokens, op.apply))
+
+    return described(factory, finish)
+
+
+def described(factory: Callable[..., T], finish: Callable[[T, str], T]) -> Callable[..., T]:
+    """`factory` with its options checked, and the same result for the same options.
+
+    Args:
+      factory: a function of options.
+      finish: `(result, options) -> result`: takes the options that differ from the defaults as
+        text, such as "n_hashes=2".
+    """
+    signature, made = inspect.signature(factory), checked(factory)
+
+    def make(*args, **options) -> T:
+        result = made(*args, **options)
         given = signature.bind(*args, **options).arguments
         changed = [
             f"{name}={_shown(value)}"
             for name, value in given.items()
             if not _equal(value, signature.parameters[name].default)
         ]
-        op = op._replace(name=factory.__name__, options=", ".join(changed))
-        if op.traits.keeps_padding_out:
-            return op
-        return op._replace(apply=functools.partial(_apply_to_tokens, op.apply))
+        return finish(result, ", ".join(changed))
 
-    make.__signature__ = signature  # inspect.getfullargspec reads it
-    return make
+    # Of one type, for True is 1 and no number.
+    remembered = functools.lru_cache(maxsize=256, typed=True)(make)
+
+    @functools.wraps(factory)
+    def call(*args, **options) -> T:
+        plain = all(isinstance(x, _REMEMBERED) for x in (*args, *options.values()))
+        return (remembered if plain else make)(*args, **options)
+
+    call.__signature__ = signature  # inspect.getfullargspec reads it
+    return call
 
 
 def _apply_to_tokens(apply, params, q, k, v, *, segments, **options) -> Float[Array, "B T N V"]:

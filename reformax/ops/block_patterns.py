@@ -18,7 +18,8 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Bool
 
-from reformax.declared import Bounds, Count, SettingError, Size, checked
+from reformax.declared import Bounds, Count, SettingError, Size
+from reformax.ops.base import described
 
 Mask = Bool[np.ndarray, "n_blocks_q n_blocks_k"] | Bool[np.ndarray, "N n_blocks_q n_blocks_k"]
 Pattern = Callable[[int, int], Mask]
@@ -26,7 +27,17 @@ Pattern = Callable[[int, int], Mask]
 Factors = Annotated[int, Bounds(1, 31)]
 
 
-@checked
+def _named(factory: Callable[..., Pattern]) -> Callable[..., Pattern]:
+    """Names patterns after the call that makes them, for an op's repr, and checks the options."""
+
+    def finish(pattern: Pattern, options: str) -> Pattern:
+        pattern.__name__ = f"{factory.__name__}({options})"
+        return pattern
+
+    return described(factory, finish)
+
+
+@_named
 def butterfly(*, n_factors: Factors | None = None, n_global: Count = 0) -> Pattern:
     """The fixed butterfly of block-sparse FlashAttention (Dao et al. 2022, sec. 3.3).
 
@@ -53,7 +64,7 @@ def butterfly(*, n_factors: Factors | None = None, n_global: Count = 0) -> Patte
     return _blockwise(rule)
 
 
-@checked
+@_named
 def strided(*, stride: Size = 8) -> Pattern:
     """The strided pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3), in blocks.
 
@@ -74,7 +85,7 @@ def strided(*, stride: Size = 8) -> Pattern:
     return _blockwise(rule)
 
 
-@checked
+@_named
 def fixed(*, stride: Size = 8, n_summary: Size = 1) -> Pattern:
     """The fixed pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3), in blocks.
 
@@ -97,7 +108,7 @@ def fixed(*, stride: Size = 8, n_summary: Size = 1) -> Pattern:
     return _blockwise(rule)
 
 
-@checked
+@_named
 def local_global(*, n_before: Count = 1, n_after: Count = 1, n_global: Count = 1) -> Pattern:
     """A sliding window and some global blocks (Longformer, Beltagy et al. 2020, sec. 3.1).
 
@@ -130,5 +141,4 @@ def _blockwise(rule: Callable) -> Pattern:
     def pattern(n_blocks_q: int, n_blocks_k: int) -> Bool[np.ndarray, "n_blocks_q n_blocks_k"]:
         return rule(*np.indices((n_blocks_q, n_blocks_k), np.int32, sparse=True))
 
-    pattern.__name__ = rule.__qualname__.partition(".")[0]  # the pattern's name in an op's repr
     return pattern

@@ -1,0 +1,77 @@
+"""A mask given as booleans, in terms that ops compute with: segments, or a bias.
+
+Segments hide padding from every op and cost nothing. A mask of pairs is an array of T x S, which
+ops with the trait `bias` add to their logits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from reformax.ops.parts.masks import Segments, segment_pair
+
+if TYPE_CHECKING:
+    from reformax.ops.base import AttentionOp
+
+
+def with_mask(
+    op: AttentionOp,
+    mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None,
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "B S N H"],
+    segments: Segments | None,
+    bias: Float[Array, "#B #N #T #S"] | None,
+) -> tuple[Segments | None, Float[Array, "#B #N #T #S"] | None]:
+    """The segments and the bias of a call with a mask.
+
+    Args:
+      op: the algorithm.
+      mask: True where a key may be seen: `[B, S]` says it of each key, four axes of each pair. Four
+        axes that are 1 for heads and for queries say it of each key too.
+      q: queries.
+      keys: keys; q where they are made of it.
+      segments: those of the call.
+      bias: that of the call.
+
+    Returns:
+      Segments in which hidden keys are padding, and the bias. Where the op can tell queries from
+      keys, hidden keys hide no query; elsewhere a hidden position is padding, and its row is zeros.
+
+    Raises:
+      ValueError: the mask's shape or dtype does not fit.
+      NotImplementedError: a mask of pairs, and the op adds no bias.
+    """
+    if mask is None:
+        return segments, bias
+    mask = jnp.asarray(mask)
+    (n_batch, n_queries, n_heads), n_keys = q.shape[:3], keys.shape[1]
+    full = n_batch, n_heads, n_queries, n_keys
+    if mask.dtype != bool:
+        raise ValueError(
+            f"mask has dtype {mask.dtype}: expected booleans, True where a key may be seen; what "
+            "is added to logits is a bias"
+        )
+    pairs = mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, full, strict=True))
+    if not pairs and mask.shape != (n_batch, n_keys):
+        raise ValueError(
+            f"mask has shape {mask.shape}: expected [batch, keys], {(n_batch, n_keys)}, or [batch, "
+            f"heads, queries, keys], {full}, each or 1"
+        )
+    if pairs and mask.shape[1:3] != (1, 1):
+        if not op.traits.bias:
+            raise NotImplementedError(
+                f"mask has shape {mask.shape}: {op.name} hides pairs by causal=True and segments "
+                "alone; give a mask of keys, [batch, keys], or use an op whose traits say bias=True"
+            )
+        hidden = jnp.where(mask, 0.0, -jnp.inf)
+        return segments, hidden if bias is None else bias + hidden
+    seen = jnp.broadcast_to(mask.reshape(mask.shape[0], -1), (n_batch, n_keys))
+    of_query, of_key = segment_pair(segments)
+    of_key = jnp.where(seen, 1 if of_key is None else of_key, 0)
+    if not op.traits.cross:
+        return of_key, bias
+    ones = jnp.ones((n_batch, n_queries), of_key.dtype)
+    return (ones if of_query is None else of_query, of_key), bias

@@ -1,0 +1,140 @@
+"""The call of an op: masks, what is compiled once, and what an op shows of itself."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.ops import block_patterns, block_sparse, dense, flash, local, lsh, shared_qk
+from tests.ops.rows import ROWS, over
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (3, 2, 8, 2, 4))
+TOKENS = np.arange(8) < np.array([[5], [8]])  # one row ends in padding
+
+
+def call(op, **options):
+    q, k, v = X
+    k = None if op.traits.shared_qk else k
+    return op(q, k, v, **dict(causal=op.traits.causal, rng=KEY) | options)
+
+
+@over(row for row in ROWS if not row.in_kernel)
+def test_a_mask_of_keys_is_padding_in_segments(row):
+    op = row.op()
+    want = call(op, segments=jnp.asarray(TOKENS, jnp.int32))
+    for mask in (TOKENS, TOKENS[:, None, None]):
+        got = call(op, mask=mask)
+        np.testing.assert_array_equal(got[TOKENS], want[TOKENS])
+        # An op of two sequences keeps the queries; in others they are the same positions.
+        assert np.any(got[~TOKENS]) == op.traits.cross
+
+
+def test_a_mask_is_added_to_segments():
+    ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 0, 0]] * 2)
+    for op in (flash.flash(), shared_qk.shared_qk()):
+        got = call(op, mask=TOKENS, segments=ids)
+        want = call(op, segments=jnp.where(TOKENS, ids, 0))
+        np.testing.assert_array_equal(got[TOKENS], want[TOKENS])
+
+
+def test_a_mask_of_pairs_is_honoured_or_refused():
+    pairs = np.tril(np.ones((2, 1, 8, 8), bool))
+    bias = jax.random.normal(KEY, (1, 2, 8, 8))
+    for op in (dense.dense(), flash.flash()):
+        got = call(op, mask=pairs, bias=bias, causal=False)
+        np.testing.assert_allclose(got, call(op, causal=True, bias=bias), rtol=1e-5, atol=1e-6)
+        nothing = pairs & (np.arange(8) > 2)[:, None]  # the first rows see no key
+        out, d_q = jax.value_and_grad(
+            lambda q, op=op, seen=nothing: op(q, *X[1:], mask=seen).sum()
+        )(X[0])
+        assert np.isfinite(out) and np.isfinite(d_q).all()
+        assert not call(op, mask=nothing, causal=False)[:, :3].any()
+    for op in (local.local(), lsh.lsh(), block_sparse.block_sparse()):
+        with pytest.raises(NotImplementedError, match=rf"mask has shape \(2, 1, 8, 8\): {op.name}"):
+            call(op, mask=pairs)
+
+
+@pytest.mark.parametrize(
+    "mask, message",
+    [
+        (TOKENS.astype("float32"), "mask has dtype float32: expected booleans, True where"),
+        (TOKENS[:, :7], r"mask has shape \(2, 7\): expected \[batch, keys\], \(2, 8\), or"),
+        (TOKENS[None], r"mask has shape \(1, 2, 8\): expected"),
+        (TOKENS[:, None, None, :7], r"mask has shape \(2, 1, 1, 7\): expected"),
+    ],
+)
+def test_a_mask_that_does_not_fit(mask, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        call(flash.flash(), mask=mask)
+    assert "\n" not in str(raised.value)
+
+
+def test_dropout_by_flax_s_name_is_refused():
+    with pytest.raises(NotImplementedError, match=r"dropout_rate is 0\.1: give dropout=0\.1 with"):
+        call(flash.flash(), dropout_rate=0.1)
+    np.testing.assert_array_equal(call(flash.flash(), dropout_rate=0.0), call(flash.flash()))
+
+
+@pytest.fixture
+def compiled(caplog):
+    """Lists what `function` compiles."""
+
+    def names(function):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), jax.log_compiles():
+            function()
+        messages = [record.getMessage() for record in caplog.records]
+        return [m for m in messages if "XLA compilation" in m]
+
+    return names
+
+
+def test_a_call_outside_of_jit_compiles_once(compiled):
+    def attend(q, seed=0):
+        # Another op of the same options, and another rng.
+        op = lsh.lsh(chunk_len=4, n_hashes=3)
+        return op(q, None, X[2], causal=True, rng=jax.random.key(seed), dropout=0.1).sum()
+
+    transformed = (attend, jax.grad(attend), lambda q, seed=0: jax.vmap(attend)(q[None]))
+    want = [jax.jit(function)(X[0]) for function in transformed]
+    for function, result in zip(transformed, want, strict=True):
+        assert compiled(lambda f=function: f(X[0], 1))
+        assert not compiled(lambda f=function: f(X[0], 2))
+        np.testing.assert_allclose(function(X[0]), result, rtol=1e-4, atol=1e-5)
+    other = lsh.lsh(chunk_len=2)
+    assert compiled(lambda: other(X[0], None, X[2], rng=KEY))
+
+
+def test_the_same_options_give_the_same_op():
+    assert lsh.lsh(n_hashes=2) is lsh.lsh(n_hashes=2)
+    assert lsh.lsh(n_hashes=2) is not lsh.lsh(n_hashes=3)
+    pattern = block_patterns.strided(stride=2)
+    assert block_sparse.block_sparse(pattern=pattern) is block_sparse.block_sparse(
+        pattern=block_patterns.strided(stride=2)
+    )
+    with pytest.raises(ValueError, match="n_hashes is True"):
+        lsh.lsh(n_hashes=1) and lsh.lsh(n_hashes=True)
+    rotations = np.zeros((2, 4, 2, 2))
+    one, other = (lsh.lsh(n_buckets=4, rotations=rotations + i) for i in range(2))
+    assert one is not other
+
+
+def test_an_op_shows_its_name_and_the_options_that_are_set():
+    for row in ROWS:
+        assert row.factory().name == row.factory.__name__
+        assert repr(row.factory()) == f"{row.factory.__name__}()"
+        shown = repr(row.op())
+        options = {name for name, values in row.options.items() if f"{name}=" in shown}
+        assert "\n" not in shown and options <= row.options.keys()
+        assert options or repr(row.factory()) == shown
+    assert repr(lsh.lsh(n_hashes=2)) == "lsh(n_hashes=2)"
+    op = lsh.lsh(n_hashes=2, chunk_len=64, n_buckets=4, rotations=np.zeros((2, 4, 2, 2)))
+    assert repr(op) == "lsh(n_hashes=2, n_buckets=4, rotations=float64[2, 4, 2, 2])"
+    op = block_sparse.block_sparse(pattern=block_patterns.strided(stride=2), block_size=(8, 4))
+    assert repr(op) == "block_sparse(pattern=strided(stride=2), block_size=(8, 4))"
+    assert repr(block_sparse.block_sparse(pattern=block_patterns.butterfly())) == "block_sparse()"
+    op = block_sparse.block_sparse(pattern=np.ones((2, 2), bool))
+    assert repr(op) == "block_sparse(pattern=bool[2, 2])"
