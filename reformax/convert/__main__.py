@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = "run" if source.kind != "run" else "hugging_face"
     kind = "trax" if target_path.name.endswith(".pkl.gz") else kind
     _check_flags(args, source.kind, kind)
+    _check_target(kind, source)
     with _aside(target_path) as path:
         notes = [*source.notes, *_write(kind, path, source, args.length)]
         for note in notes:
@@ -129,6 +130,16 @@ def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
         value = getattr(args, name)
         if value not in (None, [], False) and not is_read:
             raise ValueError(f"--{name} is {value}: it goes with {where} alone, leave it out")
+
+
+def _check_target(kind: str, source: Source) -> None:
+    """Raises `ValueError` for a model that the format lacks, before anything is written."""
+    from reformax.convert import hugging_face, trax_models
+
+    if kind == "hugging_face":
+        hugging_face.config_of(source.spec, source.details.get("config"))
+    if kind == "trax":
+        trax_models.table(source.spec)
 
 
 def _read(path: Path, args: argparse.Namespace) -> Source:
@@ -221,7 +232,7 @@ def _check(source: Source, paths: dict[str, Path], kind: str, target: str) -> No
             f"{comparison.scale:.3g}, from {comparison.what}"
         )
     if not all(comparison.agrees(TOLERANCE) for comparison in found):
-        why = "the notes say why" if source.notes else "that is a fault of this command"
+        why = "that is a fault of this command"
         if not all(map(math.isfinite, (x for c in found for x in (c.difference, c.scale)))):
             why = "its logits are not finite"
         raise ValueError(

@@ -52,7 +52,7 @@ def logits_of(spec: Spec, rotations=None) -> Callable[[Any, np.ndarray], np.ndar
       spec: the model.
       rotations: of LSH attention; None draws them.
     """
-    model = _in_float32(spec).build(rotations=rotations)
+    model = _unrounded(spec).build(rotations=rotations)
 
     def logits(params, inputs):
         return model.logits(params, model.encode(params, inputs, rng=jax.random.key(0)))
@@ -147,8 +147,10 @@ def _with_bucket_counts(spec: Spec, length: int) -> Spec:
     return spec._replace(attention=tuple(ops))
 
 
-def _in_float32(spec: Spec) -> Spec:
-    return spec._replace(arguments={**spec.arguments, "dtype": "float32"})
+def _unrounded(spec: Spec) -> Spec:
+    """The spec with float32 in sublayers and streams, as the other models have."""
+    exact = {"exact": False} if "exact" in spec.arguments else {}
+    return spec._replace(arguments={**spec.arguments, "dtype": "float32", **exact})
 
 
 def has_transformers() -> bool:
@@ -161,6 +163,8 @@ def against_transformers(spec: Spec, params: Any, folder: str | Path) -> Compari
     import torch
     import transformers
 
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     folder = str(folder if Path(folder).is_dir() else Path(folder).parent)
     model = transformers.ReformerModelWithLMHead.from_pretrained(folder).float().eval()
     rotations, seed = None, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from reformax.cli import config
@@ -81,7 +81,7 @@ class Spec(NamedTuple):
             name = op.function.__name__
             if OPS.get(name) is not op.function:
                 raise ValueError(f"the config's attention is {name}: expected {_names(OPS)}")
-            attention.append(Op(name, op.arguments))
+            attention.append(Op(name, _changed(op.function, op.arguments)))
         arguments.pop("mode", None)
         spec = cls.make(model.__name__, attention, **arguments)
         spec.build()  # checks the arguments
@@ -108,7 +108,7 @@ class Spec(NamedTuple):
         ops = []
         for op in self.attention:
             extra = op_options if op.name == "lsh" else {}
-            ops.append(OPS[op.name](**op.options, **extra))
+            ops.append(OPS[op.name](**{**op.options, **extra}))
         return MODELS[self.model](**self.arguments, attention_type=tuple(ops), mode=mode)
 
     def gin(self) -> str:
@@ -139,6 +139,12 @@ class Spec(NamedTuple):
         """The longest sequence that the positions hold; None if there is no bound."""
         shape = self.arguments["pos_axial_shape"]
         return math.prod(shape) if shape else None
+
+
+def _changed(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from their defaults: a run's config.gin holds the others too."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if value != parameters[name].default}
 
 
 def _names(table: Mapping[str, Any]) -> str:

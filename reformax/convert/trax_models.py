@@ -121,8 +121,9 @@ def _check(spec: Spec) -> None:
     require(a["pos_type"] != "rotary", "pos_type is 'rotary'", "'axial', 'sinusoidal' or 'none'")
     require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
     for op in spec.attention:
-        if op.name == "local":
-            require(op.option("window") is None, f"local's window is {op.option('window')}", "None")
+        for name, value in _wanted(op).items():
+            what = f"{op.name}'s {name} is {op.option(name)!r}"
+            require(op.option(name) == value, what, repr(value))
     if spec.model == "ReformerLM":
         require(not a["attention_bias"], "attention_bias is True", "False")
         return
@@ -135,8 +136,21 @@ def _check(spec: Spec) -> None:
     require(one_axis, f"pos_axial_shape is {a['pos_axial_shape']}", "(max_len,), a table")
 
 
+def _wanted(op: Op) -> dict[str, Any]:
+    """The options that an op needs to compute what Trax computes."""
+    if op.name == "lsh":
+        n_eval = op.option("n_hashes_eval")
+        same = {} if n_eval == op.option("n_hashes") else {"n_hashes_eval": None}
+        return {"count_once": False, "wrap": True, "self_score": SELF_SCORE} | same
+    if op.name != "local":
+        return {}
+    circle = {"wrap": True} if op.option("n_chunks_before") > 1 else {}
+    alone = {"self_score": SELF_SCORE} if circle and op.option("shared_qk") else {}
+    return {"window": None} | circle | alone
+
+
 def notes(spec: Spec) -> list[str]:
-    """The differences between the function of `spec` and Trax's with the same weights."""
+    """What differs from Trax's function with the same weights: rounding, and rows of padding."""
     found = []
     if spec.arguments["dtype"] != "float32":
         found.append(
@@ -144,18 +158,11 @@ def notes(spec: Spec) -> list[str]:
         )
     if spec.arguments.get("exact"):
         found.append("exact=True rounds the streams to multiples of 2^-12")
-    wanted = {"count_once": False, "wrap": True, "self_score": SELF_SCORE, "n_hashes_eval": None}
-    wanted |= {"pad_chunks": 1}
-    for op in dict.fromkeys((op.name, *op.options.items()) for op in spec.attention):
-        op = Op(op[0], dict(op[1:]))
-        for name, value in wanted.items() if op.name == "lsh" else ():
-            if op.option(name) != value:
-                found.append(f"lsh.{name} is {op.option(name)!r}; Trax computes {value!r}")
-        if op.name == "local" and op.option("n_chunks_before") > 1:
-            circle = {"wrap": True} | ({"self_score": SELF_SCORE} if op.option("shared_qk") else {})
-            for name, value in circle.items():
-                if op.option(name) != value:
-                    found.append(f"local.{name} is {op.option(name)!r}; Trax computes {value!r}")
+    for op in spec.attention:
+        n_pad = op.option("pad_chunks") if op.name in ("local", "lsh") else 1
+        note = f"{op.name}.pad_chunks is {n_pad}; Trax computes 1"
+        if n_pad != 1 and note not in found:
+            found.append(note)
     return found
 
 

@@ -53,7 +53,9 @@ lsh.lsh.n_hashes = 3
 lsh.lsh.count_once = False
 lsh.lsh.wrap = True
 lsh.lsh.self_score = -1e5
-"""
+lsh.lsh.rotations = None
+lsh.lsh.n_hashes_eval = None
+"""  # the last two as train.py writes them: the defaults of what is in use
 
 
 def random_params(spec):
@@ -133,19 +135,31 @@ def test_trax_to_a_run_and_back(tmp_path, run):
     assert [w.tobytes() for w in before.weights] == [w.tobytes() for w in after.weights]
 
 
-def test_weights_that_here_compute_something_else(tmp_path, run):
-    """Notes and the check say so, and the exit code is 1."""
+@pytest.mark.parametrize("option, value", [("wrap", False), ("count_once", True)])
+@pytest.mark.parametrize("source, target", [("model.pkl.gz", "run"), ("run", "model.pkl.gz")])
+def test_what_trax_lacks_is_refused_before_anything_is_written(
+    source, target, option, value, tmp_path, run
+):
     (tmp_path / "model.gin").write_text(GIN)
     from reformax.cli import config
 
+    overrides = [f"lsh.lsh.{option}={value}"]
+    if option == "count_once":
+        overrides.append("lsh.lsh.wrap=False")
     config.parse([str(tmp_path / "model.gin")])
     spec = Spec.of_config()
-    trax_models.write_params(tmp_path / "model.pkl.gz", spec, random_params(spec), 32)
-    flags = [f"--config_file={tmp_path / 'model.gin'}", "--config=lsh.lsh.wrap=False"]
-    code, out, err = convert(run, tmp_path / "model.pkl.gz", tmp_path / "run", *flags)
-    assert code == 1 and "note: lsh.wrap is False; Trax computes True" in out
-    assert "computes something else: the notes say why" in err and err.count("\n") == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["model.gin", "model.pkl.gz"]
+    if source == "run":
+        config.parse([str(tmp_path / "model.gin")], overrides)
+        spec = Spec.of_config()
+        run_folder.write(tmp_path / source, spec, random_params(spec), {}, "A note.")
+        flags = []
+    else:
+        trax_models.write_params(tmp_path / source, spec, random_params(spec), 32)
+        flags = [f"--config_file={tmp_path / 'model.gin'}", *(f"--config={x}" for x in overrides)]
+    code, out, err = convert(run, tmp_path / source, tmp_path / target, *flags)
+    assert (code, out) == (1, "") and err.count("\n") == 1
+    assert f"Trax has no such ReformerLM: lsh's {option} is {value}, expected {not value}" in err
+    assert {p.name for p in tmp_path.iterdir()} == {"model.gin", source}
 
 
 @pytest.mark.parametrize(

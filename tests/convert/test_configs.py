@@ -1,0 +1,97 @@
+"""Which configs can be converted, and a run of one of them on its way to each format."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from reformax.cli import config, errors
+from reformax.convert import __main__ as command
+from reformax.convert import hugging_face_config, trax_models
+from reformax.convert.spec import Spec
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted(
+    path for path in (ROOT / "configs").glob("*.gin") if "to be included" not in path.read_text()
+)
+TARGETS = {"hugging_face": hugging_face_config.config_of, "trax": trax_models.table}
+
+
+def obstacles(path: Path, *overrides: str) -> dict[str, str | None]:
+    """The error of each target's conversion of a config's model; None where it has none."""
+    config.parse([str(path)], overrides, folders=[ROOT / "configs", ROOT])
+    found = {}
+    for target, convert in TARGETS.items():
+        try:
+            convert(Spec.of_config())
+            found[target] = None
+        except ValueError as error:
+            found[target] = str(error)
+    return found
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """The cells of docs/conversion.md by config."""
+    text = (ROOT / "docs/conversion.md").read_text().partition("| config |")[2]
+    rows = [row.split("|")[1:-1] for row in text.partition("\n\n")[0].splitlines()[2:]]
+    return {
+        name: (there.strip(), trax.strip())
+        for names, there, trax in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+
+
+def test_the_table_of_the_docs_has_every_config():
+    assert table().keys() == {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_can_be_converted_as_the_table_says(path):
+    for (target, error), cell in zip(obstacles(path).items(), table()[path.stem], strict=True):
+        reason = None if cell == "yes" else cell.replace("`", "")
+        assert (error is None) == (reason is None), (target, error, cell)
+        assert error is None or (reason in error and "\n" not in error), (target, error, cell)
+
+
+def test_the_settings_of_the_docs_make_a_transformer_one_of_trax():
+    text = (ROOT / "docs/conversion.md").read_text()
+    ((lines),) = re.findall(r"```gin\n(.*?)```", text, re.DOTALL)
+    overrides = [line for line in lines.splitlines() if line.startswith("lm.")]
+    path = ROOT / "configs/transformer_enwik8_small.gin"
+    assert "pos_type is 'rotary'" in obstacles(path)["trax"]
+    assert obstacles(path, *overrides)["trax"] is None
+
+
+SIZES = dict(d_model=16, d_ff=16, d_head=8, n_heads=2, n_layers=4, length=32, batch_size=2, steps=2)
+SMALL = {
+    "stdlib.stdlib.max_bytes": 20_000,
+    "local.local.chunk_len": 8,
+    "lsh.lsh.chunk_len": 8,
+    "lsh.lsh.n_buckets": 8,
+    "warmup_steps": 1,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [p for p in CONFIGS if None in obstacles(p).values()])
+def test_a_run_is_trained_written_and_read_elsewhere(path, tmp_path, monkeypatch, capsys):
+    def call(main, *flags):
+        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
+        code = errors.exit_code(main)
+        return code, *capsys.readouterr()
+
+    run, overrides = tmp_path / "run", [f"--config={n}={v}" for n, v in (SIZES | SMALL).items()]
+    code, _, err = call(train.main, f"--config_file={path}", f"--output_dir={run}", *overrides)
+    assert code == 0, err
+    assert "lsh.lsh.rotations = None" in (run / "config.gin").read_text()
+    for name, other in (("hf", "transformers"), ("model.pkl.gz", "Trax's own model")):
+        code, out, err = call(command.main, f"--from={run}", f"--to={tmp_path / name}")
+        assert (code, err) == (0, "") and "note: " not in out
+        assert f"from {other}" in out or "transformers, which is not installed" in out
+        flags = [f"--from={tmp_path / name}", f"--to={tmp_path / 'back'}{name[0]}"]
+        if name != "hf":
+            flags += [f"--config_file={run / 'config.gin'}"]
+        code, _, err = call(command.main, *flags)
+        assert (code, err) == (0, "")
