@@ -4,4 +4,47 @@
 Trax layers, `reformax.models` assembles the layers. Importing `reformax` itself loads nothing.
 """
 
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def load_run(
+    folder: str | os.PathLike,
+    checkpoint: str = "best",
+    *,
+    mode: str = "eval",
+    overrides: Sequence[str] = (),
+    trust_config: bool = False,
+) -> tuple[Any, Any]:
+    """The model of a run's folder and its parameters: to generate, score or train with.
+
+    The model is built from the checkpoint's own config, which is gin's config afterwards. No code
+    of the folder runs unless it is trusted.
+
+    Args:
+      folder: a folder of train.py or of reformax.convert.
+      checkpoint: "best", "latest", a step, or "average:N" for the mean of the last N.
+      mode: "eval"; "train" for a model with its dropout and its settings for training.
+      overrides: settings in place of the config's, as of --config: "lsh.lsh.n_hashes=8".
+      trust_config: whether the config may name any module, and so run its code.
+
+    Returns:
+      The model, one of `reformax.models` unless the config is trusted, and its parameters: their
+      moving average if the run has one.
+
+    Raises:
+      ValueError: there is no such checkpoint, it is damaged, or its config names more than models,
+        attentions, tasks and optimizers of reformax and functions of jax.nn and optax.
+    """
+    from reformax.cli import saved_run
+    from reformax.declared import user_path
+
+    saved = saved_run.load(
+        user_path("folder", folder), str(checkpoint), overrides, mode=mode, trusted=trust_config
+    )
+    return saved.model, saved.params

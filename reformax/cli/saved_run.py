@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Saved(NamedTuple):
     """A trained model as it was saved."""
 
-    model: Any  # built for evaluation
+    model: Any
     params: Any
     steps: list[int]  # of the checkpoints that the parameters are from
     info: dict[str, Any]  # what `Checkpoints.restore` says of the last of them
@@ -31,14 +31,30 @@ class Saved(NamedTuple):
 
 
 def restore(args: argparse.Namespace, data_dir: str | None = None) -> Saved:
-    """Builds the model of the checkpoints that the flags choose, and reads its parameters.
+    """`load` with the flags of `flags.add_run`."""
+    options = {"trusted": args.trust_config, "data_dir": data_dir}
+    return load(args.output_dir, args.checkpoint, args.config, **options)
 
-    The checkpoints' own config is in use afterwards, with the settings of --config. The folder's
-    config.gin may be that of later steps: it counts only for checkpoints that hold no config.
+
+def load(
+    folder: str | Path,
+    checkpoint: str = "best",
+    overrides: Sequence[str] = (),
+    *,
+    mode: str = "eval",
+    **options,
+) -> Saved:
+    """Builds the model of the checkpoints that are chosen, and reads its parameters.
+
+    The checkpoints' own config is in use afterwards, with the overrides. The folder's config.gin
+    may be that of later steps: it counts only for checkpoints that hold no config.
 
     Args:
-      args: the flags of `flags.add_run`.
-      data_dir: bound to the task's.
+      folder: the run's.
+      checkpoint: 'best', 'latest', a step, or 'average:N'.
+      overrides: settings of --config.
+      mode: "eval" or "train", of the model.
+      **options: `trusted` and `data_dir` of `config.parse_saved`.
 
     Raises:
       ValueError: there is no such checkpoint, it is damaged, the config names more than
@@ -53,20 +69,19 @@ def restore(args: argparse.Namespace, data_dir: str | None = None) -> Saved:
     from reformax.training.named_tensors import check_finite
     from reformax.training.settings import build
 
-    checkpoints = Checkpoints(args.output_dir)
+    checkpoints = Checkpoints(folder)
 
     def read(configs: dict[int, str | None]) -> Saved:
-        options = {"trusted": args.trust_config, "data_dir": data_dir}
-        _parse(checkpoints, configs, args.config, **options)
+        _parse(checkpoints, configs, overrides, **options)
         run = config.bindings(loop.train, MODEL)
-        model, steps = build(run["model"], "eval"), list(configs)
+        model, steps = build(run["model"], mode), list(configs)
         shape = (run["batch_size"], run["length"])
         like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
         params, info = restore_mean(checkpoints, steps, like)
         check_finite(params, named(steps))
         return Saved(model, params, steps, info, run)
 
-    return steadily(checkpoints, lambda: _choose(checkpoints, args.checkpoint), read)
+    return steadily(checkpoints, lambda: _choose(checkpoints, checkpoint), read)
 
 
 def steadily(checkpoints, choose: Callable[[], dict[int, Any]], read: Callable[[Any], T]) -> T:
