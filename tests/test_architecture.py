@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "progress.py": set(),
     "ops": {"ops"},
     "layers": {"ops", "layers"},
+    "flax": {"ops", "flax"},
     "models": {"ops", "layers", "models"},
     "data": {"data", "durable"},
     "training": {"training", "durable", "memory", "progress"},
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "cli": {"cli", "models", "data", "training", "generation", "durable"},
     "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},
     "durable.py": set(),
-    "__init__.py": set(),
+    "__init__.py": {"cli"},  # by `load_run` alone, when it is called
     "__main__.py": {"__version__", "cli"},  # and what its table of commands names
 }
 # The only module of the package that imports each of these.

@@ -217,6 +217,17 @@ def strided(monkeypatch):
     return module
 
 
+def _write_run(folder: Path) -> None:
+    """A run of an untrained model of bytes."""
+    from reformax.convert import run_folder
+    from reformax.convert.spec import Op, Spec
+    from tests.convert.test_command import SIZES, random_params
+
+    cycle = [Op("local", dict(chunk_len=8)), Op("lsh", dict(chunk_len=8, n_hashes=2))]
+    spec = Spec.make("ReformerLM", cycle, **SIZES, vocab_size=256)
+    run_folder.write(folder, spec, random_params(spec), {}, "A note.")
+
+
 @pytest.mark.parametrize("text", _snippets())
 def test_a_snippet_runs(text, strided, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -134,11 +134,13 @@ def _check_flags(args: argparse.Namespace, source: str, target: str) -> None:
 
 def _check_target(kind: str, source: Source) -> None:
     """Raises `ValueError` for a model that the format lacks, before anything is written."""
-    from reformax.convert import hugging_face, trax_models
-
     if kind == "hugging_face":
+        from reformax.convert import hugging_face
+
         hugging_face.config_of(source.spec, source.details.get("config"))
     if kind == "trax":
+        from reformax.convert import trax_models
+
         trax_models.table(source.spec)
 
 

@@ -1,0 +1,127 @@
+"""Attention of `reformax.ops` in flax: a module for linen, one for nnx, and `attention_fn`.
+
+    from reformax.flax.nnx import Attention
+    attention = Attention(lsh.lsh(), num_heads=8, in_features=512, causal=True, rngs=nnx.Rngs(0))
+
+A mask is what flax makes, `[batch, heads, queries, keys]` with axes of 1 that are shared, or
+`[batch, keys]`. Every op honours one that is the same for all queries and heads. One of pairs is
+honoured by ops with the trait `bias` and refused by others, which take `causal` and `segments`.
+
+flax comes with `pip install 'reformax[flax]'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float
+
+from reformax.ops.base import AttentionOp, Dims
+
+__all__ = ["attention_fn"]
+
+
+def attention_fn(op: AttentionOp, *, causal: bool = False) -> Callable[..., Float[Array, ...]]:
+    """An algorithm as the `attention_fn` of flax's own modules.
+
+    Dropout draws another mask for each row and head, also where `broadcast_dropout` is set.
+
+    Args:
+      op: the algorithm. It must not share queries and keys, which flax's modules project apart.
+      causal: whether a position sees only itself and what came before it.
+
+    Raises:
+      NotImplementedError: the op shares queries and keys; at the call, an argument that it cannot
+        honour.
+    """
+    if op.traits.shared_qk:
+        raise NotImplementedError(
+            f"op is {op}: flax's modules project keys of their own, which it does not read; use "
+            "Attention of reformax.flax.linen or reformax.flax.nnx"
+        )
+
+    def attend(
+        query,
+        key,
+        value,
+        bias=None,
+        mask=None,
+        broadcast_dropout=True,
+        dropout_rng=None,
+        dropout_rate=0.0,
+        deterministic=False,
+        dtype=None,
+        precision=None,
+        module=None,
+        is_causal=False,
+        qk_attn_weights_einsum=None,
+        attn_weights_value_einsum=None,
+    ):
+        del broadcast_dropout
+        refused = dict(
+            precision=precision,
+            sow_weights=module,
+            qk_attn_weights_einsum_cls=qk_attn_weights_einsum,
+            attn_weights_value_einsum_cls=attn_weights_value_einsum,
+        )
+        for name, given in refused.items():
+            if given is not None:
+                raise NotImplementedError(f"{name} is set: {op.name} does not read it")
+        is_causal = is_causal or causal
+        if is_causal and query.shape[1] != key.shape[1]:
+            raise NotImplementedError(
+                f"causal=True with {query.shape[1]} queries and {key.shape[1]} keys: leave it out "
+                "where flax's cache of decoding gives a mask"
+            )
+        if dtype is not None:
+            query, key, value = (x.astype(dtype) for x in (query, key, value))
+        return op(
+            *(query, key, value),
+            causal=is_causal,
+            mask=seen(mask),
+            bias=bias,
+            dropout=0.0 if deterministic else dropout_rate,
+            rng=dropout_rng,
+        )
+
+    return attend
+
+
+def seen(mask: ArrayLike | None) -> Bool[Array, ...] | None:
+    """A mask of flax, which may be of any dtype, as booleans."""
+    return None if mask is None else jnp.asarray(mask) != 0
+
+
+def heads_of(op: AttentionOp, num_heads: int, features: int) -> tuple[int, int]:
+    """The number of heads and their size.
+
+    Raises:
+      ValueError: features that the heads do not divide.
+      NotImplementedError: the algorithm has weights of its own.
+    """
+    if features % num_heads:
+        raise ValueError(f"qkv_features is {features}: expected a multiple of {num_heads} heads")
+    size = features // num_heads
+    weights: Any = jax.eval_shape(
+        lambda rng: op.init(rng, Dims(num_heads, size, size, 1)), jax.random.key(0)
+    )
+    if jax.tree.leaves(weights):
+        raise NotImplementedError(f"op is {op}: it has weights, which reformax.layers alone keep")
+    return num_heads, size
+
+
+def source_of(
+    op: AttentionOp, inputs_q: Float[Array, "B T D"], inputs_kv: Float[Array, "B S E"] | None
+) -> Float[Array, "B S E"]:
+    """What keys and values are made of; `NotImplementedError` if the op cannot attend to it."""
+    if inputs_kv is None:
+        return inputs_q
+    if not op.traits.cross:
+        raise NotImplementedError(
+            f"inputs_kv is given, but {op.name} attends within one sequence: use an op whose "
+            "traits say cross=True"
+        )
+    return inputs_kv

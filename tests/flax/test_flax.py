@@ -1,0 +1,144 @@
+"""`reformax.flax` against flax's own modules: the same weights, masks, dropout, gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+
+import flax.linen as nn
+from flax import nnx
+
+from reformax.flax import attention_fn, linen
+from reformax.flax import nnx as our_nnx
+from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
+
+X = jax.random.normal(jax.random.key(0), (2, 12, 8))
+CAUSAL = nn.make_causal_mask(jnp.ones((2, 12)))  # float32, as flax makes it
+KEYS = nn.make_attention_mask(jnp.ones((2, 1)), jnp.arange(12) < jnp.array([[12], [9]]))
+THEIRS = nn.MultiHeadDotProductAttention(num_heads=2)
+WEIGHTS = THEIRS.init(jax.random.key(1), X)
+EXACT = (dense.dense(), flash.flash(), memory_efficient.memory_efficient())
+
+
+@pytest.mark.parametrize("op", EXACT, ids=repr)
+def test_flax_s_own_linen_module_with_an_op(op):
+    """It drops what an attention function does not name: a mask must not go this way."""
+    raw = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=op)
+    ours = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn(op))
+    for mask in (None, CAUSAL, KEYS):
+        want = THEIRS.apply(WEIGHTS, X, mask=mask)
+        got = ours.apply(WEIGHTS, X, mask=mask)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    got = raw.apply(WEIGHTS, X, mask=CAUSAL > 0)
+    np.testing.assert_allclose(got, THEIRS.apply(WEIGHTS, X, mask=CAUSAL), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="mask has dtype float32"):
+        raw.apply(WEIGHTS, X, mask=CAUSAL)
+
+
+def test_flax_s_own_modules_refuse_what_an_op_does_not_do():
+    def apply(fn, x=X, **options):
+        call = dict(mask=options.pop("mask", None), rngs=dict(dropout=jax.random.key(0)))
+        module = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=fn, **options)
+        return module.apply(WEIGHTS, x, deterministic=False, **call)
+
+    with pytest.raises(NotImplementedError, match="dropout_rate is 0.5: give dropout=0.5"):
+        apply(flash.flash(), dropout_rate=0.5)
+    with pytest.raises(NotImplementedError, match="precision is set: flash does not read it"):
+        apply(attention_fn(flash.flash()), precision="highest")
+    with pytest.raises(NotImplementedError, match="mask has shape .*: local hides pairs"):
+        apply(attention_fn(local.local()), mask=CAUSAL)
+    with pytest.raises(NotImplementedError, match=r"op is lsh\(n_hashes=2\): flax's modules proj"):
+        attention_fn(lsh.lsh(n_hashes=2))
+    with pytest.raises(ValueError, match="query has dtype|q has dtype int32: expected floats"):
+        flash.flash()(*(jnp.ones((1, 4, 2, 4), jnp.int32),) * 3)
+    dropped = [apply(attention_fn(flash.flash()), dropout_rate=rate) for rate in (0.0, 0.5)]
+    assert np.abs(dropped[0] - dropped[1]).max() > 1e-3
+
+
+def test_flax_s_own_nnx_module_with_an_op():
+    def module(**options):
+        return nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0), **options)
+
+    theirs, ours = module(), module(attention_fn=attention_fn(flash.flash()))
+    want = theirs(X, mask=CAUSAL)
+    for got in (ours(X, mask=CAUSAL), ours(X, is_causal=True)):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="causal=True with 12 queries and 6 keys"):
+        ours(X, X[:, :6], is_causal=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        module(attention_fn=flash.flash())(X)
+
+
+OPS = (
+    flash.flash(),
+    lsh.lsh(chunk_len=4),
+    *(
+        pytest.param(op, marks=pytest.mark.slow)
+        for op in (local.local(chunk_len=12), block_sparse.block_sparse(), shared_qk.shared_qk())
+    ),
+)
+
+
+@pytest.mark.parametrize("op", OPS, ids=repr)
+def test_a_module_around_an_op(op):
+    """linen and nnx compute the same of the same weights; where all is visible, flax's."""
+    in_linen = linen.Attention(op, 2, causal=True)
+    weights = in_linen.init(jax.random.key(1), X)
+    in_nnx = our_nnx.Attention(op, 2, 8, causal=True, rngs=nnx.Rngs(0))
+    for name, own in weights["params"].items():
+        layer = getattr(in_nnx, name)
+        layer.kernel[...], layer.bias[...] = own["kernel"], own["bias"]
+    assert ("key" in weights["params"]) == (in_nnx.key is not None) != op.traits.shared_qk
+    if not op.traits.shared_qk:
+        want = THEIRS.apply(weights, X, mask=nn.combine_masks(CAUSAL, KEYS))
+        got = in_linen.apply(weights, X, mask=KEYS)
+        seen = np.asarray(KEYS[:, 0, 0] > 0)
+        np.testing.assert_allclose(got[seen], want[seen], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(in_nnx(X, mask=KEYS)[seen], want[seen], rtol=1e-4, atol=1e-5)
+    rng = {"attention": jax.random.key(2)}
+    loss, gradient = jax.value_and_grad(
+        lambda w: jnp.mean(in_linen.apply(w, X, mask=KEYS, rngs=rng) ** 2)
+    )(weights)
+    in_nnx_loss, in_nnx_gradient = nnx.value_and_grad(lambda m: jnp.mean(m(X, mask=KEYS) ** 2))(
+        in_nnx
+    )
+    if not op.traits.random_plan:
+        np.testing.assert_allclose(in_nnx_loss, loss, rtol=1e-4)
+        np.testing.assert_allclose(
+            in_nnx_gradient["value"]["kernel"][...],
+            gradient["params"]["value"]["kernel"],
+            rtol=1e-3,
+            atol=1e-5,
+        )
+
+
+def test_hashes_dropout_and_modes_of_a_module():
+    op = lsh.lsh(chunk_len=4, n_hashes=1, n_hashes_eval=2)
+    module = our_nnx.Attention(op, 2, 8, causal=True, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    assert not np.array_equal(module(X), module(X))  # hashes and dropout are drawn anew
+    module.eval()
+    assert module.deterministic
+    in_linen = linen.Attention(flash.flash(), 2, dropout_rate=0.5)
+    weights = in_linen.init(jax.random.key(1), X)
+    apply = jax.jit(in_linen.apply, static_argnames="deterministic")
+    rngs = {"attention": jax.random.key(2)}
+    np.testing.assert_allclose(
+        apply(weights, X, deterministic=True), THEIRS.apply(weights, X), rtol=1e-4, atol=1e-5
+    )
+    assert np.abs(apply(weights, X, rngs=rngs) - THEIRS.apply(weights, X)).max() > 1e-3
+
+
+def test_what_a_module_refuses():
+    for op, call, message in (
+        (lsh.lsh(), dict(mask=CAUSAL), "mask has shape .*: lsh hides pairs"),
+        (local.local(), dict(inputs_kv=X), "inputs_kv is given, but local attends within one"),
+        (dense.dense()._replace(init=lambda rng, dims: jnp.ones(3)), {}, "it has weights, which"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            linen.Attention(op, 2).init(jax.random.key(0), X, **call)
+        with pytest.raises(NotImplementedError, match=message):
+            our_nnx.Attention(op, 2, 8, rngs=nnx.Rngs(0))(X, **call)
+    with pytest.raises(ValueError, match="qkv_features is 8: expected a multiple of 3 heads"):
+        linen.Attention(flash.flash(), 3).init(jax.random.key(0), X)
