@@ -101,12 +101,28 @@ def test_our_weights_in_traxs_own_model(name, tmp_path):
     assert found.scale > 1 and found.difference < 1e-5, found
 
 
-def test_what_is_noted_is_a_difference():
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(wrap=False), "lsh's wrap is False, expected True"),
+        (dict(wrap=False, count_once=True), "lsh's count_once is True, expected False"),
+        (dict(self_score=None), "lsh's self_score is None, expected -100000.0"),
+        (dict(n_hashes_eval=8), "lsh's n_hashes_eval is 8, expected None"),
+    ],
+)
+def test_another_function_than_trax_s_is_refused(options, message):
     spec = REFORMERS["lsh"]
-    options = {**LSH.options, "wrap": False, "count_once": True, "self_score": None}
-    other = spec._replace(attention=(spec.attention[0], Op("lsh", options)))
-    found = " ".join(trax_models.notes(other))
-    assert all(name in found for name in ("wrap", "count_once", "self_score"))
+    other = spec._replace(attention=(spec.attention[0], Op("lsh", LSH.options | options)))
+    with pytest.raises(ValueError, match=message):
+        trax_models.table(other)
+
+
+def test_other_rounding_and_padding_are_noted():
+    spec = REFORMERS["lsh"]
+    cycle = (spec.attention[0], Op("lsh", LSH.options | {"pad_chunks": 2}))
+    arguments = spec.arguments | {"dtype": "bfloat16", "exact": True}
+    found = trax_models.notes(spec._replace(attention=cycle, arguments=arguments))
+    assert [note.split()[0] for note in found] == ["sublayers", "exact=True", "lsh.pad_chunks"]
 
 
 def counting(length=16, batch=4):

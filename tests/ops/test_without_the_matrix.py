@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import block_sparse, dense, flash, memory_efficient
+from reformax.ops import base, block_sparse, dense, flash, memory_efficient
 from reformax.ops.parts import tiles
 from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close, default_jit, with_gradients
@@ -142,6 +142,7 @@ def test_chunks_above_the_diagonal_cost_nothing(name, n_queries, n_keys, monkeyp
         return logits(tiling, x, group, queries, keys, q, k)
 
     monkeypatch.setattr(tiles, "logits", counted)
+    monkeypatch.setattr(base, "_compiled", base._compiled.__wrapped__)  # traces each call
     op = OPS[name](**SIZES[name])
     q, k, v, d_out = (
         numbers(2, 1, n, 1, 4, seed=i) for i, n in enumerate((n_queries, n_keys, n_keys, n_queries))
@@ -167,6 +168,8 @@ def test_a_few_heads_at_a_time(name, monkeypatch):
     q, k, v, d_out = (numbers(4, 29, 6, 8, seed=i) for i in range(4))
     bias = numbers(4, 6, 29, 29)
     segments = np.sort(np.random.default_rng(0).integers(0, 3, (4, 29)))
+
+    monkeypatch.setattr(base, "_compiled", base._compiled.__wrapped__)  # traces each call
 
     def run(n_logits):
         monkeypatch.setattr(tiles, "LOGITS_IN_CACHE", n_logits)
