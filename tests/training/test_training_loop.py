@@ -47,6 +47,7 @@ def params(folder, step):
     return np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
 
 
+SLOW = pytest.mark.slow
 # Interruptions and dropout are where a resumed run could differ.
 LONG = {"steps": 40, "model": {"dropout": 0.2}, "checkpoint_every": 7}
 
@@ -236,7 +237,7 @@ def test_a_request_to_stop_is_acknowledged(tmp_path, capsys):
     assert "\nSIGTERM: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("killed_at", [5, 17, 33])
+@pytest.mark.parametrize("killed_at", [17, *(pytest.param(n, marks=SLOW) for n in (5, 33))])
 def test_checkpoints_by_time_change_no_bit(uninterrupted, tmp_path, killed_at):
     """One after every step that takes longer than nothing, and a run that a fault ends."""
     _, record, vector = uninterrupted
