@@ -37,6 +37,7 @@ from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, local, lsh
 
 DROPOUT = 0.1
+N_SLOTS = 7  # LSH attention is every second layer: with six, those of twelve layers would share
 ERRORS = "largest error of a rebuilt input", "relative error of the gradient"
 # Both exact stacks may lie on the same line: one shows within the other.
 STYLES = {
@@ -211,12 +212,13 @@ def print_drifts(shape: Shape) -> dict[str, Lines]:
 
 def print_costs(shape: Shape) -> None:
     length, d_model = shape.cost_length, shape.cost_d_model
-    columns = "ReformerLM", "ReformerLM, exact", "TransformerLM"
+    columns = "ReformerLM", "ReformerLM, exact", f"ReformerLM, {N_SLOTS} slots", "TransformerLM"
     table = Table("layers", *columns, title="Temporary memory of the gradient (compile time)")
     for n_layers in shape.depths:
         options = dict(vocab_size=VOCAB_SIZE, d_model=d_model, d_ff=4 * d_model, n_heads=2)
         options |= dict(n_layers=n_layers, attention_type=attention_ops(length // 64))
-        built = ReformerLM(**options), ReformerLM(**options, exact=True), TransformerLM(**options)
+        of_reformers = {}, dict(exact=True), dict(n_slots=N_SLOTS)
+        built = [ReformerLM(**options, **own) for own in of_reformers] + [TransformerLM(**options)]
         table.row(str(n_layers), *(cost(model, length) for model in built))
 
 

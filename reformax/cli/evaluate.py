@@ -10,6 +10,9 @@ signature, DIR/translations_SPLIT.txt has the translations line for line, and
 DIR/translations_SPLIT.tsv the source, the reference and the score of each. --beam_size=0 leaves
 that out.
 
+--by_position says whether far context helps: bits by the position in windows that do not overlap,
+as a table, in the same file and in DIR/by_position_SPLIT.png.
+
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
 command or its config is wrong.
@@ -47,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if task.translation is None:
         flags.refuse(args, flags.SEARCH, f"the task {task.name} is no translation")
     else:
+        reason = f"the task {task.name} is a translation, whose rows are sentences"
+        flags.refuse(args, {"by_position"}, reason)
         saved_run.keep_vocabulary(args, task.translation.vocabulary, saved)
     changed = saved_run.changed_data(args, task, saved)
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
@@ -62,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"evaluation_{args.split}.json"
     files.write_json(name, result)  # it is kept if the search fails
     _print(result, files.named(name), task)
+    if args.by_position:
+        result |= _by_position(args, saved, task, files, sizes, options["loss_chunk_len"])
+        files.write_json(name, result)
     if task.translation is not None and args.beam_size != 0:
         scores = _translate(args, saved, task.translation, files)
         files.write_json(name, result | scores)
@@ -82,6 +90,13 @@ def parser():
         type=flags.of(Size),
         help="tokens the context moves by: each window predicts its last STRIDE, so a smaller one "
         "gives every prediction more context and costs more (default: the run's, or the length)",
+    )
+    parser.add_argument(
+        "--by_position",
+        action="store_true",
+        default=None,
+        help="also score windows of the length that do not overlap, by the position in them: a "
+        "table and DIR/by_position_SPLIT.png",
     )
     parser.add_argument(
         "--batch_size", type=flags.of(Size), help="windows at a time (default: the run's)"
@@ -128,6 +143,31 @@ def _check_finite(result: dict[str, Any], saved: saved_run.Saved) -> None:
                 f"{name} of {result['split']} is {value} for the {saved_run.named(saved.steps)}: "
                 "nothing is written; evaluate an earlier one, or with float32 as its dtype"
             )
+
+
+def _by_position(
+    args, saved: saved_run.Saved, task, files, sizes: dict[str, int], loss_chunk_len: int | None
+) -> dict[str, Any]:
+    """Prints and draws the bits by position."""
+    from reformax.training import by_position
+    from reformax.training.loss import metric_name
+
+    bands = by_position.by_position(
+        saved.model,
+        saved.params,
+        task,
+        args.split,
+        batch_size=sizes["batch_size"],
+        length=sizes["length"],
+        seed=args.seed,
+        max_tokens=args.tokens,
+        loss_chunk_len=loss_chunk_len,
+    )
+    metric, name = metric_name(task), f"by_position_{args.split}.png"
+    title = f"{args.split}, windows of {sizes['length']:,}, {saved_run.named(saved.steps)}"
+    files.write(name, by_position.draw(bands, metric, title))
+    print(f"{by_position.table(bands, metric)}\n{files.named(name)}", flush=True)
+    return {"by_position": by_position.as_json(bands, metric)}
 
 
 def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, Any]:

@@ -37,8 +37,12 @@ class Files:
 
     def write_text(self, name: str, text: str) -> None:
         """Writes a text as UTF-8, with its line ends as they are."""
+        self.write(name, text.encode())
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file; a later one replaces it."""
         try:
-            durable.write(self._folder / name, text.encode())
+            durable.write(self._folder / name, data)
             self._failed.pop(name, None)
         except OSError as error:
             self._failed[name] = str(error)

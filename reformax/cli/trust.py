@@ -21,6 +21,7 @@ _PARTS = {
     "reformax.models": None,
     "reformax.ops": ("AttentionOp", "Pattern"),
     "reformax.training.optimizer": None,
+    "reformax.training.stages": None,
     "reformax.training.wandb_log": None,  # makes a logger, which training alone opens
 }
 # Configured, but never called by a config: it writes a folder.

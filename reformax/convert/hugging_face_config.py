@@ -228,7 +228,8 @@ def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, An
     _require(arguments["pos_type"] == "axial", f"pos_type is {arguments['pos_type']!r}", "'axial'")
     shape, d_embs = list(arguments["pos_axial_shape"]), list(arguments["pos_d_axial_embs"])
     _require(len(shape) < 3, f"pos_axial_shape is {tuple(shape)}", "one or two axes")
-    _require(not arguments["attention_bias"], "attention_bias is True", "False")
+    for name, value in (("attention_bias", False), ("next_value", False), ("n_slots", None)):
+        _require(arguments[name] == value, f"{name} is {arguments[name]}", str(value))
     d_head = arguments["d_attention_key"]
     _require(
         d_head == arguments["d_attention_value"],
@@ -305,7 +306,7 @@ def _require_same_function(op: Op, pad_chunks: int) -> None:
         if op.option("n_chunks_before") > 1:
             wanted |= {"wrap": True, "pad_chunks": pad_chunks}
     else:
-        wanted |= {"count_once": False, "wrap": True, "pad_chunks": pad_chunks}
+        wanted |= {"count_once": False, "wrap": True, "pad_chunks": pad_chunks, "own": True}
         wanted |= {"self_score": SELF_SCORE}
         n_eval = op.option("n_hashes_eval")
         _require(n_eval in (None, op.option("n_hashes")), f"n_hashes_eval is {n_eval}", "n_hashes")

@@ -118,13 +118,17 @@ def _check(spec: Spec) -> None:
         if not holds:
             raise ValueError(f"Trax has no such {spec.model}: {what}, expected {instead}")
 
-    require(a["pos_type"] != "rotary", "pos_type is 'rotary'", "'axial', 'sinusoidal' or 'none'")
+    pos_type = a["pos_type"]
+    rotary = pos_type in ("rotary", "rotary_local")
+    require(not rotary, f"pos_type is {pos_type!r}", "'axial', 'sinusoidal' or 'none'")
+    require(not a["next_value"], "next_value is True", "False")
     require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
     for op in spec.attention:
         for name, value in _wanted(op).items():
             what = f"{op.name}'s {name} is {op.option(name)!r}"
             require(op.option(name) == value, what, repr(value))
     if spec.model == "ReformerLM":
+        require(a["n_slots"] is None, f"n_slots is {a['n_slots']}", "None")
         require(not a["attention_bias"], "attention_bias is True", "False")
         return
     require(a["attention_bias"], "attention_bias is False", "True")
@@ -143,7 +147,7 @@ def _wanted(op: Op) -> dict[str, Any]:
         same = {} if n_eval == op.option("n_hashes") else {"n_hashes_eval": None}
         return {"count_once": False, "wrap": True, "self_score": SELF_SCORE} | same
     if op.name != "local":
-        return {}
+        return {"own": True} if op.name == "shared_qk" else {}
     circle = {"wrap": True} if op.option("n_chunks_before") > 1 else {}
     alone = {"self_score": SELF_SCORE} if circle and op.option("shared_qk") else {}
     return {"window": None} | circle | alone

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import Called, Rate, Size, check_fields
+from reformax.declared import Called, Rate, SettingError, Size, check_fields
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.positions import rotary
@@ -176,30 +176,76 @@ class MultiHead(Layer):
                 merged[f"b_{name}"] = jnp.concatenate(biases)
         if self.output_bias:
             merged["b_o"] = params["b_o"]
+        merged |= {name: params[name] for name in ("next_value",) if name in params}
         return {name: w.astype(dtype) for name, w in merged.items()} | {"op": params["op"]}
+
+
+class NextValueCache(NamedTuple):
+    """The cache of a layer with `next_value`."""
+
+    op: Any  # the algorithm's
+    last: Float[Array, "B 1 N V"]  # the newest position's value, without the next one in it
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Attention(MultiHead):
     """Self-attention, `[B, T, D] -> [B, T, D]`. Weights and more arguments: see `MultiHead`.
 
+    **The next value.** A key that resembles the query stands, in text, before what the query wants
+    to know: what came next. With `next_value` key s brings `a * v_s + b * v_{s+1}`, with a and b
+    learnt by channel, `next_value [2, N, V]`. A position must see earlier ones alone, s < t, so
+    that s + 1 is at most t.
+
     Args:
       causal: whether a position sees only itself and what came before it.
       use_rotary: whether queries and keys are rotated by their position.
+      next_value: whether a key brings the value of the position after it too. It needs `causal` and
+        an algorithm with the trait `strict`.
+
+    Raises:
+      SettingError: `next_value` with an algorithm that shows a position to itself, besides what
+        `MultiHead` refuses.
     """
 
     causal: bool = False
     use_rotary: bool = False
+    next_value: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.next_value and not (self.causal and self.op.traits.strict):
+            raise SettingError(
+                f"next_value is True with causal={self.causal} and op={self.op}: a position may "
+                "not see itself, as in causal shared_qk.shared_qk(own=False) or lsh.lsh(own=False)"
+            )
+
+    def init_params(self, rng, shape, *shapes):
+        params = super().init_params(rng, shape, *shapes)
+        if self.next_value:
+            params["next_value"] = jnp.full((2, self.n_heads, self.d_v), math.sqrt(0.5))
+        return params
 
     def project(self, params, x: Float[Array, "B T D"]) -> QKV:
         """Queries, keys and values of all heads, rotated by their positions if `use_rotary`.
 
         Plans are made of rotated vectors, for hashing looks for large logits.
         """
+        return self._with_next_value(params, self._project(params, x))
+
+    def _project(self, params, x: Float[Array, "B T D"]) -> QKV:
+        """`project` without the next value."""
         return self._rotate(QKV(*(self._heads(params, letter, x) for letter in "qkv")))
 
+    def _with_next_value(self, params, qkv: QKV) -> QKV:
+        """Each position's value with the next one in it; behind the last there is none."""
+        if not self.next_value:
+            return qkv
+        own, of_next = _of_channels(params, qkv.v.dtype)
+        after = jnp.pad(qkv.v[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
+        return qkv._replace(v=own * qkv.v + of_next * after)
+
     def _project_merged(self, params, x: Float[Array, "B T D"], position=None) -> QKV:
-        """`project` with the weights from `for_decoding`."""
+        """`_project` with the weights from `for_decoding`."""
         n, shared = self.n_heads, self.op.traits.shared_qk
         ends = n * self.d_qk * np.arange(1, 2 if shared else 3)
         parts = jnp.split(affine(params, "in", x), ends, axis=-1)
@@ -258,8 +304,9 @@ class Attention(MultiHead):
                 f"causal={self.causal} and mode={self.mode!r}: decoding needs causal=True and "
                 "mode='eval'"
             )
-        project = self._project_merged if "w_in" in params else self.project
-        qkv = project(params, x)
+        project = self._project_merged if "w_in" in params else self._project
+        alone = project(params, x)
+        qkv = self._with_next_value(params, alone)
         # Padding on the right is in the future of every token: only a plan has to know of it.
         tokens = (jnp.arange(x.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
         plan = self.plan(params, qkv, tokens, rng, length=capacity)
@@ -271,6 +318,9 @@ class Attention(MultiHead):
             capacity=capacity,
             rng=_fold_in(rng, PLAN),
         )
+        if self.next_value:
+            last = jnp.take_along_axis(alone.v, (lengths - 1)[:, None, None, None], axis=1)
+            cache = NextValueCache(cache, _of_channels(params, last.dtype)[0] * last)
         return self.attend(params, qkv, plan, rng=rng), cache
 
     def step(
@@ -293,19 +343,40 @@ class Attention(MultiHead):
             their caches are reordered.
         """
         qkv = self._project_merged(params, x, position[:, None])
-        beams = dict(origins=origins) if origins is not None and self.op.traits.beams else {}
+        if self.next_value:
+            # Until now the newest key brought its own value alone.
+            own, of_next = _of_channels(params, qkv.v.dtype)
+            value = cache.last + of_next * qkv.v
+            cache = self.op.replace_value(cache.op, value, position - 1)
+            qkv = qkv._replace(v=own * qkv.v)
+        beams = dict(origins=origins) if origins is not None and self._shares_beams else {}
         out, cache = self.op.step(params["op"], *qkv, cache, position=position, **beams)
+        if self.next_value:
+            cache = NextValueCache(cache, qkv.v)
         return affine(params, "o", out.reshape(*x.shape[:2], -1)), cache
 
+    @property
+    def _shares_beams(self) -> bool:
+        """Whether a beam's past may lie in other beams' caches.
+
+        The last value of that past has the beam's own next one in it.
+        """
+        return self.op.traits.beams and not self.next_value
+
     def reorder_cache(self, cache: Any, rows: Int[Array, " R"]) -> Any:
-        """The cache of beams that continue `rows`; unchanged with the trait `beams`."""
-        return cache if self.op.traits.beams else take_rows(cache, rows)
+        """The cache of beams that continue `rows`; unchanged where beams share their past."""
+        return cache if self._shares_beams else take_rows(cache, rows)
 
 
 def affine(params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
     """`x @ w_<name> + b_<name>`, with weights from `for_decoding`."""
     y = x @ params[f"w_{name}"]
     return y + params[f"b_{name}"][None, None] if f"b_{name}" in params else y
+
+
+def _of_channels(params, dtype) -> Float[Array, "2 1 1 N V"]:
+    """The factors of a value and of the next one."""
+    return params["next_value"][:, None, None].astype(dtype)
 
 
 def _fold_in(rng, number: int):

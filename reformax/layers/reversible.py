@@ -1,26 +1,25 @@
 """Reversible residual layers: memory that does not grow with depth (Gomez et al. 2017; Reformer).
 
-A layer maps two streams to two streams,
+A layer maps streams to streams so that its inputs can be computed back from its outputs, in one of
+the two ways of `layers.coupling`. The paper's has two streams (eq. 8 and 9),
 
-    y1 = x1 + attention(x2)        y2 = x2 + feed_forward(y1)            (Reformer, eq. 9)
+    y1 = x1 + attention(x2)        y2 = x2 + feed_forward(y1)
 
-so that its inputs can be computed back from its outputs (eq. 8). The gradient then needs nothing
-else but each layer's attention plan: for LSH two integers for each head, hashing round and token. A
-layer can have any number of sublayers. Each reads the stream that was written last and adds to the
-other. A decoder layer has three: the second attends to the encoder's memory, whose gradient adds up
-on the way back.
+The gradient then needs nothing else but each layer's attention plan: for LSH two integers for each
+head, hashing round and token. A layer can have any number of sublayers. A decoder layer has three:
+the second attends to the encoder's memory, whose gradient adds up on the way back.
 
-**Exactness.** In floating point `(x + f) - f` is not `x`, and a sublayer that the compiler fuses
-with its gradient may give other numbers than it gave alone. The inputs rebuilt then differ from the
-forward pass's, by an error that grows with depth. `exact=True` removes both causes:
+**Drift.** In floating point `(x + f) - f` is not `x`, and a sublayer that the compiler fuses with
+its gradient may give other numbers than it gave alone. The inputs rebuilt then differ from the
+forward pass's, by an error that grows with depth. On a **grid** streams and sublayers' outputs are
+multiples of 2^-12, which float32 adds and subtracts without rounding while they stay below 2^12 in
+magnitude. The gradient passes through the rounding unchanged. Slots always stand on the grid:
+without it, training with them was seen to diverge.
 
-  * streams and sublayers' outputs are multiples of 2^-12, which float32 adds and subtracts without
-    rounding while they stay below 2^12 in magnitude;
-  * the backward pass computes the sublayer a second time, apart from its gradient as in the forward
-    pass, so that the compiler must produce the same numbers. `optimization_barrier` keeps it apart,
-    and on a CPU, whose compiler drops barriers before it fuses, a branch of `lax.cond` does.
-
-The gradient passes through the rounding unchanged.
+What is left is an output that the backward pass computes differently. `exact=True` has the grid and
+rules that out: the backward pass computes the sublayer a second time, apart from its gradient as in
+the forward pass, so that the compiler must produce the same numbers. `optimization_barrier` keeps
+it apart, and on a CPU, whose compiler drops barriers before it fuses, a branch of `lax.cond` does.
 """
 
 from __future__ import annotations
@@ -28,16 +27,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from reformax.declared import Bounds, SettingError
 from reformax.layers.attention import QKV, MultiHead
+from reformax.layers.coupling import (
+    Coupling,
+    Gradient,
+    Parts,
+    Slots,
+    Streams,
+    TwoStreams,
+    slots_that_repeat,
+)
 from reformax.layers.stacks import Block, BlockStack
 
 GRID = 2.0**-12
+SlotCount = Annotated[int, Bounds(2, 256)]
 
 
 @jax.custom_vjp
@@ -48,13 +58,6 @@ def to_grid(x: Float[Array, "*d"]) -> Float[Array, "*d"]:
 
 
 to_grid.defvjp(lambda x: (to_grid(x), None), lambda _, gradient: (gradient,))
-
-
-class Streams(NamedTuple):
-    """The two residual streams, `[B, T, D]` float32 each."""
-
-    one: Array
-    two: Array
 
 
 class Context(NamedTuple):
@@ -68,59 +71,112 @@ class Context(NamedTuple):
 class ReversibleStack(BlockStack):
     """Reversible layers: `([B, T, D], [B, T, D]) -> ([B, T, D], [B, T, D])`, float32.
 
-    In Trax: `tl.Serial(tl.Dup(), ReversibleStack(...), tl.Concatenate())`. Whatever the depth,
-    `jax.grad` needs the memory of one cycle of layers, apart from the weights and the plans.
-    Further inputs and arguments are those of `BlockStack`.
+    In Trax: `tl.Serial(tl.Dup(), ReversibleStack(...), tl.Concatenate())`. With slots there is one
+    stream, `[B, T, D] -> [B, T, D]`. Whatever the depth, `jax.grad` needs the memory of one cycle
+    of layers, apart from the streams, the weights and the plans. Further inputs and arguments are
+    those of `BlockStack`.
 
     Args:
+      n_slots: the number of slots; None: two streams, as in the papers.
       exact: whether the backward pass rebuilds the forward's inputs bit for bit. It costs one more
         forward of each sublayer in the backward pass, and the memory of its result; streams must
         stay below 2^12.
-      keep_ff_outputs: whether each feed-forward layer's output, `[B, T, D]` in `dtype`, is kept for
-        the backward pass, which otherwise computes it again to rebuild the streams. It saves an
-        eighth of the layer's arithmetic and costs memory that grows with the depth.
+      keep_ff_outputs: whether each feed-forward layer's output, `[B, T, D]`, is kept for the
+        backward pass, which otherwise computes it again to rebuild the streams. It saves an eighth
+        of the layer's arithmetic and costs memory that grows with the depth: in `dtype`, or in
+        float32 on the grid.
+      keep_activations: whether the gradient is plain autodiff's of the same function, which keeps
+        every activation: a step of a third less arithmetic, where memory allows.
+
+    Raises:
+      SettingError: besides what `BlockStack` refuses: with slots, layers that see far share one;
+        `keep_ff_outputs` and `keep_activations` together.
     """
 
+    n_slots: SlotCount | None = None
     exact: bool = False
     keep_ff_outputs: bool = False
+    keep_activations: bool = False
 
-    n_streams = 2
+    def __post_init__(self):
+        super().__post_init__()
+        if self.keep_ff_outputs and self.keep_activations:
+            raise SettingError("keep_activations is True, keep_ff_outputs is True: leave one out")
+        self._on_grid = self.exact or self.n_slots is not None
+        self._coupling: Coupling = TwoStreams()
+        if self.n_slots is not None:
+            self._coupling = Slots(self.n_slots)
+            self._check_slots()
 
-    def apply(self, params, x1, x2, segments=None, memory=None, memory_segments=None, rng=None):
-        streams, context = self._inputs(x1, x2, segments, memory, memory_segments)
-        return tuple(_run(self, params, streams, context, rng))
+    @property
+    def n_streams(self) -> int:
+        """The number of streams that the stack reads and returns."""
+        return 2 if self.n_slots is None else 1
 
-    def rebuild(
-        self, params, x1, x2, segments=None, memory=None, memory_segments=None, rng=None
-    ) -> tuple[Streams, Streams]:
-        """The stack's inputs, on the grid if exact, and those that the backward pass rebuilds.
+    def _check_slots(self) -> None:
+        """Raises `SettingError` if layers that see far share a slot where they need not."""
+        size = 3 if self._cross else 2
+        far = [not block.attention.op.traits.local for block in self.blocks] * self._n_repeats
+        places = [size * layer for layer, is_far in enumerate(far) if is_far]
+        if slots_that_repeat(places, self.n_slots):
+            most = size * self.n_layers  # a slot for each sublayer
+            others = range(self.n_slots + 1, most + 1)
+            enough = next(n for n in others if not slots_that_repeat(places, n))
+            raise SettingError(
+                f"n_slots is {self.n_slots}: attention layers that see further than a window would "
+                f"share a slot and not read one another; set n_slots={enough}"
+            )
 
-        This runs the backward pass itself, for measuring its drift.
+    def apply(self, params, *inputs, rng=None):
+        if self.keep_activations:
+            return self.apply_keeping(params, *inputs, rng=rng)
+        streams, context = self._inputs(*inputs)
+        return self._outputs(_run(self, params, streams, context, rng))
+
+    def rebuild(self, params, *inputs, rng=None) -> tuple[Streams, Streams]:
+        """The stack's streams at its input, and those that the backward pass rebuilds.
+
+        On a grid they are rounded to it. This runs the backward pass itself, for measuring its
+        drift.
         """
-        streams, context = self._inputs(x1, x2, segments, memory, memory_segments)
-        outputs, residuals = _run_forward(self, params, streams, context, rng)
-        return streams, self._backward(residuals, outputs)[0]
+        streams, context = self._inputs(*inputs)
+        _, residuals = _run_forward(self, params, streams, context, rng)
+        return self._coupling.opened(streams), self._backward(residuals, residuals[1])[0]
 
-    def apply_keeping(
-        self, params, x1, x2, segments=None, memory=None, memory_segments=None, rng=None
-    ) -> tuple[Array, Array]:
+    def apply_keeping(self, params, *inputs, rng=None):
         """`apply`, whose gradient is plain autodiff's: it keeps every activation."""
-        streams, context = self._inputs(x1, x2, segments, memory, memory_segments)
-        return tuple(self._forward(params, streams, context, rng)[0])
+        streams, context = self._inputs(*inputs)
+        return self._outputs(self._forward(params, self._coupling.opened(streams), context, rng)[0])
 
-    def _inputs(self, x1, x2, segments, memory, memory_segments) -> tuple[Streams, Context]:
+    def _outputs(self, streams: Streams):
+        return streams[: self.n_streams] if self.n_streams > 1 else streams[0]
+
+    def _inputs(self, *inputs) -> tuple[Streams, Context]:
+        streams, others = inputs[: self.n_streams], inputs[self.n_streams :]
+        segments, memory, memory_segments = (*others, None, None, None)[:3]
         seen = {"attention": None, "cross_attention": None}
         if segments is not None:
             own = segments.astype(jnp.int32)
             seen["attention"] = own
             if self._cross:
                 seen["cross_attention"] = (own, memory_segments.astype(jnp.int32))
-        streams = Streams(self._residual(x1), self._residual(x2))
+        streams = tuple(map(self._residual, streams))
         return streams, Context(memory if self._cross else None, seen)
+
+    def _opened(self, streams: Streams) -> Streams:
+        return self._coupling.opened(super()._opened(streams))
+
+    def _read(self, params, name, streams, normed=None):
+        read = self._coupling.read(self._coupling.ahead(streams))
+        return self._norm.apply(params[f"{name}_norm"], read), streams
+
+    def _add(self, params, name, streams, out):
+        parts = self._coupling.ahead(streams).plus(self._residual(out))
+        return self._coupling.after(parts), None
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x.astype(jnp.float32)
-        return to_grid(x) if self.exact else x
+        return to_grid(x) if self._on_grid else x
 
     def _alone(self, function, params, *args):
         """`function(params, *args)`; if exact, compiled apart from everything around it.
@@ -144,6 +200,7 @@ class ReversibleStack(BlockStack):
 
     def _forward(self, params, streams: Streams, context: Context, rng) -> tuple[Streams, Any]:
         """The outputs; each attention's plan and, if kept, each feed-forward layer's output."""
+        coupling = self._coupling
 
         def repeat(streams, this):
             plans, kept = [], []
@@ -153,39 +210,46 @@ class ReversibleStack(BlockStack):
                 plans.append({})
                 for sublayer in self._attentions(block, context, rngs):
                     own = _params_of(block_params, sublayer.name)
-                    out, plan = sublayer.forward(own, streams.two)
-                    streams = Streams(streams.two, streams.one + out)
+                    parts = coupling.ahead(streams)
+                    out, plan = sublayer.forward(own, coupling.read(parts))
+                    streams = coupling.after(parts.plus(out))
                     plans[-1][sublayer.name] = plan
                 own = _params_of(block_params, "feed_forward")
-                y, out = self._feed_forward(block, own, streams, rngs["feed_forward"])
-                streams = Streams(streams.two, y)
+                parts = coupling.ahead(streams)
+                parts, out = self._feed_forward(block, own, parts, rngs["feed_forward"])
+                streams = coupling.after(parts)
                 kept.append(out)
             return streams, (tuple(plans), tuple(kept))
 
         return self._scan(repeat, streams, params)
 
-    def _backward(self, residuals, gradient: Streams):
+    def _backward(self, residuals, d_streams: Streams):
         """The inputs rebuilt, and the gradients of parameters, inputs and memory."""
         params, streams, (plans, kept), context, rng = residuals
         d_memory = jax.tree.map(jnp.zeros_like, context.memory)
+        coupling = self._coupling
 
         def repeat(carry, this, plans, kept):
-            streams, gradient, d_memory = carry
+            streams, d_streams, d_memory = carry
             d_params = {}
             for i, block in reversed(list(enumerate(self.blocks))):
                 block_params = this.params[f"block_{i}"]
                 rngs = self._rngs(rng, this, i)
                 own = _params_of(block_params, "feed_forward")
-                x, d_read, d_block = self._feed_forward_back(
-                    block, own, streams, gradient, kept[i], rngs["feed_forward"]
+                parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
+                parts, d_read, d_block = self._feed_forward_back(
+                    block, own, parts, gradient, kept[i], rngs["feed_forward"]
                 )
-                streams, gradient = Streams(x, streams.one), Streams(gradient.two, d_read)
+                streams = coupling.before(parts)
+                d_streams = coupling.gradient_before(gradient, d_read)
                 for sublayer in reversed(self._attentions(block, context, rngs)):
                     own = _params_of(block_params, sublayer.name)
-                    out, vjp = sublayer.again(own, streams.one, plans[i][sublayer.name])
-                    d_own, d_read, *d_memory_here = vjp((gradient.two, gradient.one))
-                    streams = Streams(streams.two - out, streams.one)
-                    gradient = Streams(gradient.two, d_read)
+                    parts, gradient = coupling.behind(streams), coupling.gradient(d_streams)
+                    plan = plans[i][sublayer.name]
+                    out, vjp = sublayer.again(own, coupling.read(parts), plan)
+                    d_own, d_read, *d_memory_here = vjp((gradient.out, gradient.read))
+                    streams = coupling.before(parts.minus(out))
+                    d_streams = coupling.gradient_before(gradient, d_read)
                     if d_memory_here:
                         d_memory = d_memory + d_memory_here[0]
                     d_block |= d_own
@@ -193,14 +257,14 @@ class ReversibleStack(BlockStack):
                 if self.keep_ff_outputs:
                     # Streams can then be rebuilt before any gradient. Without a fence those of all
                     # layers would be in memory at once.
-                    streams, gradient = jax.lax.optimization_barrier((streams, gradient))
-            return (streams, gradient, d_memory), d_params
+                    streams, d_streams = jax.lax.optimization_barrier((streams, d_streams))
+            return (streams, d_streams, d_memory), d_params
 
-        carry = streams, gradient, d_memory
-        (streams, gradient, d_memory), d_params = self._scan(
+        carry = streams, d_streams, d_memory
+        (streams, d_streams, d_memory), d_params = self._scan(
             repeat, carry, params, plans, kept, reverse=True
         )
-        return streams, d_params, gradient, d_memory
+        return streams, d_params, d_streams, d_memory
 
     def _attentions(self, block: Block, context: Context, rngs) -> list[_AttentionSublayer]:
         """The attention sublayers of a block, in order."""
@@ -220,62 +284,62 @@ class ReversibleStack(BlockStack):
     # chunk's gradient is computed as soon as its input is known: unlike under `jax.checkpoint`,
     # chunks then cost no arithmetic.
 
-    def _feed_forward(
-        self, block: Block, params, streams: Streams, rng
-    ) -> tuple[Array, Array | None]:
-        """The first stream plus the layer's output for the second; that output, if kept."""
+    def _feed_forward(self, block: Block, params, parts: Parts, rng) -> tuple[Parts, Array | None]:
+        """The parts with the layer's output in them; that output, if kept."""
         params = self._cast(block, params)
 
         def chunk(carry, start, size):
-            y, kept = carry
+            written, kept = carry
+            here = Parts(*_slice((parts.seen, written), start, size))
             out = self._alone(
                 lambda *args: self._chunk(block, *args, start=start, rng=rng)[0],
                 params,
-                _slice(streams.two, start, size),
+                self._coupling.read(here),
             )
-            y = _update(y, start, _slice(y, start, size) + out)
-            return y, None if kept is None else _update(kept, start, out.astype(kept.dtype))
+            written = _update(written, start, here.plus(out).written)
+            return written, None if kept is None else _update(kept, start, out.astype(kept.dtype))
 
         kept = None
         if self.keep_ff_outputs:
-            kept = jnp.zeros_like(streams.one, "float32" if self.exact else self.dtype)
-        return _over_chunks(chunk, (streams.one, kept), block.feed_forward.chunk_size)
+            dtype = "float32" if self._on_grid else self.dtype
+            kept = jnp.zeros_like(parts.written[0], dtype)
+        written, kept = _over_chunks(chunk, (parts.written, kept), block.feed_forward.chunk_size)
+        return parts._replace(written=written), kept
 
     def _feed_forward_back(
-        self, block: Block, params, streams: Streams, gradient: Streams, kept, rng
-    ) -> tuple[Array, Array, Any]:
-        """`_feed_forward` undone: the stream before it, and two gradients.
+        self, block: Block, params, parts: Parts, gradient: Gradient, kept, rng
+    ) -> tuple[Parts, Array, Any]:
+        """`_feed_forward` undone: the parts without the layer's output, and two gradients.
 
-        The streams are those after it: it read the first and wrote the second. The gradients are
-        those of the stream that it read and of `params`.
+        These are the gradients of what it read and of `params`.
         """
         zeros = jax.tree.map(jnp.zeros_like, params)
         params = self._cast(block, params)
 
         def chunk(carry, start, size):
-            y, d_read, d_params = carry
+            written, d_read, d_params = carry
             run = functools.partial(self._chunk, block, start=start, rng=rng)
-            read = _slice(streams.one, start, size)
+            here = Parts(*_slice((parts.seen, written), start, size))
+            read = self._coupling.read(here)
             (out, _), vjp = jax.vjp(run, params, read)
             if kept is not None:
                 out = _slice(kept, start, size)
             elif self.exact:
                 out = self._alone(lambda *args: run(*args)[0], params, read)
-            d_params_here, d_read_here = vjp(
-                tuple(_slice(d, start, size) for d in (gradient.two, d_read))
-            )
+            d_params_here, d_read_here = vjp(_slice((gradient.out, d_read), start, size))
             return (
-                _update(y, start, _slice(y, start, size) - out),
+                _update(written, start, here.minus(out).written),
                 _update(d_read, start, d_read_here),
                 jax.tree.map(lambda x, here: x + here.astype(x.dtype), d_params, d_params_here),
             )
 
-        carry = (streams.two, gradient.one, zeros)
-        return _over_chunks(chunk, carry, block.feed_forward.chunk_size)
+        carry = (parts.written, gradient.read, zeros)
+        written, d_read, d_params = _over_chunks(chunk, carry, block.feed_forward.chunk_size)
+        return parts._replace(written=written), d_read, d_params
 
     def _chunk(self, block: Block, params, x, start, rng) -> tuple[Array, Array]:
-        """A chunk's output, and its input for the other readers of the stream."""
-        h, (x,) = self._read(params, "feed_forward", (x,))
+        """A chunk's output, and its input for its other readers."""
+        h, x = self._norm.with_residual(params["feed_forward_norm"], x)
         out = block.feed_forward.apply_chunk(params["feed_forward"], h, start, rng)
         return self._residual(out), x
 
@@ -286,7 +350,7 @@ class ReversibleStack(BlockStack):
 
 
 class _AttentionSublayer(NamedTuple):
-    """An attention sublayer: a function of (params, stream), given all that it reads besides."""
+    """An attention sublayer: a function of (params, input), given all that it reads besides."""
 
     stack: ReversibleStack
     name: str
@@ -304,7 +368,7 @@ class _AttentionSublayer(NamedTuple):
     def again(self, params, x, plan) -> tuple[Array, Callable]:
         """The output by the same plan, and the function that `jax.vjp` gives.
 
-        That function takes the gradient of the stream from its other readers too: the norm adds it
+        That function takes the gradient of the input from its other readers too: the norm adds it
         to its own.
         """
         (out, _), vjp = jax.vjp(
@@ -316,12 +380,12 @@ class _AttentionSublayer(NamedTuple):
         return out, vjp
 
     def project_and_attend(self, plan, params, x, *memory) -> tuple[Array, Array]:
-        h, (x,) = self.stack._read(params, self.name, (x,))
+        h, x = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
         qkv = self.layer.project(params[self.name], h, *memory)
         return self.attend(params, qkv, plan), x
 
     def project(self, params, x, *memory) -> QKV:
-        h, _ = self.stack._read(params, self.name, (x,))
+        h, _ = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
         return self.layer.project(params[self.name], h, *memory)
 
     def attend(self, params, qkv: QKV, plan) -> Array:
@@ -331,17 +395,18 @@ class _AttentionSublayer(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(stack: ReversibleStack, params, streams: Streams, context: Context, rng) -> Streams:
-    return stack._forward(params, streams, context, rng)[0]
+    return _run_forward(stack, params, streams, context, rng)[0]
 
 
 def _run_forward(stack, params, streams, context, rng):
-    outputs, stored = stack._forward(params, streams, context, rng)
-    return outputs, (params, outputs, stored, context, rng)
+    after, stored = stack._forward(params, stack._coupling.opened(streams), context, rng)
+    return after[: stack.n_streams], (params, after, stored, context, rng)
 
 
-def _run_backward(stack, residuals, gradient):
-    _, d_params, d_streams, d_memory = stack._backward(residuals, gradient)
-    return d_params, d_streams, Context(d_memory, None), None
+def _run_backward(stack, residuals, d_outputs):
+    d_after = stack._coupling.opened(d_outputs)  # nothing reads the slots
+    _, d_params, d_streams, d_memory = stack._backward(residuals, d_after)
+    return d_params, d_streams[: stack.n_streams], Context(d_memory, None), None
 
 
 _run.defvjp(_run_forward, _run_backward)
@@ -352,12 +417,15 @@ def _params_of(block: dict, name: str) -> dict:
     return {f"{name}_norm": block[f"{name}_norm"], name: block[name]}
 
 
-def _slice(x: Float[Array, "B T D"], start, size: int) -> Float[Array, "B C D"]:
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+def _slice(tree: Any, start, size: int) -> Any:
+    """Positions from `start` on of each array `[B, T, D]`."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1), tree)
 
 
-def _update(x: Float[Array, "B T D"], start, part: Float[Array, "B C D"]) -> Float[Array, "B T D"]:
-    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
+def _update(tree: Any, start, parts: Any) -> Any:
+    """The arrays with `parts` in the place of their positions from `start` on."""
+    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+    return jax.tree.map(lambda x, part: put(x, part, start), tree, parts)
 
 
 def _over_chunks(body: Callable, carry: Any, chunk_size: int) -> Any:

@@ -54,8 +54,8 @@ class Repeat(NamedTuple):
 class BlockStack(Layer):
     """The layers of `ResidualStack` and `ReversibleStack`: weights, rngs, the scan, decoding.
 
-    Every sublayer reads the stream that was written last and adds to the other; where there is one
-    stream, it reads that and adds to it. Streams are `[B, T, D]` float32. After the streams come,
+    Every sublayer reads the stream and adds to it; reversible stacks have more than one
+    (`layers.coupling`). Streams are `[B, T, D]` float32. After the streams come,
     with `masked`, the segments `[B, T]`; blocks with cross-attention read three inputs instead: the
     segments, the memory `[B, S, D]` and its segments `[B, S]`.
 
@@ -137,6 +137,10 @@ class BlockStack(Layer):
 
     # A sublayer, from its input to the streams after it.
 
+    def _opened(self, streams: Sequence[Array]) -> tuple[Array, ...]:
+        """The streams before the first sublayer, from the stack's inputs."""
+        return tuple(map(self._residual, streams))
+
     def _read(
         self, params, name: str, streams, normed: Array | None = None
     ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
@@ -144,21 +148,22 @@ class BlockStack(Layer):
 
         `normed` is the input, if `_add` has computed it already.
         """
-        *others, stream = streams
+        (stream,) = streams
         if self.post_norm:
             return (stream.astype(self.dtype) if normed is None else normed), streams
         h, stream = self._norm.with_residual(params[f"{name}_norm"], stream)
-        return h, (*others, stream)
+        return h, (stream,)
 
     def _add(
         self, params, name: str, streams, out: Float[Array, "B T D"]
     ) -> tuple[tuple[Array, ...], Array | None]:
         """The streams after a sublayer and, if post-norm, the next sublayer's input."""
+        (stream,) = streams
         if not self.post_norm:
-            return (*streams[1:], streams[0] + self._residual(out)), None
+            return (stream + self._residual(out),), None
         norm = params[f"{name}_norm"]
-        x, normed = self._norm.of_sum(norm, streams[0], out, "float32", self.dtype)
-        return (*streams[1:], x), normed
+        x, normed = self._norm.of_sum(norm, stream, out, "float32", self.dtype)
+        return (x,), normed
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """`x` as it is added to a stream."""
@@ -245,15 +250,15 @@ class BlockStack(Layer):
                 caches.append(cache)
             return streams, (tuple(caches), tuple(memory_kv))
 
-        streams = tuple(map(self._residual, streams))
+        streams = self._opened(streams)
         if not self._cross:
             streams, (caches, _) = self._scan(repeat, streams, params)
-            return streams, self._unstack(caches), None
+            return streams[: self.n_streams], self._unstack(caches), None
         kept = []
         for index, params_here in enumerate(params):
             streams, kept_here = repeat(streams, Repeat(index, params_here))
             kept.append(kept_here)
-        return streams, *zip(*kept, strict=True)
+        return streams[: self.n_streams], *zip(*kept, strict=True)
 
     def step(
         self,
@@ -271,7 +276,7 @@ class BlockStack(Layer):
         see `Attention.step`. The layers are written out: a scan would copy each layer's weights and
         cache whole, and a step touches little of them.
         """
-        streams, after = tuple(map(self._residual, streams)), []
+        streams, after = self._opened(streams), []
         for repeat, (params_here, caches_here) in enumerate(zip(params, caches, strict=True)):
             after.append([])
             for i, block in enumerate(self.blocks):
@@ -291,7 +296,7 @@ class BlockStack(Layer):
                 p = params_here[f"block_{i}"]
                 streams, cache = self._layer(block, p, streams, attend, cross)
                 after[-1].append(cache)
-        return streams, tuple(map(tuple, after))
+        return streams[: self.n_streams], tuple(map(tuple, after))
 
     def reorder_cache(self, caches: Any, rows: Int[Array, " R"]) -> Any:
         """The caches of beams that continue `rows`; see `Attention.reorder_cache`."""

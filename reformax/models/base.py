@@ -36,6 +36,7 @@ from reformax.layers import (
     SinusoidalPositionalEncoding,
 )
 from reformax.layers.dropout import rate_in
+from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack, Dtype
 from reformax.ops.base import AttentionOp
 
@@ -44,7 +45,7 @@ AttentionType = Annotated[
     Called("an AttentionOp, such as lsh.lsh(), or a cycle of them"),
 ]
 Activation = Callable[[Array], Array] | str
-PosType = Literal["rotary", "axial", "sinusoidal", "none"]
+PosType = Literal["rotary", "rotary_local", "axial", "sinusoidal", "none"]
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -67,9 +68,13 @@ class Model(Layer):
       ff_dropout: the rate on the hidden layers of the feed-forward layers; None: `dropout`.
       attention_dropout: the rate on attention weights.
       attention_bias: whether the projections of attention have biases, the output's too.
-      pos_type: "rotary" (in self-attention), "axial", "sinusoidal", or "none".
+      pos_type: "rotary" (in self-attention), "rotary_local" (in the layers that see no further than
+        a window or neighbouring chunks), "axial", "sinusoidal", or "none".
       pos_axial_shape: for "axial": the grid; its product is the largest length.
       pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
+      next_value: whether keys bring the value of the position after them too, in the causal layers
+        whose algorithm has the trait `strict`, such as `shared_qk.shared_qk(own=False)`; see
+        `layers.Attention`.
       ff_activation: the feed-forward layers' nonlinearity, a function or a name: "relu", "gelu",
         its approximation "gelu_tanh", "silu".
       ff_chunk_size: if > 0, feed-forward layers take this many positions at a time.
@@ -92,6 +97,7 @@ class Model(Layer):
     pos_type: PosType = "rotary"
     pos_axial_shape: Sequence[Size] = ()
     pos_d_axial_embs: Sequence[Size] = ()
+    next_value: bool = False
     ff_activation: Activation = jax.nn.gelu
     ff_chunk_size: Count = 0
     norm_epsilon: NonNegative = 1e-6
@@ -143,15 +149,30 @@ class Model(Layer):
         cycle = getattr(self, argument)
         cycle = [cycle] if isinstance(cycle, AttentionOp) else cycle
         options = self._attention_options()
-        rotary = self.pos_type == "rotary"
+        strict = [causal and op.traits.strict for op in cycle]
+        if self.next_value and causal and not any(strict):
+            raise SettingError(
+                f"next_value is True and no op of {argument} is strict: give one that never shows "
+                "a position to itself, such as shared_qk.shared_qk(own=False) or lsh.lsh(own=False)"
+            )
         return [
             Block(
-                Attention(op, **options, causal=causal, use_rotary=rotary),
+                Attention(
+                    op,
+                    **options,
+                    causal=causal,
+                    use_rotary=self._rotates(op),
+                    next_value=self.next_value and is_strict,
+                ),
                 self._feed_forward(),
                 cross and CrossAttention(cross, **options),
             )
-            for op in cycle
+            for op, is_strict in zip(cycle, strict, strict=True)
         ]
+
+    def _rotates(self, op: AttentionOp) -> bool:
+        """Whether the queries and keys of self-attention by `op` have rotary positions."""
+        return self.pos_type == "rotary" or (self.pos_type == "rotary_local" and op.traits.local)
 
     def _attention_options(self) -> dict[str, Any]:
         return dict(
@@ -202,19 +223,25 @@ class Residual:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Reversible:
-    """A mixin of `Model`: two residual streams, and a gradient that keeps no layer's activations.
+    """A mixin of `Model`: a residual stream whose gradient keeps no layer's activations.
 
     Args:
+      n_slots: the number of slots that sublayers write to besides the stream; None: two streams, as
+        in the paper. See `layers.coupling`. Slots take the memory of as many streams.
       exact: whether the backward pass rebuilds activations bit for bit; see `layers.reversible`.
       keep_ff_outputs: whether the gradient keeps the feed-forward layers' outputs: fewer
         products, and memory that grows with the depth.
+      keep_activations: whether the gradient keeps every activation, as a Transformer's does.
     """
 
+    n_slots: SlotCount | None = None
     exact: bool = False
     keep_ff_outputs: bool = False
+    keep_activations: bool = False
 
     def _stack(self, blocks, n_layers):
-        options = dict(exact=self.exact, keep_ff_outputs=self.keep_ff_outputs)
+        names = "n_slots", "exact", "keep_ff_outputs", "keep_activations"
+        options = {name: getattr(self, name) for name in names}
         return ReversibleStack(blocks, n_layers, **options, **self._stack_options())
 
 

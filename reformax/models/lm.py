@@ -83,7 +83,7 @@ class LanguageModel(Model):
         return params
 
     def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
-        """The input of `logits`; D is twice `d_model` if the model is reversible."""
+        """The input of `logits`; D is twice `d_model` if the model has two streams."""
         return self.encode(params, jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1], rng=rng)
 
     def encode(

@@ -45,6 +45,8 @@ class Traits(NamedTuple):
     causal_plan: bool = True  # in a causal call, where a position looks depends on no later one
     beams: bool = False  # in beam search, `step` finds a beam's past in other beams' caches
     keeps_padding_out: bool = False  # `apply` ignores what stands at padding by itself
+    local: bool = False  # how far a position sees does not grow with the length
+    strict: bool = False  # a position never sees itself
 
 
 class Dims(NamedTuple):
@@ -78,6 +80,8 @@ class AttentionOp(NamedTuple):
       step: `(params, q, k, v, cache, *, position) -> (out, cache)`: attention of one more position
         of each row, `[B, 1, N, ...]`, whose number is `position [B]`. With the trait `beams` it
         also takes `origins`. None if the algorithm cannot decode.
+      replace_value: `(cache, v, position) -> cache`: the cache with another value, `[B, 1, N, V]`,
+        of a position that it holds. None: it cannot.
       name: the algorithm's name, for people to read; `named` sets it.
       options: the options that differ from their defaults, as text; `named` sets it too.
     """
@@ -88,6 +92,7 @@ class AttentionOp(NamedTuple):
     traits: Traits
     init_cache: Callable[..., Any] | None = None
     step: Callable[..., Any] | None = None
+    replace_value: Callable[..., Any] | None = None
     name: str = "attention"
     options: str = ""
 

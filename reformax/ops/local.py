@@ -112,7 +112,7 @@ def local(
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, settings),
-        traits=Traits(shared_qk=shared_qk, beams=not wrap, keeps_padding_out=True),
+        traits=Traits(shared_qk=shared_qk, beams=not wrap, keeps_padding_out=True, local=True),
         **({} if wrap else decoding),
     )
 

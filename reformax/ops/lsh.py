@@ -45,6 +45,7 @@ class Settings(NamedTuple):
     strictly_causal: bool
     wrap: bool
     pad_chunks: int
+    own: bool
     self_score: float | None
     rotations: Float[ArrayLike, "N H R F"] | None
     impl: str
@@ -82,6 +83,8 @@ class Settings(NamedTuple):
             )
         if self.wrap and self.strictly_causal:
             raise SettingError("wrap is True and strictly_causal is True: leave one out")
+        if not self.own and self.self_score is not None:
+            raise SettingError(f"own is False and self_score is {self.self_score}: leave one out")
         if self.rotations is not None and factors is None:
             raise SettingError(
                 "rotations are given and n_buckets is 'auto': give the number of buckets"
@@ -101,6 +104,7 @@ def lsh(
     strictly_causal: bool = False,
     wrap: bool = False,
     pad_chunks: PadChunks = 1,
+    own: bool = True,
     self_score: float | None = None,
     rotations: Float[ArrayLike, "N H R F"] | None = None,
     impl: str = "auto",
@@ -135,6 +139,7 @@ def lsh(
         first chunk is the last chunk of the round before, and before the first round the last one.
         Needs `count_once=False`.
       pad_chunks: with `wrap`, the sequence is padded to a multiple of so many chunks.
+      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
       self_score: the score that Trax and Hugging Face give a position's own key, -1e5. Float32 is
         coarse among scores so large: a position that sees nothing else gets its own value times a
         number up to half a percent off 1. This reproduces it. None, and a step of decoding, make
@@ -158,6 +163,7 @@ def lsh(
         apply=functools.partial(_apply, settings),
         traits=Traits(
             shared_qk=True,
+            strict=not own,
             random_plan=rotations is None,
             causal_plan=strictly_causal,
             bidirectional=not strictly_causal,
@@ -205,7 +211,12 @@ def _plan(
 def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
     del params
     chunks = settings.chunks.cut(
-        q.shape[1], causal=causal, shared_qk=True, count_once=settings.count_once, dropout=dropout
+        q.shape[1],
+        causal=causal,
+        shared_qk=True,
+        own=settings.own,
+        count_once=settings.count_once,
+        dropout=dropout,
     )
     impl = _choose(settings, q, v)
     own_weight = None

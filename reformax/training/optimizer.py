@@ -30,7 +30,7 @@ from reformax.declared import (
 
 # Weight decay is for matrices of linear maps, not for norms, biases, embeddings and positions.
 # Names decide, because a scanned stack gives all tensors one more axis.
-NO_DECAY = r"norm|bias|scale|embed|position|(^|\.)b(\d|_\w+)?$"
+NO_DECAY = r"norm|bias|scale|embed|position|next_value|(^|\.)b(\d|_\w+)?$"
 
 
 LearningRate = Annotated[

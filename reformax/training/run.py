@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from reformax import memory
+from reformax.declared import SettingError
 from reformax.training import evaluation, fingerprints, forecast, side_channels, starting_weights
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
@@ -30,7 +31,7 @@ from reformax.training.metrics import Bar, Record
 from reformax.training.prefetch import prefetch
 from reformax.training.record_lines import RecordLines
 from reformax.training.scores import Scores
-from reformax.training.settings import Settings
+from reformax.training.settings import Settings, build
 from reformax.training.step_log import IN_FLIGHT, StepLog
 
 
@@ -52,20 +53,23 @@ class Run:
         self._source = ""  # of the weights, in words
         self._mesh = mesh_lib.data_mesh()
         eval_batch_size = settings.eval_sizes["batch_size"]
-        mesh_lib.check_batch_size(
-            "batch_size", settings.batch_size, self._mesh, settings.accumulate
-        )
+        self._stages = settings.all_stages
+        for stage in self._stages:
+            mesh_lib.check_batch_size(
+                "batch_size", stage.batch_size, self._mesh, settings.accumulate
+            )
+            evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
         mesh_lib.check_batch_size("eval_batch_size", eval_batch_size, self._mesh)
-        evaluation.check_tokens(settings.batch_size, settings.length, "batch_size or length")
         sizes = settings.eval_sizes["batch_size"], settings.eval_sizes["length"]
         evaluation.check_tokens(*sizes, "eval_batch_size or eval_length")
         self.folder = make_output_dir(output_dir)
         self._checkpoints = Checkpoints(self.folder, settings.keep)
-        self._train_model = settings.built("train")
+        self._train_models = [build(stage.model, "train") for stage in self._stages]
         self._eval_model = settings.built("eval")
         self._scores = Scores(self._eval_model, settings, self._mesh)
         self._metric = self._scores.metric
-        evaluation.check_vocabulary(self._train_model, self._task)
+        for model in self._train_models:
+            evaluation.check_vocabulary(model, self._task)
         self.interrupt = Interrupt(self._acknowledge)
         self.callbacks = Callbacks(settings.callbacks)
         self._saving: int | None = None  # the step of a save that nobody has heard of
@@ -90,7 +94,7 @@ class Run:
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             self._batches = opened.enter_context(prefetch(self._placed_batches()))
-            self._train_step = self._compiled()
+            self._train_steps = self._compiled()
             # Now the config is known to be the run's own, and that it can run.
             self._checkpoints.tidy(self._note)
             self._config = self._write_config()
@@ -135,10 +139,19 @@ class Run:
         """Sets state, step and score, from a checkpoint if there is one; returns its values."""
         settings, whole = self._settings, mesh_lib.replicated(self._mesh)
         self._key = jax.random.PRNGKey(settings.seed)
-        shape = (settings.batch_size, settings.length)
-        has_ema = settings.ema_decay > 0
-        init = step_lib.init_fn(self._train_model, settings.optimizer, shape, has_ema)
-        like = jax.eval_shape(init, self._key)
+        inits = [
+            step_lib.init_fn(
+                model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
+            )
+            for model, stage in zip(self._train_models, self._stages, strict=True)
+        ]
+        init, like = inits[-1], jax.eval_shape(inits[-1], self._key)
+        for number, other in enumerate(inits[:-1]):
+            if jax.eval_shape(other, self._key) != like:
+                raise SettingError(
+                    f"stages[{number}].model has other parameters than model: give it the same "
+                    "sizes, and attention with the same weights"
+                )
         self._n_params = sum(x.size for x in jax.tree.leaves(like.params))
         memory.check(
             f"{self._n_params:,} parameters, their gradient and the optimizer's state",
@@ -152,8 +165,9 @@ class Run:
             settings.eval_split,
             **settings.eval_sizes,
         )
-        rows = settings.batch_size // (settings.accumulate * self._mesh.size)
-        evaluation.check_features(rows, settings.length, n_features, "batch_size or length")
+        for stage in self._stages:
+            rows = stage.batch_size // (settings.accumulate * self._mesh.size)
+            evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
         if newest is None:
             self._state = self._first_state(init, like.params)
             self.step, self.score, self._saved = 0, None, None
@@ -208,34 +222,46 @@ class Run:
             f"{self._settings.steps}, in {self.folder}"
         )
 
-    def _compiled(self):
-        """Compiles the step, unless there is none to do, and says what the run will take."""
+    def _compiled(self) -> list:
+        """The step of each stage; compiles the next one's, and says what the run will take.
+
+        It compiles none if there is none to do.
+        """
         settings, n_devices = self._settings, self._mesh.size
-        step_fn = step_lib.step_fn(
-            self._train_model,
-            settings.optimizer,
-            self._mesh,
-            accumulate=settings.accumulate,
-            loss_chunk_len=settings.loss_chunk_len,
-            label_smoothing=settings.label_smoothing,
-            ema_decay=settings.ema_decay,
-        )
+        steps = [
+            step_lib.step_fn(
+                model,
+                settings.optimizer,
+                self._mesh,
+                accumulate=settings.accumulate,
+                loss_chunk_len=settings.loss_chunk_len,
+                label_smoothing=settings.label_smoothing,
+                ema_decay=settings.ema_decay,
+            )
+            for model in self._train_models
+        ]
         if self.step >= settings.steps:
-            return step_fn
+            return steps
         begun, first = time.monotonic(), next(self._batches)
         self._batches = chain([first], self._batches)
-        traced = step_fn.trace(self._state, first, self._key)
-        found = forecast.products(traced.jaxpr)
-        forecast.check_step(found, self._state, n_devices)
-        if line := forecast.long_run(found.flops * (settings.steps - self.step), n_devices):
+        now, start, flops = settings.stage_after(self.step), self.step, 0
+        for stage, step in zip(self._stages[now:], steps[now:], strict=True):
+            batch = first if start == self.step else tuple(self._batch(start))
+            traced = step.trace(self._state, batch, self._key)
+            found = forecast.products(traced.jaxpr)
+            forecast.check_step(found, self._state, n_devices)
+            flops += found.flops * (stage.until - start)
+            if start == self.step:
+                # A call of the jitted function finds what is compiled here.
+                asked = forecast.memory_of(traced.lower().compile(), n_devices)
+            start = stage.until
+        if line := forecast.long_run(flops, n_devices):
             self._note(line)
-        # A call of the jitted function finds what is compiled here.
-        asked = forecast.memory_of(traced.lower().compile(), n_devices)
         self._say(
             f"compiled in {time.monotonic() - begun:.0f} s: a step takes {memory.words(asked)} of "
             f"{memory.words(memory.available())} of memory"
         )
-        return step_fn
+        return steps
 
     def _open_record(self, info: dict[str, Any]) -> None:
         """Opens the record where a checkpoint, whose values are `info`, left it."""
@@ -264,13 +290,18 @@ class Run:
             partial(self.callbacks.call, "on_step"),
         )
 
+    def _batch(self, step: int):
+        """The batch of the step after `step`, of its stage's sizes."""
+        stage = self._stages[self._settings.stage_after(step)]
+        sizes = stage.batch_size, stage.length
+        return self._task.train_batch(self._settings.seed, step, *sizes)
+
     def _placed_batches(self):
         """The batches of the steps to come, on the devices."""
-        settings, rows = self._settings, mesh_lib.over_batch(self._mesh)
-        sizes = settings.batch_size, settings.length
+        rows = mesh_lib.over_batch(self._mesh)
         return (
-            jax.device_put(tuple(self._task.train_batch(settings.seed, step, *sizes)), rows)
-            for step in range(self.step, settings.steps)
+            jax.device_put(tuple(self._batch(step)), rows)
+            for step in range(self.step, self._settings.steps)
         )
 
     def _with_way_back(self, error: FloatingPointError) -> FloatingPointError:
@@ -321,7 +352,11 @@ class Run:
         """Dispatches one step."""
         if self._checkpoints.done:
             self._hear_of_saves()
-        self._state, metrics = self._train_step(self._state, next(self._batches), self._key)
+        if any(stage.until == self.step for stage in self._settings.stages):
+            self._log.drain()
+            self._log.pause()  # the next stage compiles
+        train_step = self._train_steps[self._settings.stage_after(self.step)]
+        self._state, metrics = train_step(self._state, next(self._batches), self._key)
         self.step, self.score = self.step + 1, None
         self._log.add(self.step, metrics)
         if (line := self._pace.after(self.step)) and self._settings.progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import optax
@@ -26,6 +26,7 @@ from reformax.declared import (
     shown,
 )
 from reformax.training.callbacks import Callback, Logger
+from reformax.training.stages import Model, Stage
 
 
 @runtime_checkable
@@ -50,7 +51,6 @@ class ModelLike(Protocol):
     logits: Callable
 
 
-Model = Annotated[Callable, Called("a model without its call, such as lm.ReformerLM")]
 Task = Annotated[TaskLike, Called("a task, such as stdlib.stdlib()")]
 Transformation = Annotated[
     optax.GradientTransformation, Called("an optimizer, such as optimizer.adamw()")
@@ -70,6 +70,8 @@ class Settings:
       steps: updates in total, over all resumptions.
       batch_size: sequences per step; a multiple of the number of devices times `accumulate`.
       length: tokens per sequence.
+      stages: the first steps with settings of their own, in order; after the last of them come
+        those above, which evaluations have throughout. See `reformax.training.stages`.
       seed: of initial values, batches, hashes and dropout.
       accumulate: micro-batches that a batch is split into, to save memory.
       ema_decay: evaluate a moving average of the parameters with this decay; 0 for none.
@@ -114,6 +116,7 @@ class Settings:
     steps: Size
     batch_size: Size
     length: Size
+    stages: Sequence[Stage] = ()
     seed: Seed = 0
     accumulate: Size = 1
     ema_decay: Rate = 0.0
@@ -145,10 +148,29 @@ class Settings:
             raise SettingError(
                 f"eval_stride={self.eval_stride} must not be above eval_length={length}"
             )
+        ends = [0, *(stage.until for stage in self.stages), self.steps]
+        if any(a >= b for a, b in zip(ends, ends[1:], strict=False)):
+            raise SettingError(
+                f"stages end at steps {ends[1:-1]}: expected growing numbers below steps={ends[-1]}"
+            )
 
     def built(self, mode: str) -> Any:
         """The model for 'train' or for 'eval'."""
         return build(self.model, mode)
+
+    @property
+    def all_stages(self) -> list[Stage]:
+        """The stages with their values filled in, and as the last one the run's own."""
+        own = {name: getattr(self, name) for name in ("model", "batch_size", "length")}
+        filled = [
+            replace(stage, **{k: v for k, v in own.items() if getattr(stage, k) is None})
+            for stage in self.stages
+        ]
+        return [*filled, Stage(until=self.steps, **own)]
+
+    def stage_after(self, step: int) -> int:
+        """Which of `all_stages` has the step after `step`."""
+        return sum(stage.until <= step for stage in self.stages)
 
     @property
     def eval_sizes(self) -> dict[str, int]:

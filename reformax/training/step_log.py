@@ -45,10 +45,11 @@ class StepLog:
         self._record, self._bar, self._metric = record, bar, metric
         self._on_step = on_step
         self._log_every, self._last_step = settings.log_every, settings.steps
-        self._step_tokens = settings.batch_size * settings.length
+        self._stage_after = settings.stage_after
+        self._step_tokens = [stage.batch_size * stage.length for stage in settings.all_stages]
         self._in_flight: deque = deque()
         self._last_time: float | None = None  # when the last step ended; None if work came between
-        self._busy, self._timed = 0.0, 0  # seconds, and the steps that took them
+        self._busy, self._timed = 0.0, 0  # seconds, and the tokens that took them
 
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of a step that was dispatched."""
@@ -77,23 +78,24 @@ class StepLog:
                 f"loss is {values['nats']} and the gradient's norm {values['grad_norm']} at step "
                 f"{step}"
             )
-        speed = self._speed()
+        tokens = self._step_tokens[self._stage_after(step - 1)]
+        speed = self._speed(tokens)
         bits = bits_per_dim(values["nats"], 1.0)
         self._bar.advance(bits, speed)
         self.window.append([bits, values["accuracy"]])
-        self.tokens += self._step_tokens
+        self.tokens += tokens
         if step % self._log_every == 0 or step == self._last_step:
             self._write(step, values, speed)
         del values["nats"]
         self._on_step(step, {self._metric: bits, **values})
 
-    def _speed(self) -> float | None:
-        """Tokens per second since the last line, this step included; None at first."""
+    def _speed(self, tokens: int) -> float | None:
+        """Tokens per second since the last line, this step's included; None at first."""
         now = time.monotonic()
         if self._last_time is not None:
-            self._busy, self._timed = self._busy + now - self._last_time, self._timed + 1
+            self._busy, self._timed = self._busy + now - self._last_time, self._timed + tokens
         self._last_time = now
-        return self._timed * self._step_tokens / self._busy if self._busy else None
+        return self._timed / self._busy if self._busy else None
 
     def _write(self, step: int, values: dict[str, float], speed: float | None) -> None:
         means = [sum(column) / len(column) for column in zip(*self.window, strict=True)]

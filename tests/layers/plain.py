@@ -90,6 +90,16 @@ def residual(cycle, n_layers, params, x, segments, rng):
     return x
 
 
+def slotted(cycle, n_layers, params, x, segments, rng, n_slots):
+    """Each sublayer reads the stream less its slot, and adds to both."""
+    slots = [0] * n_slots
+    sublayers = [f for pair in halves(cycle, n_layers, params, segments, rng) for f in pair]
+    for i, sublayer in enumerate(sublayers):
+        out = sublayer(x - slots[i % n_slots])
+        x, slots[i % n_slots] = x + out, slots[i % n_slots] + out
+    return x
+
+
 def some_segments(batch, length):
     """Two packed sequences and padding in the first row, a single sequence in the others."""
     segments = np.ones((batch, length), np.int32)

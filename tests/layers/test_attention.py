@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
-from reformax.ops import dense, lsh
+from reformax.ops import dense, lsh, shared_qk
 from reformax.ops.parts.dropout import full_dropout_mask
 from tests.layers import plain
 from tests.ops import oracle
@@ -237,6 +237,7 @@ def test_computes_in_the_dtype_of_its_input(row):
         (dict(attention_dropout=1.0), "attention_dropout is 1.0: expected a rate in [0, 1)"),
         (dict(output_dropout=-0.1), "output_dropout is -0.1: expected a rate in [0, 1)"),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
+        (dict(next_value=True), "next_value is True with causal=False and op=dense(): a position"),
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
@@ -290,6 +291,43 @@ def test_prefill_and_steps_are_apply(row):
         position = lengths + n
         out, cache = step(merged, x[np.arange(2), position][:, None], cache, position)
         np.testing.assert_allclose(out[:, 0], whole[np.arange(2), position], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        shared_qk.shared_qk(own=False),
+        lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True, own=False),
+    ],
+    ids=["shared_qk", "lsh"],
+)
+def test_a_key_brings_the_next_value(op):
+    """In one call by hand; in steps, where the newest key's next value comes with the next step."""
+    layer = layers.Attention(op, **SIZES, causal=True, next_value=True, mode="eval")
+    x, lengths = numbers(), np.array([6, 3])
+    params = plain.init(layer, x.shape)
+    whole = jax.jit(lambda x: layer.apply(params, x, rng=RNG))(x)
+    without = layers.Attention(op, **SIZES, causal=True, mode="eval")
+    q, _, v = without.project(params, x)
+    own, of_next = params["next_value"]
+    mixed = own * v + of_next * np.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
+    qkv = layers.attention.QKV(q, None, mixed)
+    by_hand = without.attend(params, qkv, without.plan(params, qkv, rng=RNG))
+    np.testing.assert_allclose(whole, by_hand, atol=1e-5)
+    assert not np.any(whole[:, 0])
+
+    prefill = jax.jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))
+    out, cache = prefill(x[:, :6], lengths)
+    np.testing.assert_allclose(out[1, :3], whole[1, :3], atol=1e-5)
+    merged, step = layer.for_decoding(params, "float32"), jax.jit(layer.step)
+    for n in range(7):
+        position = lengths + n
+        out, cache = step(merged, x[np.arange(2), position][:, None], cache, position)
+        np.testing.assert_allclose(out[:, 0], whole[np.arange(2), position], atol=1e-5)
+    # Beams that go on from one parent have different values there, so they share none.
+    np.testing.assert_array_equal(
+        layer.reorder_cache(cache, np.array([1, 1])).last, cache.last[np.array([1, 1])]
+    )
 
 
 def test_what_cannot_decode():

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.layers import reversible
 from reformax.models import ReformerLM, TransformerLM
-from reformax.ops import dense, local, lsh
+from reformax.ops import dense, local, lsh, shared_qk
 from tests.layers import plain
 from tests.ops.rows import ROWS, over
 
@@ -29,6 +30,17 @@ CYCLE = (
     lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True),
 )
 AXIAL = dict(pos_type="axial", pos_axial_shape=(5, 6), pos_d_axial_embs=(2, 6))
+STRICT_CYCLE = (
+    CYCLE[0],
+    lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True, own=False),
+)
+SLOTS = dict(
+    attention_type=(CYCLE[0], shared_qk.shared_qk(own=False)),
+    n_slots=3,
+    n_layers=4,
+    next_value=True,
+    pos_type="rotary_local",
+)
 MODELS = {
     "transformer, rotary": (TransformerLM, {}),
     "transformer, axial": (TransformerLM, AXIAL),
@@ -36,6 +48,8 @@ MODELS = {
     "reformer, axial": (ReformerLM, dict(attention_type=CYCLE, ff_chunk_size=5) | AXIAL),
     "reformer, sinusoidal": (ReformerLM, dict(attention_type=CYCLE, pos_type="sinusoidal")),
     "reformer, none": (ReformerLM, dict(attention_type=CYCLE, pos_type="none")),
+    "reformer, slots": (ReformerLM, SLOTS),
+    "reformer, next values by hashing": (ReformerLM, SLOTS | dict(attention_type=STRICT_CYCLE)),
 }
 
 
@@ -72,7 +86,9 @@ def decode(model, params, tokens, lengths, capacity=LENGTH, n_prompt=None):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_position_is_that_of_the_forward(name):
+def test_every_position_is_that_of_the_forward(name, monkeypatch):
+    # The grid of slots would turn a difference in the last bit into one of its steps.
+    monkeypatch.setattr(reversible, "to_grid", lambda x: x)
     check_every_position(*make(name))
 
 
@@ -126,9 +142,12 @@ def test_a_row_is_the_same_alone(name):
             np.testing.assert_allclose(together[b, t], alone[0, t], atol=1e-5)
 
 
-def test_exact_streams_are_on_the_grid():
+@pytest.mark.parametrize(
+    "name, options", [("reformer, rotary", dict(exact=True)), ("reformer, slots", {})]
+)
+def test_streams_on_the_grid(name, options):
     """Rounding to 2^-12 turns a difference in the last bit into one step of the grid, not more."""
-    model, params = make("reformer, rotary", exact=True)
+    model, params = make(name, **options)
     tokens = some_tokens()
     whole = jax.jit(model.apply)(params, tokens, RNG)
     for (b, t), logits in decode(model, params, tokens[:, :-1], [9, 9]).items():

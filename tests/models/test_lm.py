@@ -38,6 +38,8 @@ OPS = {
     "local": local.local(chunk_len=4),
     "lsh": lsh.lsh(chunk_len=4, n_hashes=2),
 }
+STRICT = shared_qk.shared_qk(own=False)
+SLOTS, KEEPS = dict(n_slots=3), dict(keep_activations=True)
 AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(2, 6))
 both_models = pytest.mark.parametrize("model_fn", [ReformerLM, TransformerLM])
 
@@ -83,6 +85,26 @@ def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, na
     assert np.all(np.diagonal(others, -1))
     if OPS[name].traits.exact:
         assert np.all(start) and np.all(others == np.tri(LENGTH, k=-1, dtype=bool))
+
+
+@pytest.mark.parametrize(
+    "op", [STRICT, lsh.lsh(chunk_len=4, n_hashes=2, own=False)], ids=["shared_qk", "lsh"]
+)
+def test_the_next_value_is_never_one_of_the_future(op):
+    """No logits have a gradient to a later token: exactly 0, though keys bring the next value."""
+    cycle = (OPS["local"], op)
+    options = SMALL | dict(vocab_size=LENGTH + 1, attention_type=cycle, pos_type="rotary_local")
+    model = ReformerLM(**options, n_slots=3, next_value=True)
+    params, tokens = init(model), jnp.arange(1, LENGTH + 1)[None]
+
+    def by_position(embedding):
+        return model.apply(params | {"embedding": embedding}, tokens, RNG).sum(axis=(0, 2))
+
+    gradient = np.asarray(jax.jit(jax.jacrev(by_position))(params["embedding"]))[:, 1:]
+    depends = np.abs(gradient).max(axis=-1) > 0
+    assert not np.any(np.triu(depends))
+    assert np.all(np.diagonal(depends, -1))
+    assert np.all(depends == np.tri(LENGTH, k=-1, dtype=bool)) or not op.traits.exact
 
 
 @pytest.mark.parametrize(
@@ -220,6 +242,7 @@ CHANGES_SHAPES = [
     dict(attention_type=OPS["lsh"]),
     dict(attention_type=(OPS["local"], OPS["local"])),
     dict(attention_bias=True),
+    dict(attention_type=STRICT, next_value=True),
     AXIAL,
 ]
 CHANGES_PROGRAM = [
@@ -230,6 +253,7 @@ CHANGES_PROGRAM = [
     dict(attention_type=local.local(chunk_len=2)),
     dict(pos_type="none"),
     dict(pos_type="sinusoidal"),
+    dict(pos_type="rotary_local", attention_type=OPS["dense"]),
     dict(ff_activation=jnp.tanh),
     dict(ff_activation="relu"),
     dict(ff_chunk_size=5),
@@ -238,7 +262,7 @@ CHANGES_PROGRAM = [
     dict(scan_layers=False),
 ]
 OWN_OPTIONS = {
-    ReformerLM: [dict(exact=True), dict(keep_ff_outputs=True)],
+    ReformerLM: [dict(exact=True), dict(keep_ff_outputs=True), KEEPS, SLOTS],
     TransformerLM: [dict(remat=True)],
 }
 
@@ -272,10 +296,13 @@ def test_no_option_is_ignored(model_fn):
     assert program(model_fn(**base)) == base_program
     for options in CHANGES_SHAPES:
         assert shapes(model_fn(**base | options)) != base_shapes
+    strict = base | dict(attention_type=STRICT)
+    assert shapes(model_fn(**strict, next_value=True)) != shapes(model_fn(**strict))
     seen = {base_program}
     for options in [*CHANGES_PROGRAM, *OWN_OPTIONS[model_fn]]:
         model = model_fn(**base | options)
-        assert shapes(model) == base_shapes
+        # The norm and the logits of one stream in place of two are narrower.
+        assert (shapes(model) == base_shapes) == (options != SLOTS)
         assert program(model) not in seen, options
         seen.add(program(model))
 
@@ -367,7 +394,8 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
         (dict(d_ff=0), "d_ff is 0: expected at least 1"),
         (dict(n_heads=0), "n_heads is 0: expected at least 1"),
         (dict(attention_dropout=2.0), "attention_dropout is 2.0: expected a rate in [0, 1)"),
-        (dict(pos_type="learned"), "pos_type is 'learned': expected 'rotary', 'axial', 'sinus"),
+        (dict(pos_type="learned"), "pos_type is 'learned': expected 'rotary', 'rotary_local', "),
+        (dict(next_value=True), "next_value is True and no op of attention_type is strict: give"),
         (dict(pos_axial_shape=(4, 4)), "pos_type is 'rotary', pos_axial_shape (4, 4): "),
         (dict(pos_type="axial"), "pos_type is 'axial', pos_axial_shape (): "),
         (AXIAL | dict(pos_d_axial_embs=()), "shape (4, 5) and d_embs (): expected as many"),

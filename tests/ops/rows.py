@@ -101,9 +101,11 @@ def visible(shape: Shape, causal: bool, segments) -> np.ndarray:
     return mask
 
 
-def except_self(counts: np.ndarray) -> np.ndarray:
-    """No position sees itself, unless it sees nothing else."""
+def except_self(counts: np.ndarray, own: bool = True) -> np.ndarray:
+    """No position sees itself, unless with `own` it sees nothing else."""
     others = counts * ~np.eye(counts.shape[-1], dtype=bool)
+    if not own:
+        return others
     alone = others.sum(axis=-1, keepdims=True) == 0
     return np.where(alone, counts, others)
 
@@ -120,7 +122,7 @@ def _everything(options, plan, shape, causal, segments):
 
 
 def _others(options, plan, shape, causal, segments):
-    return except_self(visible(shape, causal, segments))
+    return except_self(visible(shape, causal, segments), options["own"])
 
 
 def _neighbours(options, plan, shape, causal, segments):
@@ -146,7 +148,7 @@ def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
 def _hashed(options, plan, shape, causal, segments):
     rounds = rounds_that_show(options, plan, shape)
     counts = rounds > 0 if options["count_once"] else rounds
-    return except_self(visible(shape, causal, segments) * counts)
+    return except_self(visible(shape, causal, segments) * counts, options.get("own", True))
 
 
 def around(place, length: int, chunk_len: int, n_chunks_before: int, n_chunks_after: int):
@@ -222,6 +224,7 @@ _HASHING = {
     "n_buckets": (4, "auto", 2, (4, 2)),
     "n_chunks_before": (1, 0, 2),
     "n_chunks_after": (0, 1),
+    "own": (True, False),
 }
 _KERNEL = {"impl": ("pallas_interpret",)}
 _STRICT = {
@@ -250,7 +253,7 @@ ROWS = [
     Row("memory_efficient", memory_efficient.memory_efficient, _CHUNKS, _everything),
     Row("flash", flash.flash, _BLOCKS, _everything),
     Row("flash_pallas", flash.flash, _KERNEL, _everything),
-    Row("shared_qk", shared_qk.shared_qk, {}, _others),
+    Row("shared_qk", shared_qk.shared_qk, {"own": (True, False), "impl": ("xla", "auto")}, _others),
     Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks),
     Row(
         "block_sparse_pallas",

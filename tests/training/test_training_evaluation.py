@@ -11,7 +11,7 @@ import pytest
 from reformax import progress
 from reformax.cli import errors
 from reformax.data.text import text
-from reformax.training import metrics
+from reformax.training import by_position, metrics
 from reformax.training.evaluation import evaluate, in_budget
 from reformax.training.prefetch import prefetch
 from reformax.training.record_lines import RecordLines
@@ -83,6 +83,28 @@ def test_what_is_chosen_lies_evenly(budget, of):
     assert len(chosen) == budget and chosen[0] == 0
     gaps = np.diff([*chosen, of])
     assert gaps.max() - gaps.min() <= 1
+
+
+def test_bits_by_position_are_those_of_each_position():
+    """Bands of 64, 64 and the rest, by hand and as `evaluate` has them together."""
+    task, sizes = tiny.counting(n_valid=600), dict(batch_size=2, length=150)
+    bands = by_position.by_position(MODEL, PARAMS, task, **sizes, loss_chunk_len=7)
+    assert [band[:2] for band in bands] == [(0, 64), (64, 128), (128, 150)]
+    tokens = (jnp.arange(600) % 16).reshape(4, 150)
+    log_p = jax.nn.log_softmax(MODEL.logits(PARAMS, MODEL.features(PARAMS, tokens)))
+    bits = -jnp.take_along_axis(log_p, tokens[..., None], -1)[..., 0] / jnp.log(2.0)
+    for band in bands:
+        assert band.n_targets == 4 * (band.end - band.first)
+        assert band.bits == pytest.approx(float(bits[:, band.first : band.end].mean()), rel=1e-5)
+    together = sum(band.bits * band.n_targets for band in bands) / 600
+    whole = evaluate(MODEL, PARAMS, task, **sizes)["bits_per_dim"]
+    assert together == pytest.approx(whole, rel=1e-5)
+    part = by_position.by_position(MODEL, PARAMS, task, **sizes, max_tokens=300)
+    assert sum(band.n_targets for band in part) == 300
+    lines = by_position.table(bands, "bits_per_dim").splitlines()
+    assert lines[1].split() == ["0-63", f"{bands[0].bits:.4f}", "256"]
+    assert by_position.draw(bands, "bits_per_dim", "windows of 150").startswith(b"\x89PNG")
+    assert by_position.bands_of(64) == (0, 64) and by_position.bands_of(3) == (0, 3)
 
 
 def test_should_stop_abandons():

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.training import checkpoint, interrupt, loop, mesh, optimizer
+from reformax.training import checkpoint, interrupt, loop, mesh, optimizer, stages
 from tests.training import tiny, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -455,6 +455,40 @@ def test_the_seed_the_batch_and_the_length_matter(tmp_path):
         run(tmp_path / str(i), steps=4, **v)[1][0]["bits_per_dim"] for i, v in enumerate(variants)
     ]
     assert len(set(bits)) == len(variants)
+
+
+def test_stages_are_runs_that_go_on_from_one_another(tmp_path):
+    """Other batches and another model, and one optimizer; evaluations are the run's own."""
+    first = dict(batch_size=4, length=8, eval_length=16, eval_batch_size=8, model={"dropout": 0.5})
+    run(tmp_path / "parts", steps=10, **first)
+    run(tmp_path / "parts", steps=20)
+    stage = stages.Stage(until=10, batch_size=4, length=8, model=partial(tiny.TinyLM, dropout=0.5))
+    _, record = run(tmp_path / "whole", steps=20, stages=(stage,))
+    np.testing.assert_array_equal(params(tmp_path / "whole", 20), params(tmp_path / "parts", 20))
+    # A part's last line is of its last steps.
+    lines, wanted = (
+        [line for line in record if line["step"] not in (10, 12)]
+        for record in (record, worker.record(tmp_path / "parts"))
+    )
+    assert lines == wanted
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ([dict(until=24)], r"stages end at steps \[24\]: expected growing numbers below steps=24"),
+        ([dict(until=9), dict(until=9)], r"stages end at steps \[9, 9\]: expected growing"),
+        ([dict(until=9, length=0)], "length is 0: expected"),
+        (
+            [dict(until=9, model=partial(tiny.TinyLM, d_model=4))],
+            r"stages\[0\].model has other",
+        ),
+    ],
+)
+def test_bad_stages_are_told_before_the_first_step(tmp_path, given, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run(tmp_path, stages=[stages.Stage(**stage) for stage in given])
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_loss_chunks_change_rounding_alone(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import shutil
 import sys
 
@@ -90,8 +91,12 @@ def test_a_checkpoint_is_scored_with_its_own_config(run):
         assert run(evaluate.main, f"--checkpoint={step}")[0] == 0
         assert scored()["bits_per_dim"] == valid[step], step
     # The settings of --config are on top: with local attention the first computes something else.
-    assert run(evaluate.main, "--checkpoint=2", LOCAL, CHUNK)[0] == 0
+    code, out, _ = run(evaluate.main, "--checkpoint=2", LOCAL, CHUNK, "--by_position")
+    assert code == 0 and "positions" in out and os.path.getsize("run/by_position_valid.png")
     assert scored()["bits_per_dim"] != valid[2]
+    (band,) = scored()["by_position"]  # the windows are short
+    assert band["n_targets"] == scored()["n_targets"]
+    assert band["bits_per_dim"] == pytest.approx(scored()["bits_per_dim"], rel=1e-5)
 
 
 def test_the_other_scripts_take_the_config_too(run):

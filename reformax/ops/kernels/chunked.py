@@ -357,7 +357,7 @@ def _forward_kernel(x: _Inputs, before: Softmax | None, after: Softmax, *, progr
     acc, top, total = here.over(x, here.keys(), attend, state)
     if here.is_last:
         acc = acc * (1.0 / nonzero(total))[:, None]
-        if here.chunks.shared_qk:
+        if here.chunks.sees_itself:
             lone = here.lone_weight(x, own, total)
             acc = acc + lone[:, None] * here.rows(x.v, own, lone > 0.0).astype(jnp.float32)
     here.put_rows(after.acc, own, acc)
@@ -396,7 +396,7 @@ def _backward_kernel(
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = here.over(x, here.queries(), as_keys, sums)
-    if here.chunks.shared_qk and here.is_last:
+    if here.chunks.sees_itself and here.is_last:
         lone = here.lone_weight(x, own, here.statistics(row.total, own, 1.0))
         dv = dv + lone[:, None] * here.rows(row.d_out, own, lone > 0.0).astype(jnp.float32)
     if before is not None:

@@ -69,6 +69,15 @@ def add_to_ring(
     )
 
 
+def replace_value(
+    ring: KeyValues, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]
+) -> KeyValues:
+    """The ring with another value of each row's `position`, which it holds."""
+    row, slot = jnp.arange(position.shape[0]), position % ring.values.shape[2]
+    options = dict(mode="promise_in_bounds", unique_indices=True)
+    return ring._replace(values=ring.values.at[row, :, slot].set(v[:, 0], **options))
+
+
 def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]:
     """The position in each slot once `last` is in the ring; below 0 there is none yet."""
     return last[:, None] - (last[:, None] - jnp.arange(n_slots)[None]) % n_slots
@@ -151,14 +160,16 @@ def ring_decoding(
     n_slots: Callable[[int], int],
     first: Callable[[Int[Array, "B 1"]], Int[Array, "B 1"] | int],
     scale: float | None = None,
+    own: bool = True,
 ) -> dict[str, Callable]:
-    """`init_cache` and `step` of attention to the positions from `first(position)` on.
+    """The functions of decoding for attention to the positions from `first(position)` on.
 
     Args:
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
       n_slots: how many positions a ring has to hold, given the capacity.
       first: the first position that a query sees, by its own.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
+      own: for `shared_qk`, whether a position that sees nothing else sees itself.
 
     With the trait `beams`, `step` also takes `origins [B, K, C]` for rows that are K beams of each
     of B searches: which of the K beams holds the key and the value of each position of a beam. A
@@ -177,16 +188,18 @@ def ring_decoding(
         mask = held >= jnp.maximum(first(now), 0)
         if shared_qk:
             mask = mask & (held != now)
-        alone = v if shared_qk else None
+        alone = v if shared_qk and own else None
         if origins is None:
             return attend_to(q, *cache, mask[:, None], alone, scale), cache
         rows = jnp.maximum(held, 0).reshape(*origins.shape[:2], -1)
         origins = jnp.take_along_axis(origins, rows, axis=2)
         return attend_among(q, *cache, mask, origins, alone, scale), cache
 
-    return dict(init_cache=init_cache, step=step)
+    return dict(init_cache=init_cache, step=step, replace_value=replace_value)
 
 
-def full_decoding(shared_qk: bool = False, scale: float | None = None) -> dict[str, Callable]:
+def full_decoding(
+    shared_qk: bool = False, scale: float | None = None, own: bool = True
+) -> dict[str, Callable]:
     """`ring_decoding` of attention to all positions so far."""
-    return ring_decoding(shared_qk, lambda capacity: capacity, lambda now: 0, scale)
+    return ring_decoding(shared_qk, lambda capacity: capacity, lambda now: 0, scale, own)

@@ -338,7 +338,7 @@ def _attend_forward(chunks, q, k, v, order, segments, rng, own_weight):
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
     forward = functools.partial(_forward, chunks, segments, rng)
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
-    if chunks.shared_qk:
+    if chunks.sees_itself:
         lone = _lone_weight(chunks, total, segments, rng, own_weight)
         out = out + jnp.where(lone == 0, 0, lone * values.astype(out.dtype))
     out = _heads_last(out, chunks.length).astype(v.dtype)
@@ -355,7 +355,7 @@ def _attend_backward(chunks, residuals, d_out):
     backward = functools.partial(_backward, chunks, segments, rng)
     statistics = (top, total, row_dot[..., 0])
     dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
-    if chunks.shared_qk:
+    if chunks.sees_itself:
         lone = _lone_weight(chunks, total, segments, rng, own_weight)
         dv = dv + lone * d_out.astype(dv.dtype)
 

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.parts.cache import KeyValues, Shared, add_to_ring, attend_to, fill_ring
+from reformax.ops.parts.cache import (
+    KeyValues,
+    Shared,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_value,
+)
 from reformax.ops.parts.hashing import hash_by
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.sorting import sort_by_bucket
@@ -35,11 +42,16 @@ class Hashed(NamedTuple):
 
 
 def lsh_decoding(settings: Settings) -> dict[str, Callable]:
-    """`init_cache` and `step` of `lsh.lsh`."""
+    """The functions of decoding for `lsh.lsh`."""
     return dict(
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
+        replace_value=_replace_value,
     )
+
+
+def _replace_value(cache: Hashed, v, position) -> Hashed:
+    return cache._replace(memory=replace_value(cache.memory, v, position))
 
 
 def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
@@ -77,7 +89,8 @@ def _step(
         exists = exists & ~_seen_before(seen)
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
     keys, values = (_take(x, index[..., None], axis=2) for x in memory)
-    out = attend_to(q, keys, values, exists.reshape(index.shape), alone=v)
+    alone = v if settings.own else None
+    out = attend_to(q, keys, values, exists.reshape(index.shape), alone)
     return out, Hashed(memory, buckets, order, Shared(rotations))
 
 

@@ -33,9 +33,11 @@ def visibility(
     return mask
 
 
-def except_self(mask: Bool[Array, "#B #N T T"]) -> Bool[Array, "#B #N T T"]:
-    """Hides each position from itself unless it sees nothing else (Reformer, sec. 2)."""
+def except_self(mask: Bool[Array, "#B #N T T"], own: bool = True) -> Bool[Array, "#B #N T T"]:
+    """Hides each position from itself, or with `own` unless it sees nothing else (sec. 2)."""
     itself = jnp.eye(mask.shape[-1], dtype=bool)[None, None]
     others = mask & ~itself
+    if not own:
+        return others
     alone = ~others.any(axis=-1, keepdims=True)
     return others | (mask & itself & alone)

@@ -40,6 +40,7 @@ class Chunks(NamedTuple):
       n_chunks_after: how many chunks after its own a query sees.
       causal: whether the future is hidden, by original position.
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
+      own: for `shared_qk`, whether a position that sees nothing else sees itself.
       window: if set, keys `window` or more positions away are hidden.
       count_once: whether a key that several rounds show counts once (the paper's N_ij) or each
         time.
@@ -52,9 +53,15 @@ class Chunks(NamedTuple):
     n_chunks_after: int
     causal: bool
     shared_qk: bool
+    own: bool = True
     window: int | None = None
     count_once: bool = True
     dropout: float = 0.0
+
+    @property
+    def sees_itself(self) -> bool:
+        """Whether a position that sees nothing else sees itself."""
+        return self.shared_qk and self.own
 
     @property
     def padding(self) -> int:

@@ -1,0 +1,157 @@
+"""How the sublayers of a reversible stack read its streams and write to them.
+
+A sublayer f reads one array and adds its output to others, so that what it read can be computed
+back from the streams after it. There are two ways, both `Coupling`s:
+
+**Two streams** (Gomez et al. 2017; Reformer, eq. 9). f reads the stream that was written last and
+adds to the other, `(a, b) -> (b, a + f(b))`. A sublayer does not read what the one before the last
+wrote there: every attention layer adds to the one stream and reads the other.
+
+**Slots.** One stream x, the sum of all outputs, and n slots, which sublayers take in turn:
+
+    x' = x + f(x - s)        s' = s + f(x - s)
+
+A slot is the sum of the outputs written through it and starts at 0. A sublayer then reads all that
+was written before, except by the sublayers n, 2n, ... places ago, and the logits read x, as in a
+Transformer. It is reversible because `x' - s' = x - s`. Two slots are two streams:
+`(a, b) = (x - s_2, x - s_1)`.
+
+The gradient of slots follows from the sum of the gradients of x' and s', which is that of f's
+output and is the same before and after.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+Streams = tuple[Array, ...]  # [B, T, D] each
+
+
+class Parts(NamedTuple):
+    """The streams as one sublayer sees them."""
+
+    seen: Streams  # read and not written
+    written: Streams
+    others: Streams = ()  # neither
+
+    def plus(self, out: Array) -> Parts:
+        """The parts with a sublayer's output in them."""
+        return self._replace(written=tuple(x + out for x in self.written))
+
+    def minus(self, out: Array) -> Parts:
+        """The parts without it."""
+        return self._replace(written=tuple(x - out for x in self.written))
+
+
+class Gradient(NamedTuple):
+    """The gradients at a sublayer, from the streams after it."""
+
+    out: Array  # of its output
+    read: Array  # of what it reads, by other readers
+    others: Streams = ()
+
+
+class Coupling(Protocol):
+    """The streams around a sublayer, forward and back."""
+
+    def opened(self, streams: Streams) -> Streams:
+        """The streams of a stack, from its inputs, which they begin with."""
+
+    def ahead(self, streams: Streams) -> Parts:
+        """The parts of the streams before a sublayer."""
+
+    def after(self, parts: Parts) -> Streams:
+        """The streams after it, from parts that have its output."""
+
+    def behind(self, streams: Streams) -> Parts:
+        """The parts of the streams after a sublayer."""
+
+    def before(self, parts: Parts) -> Streams:
+        """The streams before it, from parts without its output."""
+
+    def read(self, parts: Parts) -> Array:
+        """What the sublayer reads; the same before and after it."""
+
+    def gradient(self, d_streams: Streams) -> Gradient:
+        """The gradients at a sublayer."""
+
+    def gradient_before(self, gradient: Gradient, d_read: Array) -> Streams:
+        """The gradients of the streams before it; `d_read` has all that reads what it reads."""
+
+
+class TwoStreams:
+    """`(a, b) -> (b, a + f(b))`."""
+
+    def opened(self, streams: Streams) -> Streams:
+        return streams
+
+    def ahead(self, streams: Streams) -> Parts:
+        return Parts(streams[1:], streams[:1])
+
+    def after(self, parts: Parts) -> Streams:
+        return parts.seen + parts.written
+
+    def behind(self, streams: Streams) -> Parts:
+        return Parts(streams[:1], streams[1:])
+
+    def before(self, parts: Parts) -> Streams:
+        return parts.written + parts.seen
+
+    def read(self, parts: Parts) -> Array:
+        return parts.seen[0]
+
+    def gradient(self, d_streams: Streams) -> Gradient:
+        return Gradient(out=d_streams[1], read=d_streams[0])
+
+    def gradient_before(self, gradient: Gradient, d_read: Array) -> Streams:
+        return gradient.out, d_read
+
+
+class Slots(NamedTuple):
+    """`(x, s, ...) -> (x + f(x - s), ..., s + f(x - s))`: the slots stand in a queue."""
+
+    n_slots: int
+
+    def opened(self, streams: Streams) -> Streams:
+        (x,) = streams
+        return (x, *[jnp.zeros_like(x)] * self.n_slots)
+
+    def ahead(self, streams: Streams) -> Parts:
+        return Parts((), streams[:2], streams[2:])
+
+    def after(self, parts: Parts) -> Streams:
+        x, slot = parts.written
+        return (x, *parts.others, slot)
+
+    def behind(self, streams: Streams) -> Parts:
+        x, *others, slot = streams
+        return Parts((), (x, slot), tuple(others))
+
+    def before(self, parts: Parts) -> Streams:
+        return parts.written + parts.others
+
+    def read(self, parts: Parts) -> Array:
+        x, slot = parts.written
+        return x - slot
+
+    def gradient(self, d_streams: Streams) -> Gradient:
+        d_x, *others, d_slot = d_streams
+        return Gradient(out=d_x + d_slot, read=d_x, others=tuple(others))
+
+    def gradient_before(self, gradient: Gradient, d_read: Array) -> Streams:
+        return (d_read, gradient.out - d_read, *gradient.others)
+
+
+def slots_that_repeat(places: list[int], n_slots: int) -> bool:
+    """Whether sublayers at these places share a slot that they need not share.
+
+    Sublayers that share a slot do not read one another. As many as there are slots can have one
+    each; of more than that, neighbours can.
+    """
+    slots = [place % n_slots for place in places]
+    if len(slots) <= n_slots:
+        return len(set(slots)) < len(slots)
+    return any(a == b for a, b in zip(slots, slots[1:], strict=False))

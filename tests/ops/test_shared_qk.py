@@ -1,0 +1,36 @@
+"""Dense attention with shared queries and keys by cuDNN, whose place another op takes here."""
+
+import jax
+import numpy as np
+import pytest
+
+from reformax.ops import dense, shared_qk
+from tests.helpers import assert_trees_close, with_gradients
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("length", [1, 9])
+def test_causal_attention_moved_by_one_position(own, length, monkeypatch):
+    """To those before: what NVIDIA's kernel is asked for is causal attention, and the first row."""
+    monkeypatch.setattr(shared_qk, "cudnn_attention", dense.dense())
+    q, v, d_out = np.random.default_rng(0).normal(size=(3, 2, length, 3, 4)).astype(np.float32)
+    op = shared_qk.shared_qk(own=own, impl="xla")
+    want = with_gradients(lambda q, v: op(q, None, v, causal=True))(d_out, q, v)
+    got = with_gradients(lambda q, v: shared_qk._to_those_before(q, v, own))(d_out, q, v)
+    assert_trees_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(causal=False), "causal=False"),
+        (dict(causal=True), "dtypes float32"),
+        (dict(causal=True, segments=np.ones((2, 8), np.int32)), "segments"),
+    ],
+)
+def test_what_cudnn_cannot_compute(options, message, monkeypatch):
+    monkeypatch.setattr("reformax.ops.parts.dispatch.gpu_obstacle", lambda: None)
+    x = jax.ShapeDtypeStruct((2, 8, 3, 8), np.float32)
+    op = shared_qk.shared_qk(impl="cudnn")
+    with pytest.raises(NotImplementedError, match=f"^impl='cudnn' with {message}"):
+        jax.eval_shape(lambda x: op(x, None, x, **options), x)
