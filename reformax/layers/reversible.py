@@ -323,7 +323,7 @@ class ReversibleStack(BlockStack):
             read = self._coupling.read(here)
             (out, _), vjp = jax.vjp(run, params, read)
             if kept is not None:
-                out = _slice(kept, start, size)
+                out = _slice(kept, start, size).astype(jnp.float32)
             elif self.exact:
                 out = self._alone(lambda *args: run(*args)[0], params, read)
             d_params_here, d_read_here = vjp(_slice((gradient.out, d_read), start, size))
