@@ -36,6 +36,10 @@ class SettingError(ValueError):
     """A setting, a flag or an argument of a config is not what it is declared to be."""
 
 
+class Unsupported(SettingError, NotImplementedError):
+    """Two settings, each right by itself, do not go together."""
+
+
 class Bounds(NamedTuple):
     """The range of a number, and what an error calls it instead of its limits."""
 

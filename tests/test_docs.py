@@ -261,7 +261,7 @@ def test_links_lead_somewhere(page):
 
 
 # Files that a run or the guide makes.
-MADE = {"config.gin", "reformax/ops/strided.py", "configs/strided.gin"}
+MADE = {"config.gin", "mytask.py", "reformax/ops/strided.py", "configs/strided.gin"}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=page_name)

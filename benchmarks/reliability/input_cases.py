@@ -351,7 +351,7 @@ def prepare(root: Path) -> None:
     """Writes configs, data and bad files into a folder; the runs `lm` and `pairs` come next."""
     (root / "data" / "empty").mkdir(parents=True)
     (root / "data" / "no_model").mkdir()
-    (root / "data" / "text").write_bytes(bytes(range(256)) * 40)
+    (root / "data" / "text").write_bytes(b"A line of text, and another one.\n" * 400)
     folder = root / "data" / "pairs"
     folder.mkdir()
     for name in ("train", "val", "test"):

@@ -2,7 +2,9 @@
 
 A gin file that enables dynamic registration (`from __gin__ import dynamic_registration`) imports
 the modules that it names; no other file sees these imports. Overrides see those of all files, so
-`--config='loop.train.steps=10'` works where a file has `from reformax.training import loop`.
+`--config='loop.train.steps=10'` works where a file has `from reformax.training import loop`. An
+override may also name a module of this package, or one of the working directory, that no file
+imports: `--config='loop.train.task=@text.text()'`.
 
 No other module of the package imports gin.
 """
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 
 import gin
 
-from reformax.cli import gin_text, messages, trust
+from reformax.cli import gin_text, messages, modules, trust
 from reformax.declared import SettingError, check_all, hints_of, shown
 
 MOST = 2**20  # bytes of a config file
@@ -70,6 +72,7 @@ def parse(
         read.
     """
     gin.clear_config()
+    modules.find_in_working_directory()
     for folder in [*(Path(f).absolute().parent for f in config_files), *folders]:
         # gin takes a relative path for a package's name.
         gin.add_config_file_search_path(str(Path(folder).absolute()))
@@ -117,6 +120,7 @@ def parse_saved(
     """
     gin.clear_config()
     if trusted:
+        modules.find_in_working_directory()
         gin.add_config_file_search_path(str(Path(source).absolute().parent))
     else:
         _parse_with(_check_names, text, source)
@@ -127,8 +131,10 @@ def parse_saved(
 def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:
     for override in overrides:
         _check_macro(override)
+        _check_quotes(override)
         # config_str begins with the imports of all files, under names that do not collide.
         imports = gin_text.imports(gin.config_str())
+        imports += modules.missing(override, map(gin_text.bound_name, imports))
         _parse_with(gin.parse_config, "\n".join([*imports, override]))
     if data_dir is not None:
         _bind_data_dir(data_dir)
@@ -274,9 +280,16 @@ def _check_macro(override: str) -> None:
     # gin takes any name for a new macro, so a misspelt one would silently change nothing.
     name, macros = gin_text.macro_of(override), gin_text.macros(gin.config_str())
     if name is not None and name not in macros:
-        raise ConfigError(
-            f"--config={override!r}: no config file defines {name}{messages.nearest(name, macros)}"
-        )
+        whole = _settings().get(name)
+        near = f"; did you mean {whole}?" if whole else messages.nearest(name, macros)
+        raise ConfigError(f"--config={override!r}: no config file defines {name}{near}")
+
+
+def _check_quotes(override: str) -> None:
+    name, value = gin_text.bare_word(override) or (None, None)
+    if name is not None:
+        line = f"{name}='{value}'"
+        raise ConfigError(f'--config={override!r}: a text stands in quotes: --config="{line}"')
 
 
 def _bind_data_dir(data_dir: str) -> None:
@@ -306,9 +319,45 @@ def _bind_data_dir(data_dir: str) -> None:
         gin.bind_parameter((scope, selector, "data_dir"), data_dir)
     except ValueError:
         raise ConfigError(
-            f"--data_dir={data_dir}: the task {selector} reads no files and takes no "
-            "data_dir: leave the flag out, or choose a task of files such as text.text"
+            f"--data_dir={data_dir}: the task {selector} reads no files: leave the flag out, or "
+            "take a config of files, for a text of your own --config_file=reformer_text.gin"
         ) from None
+
+
+def refuse_flags(unknown: Sequence[str]) -> None:
+    """Raises `ConfigError` for flags that are none: the line says which setting has such a name.
+
+    Args:
+      unknown: what `argparse` could not read, '--NAME=VALUE' or '--NAME' and a value after it.
+    """
+    if not unknown:
+        return
+    name, _, value = unknown[0].removeprefix("--").partition("=")
+    if not value and len(unknown) > 1 and not unknown[1].startswith("--"):
+        value = unknown[1]
+    settings = _settings()
+    if name in settings:
+        line = f"{settings[name]}={value or 'VALUE'}"
+        raise ConfigError(f"{unknown[0]} is no flag but a setting: --config='{line}'")
+    near = messages.nearest(name, [*settings], most=0)
+    raise ConfigError(f"{unknown[0]} is no flag and no setting{near}; --help lists the flags")
+
+
+def _settings() -> dict[str, str]:
+    """The settings of the parsed config by their last names; a macro comes before an argument."""
+    text, found = gin.config_str(), {}
+    for selector in dict.fromkeys(gin_text.selectors(text)):
+        for name in _parameters(selector):
+            found.setdefault(name, f"{selector}.{name}")
+    first = {name: f"loop.train.{name}" for name in _parameters("loop.train")}
+    return found | first | {name: name for name in gin_text.macros(text)}
+
+
+def _parameters(selector: str) -> list[str]:
+    """The arguments of a configurable."""
+    function = gin.get_configurable(selector)
+    function = function.__init__ if inspect.isclass(function) else function
+    return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
 def _find(config_file: str, folders: Sequence[str | Path]) -> str:
@@ -429,7 +478,9 @@ def _explain(error: Exception) -> str:
     first, near = str(error).strip().splitlines()[0].rstrip("."), ""
     if found := messages.find(error):
         first = found.line
-        if found.choices:
+        if found.choices == "modules" and (line := modules.import_line(found.names["name"])):
+            near = f": add the line `{line}` above it"
+        elif found.choices:
             near = messages.nearest(found.names["name"], _choices(found.choices, found.names))
     where, source = messages.place(error)
     return f"{first}{where}{': ' + source if source and source not in first else ''}{near}"
@@ -440,8 +491,6 @@ def _choices(kind: str, names: dict[str, str]) -> list[str]:
     if kind == "modules":
         return [gin_text.bound_name(line) for line in gin_text.imports(gin.config_str())]
     if kind == "parameters":
-        function = gin.get_configurable(names["owner"])
-        function = function.__init__ if inspect.isclass(function) else function
-        return [name for name in inspect.signature(function).parameters if name != "self"]
+        return _parameters(names["owner"])
     module = sys.modules.get(names["owner"])
     return [] if module is None else [name for name in dir(module) if name[0] != "_"]

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from reformax.cli.prompts import Writer
+from reformax.cli.prompts import Alphabet, Writer
 
 
 def write(
     blocks: Iterable[np.ndarray],
     prompts: Sequence[Sequence[int]],
-    offset: int | None,
+    alphabet: Alphabet,
     quiet: bool = False,
 ) -> int:
     """Writes a single row as it comes, and several one after the other when they are done.
@@ -22,7 +22,7 @@ def write(
     Args:
       blocks: the new tokens of all rows, arrays [B, n]; see `generation.stream`.
       prompts: the B prompts, tokens each.
-      offset: see `prompts`.
+      alphabet: see `prompts`.
       quiet: whether to leave the speed out.
 
     Returns:
@@ -30,7 +30,7 @@ def write(
     """
     rows, alone, code = [list(prompt) for prompt in prompts], len(prompts) == 1, 0
     sys.stdout.reconfigure(encoding="utf-8")
-    writer = Writer(offset)
+    writer = Writer(alphabet)
     if alone:
         writer.write(rows[0])
     progress = [(0, time.perf_counter())]
@@ -48,7 +48,7 @@ def write(
     else:
         for i, row in enumerate(rows):
             print(f"--- {i + 1} of {len(rows)}")
-            Writer(offset).write(row, final=True)
+            Writer(alphabet).write(row, final=True)
     if not quiet:
         print(_speed(progress, len(rows)), file=sys.stderr)
     return code

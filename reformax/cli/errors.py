@@ -39,7 +39,8 @@ def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.St
         if line is None or TRACEBACK in sys.argv:
             raise
         print(f"error: {_cut(line)}", file=sys.stderr)
-        return 2 if isinstance(error, SettingError) else 1
+        found = messages.find(error)
+        return 2 if isinstance(error, SettingError) else found.code if found else 1
 
 
 def _cut(line: str) -> str:

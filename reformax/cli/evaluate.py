@@ -1,6 +1,7 @@
 """Scores a trained model on every target of a split: `reformax evaluate --output_dir=DIR`.
 
-Prints bits per dim (of a translation: per token) and writes the same to DIR/evaluation_SPLIT.json.
+Prints bits per dim, of pieces per token and of a text per byte, and writes the same to
+DIR/evaluation_SPLIT.json.
 The model and the task are those of the checkpoint's own config; settings such as the number of
 hashes can be overridden with --config. A config that names other code than that of this package is
 refused, unless --trust_config says that it may run.
@@ -42,17 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = results.Files(args.output_dir)
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
-    from reformax.training import loop
+    from reformax.training import loop, loss
     from reformax.training.evaluation import evaluate
 
     run = config.bindings(loop.train, READ)
     task = run["task"]
     if task.translation is None:
         flags.refuse(args, flags.SEARCH, f"the task {task.name} is no translation")
+<<<<<<< HEAD
     else:
         reason = f"the task {task.name} is a translation, whose rows are sentences"
         flags.refuse(args, {"by_position"}, reason)
         saved_run.keep_vocabulary(args, task.translation.vocabulary, saved)
+=======
+    vocabulary = loss.vocabulary_of(task)
+    if vocabulary is not None:
+        saved_run.keep_vocabulary(args, vocabulary, saved)
+>>>>>>> 6ccb0ac (Own text: tables of documents, pieces with bits per byte, mistakes answered; three commands)
     changed = saved_run.changed_data(args, task, saved)
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
     options["progress"] = not args.quiet
@@ -189,8 +196,6 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
 
 
 def _print(result: dict[str, Any], where: str, task) -> None:
-    from reformax.training.loss import metric_name
-
     context = f"at most {result['length']} tokens (stride {result['stride']})"
     if task.translation is not None:
         context = "its source and the tokens before it"
@@ -200,8 +205,9 @@ def _print(result: dict[str, Any], where: str, task) -> None:
         f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
     )
     print(f"accuracy: {result['accuracy']:.4f}")
-    metric = metric_name(task)
-    print(f"{metric}: {result[metric]:.4f}", flush=True)
+    for name in ("bits_per_dim", "bits_per_token", "bits_per_byte"):
+        if name in result:
+            print(f"{name}: {result[name]:.4f}", flush=True)
 
 
 def _print_translation(scores: dict[str, Any]) -> None:

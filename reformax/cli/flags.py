@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, NoReturn
 
 from reformax.declared import (
@@ -34,6 +35,26 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises `SettingError`, of which `errors.exit_code` makes a line and exit code 2."""
         raise SettingError(f"{message}; --help lists the flags")
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does it; an unknown flag is told with the nearest one."""
+        args, unknown = self.parse_known_args(args, namespace)
+        self.refuse_near(unknown)
+        if unknown:
+            set_by = "; --config='NAME=VALUE' sets one of the run" if "config" in args else ""
+            self.error(f"{unknown[0]} is no flag{set_by}")
+        return args
+
+    def refuse_near(self, unknown: Sequence[str]) -> None:
+        """Raises `SettingError` for what is no flag but nearly one, and for what has no name."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        for one in unknown[:1]:
+            name = one.partition("=")[0].replace("-", "_").replace("__", "--", 1)
+            near = difflib.get_close_matches(name, flags, n=1, cutoff=0.8)
+            if near:
+                self.error(f"{one} is no flag, did you mean {near[0]}")
+            if not one.startswith("--"):
+                self.error(f"{one} is no flag: a flag is --NAME=VALUE")
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does it, and then the check."""
@@ -166,7 +187,7 @@ def with_defaults(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[st
 
 
 def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
-    """Raises `ValueError` if one of these flags, which are None by default, was given."""
+    """Raises `SettingError` if one of these flags, which are None by default, was given."""
     for name in names:
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name}={getattr(args, name)}: {why}, leave the flag out")
+            raise SettingError(f"--{name}={getattr(args, name)}: {why}, leave the flag out")

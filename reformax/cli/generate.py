@@ -1,9 +1,10 @@
 """Continues a prompt with a trained model: `reformax generate --output_dir=DIR --prompt='def '`.
 
 Writes the prompt and its continuation to stdout as it comes, and the speed to stderr. Models of
-bytes read and write UTF-8, others numbers apart by spaces. Several prompts, or samples of one, are
-computed together and written one after the other when they are done. Without a prompt it reads
-standard input; a newline at its end, or at the end of a file, is part of the prompt.
+bytes and of pieces read and write UTF-8, others numbers apart by spaces. Several prompts, or
+samples of one, are computed together and written one after the other when they are done. Without a
+prompt it reads standard input; a newline at its end, or at the end of a file, is part of the
+prompt.
 
 A model of translation translates instead: every line of the file or of standard input, or every
 --prompt, in order, a line for a line; a blank line stays blank.
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.refuse(args, CONTINUE, "this run's model translates and takes no such setting")
         return _translate(args, saved)
     flags.refuse(args, flags.SEARCH, "this run's model does not translate")
-    return _continue(args, saved.model, saved.params, saved.run["length"])
+    return _continue(args, saved)
 
 
 def parser():
@@ -72,25 +73,29 @@ def parser():
     return parser
 
 
-def _continue(args, model, params, run_length: int) -> int:
+def _continue(args, saved: saved_run.Saved) -> int:
     """Continues the prompts with a language model."""
     from reformax.cli import continuation
+    from reformax.data import pieces
     from reformax.generation import decoding
     from reformax.training import loop
 
-    offset = prompts.offset(loop.train, model.vocab_size)
-    read = () if offset is None else ("task", "text.text.offset")
+    vocabulary = None
+    if saved.info.get("vocabulary") is not None:
+        vocabulary = pieces.PieceVocabulary(0)
+        saved_run.keep_vocabulary(args, vocabulary, saved)
+    alphabet = prompts.alphabet(loop.train, saved.model.vocab_size, vocabulary)
+    read = ("task", "text.text.offset") if isinstance(alphabet, prompts.Bytes) else ()
     report.note_unused(args.config, (*saved_run.MODEL, *read), file=sys.stderr)
     options = flags.with_defaults(args, CONTINUE)
     n_samples, n_new = options.pop("num_samples"), options.pop("max_new_tokens")
-    tokens = [prompts.encode(text, offset) for text in prompts.read(args) for _ in range(n_samples)]
-    if options["max_length"] is None and max(map(len, tokens)) + n_new <= run_length:
-        options["max_length"] = run_length
+    tokens = [alphabet.encode(text) for text in prompts.read(args) for _ in range(n_samples)]
+    if options["max_length"] is None and max(map(len, tokens)) + n_new <= saved.run["length"]:
+        options["max_length"] = saved.run["length"]
     every = 1 if len(tokens) == 1 else decoding.BLOCK
-    blocks = decoding.stream(
-        model, params, tokens, n_new, **options, hash_seed=args.hash_seed, every=every
-    )
-    return continuation.write(blocks, tokens, offset, args.quiet)
+    options |= {"hash_seed": args.hash_seed, "every": every}
+    blocks = decoding.stream(saved.model, saved.params, tokens, n_new, **options)
+    return continuation.write(blocks, tokens, alphabet, args.quiet)
 
 
 def _translate(args, saved: saved_run.Saved) -> int:

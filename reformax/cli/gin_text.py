@@ -28,10 +28,26 @@ def macro_of(override: str) -> str | None:
     return match and match[1]
 
 
+def bare_word(override: str) -> tuple[str, str] | None:
+    """('dtype', 'bfloat16') of 'dtype=bfloat16', which gin cannot read; None for other values."""
+    match = re.fullmatch(r"\s*([\w./]+)\s*=\s*([A-Za-z_][\w.-]*)\s*", override)
+    return match.groups() if match and match[2] not in ("True", "False", "None") else None
+
+
 def argument_of(override: str) -> tuple[str, str] | None:
     """('scope/module.function', 'argument') that an override sets; None if it sets a macro."""
     match = re.match(r"\s*([\w./]+)\.(\w+)\s*=", override)
     return match and match.groups()
+
+
+def selectors(text: str) -> list[str]:
+    """The 'module.function' of each line that sets an argument, without its scope."""
+    return re.findall(r"^(?:[\w/]+/)?([\w.]+)\.\w+ = ", text, re.MULTILINE)
+
+
+def modules_of(override: str) -> list[str]:
+    """The first parts of the names of functions that an override sets or refers to."""
+    return re.findall(r"(?:^\s*|@)(?:[\w/]+/)?([A-Za-z_]\w*)\.", override)
 
 
 def sets(text: str, selector: str, argument: str) -> bool:

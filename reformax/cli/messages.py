@@ -21,12 +21,14 @@ class Message(NamedTuple):
       choices: the kind of names that `name`, a group of the pattern, was probably meant to be one
         of: 'parameters' or 'attributes' of the group `owner`, or imported 'modules'.
       kind: the errors that the row is for.
+      code: the exit code: 2 where the command or its config is wrong.
     """
 
     pattern: str
     line: str
     choices: str | None = None
     kind: type[Exception] = Exception
+    code: int = 2
 
 
 TABLE = (
@@ -61,11 +63,13 @@ TABLE = (
         "RESOURCE_EXHAUSTED",
         "out of memory: lower batch_size, length or loss_chunk_len ({first})",
         kind=RuntimeError,  # of JAX; tensorstore's ValueError is of a full disk or of open files
+        code=1,
     ),
     Message(
         "",
         "out of memory: lower batch_size, length or what the task draws ({first})",
         kind=MemoryError,
+        code=1,
     ),
     Message(
         r"call to configurable 'macro' .* in scope '(?P<name>[^']+)'",
@@ -90,6 +94,7 @@ class Found(NamedTuple):
     line: str
     choices: str | None
     names: dict[str, str]  # the groups of the row's pattern
+    code: int
 
 
 def find(error: Exception) -> Found | None:
@@ -98,7 +103,8 @@ def find(error: Exception) -> Found | None:
         match = re.search(row.pattern, str(error).strip())
         if match and isinstance(error, row.kind):
             names = match.groupdict()
-            return Found(row.line.format(first=first_line(error), **names), row.choices, names)
+            line = row.line.format(first=first_line(error), **names)
+            return Found(line, row.choices, names, row.code)
     return None
 
 
@@ -129,9 +135,9 @@ def place(error: Exception) -> Place:
     return Place(f" ({file[1]}, line {file[2]})" if file else "", line)
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
-    """'; did you mean A or B?', or all names where none is near."""
+def nearest(name: str, names: Sequence[str], most: int = 1000) -> str:
+    """'; did you mean A or B?', or all names where none is near and they are at most so many."""
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if near:
         return f"; did you mean {' or '.join(near)}?"
-    return f"; there is {', '.join(names)}" if names else ""
+    return f"; there is {', '.join(names)}" if 0 < len(names) <= most else ""

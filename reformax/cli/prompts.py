@@ -1,7 +1,8 @@
-"""Reads prompts and writes tokens as text, for models of bytes and of numbers.
+"""Reads prompts and writes tokens as text, for models of bytes, of pieces of words and of numbers.
 
-A model of bytes reads and writes UTF-8; byte 0 is its token `offset`, and ids below are reserved.
-Every other model reads and writes numbers separated by spaces, and its offset is None.
+An alphabet turns a prompt into tokens, and tokens into text as they come. A model of bytes reads
+and writes UTF-8; byte 0 is its token `offset`, and ids below are reserved. A model of pieces has
+the vocabulary of its run. Every other model reads and writes numbers separated by spaces.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from reformax.cli import flags
-from reformax.declared import PathName
+from reformax.declared import PathName, SettingError
 
 MOST = 2**28  # bytes of a prompt or of lines to translate
+_CHARACTER = 8  # pieces: a character has at most 4 bytes
 N_BYTES = 256  # the vocabulary of a model of bytes, without reserved ids
 
 
@@ -56,7 +58,7 @@ def _content(file: BinaryIO, name: str) -> bytes:
     """All that a file holds; `ValueError` for more than `MOST`."""
     content = file.read(MOST + 1)
     if len(content) > MOST:
-        raise ValueError(f"{name} has more than {MOST:,} bytes: give a shorter prompt")
+        raise SettingError(f"{name} has more than {MOST:,} bytes: give a shorter prompt")
     return content
 
 
@@ -75,7 +77,7 @@ def read_lines(args: argparse.Namespace) -> list[str]:
         try:
             lines.append(text.decode("utf-8").removesuffix("\r"))
         except UnicodeDecodeError as error:
-            raise ValueError(
+            raise SettingError(
                 f"line {number} is not UTF-8: byte {text[error.start]:#04x}: convert it, as with "
                 "iconv"
             ) from None
@@ -99,31 +101,109 @@ def offset(train: Callable, vocab_size: int) -> int | None:
     return first if vocab_size == N_BYTES + first else None
 
 
-def encode(text: bytes, offset: int | None) -> list[int]:
-    """The tokens of a prompt; ValueError if a model of numbers gets something else."""
-    if offset is not None:
-        return [byte + offset for byte in text]
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError:
-        raise ValueError(
-            f"prompt is {text.decode(errors='replace')!r}: this is no model of bytes, give numbers "
-            "apart by spaces"
-        ) from None
+class Alphabet(Protocol):
+    """How a model reads and writes."""
+
+    def encode(self, text: bytes) -> list[int]:
+        """The tokens of a prompt; `ValueError` for what the model cannot read."""
+
+    def stream(self) -> Callable[[Sequence[int], bool], str]:
+        """A function of the next tokens and whether they are the last; returns what is complete."""
+
+
+def alphabet(train: Callable, vocab_size: int, vocabulary: Any = None) -> Alphabet:
+    """The alphabet of the parsed config's model.
+
+    Args:
+      train: `loop.train`.
+      vocab_size: the model's.
+      vocabulary: the run's `reformax.data.pieces.PieceVocabulary`, if it has one.
+    """
+    if vocabulary is not None:
+        return Pieces(vocabulary)
+    first = offset(train, vocab_size)
+    return Numbers() if first is None else Bytes(first)
+
+
+class Bytes:
+    """UTF-8. The border after a document, byte 0, is written as a newline."""
+
+    def __init__(self, offset: int):
+        self._offset = offset
+
+    def encode(self, text: bytes) -> list[int]:
+        """The tokens of the bytes."""
+        return [byte + self._offset for byte in text]
+
+    def stream(self) -> Callable[[Sequence[int], bool], str]:
+        """Gives each character when all of its bytes are there; leaves reserved ids out."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+        def text(tokens: Sequence[int], final: bool) -> str:
+            known = bytes(t - self._offset for t in tokens if t >= self._offset)
+            return decoder.decode(known, final).replace("\0", "\n")
+
+        return text
+
+
+class Pieces:
+    """The pieces of a vocabulary."""
+
+    def __init__(self, vocabulary: Any):
+        self._vocabulary = vocabulary
+
+    def encode(self, text: bytes) -> list[int]:
+        """The tokens of a text in UTF-8."""
+        try:
+            return self._vocabulary.encode(text.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise SettingError(
+                f"the prompt is not UTF-8: byte {text[error.start]:#04x}: convert it, as with iconv"
+            ) from None
+
+    def stream(self) -> Callable[[Sequence[int], bool], str]:
+        """Gives the text of pieces that are whole characters together."""
+        before: list[int] = []  # decoded again: whether a space is written depends on it
+        waiting: list[int] = []
+
+        def text(tokens: Sequence[int], final: bool) -> str:
+            nonlocal before, waiting
+            waiting += tokens
+            whole = self._vocabulary.decode(before + waiting)
+            inside = whole.endswith("\ufffd") and len(waiting) < _CHARACTER
+            if inside and not final:
+                return ""
+            new = whole[len(self._vocabulary.decode(before)) :]
+            before, waiting = waiting or before, []
+            return new
+
+        return text
+
+
+class Numbers:
+    """Numbers separated by spaces."""
+
+    def encode(self, text: bytes) -> list[int]:
+        """The numbers of a prompt."""
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError:
+            raise SettingError(
+                f"prompt is {text.decode(errors='replace')!r}: this is no model of bytes, give "
+                "numbers apart by spaces"
+            ) from None
+
+    def stream(self) -> Callable[[Sequence[int], bool], str]:
+        """Gives every number at once."""
+        return lambda tokens, final: "".join(f"{token} " for token in tokens)
 
 
 class Writer:
-    """Writes tokens to stdout as text, each character when all of its bytes are there."""
+    """Writes tokens to stdout as text, each character when all of it is there."""
 
-    def __init__(self, offset: int | None):
-        self._offset = offset
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    def __init__(self, alphabet: Alphabet):
+        self._text = alphabet.stream()
 
     def write(self, tokens: Sequence[int], final: bool = False) -> None:
-        """Writes the next tokens, without reserved ids; `final` ends the line."""
-        if self._offset is None:
-            text = "".join(f"{token} " for token in tokens)
-        else:
-            known = bytes(t - self._offset for t in tokens if t >= self._offset)
-            text = self._decoder.decode(known, final)
-        print(text, end="\n" if final else "", flush=True)
+        """Writes the next tokens; `final` ends the line."""
+        print(self._text(tokens, final), end="\n" if final else "", flush=True)

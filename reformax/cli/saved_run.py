@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from reformax import durable
 from reformax.cli import differences
+from reformax.declared import SettingError
 
 # The settings of a run that building its model takes.
 MODEL = ("model", "batch_size", "length")
@@ -132,7 +133,7 @@ def parse(
     if text is None:
         source = folder / "config.gin"
         if not source.is_file():
-            raise ValueError(f"{_shown(folder)} holds no run: train.py writes config.gin into it")
+            raise SettingError(f"{_shown(folder)} holds no run: train.py writes config.gin into it")
         text = durable.read(source).decode()
     config.parse_saved(text, str(_shown(source)), overrides, **options)
 
@@ -147,18 +148,18 @@ def choose(checkpoints, which: str) -> int:
     if not steps:
         folder = checkpoints.folder
         if not folder.exists() and not (folder.parent / "config.gin").exists():
-            raise ValueError(
+            raise SettingError(
                 f"output_dir={_shown(folder.parent)} holds no run: train.py writes config.gin and "
                 "checkpoints into it"
             )
-        raise ValueError(f"no checkpoint in {folder}: train.py saves one after a while")
+        raise SettingError(f"no checkpoint in {folder}: train.py saves one after a while")
     if which == "latest":
         return steps[-1]
     if which == "best":  # a run stopped before its first evaluation has only unscored ones
         best = checkpoints.best_step()
         return steps[-1] if best is None else best
     if not which.isdigit():
-        raise ValueError(
+        raise SettingError(
             f"checkpoint={which} must be best, latest, average:N or one of the steps {steps}"
         )
     return int(which)
@@ -239,7 +240,7 @@ def _parse(
         difference = differences.first(described[one], described[other])
         if difference is not None:
             name, here, there = difference
-            raise ValueError(
+            raise SettingError(
                 f"average:{len(steps)} is of several models: {name} is {here} at step {one} and "
                 f"{there} at step {other}: average the checkpoints after step {one} alone"
             )

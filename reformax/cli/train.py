@@ -17,11 +17,14 @@ from reformax.declared import PathName
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Flags, then gin, then one call."""
-    args = parser().parse_args(argv)
+    training_flags = parser()
+    args, unknown = training_flags.parse_known_args(argv)
+    training_flags.refuse_near(unknown)
     files = args.config_file or [str(configs.FOLDER / "quickstart.gin")]
     output_dir = args.output_dir or str(Path("runs") / Path(files[-1]).stem)
 
     config.parse(files, args.config, folders=configs.FOLDERS, data_dir=args.data_dir)
+    config.refuse_flags(unknown)
     from reformax.training import folder, loop  # after parsing: a misspelt flag is told at once
 
     compilation_cache.use()

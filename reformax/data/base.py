@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import Float32, Int32, UInt, UInt8
 
 from reformax.declared import SettingError
 
@@ -52,16 +52,10 @@ class Batch(NamedTuple):
     weights: Float32[np.ndarray, "B T"]  # 1 where the loss counts, 0 elsewhere
 
 
-class Vocabulary(Protocol):
-    """Turns sentences into ids and back; see `reformax.data.vocabulary`."""
+class Kept(Protocol):
+    """A vocabulary that stays with its run."""
 
     size: int
-
-    def encode(self, sentence: str) -> list[int]:
-        """The ids of a sentence and `EOS`."""
-
-    def decode(self, ids: list[int]) -> str:
-        """The sentence of the ids before the first `EOS`."""
 
     def keep_in(self, folder: str | os.PathLike, begun: bool) -> str | None:
         """Reads the vocabulary from a run's folder, or learns it and writes it there.
@@ -76,6 +70,26 @@ class Vocabulary(Protocol):
         Raises:
           ValueError: the file is missing though the run has begun, damaged, or another vocabulary.
         """
+
+
+class Vocabulary(Kept, Protocol):
+    """Turns sentences into ids and back; see `reformax.data.vocabulary`."""
+
+    def encode(self, sentence: str) -> list[int]:
+        """The ids of a sentence and `EOS`."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The sentence of the ids before the first `EOS`."""
+
+
+class TextVocabulary(Kept, Protocol):
+    """Turns any text into ids and back; see `reformax.data.pieces`."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
 
 
 class Translation(NamedTuple):
@@ -106,6 +120,10 @@ class Task(NamedTuple):
     # split -> what its data is, in a few words; another text gives other words. Checkpoints keep
     # them, and a run that goes on compares. None: nothing is compared.
     fingerprint: Callable[[str], str] | None = None
+    # set if the tokens are pieces of a text
+    vocabulary: TextVocabulary | None = None
+    # split -> the bytes of its text; set with `vocabulary`
+    n_bytes: Callable[[str], int] | None = None
 
 
 def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[np.ndarray, " n"]]:
@@ -157,15 +175,39 @@ def byte_language_model(
         check_split(name, split, tuple(splits))
         return splits[split]
 
+    if not 0 <= offset < 2**16:
+        raise SettingError(f"offset={offset} must be from 0 to {2**16 - 1}")
+    task = language_model(name, 256 + offset, bytes_of, offset)
+    return task._replace(fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))))
+
+
+def language_model(
+    name: str,
+    vocab_size: int,
+    tokens_of: Callable[[str], UInt[np.ndarray, " n"]],
+    offset: int = 0,
+) -> Task:
+    """The task of predicting each token of a text from those before it, by windows.
+
+    `byte_language_model` says how windows lie.
+
+    Args:
+      name: the task's name in logs and errors.
+      vocab_size: ids are below it.
+      tokens_of: split -> its tokens, in order; checks the split's name.
+      offset: is added to each token.
+    """
+
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
         check_sizes(batch_size=batch_size, length=length)
-        data = splits["train"]
+        data = tokens_of("train")
         if length > len(data):
-            raise ValueError(
-                f"length={length} must be at most {len(data)}, the bytes that {name} trains on"
+            unit = "bytes" if data.dtype == np.uint8 else "tokens"
+            raise SettingError(
+                f"length={length} must be at most {len(data)}, the {unit} that {name} trains on"
             )
         starts = generator(seed, step).integers(len(data) - length + 1, size=batch_size)
-        # Rows of a strided view are contiguous, so this copies bytes in runs and widens them once.
+        # Rows of a strided view are contiguous, so this copies tokens in runs and widens them once.
         windows = np.lib.stride_tricks.sliding_window_view(data, length)[starts]
         tokens = windows.astype(np.int32) + offset
         return Batch(tokens, tokens, np.ones(tokens.shape, np.float32))
@@ -173,8 +215,8 @@ def byte_language_model(
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size, length=length, stride=stride)
         if stride > length:
-            raise ValueError(f"stride={stride} must be at most length={length}")
-        data = bytes_of(split)
+            raise SettingError(f"stride={stride} must be at most length={length}")
+        data = tokens_of(split)
         n = len(data)
         if n < length:
             data = np.pad(data, (0, length - n))
@@ -192,16 +234,7 @@ def byte_language_model(
 
         return batches()
 
-    if not 0 <= offset < 2**16:
-        raise ValueError(f"offset={offset} must be from 0 to {2**16 - 1}")
-    return Task(
-        name,
-        256 + offset,
-        train_batch,
-        eval_batches,
-        lambda split: len(bytes_of(split)),
-        fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))),
-    )
+    return Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
 
 
 def fingerprint(data: UInt8[np.ndarray, " n"]) -> str:
@@ -223,7 +256,7 @@ def generator(seed: int, step: int) -> np.random.Generator:
     """
     for argument, value in (("seed", seed), ("step", step)):
         if not 0 <= value < 2**63:
-            raise ValueError(f"{argument}={value} must be from 0 to 2^63 - 1")
+            raise SettingError(f"{argument}={value} must be from 0 to 2^63 - 1")
     return philox(seed, step)
 
 
@@ -242,7 +275,7 @@ def full_batch(tokens: np.ndarray, weights: np.ndarray, batch_size: int) -> Batc
 def check_split(name: str, split: str, splits: tuple[str, ...]) -> None:
     """Raises ValueError if the task `name` has no such split."""
     if split not in splits:
-        raise ValueError(f"split={split!r} must be one of {', '.join(splits)} (task {name})")
+        raise SettingError(f"split={split!r} must be one of {', '.join(splits)} (task {name})")
 
 
 def check_held_out(n_examples: int, length: int) -> None:
@@ -258,4 +291,4 @@ def check_sizes(**sizes: int) -> None:
     """Raises ValueError for a size below 1."""
     for argument, value in sizes.items():
         if value < 1:
-            raise ValueError(f"{argument}={value} must be at least 1")
+            raise SettingError(f"{argument}={value} must be at least 1")

@@ -56,7 +56,7 @@ def duplication(length: Size = 1024, vocab_size: VocabSize = 128, n_eval: Size =
 
     def check_length(argument: str, value: int) -> None:
         if value != length:
-            raise ValueError(f"{argument}={value} must be {length}, duplication's own length")
+            raise SettingError(f"{argument}={value} must be {length}, duplication's own length")
 
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
         check_sizes(batch_size=batch_size)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from reformax.data import files, prepared
 from reformax.data.base import Task, byte_language_model, split_bytes
-from reformax.declared import PathName, checked
+from reformax.declared import PathName, SettingError, checked
 
 N_BYTES = 100_000_000
 DOWNLOAD = "download enwik8.zip yourself and pass --data_dir=its folder"
@@ -45,7 +45,7 @@ def enwik8(data_dir: PathName | None = None) -> Task:
     if len(data) != N_BYTES:
         logging.getLogger(__name__).warning(
             f"enwik8: {path} has {len(data):,} bytes, not the {N_BYTES:,} of enwik8: "
-            "split 90/5/5 in proportion"
+            "split 90/5/5 in proportion; --config_file=reformer_text.gin is for any text"
         )
     return byte_language_model("enwik8", split_bytes(data, str(path)))
 
@@ -58,10 +58,10 @@ def _find(folder: Path) -> Path:
     parts = [p for p in sorted(folder.glob("enwik8*")) if p.is_file() and p.suffix in endings]
     if len(parts) > 1:
         names = ", ".join(p.name for p in parts)
-        raise ValueError(f"{folder} holds {names}: set data_dir to one of them")
+        raise SettingError(f"{folder} holds {names}: set data_dir to one of them")
     if not parts:
-        raise FileNotFoundError(
-            f"{folder} has no file enwik8, .zip, .gz or .xz: put one there, "
-            "or leave data_dir out to download it"
+        raise files.Missing(
+            f"{folder} has no file enwik8, .zip, .gz or .xz: put one there, leave data_dir out to "
+            "download it, or for a text of your own take --config_file=reformer_text.gin"
         )
     return parts[0]

@@ -1,4 +1,4 @@
-"""Reads text as bytes: a file, plain or compressed, or the files of a folder, joined.
+"""Reads bytes: a file, plain or compressed, or the files of a folder, joined.
 
 Every error is an OSError or a ValueError of one line that names the path and says what to do. What
 is no ordinary file is refused before it is opened. A packed file is unpacked block by block, so one
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from reformax.declared import user_path
+from reformax.declared import SettingError, user_path
 
 # A packed file may unpack to so many bytes, or to so many times its own size, whichever is more.
 MAX_UNPACKED = 2**30
@@ -48,11 +48,23 @@ _KINDS = {
 }
 
 
+class Missing(SettingError, FileNotFoundError):
+    """What data_dir names is not there."""
+
+
+class Archive(SettingError):
+    """A .zip holds several files, or none."""
+
+
 def existing(data_dir: str | os.PathLike) -> Path:
-    """The path with '~' expanded; raises `FileNotFoundError` if it does not exist."""
+    """The path with '~' expanded; raises `Missing` if it does not exist."""
     path = user_path("data_dir", data_dir)
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: set data_dir to a file or folder of text")
+    try:
+        found = path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise Missing(f"{path}: {error.strerror}: set data_dir to a file or folder") from None
+    if not found:
+        raise Missing(f"{path} does not exist: set data_dir to a file or folder of text")
     return path
 
 
@@ -81,13 +93,21 @@ def read_file(path: Path) -> bytes:
         does not hold exactly one file, or is no ordinary file.
       OSError: the file cannot be read.
     """
-    blocks = {".gz": _gz_blocks, ".xz": _xz_blocks, ".zip": _zip_blocks}.get(path.suffix.lower())
-    if blocks is not None:
-        return _unpacked(path, blocks)
+    blocks = PACKED.get(path.suffix.lower())
+    return read_plain(path) if blocks is None else _unpacked(path, blocks)
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a file as it is; raises what `read_file` does."""
     size = check_ordinary(path)
     if size > MAX_BYTES:
         raise _too_much(path, size)
     return _not_empty(path, path.read_bytes())
+
+
+def most_unpacked(size: int) -> int:
+    """The most bytes that a packed file of `size` bytes may unpack to."""
+    return min(max(MAX_UNPACKED, MAX_INFLATION * size), MAX_BYTES)
 
 
 def read_gz(path: Path, max_bytes: int | None = None) -> bytes:
@@ -105,8 +125,15 @@ def read_gz(path: Path, max_bytes: int | None = None) -> bytes:
     return _unpacked(path, _gz_blocks, max_bytes)
 
 
-def read_folder(folder: Path, pattern: str = "*") -> bytes:
+def read_folder(
+    folder: Path, pattern: str = "*", read: Callable[[Path], bytes] = read_file
+) -> bytes:
     """The files of a folder whose names match, joined in the order of `list_files`.
+
+    Args:
+      folder: searched to any depth.
+      pattern: see `list_files`.
+      read: reads a file that is not empty.
 
     Raises:
       ValueError: no file matches, one of them cannot be unpacked or is no ordinary file, or all
@@ -122,7 +149,7 @@ def read_folder(folder: Path, pattern: str = "*") -> bytes:
         if total > MAX_BYTES:
             raise _too_much(folder, total)
         if size:
-            texts.append(read_file(path))
+            texts.append(read(path))
             total += len(texts[-1]) - size
     if total > MAX_BYTES:
         raise _too_much(folder, total)
@@ -154,8 +181,8 @@ def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> l
 
 
 def join(texts: Iterable[bytes]) -> bytes:
-    """Joins texts. A text that does not end in a newline gets one."""
-    return b"".join(t if t.endswith(b"\n") else t + b"\n" for t in texts if t)
+    """Joins texts. A text that ends in no newline, and in no border of a document, gets one."""
+    return b"".join(t if t.endswith((b"\n", b"\0")) else t + b"\n" for t in texts if t)
 
 
 def as_array(data: bytes) -> UInt8[np.ndarray, " n"]:
@@ -182,7 +209,7 @@ def _unpacked(
     """Joins the blocks of a packed file, as long as they are within the limit."""
     size = check_ordinary(path)
     if max_bytes is None:
-        max_bytes = min(max(MAX_UNPACKED, MAX_INFLATION * size), MAX_BYTES)
+        max_bytes = most_unpacked(size)
     parts, total = [], 0
     try:
         for block in blocks(path):
@@ -224,7 +251,7 @@ def _zip_blocks(path: Path) -> Iterator[bytes]:
     with zipfile.ZipFile(path) as archive:
         members = [m for m in archive.infolist() if not m.filename.endswith("/")]
         if len(members) != 1:
-            raise ValueError(
+            raise Archive(
                 f"{path} holds {len(members)} files and must hold one: "
                 "unpack it and give the folder or one of its files"
             )
@@ -236,3 +263,11 @@ def _zip_blocks(path: Path) -> Iterator[bytes]:
                 yield from iter(lambda: file.read(_BLOCK), b"")
         except RuntimeError as error:  # a password
             raise ValueError(f"{path} cannot be read ({error}): unpack it yourself") from error
+
+
+# How a file is unpacked, by the end of its name.
+PACKED: dict[str, Callable[[Path], Iterator[bytes]]] = {
+    ".gz": _gz_blocks,
+    ".xz": _xz_blocks,
+    ".zip": _zip_blocks,
+}

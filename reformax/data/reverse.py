@@ -26,7 +26,7 @@ from reformax.data.base import (
     philox,
 )
 from reformax.data.vocabulary import Numbers
-from reformax.declared import LARGEST, Bounds, Size, checked
+from reformax.declared import LARGEST, Bounds, SettingError, Size, checked
 
 Symbols = Annotated[int, Bounds(UNKNOWN + 2, LARGEST)]
 
@@ -71,7 +71,7 @@ def reverse(max_symbols: Size = 15, vocab_size: Symbols = 32, n_eval: Size = 512
 
     def check_length(length: int) -> None:
         if length <= max_symbols:
-            raise ValueError(
+            raise SettingError(
                 f"length={length} must be above {max_symbols}, reverse.max_symbols, for EOS"
             )
 
@@ -89,7 +89,7 @@ def reverse(max_symbols: Size = 15, vocab_size: Symbols = 32, n_eval: Size = 512
         check_sizes(batch_size=batch_size)
         check_length(length)
         if stride != length:
-            raise ValueError(f"stride={stride} must be length={length}: pairs stand apart")
+            raise SettingError(f"stride={stride} must be length={length}: pairs stand apart")
         rows = fixed(split, length)
         starts = range(0, n_eval, batch_size)
         parts = (slice(start, start + batch_size) for start in starts)

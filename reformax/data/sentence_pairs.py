@@ -28,6 +28,7 @@ from reformax.data.base import (
     philox,
 )
 from reformax.data.vocabulary import SentencePieces
+from reformax.declared import SettingError
 
 # Packing starts with rows for 98% fill: then few pairs do not fit.
 _FILL = 0.98
@@ -140,7 +141,7 @@ class _Pairs:
                 f"are longer than length={length} tokens and are left out"
             )
         if not len(fits):
-            raise ValueError(
+            raise SettingError(
                 f"length={length} must be at least {lengths.max(axis=1).min()}, the tokens of "
                 f"{self._name}'s shortest training pair"
             )
@@ -169,7 +170,7 @@ class _Pairs:
     ) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size, length=length)
         if stride != length:
-            raise ValueError(f"stride={stride} must be length={length}: sentences stand apart")
+            raise SettingError(f"stride={stride} must be length={length}: sentences stand apart")
         lengths = self._lengths(split)
         longest = lengths.max(axis=1)
         row_lengths = [length]

@@ -1,34 +1,99 @@
-"""Any text: a file, or the files of a folder."""
+"""Any text: a file, the files of a folder, or a table of documents."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
-from reformax.data import files
-from reformax.data.base import Task, byte_language_model, split_bytes
-from reformax.declared import Bounds, Name, PathName, checked
+import numpy as np
+from jaxtyping import UInt8
+
+from reformax.data import documents, files
+from reformax.data.base import Task, byte_language_model
+from reformax.data.pieces import PieceVocabulary, piece_language_model
+from reformax.data.vocabulary import ModelType
+from reformax.declared import Bounds, Name, PathName, SettingError, Size, VocabSize, checked
 
 Offset = Annotated[int, Bounds(0, 2**16 - 1)]
 
 
 @checked
-def text(data_dir: PathName, pattern: Name = "*", offset: Offset = 0) -> Task:
-    """A byte language model of your own text, split 90/5/5 by bytes.
+def text(
+    data_dir: PathName,
+    pattern: Name = "*",
+    field: Name = "text",
+    raw: bool = False,
+    max_held_out: Size = 1_000_000,
+    vocab_size: VocabSize = 256,
+    vocabulary: PathName | None = None,
+    model_type: ModelType = "bpe",
+    offset: Offset = 0,
+) -> Task:
+    """A language model of your own text, of its bytes or of pieces of words.
+
+    The last 5% of the bytes are the test split and the 5% before them the valid split, at most
+    `max_held_out` each. A character belongs to one split.
+
+    Documents are the rows of tables. Each ends in byte 0, and in a vocabulary's EOS. The files of a
+    folder are joined in the order of their relative paths, with a newline after a file that ends
+    without one. Hidden files and folders are left out.
 
     Args:
-      data_dir: a file, plain or .gz, .xz or .zip, or a folder. The files of a folder are joined in
-        the order of their relative paths, with a newline after a file that ends without one. Hidden
-        files and folders are left out.
+      data_dir: a file or a folder. Text, plain or .gz, .xz or .zip; .jsonl, plain or packed;
+        .parquet; .arrow; or a folder that `datasets` saved, whose own splits are kept.
       pattern: the names of a folder's files to take, such as '*.txt' or '*.md'.
+      field: the field of a table's rows that is their text.
+      raw: train on the bytes of files as they are, whatever they hold.
+      max_held_out: the most bytes of valid and of test.
+      vocab_size: 256 for bytes. Otherwise the pieces of a sentencepiece model that is learnt from
+        the training text, 256 of which are bytes, so that no text is unknown.
+      vocabulary: a file with a vocabulary to take instead: tokenizer.json of Hugging Face's
+        `tokenizers`, or a sentencepiece model.
+      model_type: 'bpe', 'unigram', 'char' or 'word', where pieces are learnt.
       offset: a byte's id is the byte plus this, for models that reserve the first ids.
 
     Raises:
       FileNotFoundError: data_dir does not exist.
       OSError: a file or a folder below cannot be read.
-      ValueError: the text is empty, damaged, too short or too long, or no file matches, or one is a
-        FIFO, a device or a socket. Text is too long above half of the machine's memory; packed text
-        also above 1 GiB and 20 times its packed size.
+      ValueError: the text is empty, damaged, too short or too long, or no file matches, or one is
+        no text, a FIFO, a device or a socket. Text is too long above half of the machine's memory;
+        packed text and tables also above 1 GiB and 20 times their size.
+      ImportError: pyarrow or tokenizers is needed and not there.
     """
     path = files.existing(data_dir)
-    data = files.read_folder(path, pattern) if path.is_dir() else files.read_file(path)
-    return byte_language_model("text", split_bytes(files.as_array(data), str(path)), offset)
+    found = documents.read(path, pattern, field, raw)
+    splits = _split({s: files.as_array(x) for s, x in found.items()}, str(path), max_held_out)
+    if vocabulary is None and vocab_size in (256, 256 + offset):
+        return byte_language_model("text", splits, offset)
+    if vocabulary is None and vocab_size < 260:
+        raise SettingError(
+            f"vocab_size is {vocab_size}: expected 256 for bytes, or 260 and more for pieces"
+        )
+    if offset:
+        raise SettingError(f"offset is {offset}: pieces have no reserved ids, leave it out")
+    return piece_language_model(
+        "text", splits, PieceVocabulary(vocab_size, splits["train"], vocabulary, model_type)
+    )
+
+
+def _split(
+    found: Mapping[str, UInt8[np.ndarray, " n"]], source: str, max_held_out: int
+) -> dict[str, UInt8[np.ndarray, " n"]]:
+    """The splits that there are, and the others from the end of train."""
+    parts, train = dict(found), found["train"]
+    held_out = min(len(train) * 5 // 100, max_held_out)
+    if not held_out and len(found) < 3:
+        raise ValueError(
+            f"{source}: {len(train)} bytes are too few to split 90/5/5, give a text of 20 or more"
+        )
+    for split in ("test", "valid"):
+        if split not in parts:
+            border = _begin_of_character(train, len(train) - held_out)
+            train, parts[split] = train[:border], train[border:]
+    return parts | {"train": train}
+
+
+def _begin_of_character(data: UInt8[np.ndarray, " n"], place: int) -> int:
+    """The place, or up to 3 bytes before it, where a character of UTF-8 begins."""
+    before = np.flatnonzero(data[max(0, place - 3) : place + 1][::-1] >> 6 != 2)
+    return place - int(before[0]) if len(before) else place

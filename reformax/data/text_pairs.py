@@ -52,7 +52,10 @@ def text_pairs(
     """
     folder = files.existing(data_dir)
     if not folder.is_dir():
-        raise ValueError(f"data_dir={data_dir} must be a folder with the files of both languages")
+        raise SettingError(
+            f"data_dir={data_dir} must be a folder with the files of both languages; for one text "
+            "take --config_file=reformer_text.gin"
+        )
     patterns = dict(zip(SPLITS, (train, valid, test), strict=True))
     for split, pattern in patterns.items():
         if "{language}" not in pattern:
@@ -112,9 +115,10 @@ def read_lines(path: Path) -> list[str]:
 def _find(folder: Path, split: str, pattern: str) -> Path:
     found = {path for ending in _ENDINGS for path in folder.glob(pattern + ending)}
     if not found:
-        raise FileNotFoundError(
+        raise files.Missing(
             f"{folder} has no file {pattern}, .gz, .xz or .zip: put one there, or set "
-            f"text_pairs.text_pairs.{split} to the names of yours, with {{language}} in them"
+            f"text_pairs.text_pairs.{split} to the names of yours, with {{language}} in them; for "
+            "one text take --config_file=reformer_text.gin"
         )
     if len(found) > 1:
         names = ", ".join(sorted(path.name for path in found))

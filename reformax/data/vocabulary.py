@@ -10,13 +10,13 @@ import hashlib
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from reformax import durable
 from reformax.data.base import EOS, PAD, UNKNOWN
-from reformax.declared import LARGEST, Bounds
+from reformax.declared import LARGEST, Bounds, SettingError
 
 FILE = "vocabulary.model"
 MODEL_TYPES = ("unigram", "bpe", "char", "word")
@@ -140,7 +140,7 @@ class SentencePieces:
             kept = load(folder)
             exact = self._settings["model_type"] in ("unigram", "bpe")
             if kept.size > self.size or (exact and kept.size < self.size):
-                raise ValueError(
+                raise SettingError(
                     f"{path} has {kept.size} pieces and the config vocab_size={self.size}: "
                     f"set vocab_size={kept.size}, or give another output_dir"
                 )
@@ -161,28 +161,42 @@ class SentencePieces:
         return self._pieces
 
     def _trained(self) -> bytes:
-        import sentencepiece
-
         sentences = self._sentences()
         every = -(-len(sentences) // self._max_sentences)
-        model = io.BytesIO()
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=itertools.islice(sentences, 0, None, every or 1),
-                model_writer=model,
-                vocab_size=self.size,
-                pad_id=PAD,
-                eos_id=EOS,
-                unk_id=UNKNOWN,
-                bos_id=-1,
-                normalization_rule_name="identity",  # references are scored as they are
-                num_threads=_THREADS,
-                minloglevel=2,
-                **self._settings,
-            )
-        except RuntimeError as error:
-            raise ValueError(_explained(error, self.size)) from None
-        return model.getvalue()
+        return learnt(itertools.islice(sentences, 0, None, every or 1), self.size, self._settings)
+
+
+def learnt(sentences: Iterable[str], size: int, settings: Mapping[str, Any]) -> bytes:
+    """A sentencepiece model of `size` pieces, as sentencepiece writes it.
+
+    Args:
+      sentences: to learn from.
+      size: pieces, with those of padding, EOS and unknown.
+      settings: more arguments of sentencepiece's trainer.
+
+    Raises:
+      SettingError: the sentences have fewer pieces, or need more.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            vocab_size=size,
+            pad_id=PAD,
+            eos_id=EOS,
+            unk_id=UNKNOWN,
+            bos_id=-1,
+            normalization_rule_name="identity",  # texts are scored as they are
+            num_threads=_THREADS,
+            minloglevel=2,
+            **settings,
+        )
+    except RuntimeError as error:
+        raise SettingError(_explained(error, size)) from None
+    return model.getvalue()
 
 
 def load(folder: str | os.PathLike) -> SentencePieces:

@@ -10,7 +10,7 @@ import functools
 import re
 from pathlib import Path
 
-from reformax.data import prepared
+from reformax.data import files, prepared
 from reformax.data.base import SPLITS, Task
 from reformax.data.sentence_pairs import sentence_pairs
 from reformax.data.vocabulary import Coverage, ModelType, Pieces, SentencePieces
@@ -53,7 +53,7 @@ def wmt(
       OSError: a split could not be downloaded, prepared or read; raised when it is read.
     """
     if not _NAME.fullmatch(dataset):
-        raise ValueError(
+        raise SettingError(
             f"dataset={dataset!r} is none of WMT: set a name such as 'wmt14_translate/de-en'"
         )
     if sorted(dataset.partition("/")[2].split("-")) != sorted((source, target)):
@@ -62,7 +62,7 @@ def wmt(
             "dataset='wmt14_translate/de-en' or the languages"
         )
     if data_dir is not None and not user_path("data_dir", data_dir).is_dir():
-        raise FileNotFoundError(
+        raise files.Missing(
             f"data_dir={data_dir} is no folder: give the one where tensorflow-datasets keeps "
             f"{dataset}, or leave data_dir out"
         )

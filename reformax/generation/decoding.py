@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from reformax import memory
-from reformax.declared import AnySeed, Size, check
+from reformax.declared import AnySeed, SettingError, Size, check
 from reformax.generation.sampling import Sampler
 
 # The most new tokens that one call computes: the host waits once for all of them.
@@ -142,11 +142,11 @@ def stream(
 def _check(model, max_new_tokens: int, every: int, end: int | None, **seeds: int) -> None:
     check("max_new_tokens", max_new_tokens, Size)
     if not 1 <= every <= BLOCK:
-        raise ValueError(f"every is {every}: expected 1 to {BLOCK}")
+        raise SettingError(f"every is {every}: expected 1 to {BLOCK}")
     for name, value in seeds.items():
         check(name, value, AnySeed)
     if end is not None and not 0 <= end < model.vocab_size:
-        raise ValueError(f"end is {end}: expected a token below {model.vocab_size}, or None")
+        raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
 
 
 def _blocks(model, params, start, draws: _Draws, n_new: int, every: int) -> Iterator[np.ndarray]:
@@ -221,7 +221,7 @@ def _padded(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarr
                 "token numbers"
             )
         if row.size and not (row.min() >= 0 and row.max() < vocab_size):
-            raise ValueError(
+            raise SettingError(
                 f"prompts[{i}] has tokens from {row.min()} to {row.max()}: expected 0 to "
                 f"{vocab_size - 1}, as the model's vocab_size is {vocab_size}"
             )
@@ -245,13 +245,13 @@ def _capacity(n_prompt: int, n_new: int, asked: int | None, most: int | None) ->
         ("the length that the model's positions hold", most),
     ):
         if limit is not None and needed > limit:
-            raise ValueError(
+            raise SettingError(
                 f"max_new_tokens is {n_new}: with a prompt of {n_prompt} tokens that is {needed}, "
                 f"above {name}, {limit}: ask for fewer or shorten the prompt"
             )
     if asked is not None:
         if most is not None and asked > most:
-            raise ValueError(
+            raise SettingError(
                 f"max_length is {asked}: the model's positions hold {most}, lower it to that"
             )
         return asked

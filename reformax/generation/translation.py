@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from reformax.declared import Beams, Extra, NonNegative, Size, check_all, hints_of
+from reformax.declared import Beams, Extra, NonNegative, SettingError, Size, check_all, hints_of
 from reformax.generation import beam
 from reformax.progress import Progress
 
@@ -166,12 +166,12 @@ def _on_host(found: beam.Hypotheses) -> Iterator[Hypothesis]:
 def _check_source(model, name: str, source: np.ndarray) -> None:
     """Raises `ValueError` for a source that the model cannot read."""
     if not source.size or source.min() < 0 or source.max() >= model.source_vocab_size:
-        raise ValueError(
+        raise SettingError(
             f"{name} is {source.tolist()}: expected one or more tokens below the model's "
             f"vocabulary, {model.source_vocab_size}"
         )
     if model.max_length is not None and len(source) > model.max_length:
-        raise ValueError(
+        raise SettingError(
             f"{name} has {len(source)} tokens: the model's positions hold {model.max_length}, "
             "shorten it"
         )

@@ -12,7 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+<<<<<<< HEAD
 from reformax.declared import Called, Rate, SettingError, Size, check_fields
+=======
+from reformax.declared import Called, Rate, Size, Unsupported, check_fields
+>>>>>>> 6ccb0ac (Own text: tables of documents, pieces with bits per byte, mistakes answered; three commands)
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.positions import rotary
@@ -295,7 +299,7 @@ class Attention(MultiHead):
           NotImplementedError: the algorithm has no step.
         """
         if self.op.step is None:
-            raise NotImplementedError(
+            raise Unsupported(
                 f"op is {self.op}: it has no step to decode with; use one that has, such as "
                 "dense.dense()"
             )

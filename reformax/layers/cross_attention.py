@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax.declared import Unsupported
 from reformax.layers.attention import QKV, MultiHead, affine
 
 
@@ -35,7 +36,7 @@ class CrossAttention(MultiHead):
         traits = self.op.traits
         if not traits.cross:
             why = "its keys are its own queries" if traits.shared_qk else "it reads one sequence"
-            raise NotImplementedError(
+            raise Unsupported(
                 f"op is {self.op}: it cannot attend from one sequence to another, as {why}; use "
                 "one whose traits say cross=True, such as dense.dense()"
             )

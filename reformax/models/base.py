@@ -264,7 +264,7 @@ def _activation(given: Activation) -> Callable[[Array], Array]:
 def check_capacity(capacity: int, max_length: int | None) -> None:
     """Raises a `ValueError` if decoding asks for more positions than the model's hold."""
     if max_length is not None and capacity > max_length:
-        raise ValueError(
+        raise SettingError(
             f"capacity is {capacity}: expected at most {max_length}, which is what the model's "
             "positions hold"
         )

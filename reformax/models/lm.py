@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import Depth, Size, VocabSize
+from reformax.declared import Depth, SettingError, Size, VocabSize
 from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
@@ -150,7 +150,7 @@ class LanguageModel(Model):
           NotImplementedError: an attention algorithm cannot decode.
         """
         if capacity <= tokens.shape[1]:
-            raise ValueError(
+            raise SettingError(
                 f"capacity is {capacity}: expected more than {tokens.shape[1]}, the prompts' length"
             )
         check_capacity(capacity, self.max_length)

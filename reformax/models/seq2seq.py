@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import Called, Depth, Rate, VocabSize
+from reformax.declared import Called, Depth, Rate, SettingError, VocabSize
 from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.models.base import (
@@ -204,7 +204,7 @@ class EncoderDecoder(Model):
         if self._positions is not None:
             length = tokens.shape[1]
             if self.max_length is not None and length > self.max_length:
-                raise ValueError(
+                raise SettingError(
                     f"a row has {length} positions and the model's hold {self.max_length}: enlarge "
                     "pos_axial_shape or shorten the rows"
                 )
@@ -266,7 +266,7 @@ class EncoderDecoder(Model):
           NotImplementedError: an attention algorithm cannot decode.
         """
         if capacity < 1:
-            raise ValueError(f"capacity is {capacity}: expected at least 1")
+            raise SettingError(f"capacity is {capacity}: expected at least 1")
         check_capacity(capacity, self.max_length)
         segments = token_segments(source, source_segments)
         encoder_rng, decoder_rng = _split(rng)

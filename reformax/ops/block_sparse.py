@@ -88,7 +88,7 @@ def _layout(
     shape = -(-n_queries // block_q), -(-n_keys // block_k)
     mask = _made_by(pattern, shape) if callable(pattern) else pattern
     if mask.shape not in (shape, (n_heads, *shape)):
-        raise ValueError(
+        raise SettingError(
             f"pattern has shape {mask.shape}: expected {shape}, the blocks of {block_q} in "
             f"{n_queries} queries and of {block_k} in {n_keys} keys, or {(n_heads, *shape)}"
         )

@@ -121,7 +121,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     del params, plan
     window, shared_qk = settings.window, settings.shared_qk
     if not causal and settings.reach > settings.n_chunks_after:
-        raise ValueError(
+        raise SettingError(
             f"window is {window} and causal=False, but n_chunks_after is "
             f"{settings.n_chunks_after}: raise it to {settings.reach}"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from reformax.declared import SettingError
 from reformax.training.checkpoint import Checkpoints
 
 
@@ -25,7 +26,7 @@ def last_configs(checkpoints: Checkpoints, n: int) -> dict[int, str | None]:
       ValueError: there are fewer, or as `Checkpoints.config` does.
     """
     if n < 1:
-        raise ValueError(f"average:{n} must be of at least 1 checkpoint: average:5")
+        raise SettingError(f"average:{n} must be of at least 1 checkpoint: average:5")
     there, found = checkpoints.steps(), {}
     step = there[-1] if there else None
     if there and checkpoints.in_passing(step):
@@ -38,7 +39,7 @@ def last_configs(checkpoints: Checkpoints, n: int) -> dict[int, str | None]:
         # The best, kept on its own, and those that a signal or the clock asked for.
         if others := ", ".join(str(step) for step in there if step not in found):
             last += f"; {others} is from before others that were deleted, or saved in passing"
-        raise ValueError(
+        raise SettingError(
             f"average:{n} needs the last {n} checkpoints and {checkpoints.folder} has "
             f"{len(found)} ({last}): average fewer, or train with loop.train.keep={n} and "
             "loop.train.checkpoint_every"

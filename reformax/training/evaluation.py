@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from reformax import memory
+from reformax.declared import SettingError
 from reformax.progress import Progress
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
@@ -27,13 +28,13 @@ _LARGE = 2**20
 
 
 def check_vocabulary(model, task) -> None:
-    """Raises `ValueError` if the task has ids that the model has no embeddings for."""
+    """Raises `SettingError` if the task has ids that the model has no embeddings for."""
     sizes = {"vocab_size": model.vocab_size}
     if task.translation is not None:
         sizes["input_vocab_size"] = model.source_vocab_size
     for name, size in sizes.items():
         if size < task.vocab_size:
-            raise ValueError(
+            raise SettingError(
                 f"task {task.name} has ids below {task.vocab_size} and the model {name}={size}: "
                 f"set the model's {name}={task.vocab_size}"
             )
@@ -121,9 +122,10 @@ def evaluate(
       should_stop: called after each batch; True abandons the evaluation.
 
     Returns:
-      bits_per_dim (bits_per_token of a translation), accuracy, n_targets scored, `whole`: whether
-      these are all, length, stride and split. With `all_as_well`, where these are not all, under
-      `whole_split` the first three of the whole split. None if abandoned.
+      bits_per_dim (bits_per_token of pieces, with bits_per_byte where they are of one text),
+      accuracy, n_targets scored, `whole`: whether these are all, length, stride and split. With
+      `all_as_well`, where these are not all, under `whole_split` the same of the whole split. None
+      if abandoned.
 
     Raises:
       ValueError: sizes or vocabularies that do not fit together.
@@ -132,9 +134,9 @@ def evaluate(
     check_vocabulary(model, task)
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
-        raise ValueError(f"stride={stride} must be from 1 to length={length}")
+        raise SettingError(f"stride={stride} must be from 1 to length={length}")
     if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens} must be at least 1, or None for all")
+        raise SettingError(f"max_tokens={max_tokens} must be at least 1, or None for all")
     check_tokens(batch_size, length, "batch_size or length")
     if batch_size * length >= _LARGE:
         sizes = dict(batch_size=batch_size, length=length, stride=stride)
@@ -164,8 +166,8 @@ def evaluate(
     result = _result(totals[0], task, split, not part) | {"length": length, "stride": stride}
     if part and all_as_well:
         everything = _result(totals[1], task, split, True)
-        names = loss_lib.metric_name(task), "accuracy", "n_targets"
-        result["whole_split"] = {name: everything[name] for name in names}
+        left_out = ("split", "whole")
+        result["whole_split"] = {n: x for n, x in everything.items() if n not in left_out}
     return result
 
 
@@ -212,7 +214,7 @@ def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
         raise ValueError(f"task {task.name}: split {split} has no targets: choose another split")
     return {
         "split": split,
-        loss_lib.metric_name(task): loss_lib.bits_per_dim(nats, weight),
+        **loss_lib.bits_of(task, split, loss_lib.bits_per_dim(nats, weight)),
         "accuracy": float(correct / weight),
         "n_targets": round(weight),
         "whole": whole,

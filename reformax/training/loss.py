@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from reformax.declared import SettingError
 
 
 def max_logits() -> int:
@@ -68,7 +70,7 @@ def cross_entropy(
       float32 sums over the batch.
     """
     if chunk_len is not None and chunk_len < 1:
-        raise ValueError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or None")
+        raise SettingError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or None")
     batch, length = targets.shape
     vocab_size = jax.eval_shape(logits_fn, features[:, :1]).shape[-1]
     chunk_len = min(chunk_len or length, length, max(1, max_logits() // (batch * vocab_size)))
@@ -167,9 +169,28 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
     return _Chunk(Sums(*sums), losses, d_logits)
 
 
+def vocabulary_of(task) -> Any:
+    """The vocabulary that a task's run keeps; None for bytes and other ids."""
+    if task.translation is not None:
+        return task.translation.vocabulary
+    return getattr(task, "vocabulary", None)
+
+
 def metric_name(task) -> str:
     """The name of the mean `-log2 p` of a target: 'bits_per_token' if targets are pieces."""
-    return "bits_per_dim" if task.translation is None else "bits_per_token"
+    return "bits_per_dim" if vocabulary_of(task) is None else "bits_per_token"
+
+
+def bits_of(task, split: str, bits: float) -> dict[str, float]:
+    """The bits of a target by the metric's name; of pieces of a text also `bits_per_byte`.
+
+    A byte has the bits of a token over the bytes of a token, in the mean of the whole split. In
+    this unit models of bytes and of any pieces compare.
+    """
+    found = {metric_name(task): bits}
+    if (n_bytes := getattr(task, "n_bytes", None)) is not None:
+        found["bits_per_byte"] = bits * task.n_targets(split) / n_bytes(split)
+    return found
 
 
 def bits_per_dim(nats: float, weight: float) -> float:

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from reformax.declared import SettingError
+
 
 def data_mesh(devices: list[jax.Device] | None = None) -> Mesh:
     """One `data` axis over `devices`, by default all of this host's."""
@@ -33,7 +35,7 @@ def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1
     if batch_size < 1 or batch_size % parts:
         micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""
         below = max(batch_size // parts, 1) * parts
-        raise ValueError(
+        raise SettingError(
             f"{name}={batch_size} cannot be divided over {n} devices{micro}: make it a multiple of "
             f"{parts}, such as {below}, or show JAX fewer devices (CUDA_VISIBLE_DEVICES=0)"
         )

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from reformax.declared import SettingError
+
 
 def named(tree: Any) -> dict[str, Any]:
     """The leaves by dotted path, such as 'params.layers.0.query'."""
@@ -44,7 +46,7 @@ def as_tree(
         if there != here:
             of_model = name.startswith(prefix or "params.")
             other = "model" if of_model else "optimizer or ema_decay"
-            raise ValueError(
+            raise SettingError(
                 f"checkpoint {where} is of another {other}: {name} has "
                 f"{there} there and {here} in this config: {fix}"
             )

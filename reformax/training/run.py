@@ -27,6 +27,7 @@ from reformax.training.checkpoint import Checkpoints, NotSaved
 from reformax.training.folder import make_output_dir, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
+from reformax.training.loss import vocabulary_of
 from reformax.training.metrics import Bar, Record
 from reformax.training.prefetch import prefetch
 from reformax.training.record_lines import RecordLines
@@ -125,12 +126,13 @@ class Run:
                 self._bar.close()
 
     def _keep_vocabulary(self, newest: int | None) -> str | None:
-        """Makes the vocabulary of sentences the run's; returns its fingerprint."""
-        translation = self._task.translation
-        if translation is None:
+        """Makes the vocabulary of pieces the run's; returns its fingerprint."""
+        vocabulary = vocabulary_of(self._task)
+        if vocabulary is None:
             return None
-        translation.sentences(self._settings.eval_split)  # before minutes go into the vocabulary
-        fingerprint = translation.vocabulary.keep_in(self.folder, begun=newest is not None)
+        if self._task.translation is not None:  # before minutes go into the vocabulary
+            self._task.translation.sentences(self._settings.eval_split)
+        fingerprint = vocabulary.keep_in(self.folder, begun=newest is not None)
         if newest is not None:
             self._checkpoints.check_vocabulary(newest, fingerprint)
         return fingerprint
@@ -283,7 +285,6 @@ class Run:
             settings,
             self._record,
             self._bar,
-            self._metric,
             list(info["window"]),
             seen,
             lambda: self.seconds,

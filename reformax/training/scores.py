@@ -93,10 +93,13 @@ class Scores:
 
     def words(self, score: Mapping[str, Any]) -> str:
         """What `of` returned, in a few words."""
-        name, bits = self.metric.replace("_", " "), score[self.metric]
-        words = f"{self._settings.eval_split} {bits:.4f} {name}"
+        words = f"{self._settings.eval_split} {self._bits(score)}"
         if not score["whole"]:
             words += f" of {score['n_targets']:,} targets"
         if (everything := score.get("whole_split")) is not None:
-            words += f", {everything[self.metric]:.4f} of all {everything['n_targets']:,}"
+            words += f"; {self._bits(everything)} of all {everything['n_targets']:,}"
         return words
+
+    def _bits(self, score: Mapping[str, Any]) -> str:
+        names = [name for name in (self.metric, "bits_per_byte") if name in score]
+        return ", ".join(f"{score[name]:.4f} {name.replace('_', ' ')}" for name in names)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 
-from reformax.training.loss import bits_per_dim
+from reformax.training.loss import bits_of, bits_per_dim
 from reformax.training.metrics import Bar, Record
 from reformax.training.settings import Settings
 
@@ -31,7 +31,6 @@ class StepLog:
         settings: Settings,
         record: Record,
         bar: Bar,
-        metric: str,
         window: list[list[float]],
         tokens: int,
         seconds: Callable[[], float],
@@ -42,7 +41,7 @@ class StepLog:
         `on_step` gets each step's metrics, once they are fetched.
         """
         self.window, self.tokens, self._seconds = window, tokens, seconds
-        self._record, self._bar, self._metric = record, bar, metric
+        self._record, self._bar, self._task = record, bar, settings.task
         self._on_step = on_step
         self._log_every, self._last_step = settings.log_every, settings.steps
         self._stage_after = settings.stage_after
@@ -99,7 +98,11 @@ class StepLog:
 
     def _write(self, step: int, values: dict[str, float], speed: float | None) -> None:
         means = [sum(column) / len(column) for column in zip(*self.window, strict=True)]
-        line = {self._metric: means[0], "accuracy": means[1], "grad_norm": values["grad_norm"]}
+        line = {
+            **bits_of(self._task, "train", means[0]),
+            "accuracy": means[1],
+            "grad_norm": values["grad_norm"],
+        }
         if "learning_rate" in values:
             line["learning_rate"] = values["learning_rate"]
         line["tokens"] = self.tokens

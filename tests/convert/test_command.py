@@ -95,7 +95,7 @@ def test_hugging_face_to_a_run_that_is_scored_and_back(tmp_path, run):
     )
     code, out, err = convert(run, tmp_path / "hf", tmp_path / "run")
     assert (code, err) == (0, "") and "check: logits differ by at most 0," in out
-    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    (tmp_path / "text").write_bytes(bytes(range(32, 96)) * 80)
     flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}"]
     code, out, err = run(evaluate.main, *flags, "--length=32")
     result = json.loads((tmp_path / "run/evaluation_valid.json").read_text())
@@ -112,7 +112,7 @@ def test_hugging_face_to_a_run_that_is_scored_and_back(tmp_path, run):
 def test_a_run_without_its_config_has_it_in_the_checkpoint(tmp_path, run):
     run_folder.write(tmp_path / "run", ENWIK8_LIKE, random_params(ENWIK8_LIKE), {}, "A note.")
     (tmp_path / "run/config.gin").unlink()
-    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    (tmp_path / "text").write_bytes(bytes(range(32, 96)) * 80)
     flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=32"]
     assert run(evaluate.main, *flags)[0] == 0
     assert not (tmp_path / "run/config.gin").exists()
@@ -248,10 +248,10 @@ def test_flags_that_a_conversion_does_not_read(flag, tmp_path, run):
 def test_a_task_with_more_ids_than_the_model(tmp_path, run):
     small = ENWIK8_LIKE._replace(arguments={**ENWIK8_LIKE.arguments, "vocab_size": 100})
     run_folder.write(tmp_path / "run", small, random_params(small), {}, "A note.")
-    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    (tmp_path / "text").write_bytes(bytes(range(32, 96)) * 80)
     flags = [f"--output_dir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=32"]
     code, _, err = run(evaluate.main, *flags)
-    assert code == 1 and "ids below 256 and the model vocab_size=100" in err
+    assert code == 2 and "ids below 256 and the model vocab_size=100" in err
 
 
 @pytest.mark.parametrize("spec_of", [0, 1], ids=["scopes", "default cycle"])

@@ -1,0 +1,60 @@
+"""The modules that a config names without an import line, found by their last names."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from reformax.cli import gin_text
+
+# What configs name: modules of these packages, and two of training.
+_PACKAGES = ("reformax.data", "reformax.models", "reformax.ops")
+_OF_TRAINING = ("loop", "optimizer")
+
+
+def missing(override: str, bound: Iterable[str]) -> list[str]:
+    """The import lines that an override needs and that no file has.
+
+    Args:
+      override: a binding, such as 'loop.train.task=@text.text()'.
+      bound: the names that imports bind.
+    """
+    wanted = set(gin_text.modules_of(override)) - set(bound)
+    lines = [line for name in sorted(wanted) if (line := import_line(name))]
+    if any(line.startswith("import ") for line in lines):
+        find_in_working_directory()
+    return lines
+
+
+def import_line(name: str) -> str | None:
+    """The line that imports a module of this package, or one of the working directory."""
+    if name in (packages := _packages()):
+        return f"from {packages[name]} import {name}"
+    if name.isidentifier() and name not in sys.stdlib_module_names:
+        here = Path.cwd()
+        if any(path.is_file() for path in (here / f"{name}.py", here / name / "__init__.py")):
+            return f"import {name}"
+    return None
+
+
+def find_in_working_directory() -> None:
+    """Lets imports find modules in the working directory, after all others."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    """The package of each module by its last name; names that two packages have are left out."""
+    found = {name: "reformax.training" for name in _OF_TRAINING}
+    twice = set()
+    for package in _PACKAGES:
+        folders = importlib.util.find_spec(package).submodule_search_locations
+        names = [m.name for m in pkgutil.iter_modules(folders) if not m.ispkg and m.name[0] != "_"]
+        twice |= found.keys() & names
+        found |= dict.fromkeys(names, package)
+    return {name: package for name, package in found.items() if name not in twice}

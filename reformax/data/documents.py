@@ -1,0 +1,180 @@
+"""A text from what --data_dir names: files of text, tables of documents, folders of `datasets`.
+
+Every file is looked at before it is trained on. What is no text is refused in one line that names
+the option to train on its bytes as they are.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from reformax.data import files, tables
+from reformax.data.base import SPLITS
+from reformax.declared import SettingError
+
+# Stands after each row of a table. Text does not hold it.
+BORDER = b"\0"
+RAW = "--config='text.text.raw=True'"
+# Of the bytes of a sample; text in Latin-1 has a few percent, a picture half.
+MOST_NO_TEXT = 1 / 3
+_PIECE, _PIECES = 2**12, 16  # the sample
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b")) + b"\x7f"
+# The beginnings of files that hold others, or are no text: what they are, what to do instead.
+_UNPACK = "unpack it and give the folder"
+_KINDS = {
+    b"PK\x03\x04": ("a zip archive", _UNPACK),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
+    b"Rar!\x1a\x07": ("a rar archive", _UNPACK),
+    b"\x1f\x8b": ("packed by gzip", "name it .gz"),
+    b"\xfd7zXZ\0": ("packed by xz", "name it .xz"),
+    b"BZh": ("packed by bzip2", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("packed by zstd", "unpack it"),
+    b"%PDF-": ("a PDF", "convert it, as with pdftotext"),
+    b"PAR1": ("a Parquet file", "name it .parquet"),
+    b"ARROW1": ("an Arrow file", "name it .arrow"),
+    b"SQLite format 3\0": ("a database of SQLite", "export its text"),
+    codecs.BOM_UTF16_LE: ("UTF-16", "convert it, as with iconv -f UTF-16 -t UTF-8"),
+    codecs.BOM_UTF16_BE: ("UTF-16", "convert it, as with iconv -f UTF-16 -t UTF-8"),
+}
+# What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
+_DATASET, _DATASETS = "state.json", "dataset_dict.json"
+_SPLITS = {"validation": "valid", "dev": "valid"} | {split: split for split in SPLITS}
+
+
+def read(path: Path, pattern: str, field: str, raw: bool) -> Mapping[str, bytes]:
+    """The text of a file or folder: 'train' alone, or the splits that it is divided in.
+
+    Args:
+      path: a file; a folder, whose files are joined by `files.read_folder`; or a folder that
+        `datasets` saved.
+      pattern: the names of a folder's files to take.
+      field: the field of a table's rows that is text. Each text ends in `BORDER`.
+      raw: take files as they are: no table, nothing unpacked, nothing refused.
+
+    Raises:
+      ValueError: a file is empty, damaged or no text, or too much; or no file matches.
+      OSError: a file or a folder cannot be read.
+      ImportError: a package that reads such tables is not there.
+    """
+
+    def content(file: Path) -> bytes:
+        if raw:
+            return files.read_plain(file)
+        rows = tables.reader(file)
+        if rows is None:
+            try:
+                data = files.read_file(file)
+            except files.Archive as error:
+                raise SettingError(f"{error}; or train on its bytes with {RAW}") from None
+            check_text(file, data)
+            return data
+        return _joined(rows(file, field, files.most_unpacked(file.stat().st_size)), file, field)
+
+    if not path.is_dir():
+        return {"train": content(path)}
+    if not raw and (path / _DATASETS).is_file():
+        return _datasets(path, field)
+    if not raw and (path / _DATASET).is_file():
+        return {"train": _dataset(path, field)}
+    if not raw and pattern == "*":
+        _check_no_pairs(path)
+    return {"train": files.read_folder(path, pattern, content)}
+
+
+def check_text(path: Path, data: bytes) -> None:
+    """Raises `SettingError` if a sample of a file's bytes is mostly no text in UTF-8."""
+    kinds = [kind for begin, kind in _KINDS.items() if data.startswith(begin)]
+    if data[257:262] == b"ustar":
+        kinds = [("a tar archive", _UNPACK)]
+    if kinds:
+        what, fix = kinds[0]
+        raise SettingError(f"{path} is {what}: {fix}; or train on its bytes as they are with {RAW}")
+    every = max(_PIECE, len(data) // _PIECES)
+    sample = [data[begin : begin + _PIECE] for begin in range(0, len(data), every)]
+    no_text, total = sum(map(_no_text, sample)), sum(map(len, sample))
+    if no_text > MOST_NO_TEXT * total:
+        raise SettingError(
+            f"{path} is no text: {no_text / total:.0%} of a sample is not UTF-8; convert it, "
+            "choose other files by text.text.pattern, or train on its bytes as they are with "
+            f"{RAW}"
+        )
+
+
+def _no_text(piece: bytes) -> int:
+    """The bytes of a piece that are no UTF-8, or that control a device."""
+    kept = piece.translate(None, _CONTROLS)
+    return len(piece) - len(kept.decode("utf-8", "ignore").encode())
+
+
+def _joined(rows: Iterator[bytes], path: Path, field: str) -> bytes:
+    """Documents with a border after each."""
+    documents = list(rows)
+    if not documents:
+        raise ValueError(f"{path} has no row with text in {field!r}: give one that has")
+    documents.append(b"")
+    return BORDER.join(documents)
+
+
+def _datasets(folder: Path, field: str) -> dict[str, bytes]:
+    """The splits of a folder that `DatasetDict.save_to_disk` wrote."""
+    names = _read_json(folder / _DATASETS).get("splits")
+    known = {s: _SPLITS[s] for s in names if s in _SPLITS} if isinstance(names, list) else {}
+    if "train" not in known or len(set(known.values())) < len(known):
+        raise SettingError(
+            f"{folder} holds the splits {names}: expected 'train', and 'validation' and 'test' if "
+            "there are any; give the folder of one of them"
+        )
+    return {split: _dataset(folder / name, field) for name, split in known.items()}
+
+
+def _dataset(folder: Path, field: str) -> bytes:
+    """The documents of a folder that `Dataset.save_to_disk` wrote."""
+    state = _read_json(folder / _DATASET)
+    try:
+        names = [file["filename"] for file in state["_data_files"]]
+    except (KeyError, TypeError):
+        names = []
+    if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
+        raise ValueError(
+            f"{folder / _DATASET} names no files of its folder: save the dataset again"
+        )
+    paths = [folder / name for name in names]
+    limit = files.most_unpacked(sum(map(files.check_ordinary, paths)))
+
+    def rows() -> Iterator[bytes]:
+        left = limit
+        for path in paths:
+            for document in tables.arrow(path, field, left):
+                left -= len(document)
+                yield document
+
+    return _joined(rows(), folder, field)
+
+
+def _read_json(path: Path) -> dict:
+    if files.check_ordinary(path) > 2**24:
+        raise ValueError(f"{path} has more than {2**24:,} bytes: save the dataset again")
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no object of JSON: save the dataset again")
+    return found
+
+
+def _check_no_pairs(folder: Path) -> None:
+    """Raises `SettingError` for sentence pairs: files of each split in two languages."""
+    languages = [
+        path.name.removeprefix("train.")
+        for path in sorted(folder.glob("train.??"))
+        if any(folder.glob(f"val*{path.suffix}")) and any(folder.glob(f"test*{path.suffix}"))
+    ]
+    if len(languages) > 1:
+        raise SettingError(
+            f"{folder} holds sentence pairs ({', '.join(languages)}): translate them with "
+            "--config_file=transformer_multi30k.gin, or choose files by text.text.pattern"
+        )

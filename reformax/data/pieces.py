@@ -1,0 +1,326 @@
+"""Language models of pieces of words, whose figures compare with those of bytes.
+
+A vocabulary is a sentencepiece model that is learnt from the text, or a file: one of sentencepiece,
+or tokenizer.json of Hugging Face's `tokenizers`. It stays with its run. A document's end, byte 0 of
+the text, is the vocabulary's EOS.
+
+A split has as many bits in pieces as in bytes, so bits per token over bytes per token are bits per
+byte. They compare where pieces give the text back, as learnt ones do.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from reformax import durable
+from reformax.data import files
+from reformax.data.base import Task, check_split, fingerprint, language_model
+from reformax.data.vocabulary import FILE, learnt
+from reformax.data.vocabulary import fingerprint as hash_of
+from reformax.declared import SettingError, user_path
+
+_BORDER = b"\0"
+_BLOCK = 2**14  # bytes of text that are encoded as one
+_TOGETHER = 2**24  # bytes of text whose ids are Python integers until they are joined
+# Bytes that a vocabulary is learnt from, taken evenly from the whole, and of one of its sentences.
+_SAMPLE, _SENTENCE = 10**7, 2**11
+# A tokenizer.json of 250,000 pieces has 20 MB.
+_MOST_FILE = 2**28
+# Pieces that give every text back: spaces stay as they are, what has no piece is in bytes.
+_LOSSLESS: dict[str, Any] = {
+    "byte_fallback": True,
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "user_defined_symbols": ["\n"],
+    "character_coverage": 0.9995,
+}
+# The names of a document's end in vocabularies of Hugging Face.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+class _SentencePieces:
+    """A sentencepiece model that was read."""
+
+    def __init__(self, serialised: bytes):
+        import sentencepiece
+
+        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=serialised)
+        self.size = self._pieces.get_piece_size()
+        self.end = self._pieces.eos_id()
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._pieces.encode(list(texts), num_threads=-1)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._pieces.decode(ids)
+
+
+class _Tokenizer:
+    """A tokenizer.json that was read."""
+
+    def __init__(self, serialised: bytes):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ImportError(
+                "a tokenizer.json is read by tokenizers, which is not there: "
+                "pip install 'reformax[tokenizers]'"
+            ) from None
+        self._tokenizer = Tokenizer.from_buffer(serialised)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.size = 1 + max(known.values())
+        self.end = next((known[name] for name in _ENDS if name in known), -1)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in encoded]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class PieceVocabulary:
+    """A vocabulary of pieces, learnt or read when it is first needed."""
+
+    def __init__(
+        self,
+        size: int,
+        text: UInt8[np.ndarray, " n"] | None = None,
+        path: str | os.PathLike | None = None,
+        model_type: str = "bpe",
+    ):
+        """Stores the settings; reads a file, but learns nothing yet.
+
+        Args:
+          size: pieces of a vocabulary that is learnt. That of a file has its own.
+          text: the bytes to learn from.
+          path: a file with a vocabulary. It may be gone once the run keeps its own copy.
+          model_type: sentencepiece's kind of model.
+
+        Raises:
+          ValueError: the file is too large, or no vocabulary.
+        """
+        self.size, self._text, self._model_type = size, text, model_type
+        self._path = None if path is None else user_path("text.text.vocabulary", path)
+        self._bytes: bytes | None = None
+        self._pieces: _SentencePieces | _Tokenizer | None = None
+        if self._path is not None and self._path.exists():
+            self._take(_read(self._path), self._path)
+
+    def keep_in(self, folder: str | os.PathLike, begun: bool) -> str:
+        """Reads the run's vocabulary, or makes it and writes it there; returns its fingerprint.
+
+        Raises:
+          ValueError: the run has begun and its vocabulary is missing, damaged or not the config's;
+            or it has not begun and another one lies in its folder.
+          FileNotFoundError: the config's file is not there, and the run has not begun.
+        """
+        path = Path(folder) / FILE
+        if begun:
+            self._take_kept(path)
+        else:
+            made = self._made()
+            if path.exists() and path.read_bytes() != made:
+                raise ValueError(
+                    f"{path} is not the vocabulary of this text and these settings, and the run "
+                    "has no checkpoint yet: delete it, or give another output_dir"
+                )
+            if not path.exists():
+                durable.write(path, made)
+            self._warn_of_loss()
+        return hash_of(self._bytes)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return [i for ids in self._codec.encode_all([text]) for i in ids]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; a document's end is a newline."""
+        found, part = [], []
+        for i in ids:
+            if i == self._codec.end:
+                found.append(self._codec.decode(part))
+                part = []
+            elif i < self._codec.size:  # a model may have more ids than its vocabulary
+                part.append(int(i))
+        return "\n".join([*found, self._codec.decode(part)])
+
+    def encode_documents(self, data: bytes) -> np.ndarray:
+        """The ids of documents that byte 0 ends.
+
+        Raises:
+          ValueError: the text is not UTF-8.
+        """
+        dtype = np.uint16 if self.size <= 2**16 else np.int32
+        end = [self._codec.end] if self._codec.end >= 0 else self.encode("\n")
+        parts, texts, waiting = [np.zeros(0, dtype)], [], 0
+        for first, last in _blocks(data):
+            texts.append(_decoded(data, first, last))
+            waiting += last - first
+            if waiting >= _TOGETHER:
+                parts.append(self._joined(texts, end, dtype))
+                texts, waiting = [], 0
+        return np.concatenate([*parts, self._joined(texts, end, dtype)])
+
+    def _joined(self, texts: list[str], end: list[int], dtype: type) -> np.ndarray:
+        ids = self._codec.encode_all([text.rstrip("\0") for text in texts])
+        ends = (end if text.endswith("\0") else [] for text in texts)
+        return np.array([i for x, e in zip(ids, ends, strict=True) for i in (*x, *e)], dtype)
+
+    @property
+    def _codec(self) -> _SentencePieces | _Tokenizer:
+        if self._pieces is None:
+            self._made()
+        return self._pieces
+
+    def _made(self) -> bytes:
+        """The file's vocabulary, or one learnt from the text."""
+        if self._bytes is None:
+            if self._path is not None:
+                raise files.Missing(
+                    f"text.text.vocabulary is {self._path}, which does not exist: give a "
+                    "tokenizer.json or a sentencepiece model"
+                )
+            settings = _LOSSLESS | {"model_type": self._model_type}
+            self._take(learnt(_sentences(self._text), self.size, settings), Path(FILE))
+        return self._bytes
+
+    def _take(self, serialised: bytes, path: Path) -> None:
+        self._pieces, self._bytes = _codec(serialised, path), serialised
+        self.size = self._pieces.size
+
+    def _take_kept(self, path: Path) -> None:
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is missing: the model's ids mean nothing without it, copy it back from "
+                "where the run was trained"
+            )
+        given, declared = self._bytes, self.size
+        self._take(_read(path), path)
+        if given is not None and given != self._bytes:
+            raise SettingError(
+                f"text.text.vocabulary is {self._path}, which is not {path}: give the run's own, "
+                "or another output_dir"
+            )
+        exact = self._model_type in ("bpe", "unigram")
+        learnt_here = self._path is None and self._text is not None
+        if learnt_here and (self.size > declared or (exact and self.size < declared)):
+            raise SettingError(
+                f"{path} has {self.size} pieces and the config vocab_size={declared}: set "
+                f"vocab_size={self.size}, or give another output_dir"
+            )
+
+    def _warn_of_loss(self) -> None:
+        if self._text is None:
+            return
+        sample = bytes(self._text[:_BLOCK]).decode("utf-8", "ignore").replace("\0", "")
+        if self.decode(self.encode(sample)) != sample:
+            logging.getLogger(__name__).warning(
+                "text: the vocabulary does not give the text back as it was, so bits per byte "
+                "compare with no other's"
+            )
+
+
+def piece_language_model(
+    name: str, splits: Mapping[str, UInt8[np.ndarray, " n"]], vocabulary: PieceVocabulary
+) -> Task:
+    """The task of predicting each piece of a text; a split is encoded when it is needed.
+
+    Args:
+      name: the task's name in logs and errors.
+      splits: the bytes of 'train', 'valid' and 'test', none of them empty.
+      vocabulary: kept by the run before it is used.
+    """
+
+    def bytes_of(split: str) -> np.ndarray:
+        check_split(name, split, tuple(splits))
+        return splits[split]
+
+    tokens_of = functools.cache(lambda split: vocabulary.encode_documents(bytes(bytes_of(split))))
+    return language_model(name, vocabulary.size, tokens_of)._replace(
+        fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))),
+        vocabulary=vocabulary,
+        n_bytes=lambda split: len(bytes_of(split)),
+    )
+
+
+def load(folder: str | os.PathLike) -> PieceVocabulary:
+    """The vocabulary that a run's folder keeps; needs no text.
+
+    Raises:
+      ValueError: it is missing or damaged.
+    """
+    vocabulary = PieceVocabulary(0)
+    vocabulary.keep_in(folder, begun=True)
+    return vocabulary
+
+
+def _read(path: Path) -> bytes:
+    if (size := files.check_ordinary(path)) > _MOST_FILE:
+        raise SettingError(f"{path} has {size:,} bytes: expected a vocabulary of {_MOST_FILE:,}")
+    return path.read_bytes()
+
+
+def _codec(serialised: bytes, path: Path) -> _SentencePieces | _Tokenizer:
+    try:
+        is_json = serialised.lstrip()[:1] == b"{"
+        return _Tokenizer(serialised) if is_json else _SentencePieces(serialised)
+    except ImportError:
+        raise
+    except Exception as error:  # tokenizers raises that alone
+        reason = " ".join(str(error).split())[:200]
+        raise SettingError(
+            f"{path} is no vocabulary ({reason}): give a tokenizer.json or a sentencepiece model"
+        ) from None
+
+
+def _sentences(text: UInt8[np.ndarray, " n"]) -> Iterator[str]:
+    """Lines of a text, cut where they are long: blocks of it, evenly, of `_SAMPLE` bytes."""
+    every = max(1, -(-len(text) // _SAMPLE))
+    for begin in range(0, len(text), every * _BLOCK):
+        block = bytes(text[begin : begin + _BLOCK]).decode("utf-8", "ignore")
+        for line in block.replace("\0", "\n").split("\n"):
+            yield from (line[i : i + _SENTENCE] for i in range(0, len(line), _SENTENCE))
+
+
+def _blocks(data: bytes) -> Iterator[tuple[int, int]]:
+    """The places of parts that are encoded alone: documents, cut where a line or a word ends."""
+    begin = 0
+    while begin < len(data):
+        end = begin + _BLOCK
+        border = data.find(_BORDER, begin, end)
+        if border >= 0:
+            end = border + 1
+        elif end < len(data):
+            line, word = data.rfind(b"\n", begin, end), data.rfind(b" ", begin + 1, end)
+            if line >= 0:
+                end = line + 1
+            elif word >= 0:
+                end = word
+            else:
+                while end > begin + 1 and data[end] >> 6 == 2:  # inside a character
+                    end -= 1
+        yield begin, min(end, len(data))
+        begin = end
+
+
+def _decoded(data: bytes, first: int, last: int) -> str:
+    try:
+        return data[first:last].decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = first + error.start
+        raise ValueError(
+            f"the text is not UTF-8: byte {data[place]:#04x} at {place:,} of a split: convert it, "
+            "as with iconv, or train on bytes with vocab_size=256"
+        ) from None

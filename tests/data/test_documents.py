@@ -1,0 +1,283 @@
+"""Tables of documents, folders of `datasets`, and what is no text."""
+
+import gzip
+import io
+import json
+import lzma
+import random
+import tarfile
+import zipfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from reformax.data import files, tables
+from reformax.data.text import text
+
+TEXTS = [f"Document {i}:\nsome words of it, ünïcode.\n" for i in range(40)]
+JOINED = b"".join(text.encode() + b"\0" for text in TEXTS)
+
+
+def table(texts=TEXTS, name="text"):
+    return pa.table({"id": list(range(len(texts))), name: texts})
+
+
+def write_arrow(path, of=None, options=None, writer=pa.ipc.new_stream):
+    of = table() if of is None else of
+    with writer(str(path), of.schema, options=options) as sink:
+        sink.write_table(of, max_chunksize=7)
+
+
+def write_jsonl(path, rows=None):
+    rows = [{"id": i, "text": t} for i, t in enumerate(TEXTS)] if rows is None else rows
+    data = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(data))
+
+
+def write_dataset(folder, texts=TEXTS, name="text"):
+    """A folder as `Dataset.save_to_disk` writes it, of two files."""
+    folder.mkdir(parents=True)
+    half, names = len(texts) // 2, ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for part, file in zip((texts[:half], texts[half:]), names, strict=True):
+        write_arrow(folder / file, table(part, name))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": n} for n in names]})
+    )
+    (folder / "dataset_info.json").write_text("{}")
+
+
+KINDS = {
+    "a.jsonl": write_jsonl,
+    "a.ndjson": write_jsonl,
+    "a.jsonl.gz": write_jsonl,
+    "a.jsonl.xz": write_jsonl,
+    "a.parquet": lambda path: pq.write_table(table(), path),
+    "dictionaries.parquet": lambda path: pq.write_table(
+        table(pa.array(TEXTS).dictionary_encode()), path, row_group_size=9
+    ),
+    "large.parquet": lambda path: pq.write_table(table(pa.array(TEXTS, pa.large_string())), path),
+    "a.arrow": write_arrow,
+    "file.arrow": lambda path: write_arrow(path, writer=pa.ipc.new_file),
+    "dictionary.arrow": lambda path: write_arrow(path, table(pa.array(TEXTS).dictionary_encode())),
+    "dataset": write_dataset,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_are_documents(name, tmp_path, content):
+    KINDS[name](tmp_path / name)
+    assert content(text(str(tmp_path / name))) == JOINED
+
+
+def test_files_of_a_folder_of_several_kinds(tmp_path, content):
+    write_jsonl(tmp_path / "b.jsonl")
+    pq.write_table(table(), tmp_path / "c.parquet")
+    (tmp_path / "a.txt").write_text("plain")
+    assert content(text(str(tmp_path))) == b"plain\n" + JOINED + JOINED
+
+
+def test_another_field_and_rows_without_text(tmp_path, content, fails_in_one_line):
+    rows = [{"text": 3, "body": "one"}, {"body": None}, {"body": ""}, {"body": "two " * 9}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    pq.write_table(table([row["body"] for row in rows], "body"), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        data = content(text(str(tmp_path / name), field="body"))
+        assert data == b"one\0" + b"two " * 9 + b"\0"
+        with fails_in_one_line(
+            ValueError, "no text 'text': it has body, set --config='text.text.f"
+        ):
+            text(str(tmp_path / name))
+
+
+def test_the_splits_of_a_dataset_are_kept(tmp_path, content):
+    parts = {"train": TEXTS[:20], "validation": TEXTS[20:30], "test": TEXTS[30:]}
+    for name, texts in parts.items():
+        write_dataset(tmp_path / name, texts)
+    path = tmp_path / "dataset_dict.json"
+    path.write_text(json.dumps({"splits": list(parts)}))
+    task = text(str(tmp_path))
+    for split, name in zip(("train", "valid", "test"), parts, strict=True):
+        assert content(task, split) == b"".join(t.encode() + b"\0" for t in parts[name])
+    # A split that is missing comes from the end of train.
+    path.write_text(json.dumps({"splits": ["train", "test"]}))
+    short = text(str(tmp_path))
+    assert content(short, "test") == content(task, "test")
+    assert content(short, "train", "valid") == content(task, "train")
+    assert 0 < short.n_targets("valid") <= task.n_targets("train") // 20 + 3
+    # The fingerprint is that of the documents.
+    assert short.fingerprint("test") == task.fingerprint("test") != task.fingerprint("valid")
+
+
+def test_held_out_text_is_whole_characters_and_bounded(tmp_path, content):
+    (tmp_path / "a.txt").write_text("€äx" * 300)
+    task = text(str(tmp_path / "a.txt"))
+    parts = [content(task, split).decode() for split in ("train", "valid", "test")]
+    assert "".join(parts) == "€äx" * 300
+    assert all(90 <= task.n_targets(split) <= 96 for split in ("valid", "test"))
+    small = text(str(tmp_path / "a.txt"), max_held_out=24)
+    assert [small.n_targets(split) for split in ("train", "valid", "test")] == [1752, 24, 24]
+
+
+def tar(path):
+    with tarfile.open(path, "w") as archive:
+        member = tarfile.TarInfo("a.txt")
+        member.size = len(JOINED)
+        archive.addfile(member, io.BytesIO(JOINED))
+
+
+def zip_of_two(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("one", JOINED)
+        archive.writestr("two", JOINED)
+
+
+NO_TEXT = {
+    "tar": ("a.tar", tar, "is a tar archive: unpack it and give the folder"),
+    "zip of two": ("a.zip", zip_of_two, "holds 2 files and must hold one: unpack it"),
+    "zip by another name": ("a.docx", zip_of_two, "is a zip archive: unpack it"),
+    "noise": (
+        "a.bin",
+        random.Random(0).randbytes(9999),
+        r"is no text: 5\d% of a sample",
+    ),
+    "numbers": ("train.bin", bytes(range(9)) * 999, "is no text: 89% of a sample"),
+    "UTF-16": ("a.txt", ("one two" * 9).encode("utf-16"), "is UTF-16: convert it, as with iconv"),
+    "PDF": ("a.pdf", b"%PDF-1.7\n" + JOINED, "is a PDF: convert it, as with pdftotext"),
+    "gzip by no name": ("a", gzip.compress(JOINED), "is packed by gzip: name it .gz"),
+    "Parquet by no name": ("a", b"PAR1" + JOINED, "is a Parquet file: name it .parquet"),
+}
+
+
+@pytest.mark.parametrize("row", NO_TEXT)
+def test_what_is_no_text_names_the_option_to_train_on_it(row, tmp_path, content, fails_in_one_line):
+    name, made, message = NO_TEXT[row]
+    path = tmp_path / name
+    path.write_bytes(made) if isinstance(made, bytes) else made(path)
+    for data_dir in (path, tmp_path):  # alone, and in a folder
+        with fails_in_one_line(ValueError, f"{message}.*--config='text.text.raw=True'"):
+            text(str(data_dir))
+    assert content(text(str(path), raw=True)) == path.read_bytes()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_text_in_any_encoding_near_to_ascii_is_text(encoding, tmp_path, content):
+    data = ("Größe, naïveté, à la carte: " * 99).encode(encoding)
+    (tmp_path / "a.txt").write_bytes(data)
+    assert content(text(str(tmp_path / "a.txt"))) == data
+
+
+def test_sentence_pairs_are_for_translation(tmp_path, fails_in_one_line):
+    for name in ("train.en", "train.de", "val.en", "val.de", "test_2016.en", "test_2016.de"):
+        (tmp_path / name).write_text("a line of it\n" * 9)
+    with fails_in_one_line(ValueError, "pairs .de, en.: .* --config_file=transformer_multi30k.gin"):
+        text(str(tmp_path))
+    assert text(str(tmp_path), pattern="*.en").n_targets("train")
+
+
+LONG = "a" * 2**20
+DAMAGE = {
+    "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl line 2 is no JSON"),
+    "no object": ("a.jsonl", b'["a"]\n', "line 1 is no object: expected lines such as"),
+    "deep JSON": ("a.jsonl", b"[" * 10**5, "line 1 is no JSON"),
+    "long number": ("a.jsonl", b"1" * 10**5, "line 1 is no JSON"),
+    "no text at all": ("a.jsonl", b'{"text": ""}\n', "a.jsonl has no row with text in 'text'"),
+    "text as .parquet": ("a.parquet", b"plain text", "a.parquet is damaged"),
+    "text as .arrow": ("a.arrow", b"plain text", "a.arrow is damaged"),
+    "cut .arrow": ("a.arrow", lambda path: path.write_bytes(arrow_bytes()[:900]), "is damaged"),
+    "numbers": (
+        "a.parquet",
+        lambda path: pq.write_table(pa.table({"text": [1, 2]}), path),
+        "has no text 'text': it has none",
+    ),
+    "many times one text": (
+        "a.parquet",
+        lambda path: pq.write_table(table([LONG] * 64), path),
+        "unpacks to more than 4,194,304 bytes of text from .*: refused as a decompression bomb",
+    ),
+    "packed pages": (
+        "a.parquet",
+        lambda path: pq.write_table(
+            table([LONG + str(i) for i in range(64)]),
+            path,
+            use_dictionary=False,
+            compression="zstd",
+        ),
+        "unpacks to more than 4,194,304 bytes of text",
+    ),
+    "rows without end": (
+        "a.parquet",
+        lambda path: pq.write_table(pa.table({"text": pa.nulls(5 * 2**20, pa.string())}), path),
+        "unpacks to more than 4,194,304 bytes of text",
+    ),
+    "a dictionary in Arrow": (
+        "a.arrow",
+        lambda path: write_arrow(path, table(pa.array([LONG] * 64).dictionary_encode())),
+        "unpacks to more than 21,034,240 bytes of text",
+    ),
+    "packed buffers": (
+        "a.arrow",
+        lambda path: write_arrow(path, options=pa.ipc.IpcWriteOptions(compression="zstd")),
+        "has packed buffers, which `datasets` does not write",
+    ),
+    "files elsewhere": (
+        "a",
+        lambda path: dataset_of(path, [{"filename": "../b.arrow"}]),
+        "state.json names no files of its folder",
+    ),
+}
+
+
+def arrow_bytes():
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table().schema) as writer:
+        writer.write_table(table())
+    return sink.getvalue()
+
+
+def dataset_of(folder, files_of_it):
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps({"_data_files": files_of_it}))
+
+
+@pytest.mark.parametrize("row", DAMAGE)
+def test_damaged_and_hostile_tables_are_one_line(row, tmp_path, monkeypatch, fails_in_one_line):
+    name, made, message = DAMAGE[row]
+    path = tmp_path / name
+    path.write_bytes(made) if isinstance(made, bytes) else made(path)
+    monkeypatch.setattr(files, "MAX_UNPACKED", 2**22)
+    with fails_in_one_line(ValueError, message):
+        text(str(path))
+
+
+def test_a_long_line_is_refused(tmp_path, monkeypatch, fails_in_one_line):
+    write_jsonl(tmp_path / "a.jsonl")
+    monkeypatch.setattr(tables, "MAX_LINE", 20)
+    with fails_in_one_line(ValueError, "line 1 has more than 20 bytes: split it"):
+        text(str(tmp_path / "a.jsonl"))
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch, fails_in_one_line):
+    pq.write_table(table(), tmp_path / "a.parquet")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with fails_in_one_line(ImportError, r"pip install 'reformax\[parquet\]'"):
+        text(str(tmp_path / "a.parquet"))
+
+
+def test_flipped_bytes_of_tables_are_told_or_harmless(tmp_path):
+    """No crash and no error of several lines, whatever a few bytes say."""
+    rng, path = random.Random(0), tmp_path / "a.parquet"
+    for name in ("a.parquet", "a.arrow"):
+        path = tmp_path / name
+        KINDS[name](path)
+        whole = path.read_bytes()
+        for _ in range(150):
+            data = bytearray(whole)
+            for _ in range(rng.randint(1, 3)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            path.write_bytes(data)
+            try:
+                text(str(path))
+            except (ValueError, OSError) as error:
+                assert "\n" not in str(error)

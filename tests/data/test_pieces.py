@@ -1,0 +1,173 @@
+"""Language models of pieces: every text comes back, documents end, the run keeps the vocabulary."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from reformax.data import pieces, vocabulary
+from reformax.data.text import text
+
+LINES = [f"Line {i} of the text,  with spaces\t and größe: {i * i}." for i in range(400)]
+TEXT = "\n".join(LINES) + "\n\n    indented\n"
+STRANGE = ["", " ", "\n\n", "  a ", "漢字 kana\r\n", "\x07 <s> </s> <0x41>", "é" * 99, "x" * 40_000]
+
+
+def tokenizer_json(path, *, lower=False, end="<|endoftext|>", size=400):
+    """A byte-level BPE as GPT-2 has."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if lower:
+        tokenizer.normalizer = normalizers.Lowercase()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def task_of(kind, data, **options):
+    """A task of learnt pieces or of a tokenizer.json, with its vocabulary ready."""
+    folder = data.parent
+    if kind == "tokenizers":
+        options |= {"vocabulary": str(tokenizer_json(folder / "tokenizer.json"))}
+    else:
+        options |= {"vocab_size": 400, "model_type": kind}
+    (folder / "run").mkdir(exist_ok=True)
+    task = text(str(data), **options)
+    task.vocabulary.keep_in(folder / "run", begun=False)
+    return task
+
+
+def ids_of(task, split):
+    batches = task.eval_batches(split, 4, 64, 64)
+    return np.concatenate([batch.targets[batch.weights == 1] for batch in batches])
+
+
+KINDS = ["bpe", "unigram", "tokenizers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_text_comes_back(kind, data):
+    task = task_of(kind, data)
+    for one in (*STRANGE, TEXT):
+        assert task.vocabulary.decode(task.vocabulary.encode(one)) == one
+    whole = "".join(task.vocabulary.decode(ids_of(task, s)) for s in ("train", "valid", "test"))
+    assert whole == TEXT
+    assert task.vocab_size == 400 and task.n_bytes("valid") == text(str(data)).n_targets("valid")
+    assert task.n_targets("train") < 0.9 * task.n_bytes("train")
+    assert task.fingerprint("valid") == text(str(data)).fingerprint("valid")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_ends_in_one_id(kind, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
+    task = task_of(kind, path)
+    ids = ids_of(task, "train")
+    end = {"tokenizers": 0}.get(kind, 1)
+    decoded = task.vocabulary.decode(ids)
+    n_documents = sum(line + "\n" in decoded for line in LINES)
+    assert 350 < (ids == end).sum() == n_documents < 400
+    assert decoded.startswith(f"{LINES[0]}\n{LINES[1]}\n")
+
+
+def test_blocks_cut_documents_where_a_line_or_a_word_ends(monkeypatch):
+    monkeypatch.setattr(pieces, "_BLOCK", 8)
+    for data in (b"ab\ncd\nef gh ij\0\0k", b"x" * 20, "éééééééé".encode(), b"        \n" * 3):
+        found = [data[first:last] for first, last in pieces._blocks(data)]
+        assert b"".join(found) == data and all(0 < len(part) <= 8 for part in found)
+        for part in found:
+            part.decode()
+    found = [b"ab\ncd\n", b"ef gh", b" ij\0", b"\0", b"k"]
+    data = b"".join(found)
+    assert [data[first:last] for first, last in pieces._blocks(data)] == found
+
+
+@pytest.mark.parametrize("kind", ["bpe", "tokenizers"])
+def test_the_run_keeps_it(kind, data, fails_in_one_line):
+    task, run = task_of(kind, data), data.parent / "run"
+    fingerprint = task.vocabulary.keep_in(run, begun=True)
+    assert pieces.load(run).encode(TEXT) == task.vocabulary.encode(TEXT)
+    # The file may be gone, and nothing is learnt again.
+    (data.parent / "tokenizer.json").unlink(missing_ok=True)
+    options = {"vocab_size": 400}
+    if kind == "tokenizers":
+        options["vocabulary"] = str(data.parent / "tokenizer.json")
+        with fails_in_one_line(FileNotFoundError, "tokenizer.json, which does not exist: give a"):
+            text(str(data), **options).vocabulary.keep_in(data.parent, begun=False)
+    again = text(str(data), **options)
+    assert again.vocabulary.keep_in(run, begun=True) == fingerprint
+    assert (ids_of(again, "valid") == ids_of(task, "valid")).all()
+    (run / vocabulary.FILE).write_bytes(b"damaged")
+    with fails_in_one_line(ValueError, "vocabulary.model is no vocabulary"):
+        pieces.load(run)
+    (run / vocabulary.FILE).unlink()
+    with fails_in_one_line(ValueError, "vocabulary.model is missing: the model's ids mean nothing"):
+        pieces.load(run)
+
+
+def test_another_vocabulary_is_not_taken(data, fails_in_one_line):
+    task_of("tokenizers", data)
+    run, other = data.parent / "run", tokenizer_json(data.parent / "other.json", size=300)
+    with fails_in_one_line(ValueError, "other.json, which is not .*vocabulary.model: give the run"):
+        text(str(data), vocabulary=str(other)).vocabulary.keep_in(run, begun=True)
+    with fails_in_one_line(ValueError, "is not the vocabulary of this text and these settings"):
+        text(str(data), vocabulary=str(other)).vocabulary.keep_in(run, begun=False)
+    with fails_in_one_line(ValueError, "has 400 pieces and the config vocab_size=500: set vocab"):
+        text(str(data), vocab_size=500).vocabulary.keep_in(run, begun=True)
+
+
+def test_a_sentencepiece_model_is_a_vocabulary_too(data):
+    learnt = task_of("bpe", data)
+    model = data.parent / "own.model"
+    (data.parent / "run" / vocabulary.FILE).rename(model)
+    task = text(str(data), vocabulary=str(model))
+    assert task.vocab_size == 400
+    assert (ids_of(task, "valid") == ids_of(learnt, "valid")).all()
+
+
+def test_what_gives_no_text_back_is_told(data, caplog):
+    path = tokenizer_json(data.parent / "lower.json", lower=True)
+    with caplog.at_level(logging.WARNING):
+        text(str(data), vocabulary=str(path)).vocabulary.keep_in(data.parent, begun=False)
+    assert "does not give the text back as it was" in caplog.text
+
+
+def test_a_vocabulary_without_an_end_of_documents_has_a_newline(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
+    model = tokenizer_json(tmp_path / "tokenizer.json", end="[PAD]")
+    task = text(str(path), vocabulary=str(model))
+    assert task.vocabulary.decode(ids_of(task, "valid")).count("\n") > 10
+
+
+def test_errors_name_the_argument(data, tmp_path, monkeypatch, fails_in_one_line):
+    with fails_in_one_line(ValueError, "vocab_size=8000 does not fit the training text"):
+        text(str(data), vocab_size=8000).vocabulary.keep_in(tmp_path, begun=False)
+    with fails_in_one_line(ValueError, "offset is 2: pieces have no reserved ids"):
+        text(str(data), vocab_size=400, offset=2)
+    with fails_in_one_line(ValueError, "mine.txt is no vocabulary .*: give a tokenizer.json"):
+        text(str(data), vocabulary=str(data))
+    (tmp_path / "bad.json").write_text("{}")
+    with fails_in_one_line(ValueError, "bad.json is no vocabulary"):
+        text(str(data), vocabulary=str(tmp_path / "bad.json"))
+    (tmp_path / "latin.txt").write_bytes(("größe " * 99).encode("latin-1"))
+    with fails_in_one_line(ValueError, "the text is not UTF-8: byte 0xf6 at 2 of a split"):
+        task_of("tokenizers", tmp_path / "latin.txt").n_targets("train")
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with fails_in_one_line(ImportError, r"pip install 'reformax\[tokenizers\]'"):
+        text(str(data), vocabulary=str(tmp_path / "bad.json"))

@@ -1,0 +1,183 @@
+"""Mistakes and their answers: flags, settings and kinds of data, each told with what mends it.
+
+A row is a command as a user types it, and the end of the line that it gets. `.` is a folder with
+the files of `made`. All end with exit code 2: the command or its config is wrong.
+"""
+
+import json
+import random
+import tarfile
+
+import gin
+import pytest
+
+from reformax.cli import config, configs, evaluate, generate, train
+from tests.training.scripts import call
+
+COMMANDS = {"train": train, "evaluate": evaluate, "generate": generate}
+QUICKSTART = str(configs.FOLDER / "quickstart.gin")
+TEXT = "The cat sat on the mat, and the dog ran after it.\n"
+
+FLAGS = {
+    "train --steps=5": "--config='steps=5'",
+    "train --n_hashes 4": "--config='lsh.lsh.n_hashes=4'",
+    "train --eval_every=10": "--config='loop.train.eval_every=10'",
+    "train --output-dir=runs/a": "did you mean --output_dir; --help lists the flags",
+    "train --data=mine.txt": "--data=mine.txt is no flag and no setting; --help lists the flags",
+    "train --learningrate=1": "did you mean learning_rate?; --help lists the flags",
+    "train mine.txt": "mine.txt is no flag: a flag is --NAME=VALUE; --help lists the flags",
+    "train --config_file=reformer_tekst.gin": "did you mean reformer_text.gin",
+    "evaluate --output_dir=runs/a --split=dev": "(choose from 'train', 'valid', 'test')",
+    "evaluate --output_dir=runs/a --batchsize=4": "did you mean --batch_size",
+    "generate --prompt=The": "the following arguments are required: --output_dir",
+    "generate --output_dir=runs/a --temperature=hot": "expected a number of at least 0",
+}
+SETTINGS = {
+    "n_hashes=4": "no config file defines n_hashes; did you mean lsh.lsh.n_hashes?",
+    "stepz=10": "no config file defines stepz; did you mean steps",
+    "steps=1e6": "steps is 1000000.0: expected a whole number",
+    "lsh.lsh.n_hash=4": "has no parameter n_hash: lsh.lsh.n_hash=4; did you mean n_hashes",
+    "lm.ReformerLM.attention_type=@lsh.lhs()": "did you mean lsh?",
+    "lm.ReformerLM.attention_type=@flush.flash()": "flush is not the name of an imported module",
+    "dtype=bfloat16": "a text stands in quotes: --config=\"dtype='bfloat16'\"",
+    "vocab_size=100": "expected 256 for bytes, or 260 and more for pieces",
+    "length=1000000": "the bytes that text trains on",
+    "n_layers=0": "n_layers is 0: expected at least 1",
+    "lm.ReformerLM.attention_type=@lsh.lsh": "expected",
+    "text.text.vocabulary='none.json'": "give a tokenizer.json or a sentencepiece model",
+}
+DATA = {
+    "nowhere.txt": "nowhere.txt does not exist: set data_dir to a file or folder of text",
+    "pictures": "--config='text.text.raw=True'",
+    "texts.tar": "unpack it and give the folder; or train on its bytes as they are with "
+    "--config='text.text.raw=True'",
+    "report.docx": "--config='text.text.raw=True'",
+    "utf16.txt": "convert it, as with iconv -f UTF-16 -t UTF-8; or train on its bytes as they are "
+    "with --config='text.text.raw=True'",
+    "pairs": "translate them with --config_file=transformer_multi30k.gin, or choose files by "
+    "text.text.pattern",
+    "mine.jsonl": "it has content, set --config='text.text.field=\"content\"'",
+    "dataset": "expected 'train', and 'validation' and 'test' if there are any; give the folder of "
+    "one of them",
+}
+# A config, data of another kind, and the config for it.
+WRONG_CONFIG = {
+    "quickstart.gin": "mine.txt: the task reformax.data.stdlib.stdlib reads no files",
+    "reformer_enwik8_small.gin": "folder has no file enwik8",
+    "transformer_multi30k.gin": "mine.txt must be a folder with the files of both languages",
+    "reformer_multi30k.gin": "folder has no file val*.en",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A working directory with data of several kinds."""
+    folder = tmp_path_factory.mktemp("made")
+    for name in ("pictures", "pairs", "folder", "dataset"):
+        (folder / name).mkdir()
+    (folder / "mine.txt").write_text(TEXT * 40)
+    (folder / "folder/a.txt").write_text(TEXT * 40)
+    (folder / "pictures/a.png").write_bytes(random.Random(0).randbytes(2000))
+    with tarfile.open(folder / "texts.tar", "w") as archive:
+        archive.add(folder / "mine.txt")
+    (folder / "report.docx").write_bytes(b"PK\x03\x04" + bytes(100))
+    (folder / "utf16.txt").write_text(TEXT, "utf-16")
+    for language in ("de", "en"):
+        for split in ("train", "val", "test"):
+            (folder / f"pairs/{split}.{language}").write_text(TEXT)
+    (folder / "mine.jsonl").write_text(f"{json.dumps({'content': TEXT})}\n")
+    (folder / "dataset/dataset_dict.json").write_text('{"splits": ["all"]}')
+    return folder
+
+
+@pytest.fixture
+def answer(made, tmp_path, monkeypatch, capsys):
+    """What a script prints for a mistake: one line, with exit code 2."""
+
+    def run(script, *flags):
+        monkeypatch.chdir(made)
+        code, _, err = call(COMMANDS[script].main, monkeypatch, capsys, *flags)
+        lines = [line for line in err.splitlines() if line]
+        assert (code, len(lines)) == (2, 1), err
+        return lines[0].removeprefix("error: ")
+
+    yield run
+    gin.clear_config()
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_a_flag(command, answer, tmp_path):
+    script, *flags = command.split()
+    if script == "train" and "output" not in command:
+        flags.append(f"--output_dir={tmp_path}")
+    assert FLAGS[command] in answer(script, *flags)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting(setting, answer, tmp_path):
+    flags = ("--config_file=reformer_text.gin", "--data_dir=mine.txt", f"--output_dir={tmp_path}")
+    assert SETTINGS[setting] in answer("train", *flags, f"--config={setting}")
+
+
+@pytest.mark.parametrize("data_dir", DATA)
+def test_a_kind_of_data(data_dir, answer, tmp_path):
+    flags = ("--config_file=reformer_text.gin", f"--data_dir={data_dir}")
+    assert answer("train", *flags, f"--output_dir={tmp_path}").endswith(DATA[data_dir])
+
+
+@pytest.mark.parametrize("config_file", WRONG_CONFIG)
+def test_data_for_another_config(config_file, answer, tmp_path):
+    data_dir = "mine.txt" if "mine.txt" in WRONG_CONFIG[config_file] else "folder"
+    flags = (f"--config_file={config_file}", f"--data_dir={data_dir}", f"--output_dir={tmp_path}")
+    line = answer("train", *flags)
+    assert WRONG_CONFIG[config_file] in line and line.endswith("--config_file=reformer_text.gin")
+
+
+def test_data_for_no_config(answer):
+    line = answer("train", "--config_file=reformer_text.gin")
+    assert line == "the task reads files and is not told which: give --data_dir"
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("loop.train.task", "@text.text()"),
+        ("lm.ReformerLM.attention_type", "@flash.flash()"),
+        ("lm.ReformerLM.attention_type", "@dense.dense()"),
+        ("loop.train.optimizer", "@optimizer.adam()"),
+        ("loop.train.model", "@seq2seq.Reformer"),
+    ],
+)
+def test_a_module_of_this_package_needs_no_import_line(name, value):
+    config.parse([QUICKSTART], [f"{name}={value}"])
+    assert str(gin.query_parameter(name)).removeprefix("@").endswith(value[1:])
+    gin.clear_config()
+
+
+def test_a_module_of_the_working_directory_is_found(made, monkeypatch):
+    (made / "mytask.py").write_text(
+        "from reformax.data import text\n\n\ndef mine(n_times=40):\n"
+        "    raise ValueError(f'{n_times} times')\n"
+    )
+    from reformax.training import loop
+
+    monkeypatch.chdir(made)
+    (made / "own.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom reformax.training import loop\n"
+        "import mytask\nloop.train.task = @mytask.mine()\nmytask.mine.n_times = 3\n"
+    )
+    for files, overrides in (
+        ([str(made / "own.gin")], []),
+        ([QUICKSTART], ["loop.train.task=@mytask.mine()", "mytask.mine.n_times=3"]),
+    ):
+        config.parse(files, overrides)
+        with pytest.raises(ValueError, match="3 times"):
+            config.bindings(loop.train, ["task"])
+        assert "import mytask" in gin.config_str()
+    (made / "bad.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom reformax.training import loop\n"
+        "loop.train.task = @text.text()\n"
+    )
+    with pytest.raises(config.ConfigError, match="add the line `from reformax.data import text`"):
+        config.parse([str(made / "bad.gin")])
+    gin.clear_config()
