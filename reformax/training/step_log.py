@@ -86,7 +86,7 @@ class StepLog:
         if step % self._log_every == 0 or step == self._last_step:
             self._write(step, values, speed)
         del values["nats"]
-        self._on_step(step, {self._metric: bits, **values})
+        self._on_step(step, bits_of(self._task, "train", bits) | values)
 
     def _speed(self, tokens: int) -> float | None:
         """Tokens per second since the last line, this step's included; None at first."""
