@@ -50,16 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     task = run["task"]
     if task.translation is None:
         flags.refuse(args, flags.SEARCH, f"the task {task.name} is no translation")
-<<<<<<< HEAD
     else:
         reason = f"the task {task.name} is a translation, whose rows are sentences"
         flags.refuse(args, {"by_position"}, reason)
-        saved_run.keep_vocabulary(args, task.translation.vocabulary, saved)
-=======
     vocabulary = loss.vocabulary_of(task)
     if vocabulary is not None:
         saved_run.keep_vocabulary(args, vocabulary, saved)
->>>>>>> 6ccb0ac (Own text: tables of documents, pieces with bits per byte, mistakes answered; three commands)
     changed = saved_run.changed_data(args, task, saved)
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
     options["progress"] = not args.quiet

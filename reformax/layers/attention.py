@@ -12,11 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-<<<<<<< HEAD
-from reformax.declared import Called, Rate, SettingError, Size, check_fields
-=======
-from reformax.declared import Called, Rate, Size, Unsupported, check_fields
->>>>>>> 6ccb0ac (Own text: tables of documents, pieces with bits per byte, mistakes answered; three commands)
+from reformax.declared import Called, Rate, SettingError, Size, Unsupported, check_fields
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.positions import rotary
