@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from importlib import metadata
 
@@ -31,6 +32,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="reformax.tests.")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+# Under nohup a run ignores SIGHUP, which tests send.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # An example's first run compiles, so its time says nothing. In CI every run draws the same ones.
 hypothesis.settings.register_profile(

@@ -11,6 +11,7 @@ No other module of the package imports gin.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util  # noqa: F401  gin looks for includes with it and does not import it
 import inspect
@@ -18,7 +19,7 @@ import io
 import logging
 import sys
 import tokenize
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,12 +74,10 @@ def parse(
     """
     gin.clear_config()
     modules.find_in_working_directory()
-    for folder in [*(Path(f).absolute().parent for f in config_files), *folders]:
-        # gin takes a relative path for a package's name.
-        gin.add_config_file_search_path(str(Path(folder).absolute()))
-    for config_file in config_files:
-        _parse_with(gin.parse_config_file, _find(config_file, folders))
-    _parse_overrides(overrides, data_dir)
+    with _includes_from(*(Path(f).absolute().parent for f in config_files), *folders):
+        for config_file in config_files:
+            _parse_with(gin.parse_config_file, _find(config_file, folders))
+        _parse_overrides(overrides, data_dir)
 
 
 def read_statements(text: str, source: str) -> Statements:
@@ -121,11 +120,24 @@ def parse_saved(
     gin.clear_config()
     if trusted:
         modules.find_in_working_directory()
-        gin.add_config_file_search_path(str(Path(source).absolute().parent))
     else:
         _parse_with(_check_names, text, source)
-    _parse_with(gin.parse_config, text, source)
-    _parse_overrides(overrides, data_dir)
+    with _includes_from(*([Path(source).parent] if trusted else [])):
+        _parse_with(gin.parse_config, text, source)
+        _parse_overrides(overrides, data_dir)
+
+
+@contextlib.contextmanager
+def _includes_from(*folders: str | Path) -> Iterator[None]:
+    """Gin finds included files in these folders too. Of itself it never forgets a folder again."""
+    prefixes = gin.config._LOCATION_PREFIXES
+    before = list(prefixes)
+    # gin takes a relative path for a package's name.
+    prefixes += [str(Path(folder).absolute()) for folder in folders]
+    try:
+        yield
+    finally:
+        prefixes[:] = before
 
 
 def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:

@@ -243,6 +243,16 @@ def test_includes_are_found_from_any_folder(folder, monkeypatch):
     config.parse(["run.gin"], folders=[folder / "configs"])
 
 
+def test_includes_are_of_the_folder_in_use(folder):
+    (folder / "other").mkdir()
+    for name in ("run.gin", "base.gin"):
+        text = (folder / "configs" / name).read_text()
+        (folder / "other" / name).write_text(text.replace("steps = 12", "steps = 13"))
+    for name, steps in {"other": 13, "configs": 12}.items():
+        config.parse([str(folder / name / "run.gin")])
+        assert gin.query_parameter("steps/gin.macro.value") == steps
+
+
 def test_an_override_that_nothing_uses_is_told(folder, monkeypatch, capsys):
     flags = ["--config_file=configs/run.gin", "--config=optimizer.adam.b1=0.5", "--config=steps=3"]
     flags += ["--config=optimizer.adamw.b1=0.5", "--config=small/tiny.counting.noise=0.2"]
