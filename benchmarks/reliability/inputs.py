@@ -19,11 +19,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
-
-import jax
 
 from benchmarks.harness.command_line import positive
 from benchmarks.harness.output import Table
@@ -92,20 +91,22 @@ def _text() -> io.TextIOWrapper:
 
 
 def stop_at_first_step() -> None:
-    """Makes training end with `Accepted` where its first step is traced."""
+    """Makes training end with `Accepted` where it would compile its first step."""
     from reformax import memory
     from reformax.training import step
 
     step_fn = step.step_fn
 
-    def traced(*args, **kwargs) -> Callable:
+    def accepted():
+        raise Accepted
+
+    def traced(*args, **kwargs) -> SimpleNamespace:
         compiled = step_fn(*args, **kwargs)
 
-        def trace(*inputs):
-            jax.eval_shape(compiled, *inputs)
-            raise Accepted
+        def trace(*inputs) -> SimpleNamespace:
+            return SimpleNamespace(jaxpr=compiled.trace(*inputs).jaxpr, lower=accepted)
 
-        return trace
+        return SimpleNamespace(trace=trace)
 
     step.step_fn = traced
     memory.available = lambda: LIMIT
