@@ -70,20 +70,12 @@ def by_position(
     Raises:
       ValueError: sizes or vocabularies that do not fit together.
     """
-    evaluation.check_vocabulary(model, task)
-    evaluation.check_tokens(batch_size, length, "batch_size or length")
-    mesh = mesh or mesh_lib.data_mesh()
-    mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
-    edges, rows = bands_of(length), mesh_lib.over_batch(mesh)
+    mesh = evaluation.fitting_mesh(model, task, batch_size, length, mesh)
+    edges = bands_of(length)
     params = jax.device_put(params, mesh_lib.replicated(mesh))
     score = partial(_sums, model, loss_chunk_len, edges, params, jax.random.PRNGKey(seed))
-    n_targets = task.n_targets(split)
-    budget = n_targets if max_tokens is None else min(max_tokens, n_targets)
-    batches = (
-        (index, jax.device_put(tuple(batch), rows))
-        for index, batch in enumerate(task.eval_batches(split, batch_size, length, length))
-        if evaluation.in_budget(index, budget, n_targets)
-    )
+    chosen, _ = evaluation.within(max_tokens, task, split)
+    batches = evaluation.placed(task.eval_batches(split, batch_size, length, length), mesh, chosen)
     totals = np.zeros((len(edges) - 1, 2))  # a split has more targets than float32 counts
     with prefetch(batches) as ready:
         for index, batch in ready:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -131,30 +131,20 @@ def evaluate(
       ValueError: sizes or vocabularies that do not fit together.
       RuntimeError: the task's batches did not hold each target of the split once.
     """
-    check_vocabulary(model, task)
+    mesh = fitting_mesh(model, task, batch_size, length, mesh)
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
         raise SettingError(f"stride={stride} must be from 1 to length={length}")
-    if max_tokens is not None and max_tokens < 1:
-        raise SettingError(f"max_tokens={max_tokens} must be at least 1, or None for all")
-    check_tokens(batch_size, length, "batch_size or length")
+    chosen, budget = within(max_tokens, task, split)
     if batch_size * length >= _LARGE:
         sizes = dict(batch_size=batch_size, length=length, stride=stride)
         check_positions(model, params, task, split, **sizes)
-    mesh = mesh or mesh_lib.data_mesh()
-    mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
     params = jax.device_put(params, mesh_lib.replicated(mesh))  # once, not for every batch
     key = jax.random.PRNGKey(seed)
     n_targets = task.n_targets(split)
-    budget = n_targets if max_tokens is None else min(max_tokens, n_targets)
     part = budget < n_targets
-    chosen = partial(in_budget, budget=budget, of=n_targets)
-    rows = mesh_lib.over_batch(mesh)
-    on_device = (
-        (index, jax.device_put(tuple(batch), rows))
-        for index, batch in enumerate(task.eval_batches(split, batch_size, length, stride))
-        if all_as_well or chosen(index)
-    )
+    batches = task.eval_batches(split, batch_size, length, stride)
+    on_device = placed(batches, mesh, (lambda index: True) if all_as_well else chosen)
     # A window has about `stride` targets: close enough for a bar.
     expected = -(-(n_targets if all_as_well else budget) // (stride * batch_size))
     unit = loss_lib.metric_name(task).replace("_per_", "/")
@@ -169,6 +159,34 @@ def evaluate(
         left_out = ("split", "whole")
         result["whole_split"] = {n: x for n, x in everything.items() if n not in left_out}
     return result
+
+
+def fitting_mesh(model, task, batch_size: int, length: int, mesh: Mesh | None) -> Mesh:
+    """The devices of an evaluation; `ValueError` where its vocabularies or sizes do not fit."""
+    check_vocabulary(model, task)
+    check_tokens(batch_size, length, "batch_size or length")
+    mesh = mesh or mesh_lib.data_mesh()
+    mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
+    return mesh
+
+
+def within(max_tokens: int | None, task, split: str) -> tuple[Callable[[int], bool], int]:
+    """Whether a batch, by its index, is scored, and the targets that all of these hold."""
+    if max_tokens is not None and max_tokens < 1:
+        raise SettingError(f"max_tokens={max_tokens} must be at least 1, or None for all")
+    n_targets = task.n_targets(split)
+    budget = n_targets if max_tokens is None else min(max_tokens, n_targets)
+    return partial(in_budget, budget=budget, of=n_targets), budget
+
+
+def placed(batches: Iterable, mesh: Mesh, chosen: Callable[[int], bool]) -> Iterator:
+    """The chosen batches with their indices, on the devices."""
+    rows = mesh_lib.over_batch(mesh)
+    return (
+        (index, jax.device_put(tuple(batch), rows))
+        for index, batch in enumerate(batches)
+        if chosen(index)
+    )
 
 
 def in_budget(index: int, budget: int, of: int) -> bool:
