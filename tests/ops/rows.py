@@ -185,7 +185,9 @@ def _circle(options, plan, shape, causal, segments):
     assert plan.keys.shape[-1] > length or not sum(list(sizes.values())[1:])
     place = np.asarray(plan.places)[..., :n_keys]
     counts = [[around(head, length, **sizes) for head in example] for example in place]
-    return except_self(visible(shape, causal, segments) * np.array(counts))
+    return except_self(
+        visible(shape, causal, segments) * np.array(counts), options.get("own", True)
+    )
 
 
 def _in_blocks(options, plan, shape, causal, segments):
