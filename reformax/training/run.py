@@ -12,27 +12,22 @@ import sys
 import time
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import jax
 
-from reformax import memory
-from reformax.declared import SettingError
-from reformax.training import evaluation, fingerprints, forecast, side_channels, starting_weights
+from reformax.training import fingerprints, forecast, opening, side_channels
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
-from reformax.training.callbacks import Callbacks, Loggers
+from reformax.training.callbacks import Callbacks
 from reformax.training.checkpoint import Checkpoints, NotSaved
 from reformax.training.folder import make_output_dir, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
-from reformax.training.loss import vocabulary_of
-from reformax.training.metrics import Bar, Record
+from reformax.training.metrics import Bar
 from reformax.training.prefetch import prefetch
-from reformax.training.record_lines import RecordLines
 from reformax.training.scores import Scores
-from reformax.training.settings import Settings, build
+from reformax.training.settings import Settings
 from reformax.training.step_log import IN_FLIGHT, StepLog
 
 
@@ -51,26 +46,14 @@ class Run:
         """Makes the folder and checks that devices, model and task fit; writes no file yet."""
         self._started = self._saved_at = time.monotonic()
         self._settings, self._task = settings, settings.task
-        self._source = ""  # of the weights, in words
         self._mesh = mesh_lib.data_mesh()
-        eval_batch_size = settings.eval_sizes["batch_size"]
-        self._stages = settings.all_stages
-        for stage in self._stages:
-            mesh_lib.check_batch_size(
-                "batch_size", stage.batch_size, self._mesh, settings.accumulate
-            )
-            evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
-        mesh_lib.check_batch_size("eval_batch_size", eval_batch_size, self._mesh)
-        sizes = settings.eval_sizes["batch_size"], settings.eval_sizes["length"]
-        evaluation.check_tokens(*sizes, "eval_batch_size or eval_length")
+        opening.check_sizes(settings, self._mesh)
         self.folder = make_output_dir(output_dir)
         self._checkpoints = Checkpoints(self.folder, settings.keep)
-        self._train_models = [build(stage.model, "train") for stage in self._stages]
-        self._eval_model = settings.built("eval")
-        self._scores = Scores(self._eval_model, settings, self._mesh)
+        self._models = opening.models_of(settings)
+        self._scores = Scores(self._models.eval, settings, self._mesh)
         self._metric = self._scores.metric
-        for model in self._train_models:
-            evaluation.check_vocabulary(model, self._task)
+        self._key = jax.random.PRNGKey(settings.seed)
         self.interrupt = Interrupt(self._acknowledge)
         self.callbacks = Callbacks(settings.callbacks)
         self._saving: int | None = None  # the step of a save that nobody has heard of
@@ -85,21 +68,40 @@ class Run:
           SettingError: a step takes more memory than a device has.
           OSError: another training writes into the folder, or it cannot be read or written.
         """
+        settings = self._settings
         with ExitStack() as opened:
             self._lock = opened.enter_context(alone_in(self.folder, self._say))
             newest = self._checkpoints.newest_whole()
-            self._vocabulary = self._keep_vocabulary(newest)
-            self._task.n_targets(self._settings.eval_split)  # an unknown split fails now
-            info = self._restore(newest)
-            self._announce()
+            self._vocabulary = opening.keep_vocabulary(settings, self._checkpoints, newest)
+            self._task.n_targets(settings.eval_split)  # an unknown split fails now
+            begun = opening.begin(
+                settings,
+                self._models,
+                self._mesh,
+                self._key,
+                self._checkpoints,
+                newest,
+                self._vocabulary,
+            )
+            self._go_on_from(begun)
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
-            self._batches = opened.enter_context(prefetch(self._placed_batches()))
-            self._train_steps = self._compiled()
+            batches = opened.enter_context(prefetch(self._placed_batches()))
+            self._train_steps, self._batches = opening.compiled(
+                settings,
+                self._models,
+                self._mesh,
+                begun,
+                self._key,
+                batches,
+                self._batch,
+                self._say,
+                self._note,
+            )
             # Now the config is known to be the run's own, and that it can run.
             self._checkpoints.tidy(self._note)
             self._config = self._write_config()
-            self._open_record(info)
+            self._open_record(begun)
             self._opened = opened.pop_all()
         return self
 
@@ -125,88 +127,25 @@ class Run:
                 self._record.close()
                 self._bar.close()
 
-    def _keep_vocabulary(self, newest: int | None) -> str | None:
-        """Makes the vocabulary of pieces the run's; returns its fingerprint."""
-        vocabulary = vocabulary_of(self._task)
-        if vocabulary is None:
-            return None
-        if self._task.translation is not None:  # before minutes go into the vocabulary
-            self._task.translation.sentences(self._settings.eval_split)
-        fingerprint = vocabulary.keep_in(self.folder, begun=newest is not None)
-        if newest is not None:
-            self._checkpoints.check_vocabulary(newest, fingerprint)
-        return fingerprint
-
-    def _restore(self, newest: int | None) -> dict[str, Any]:
-        """Sets state, step and score, from a checkpoint if there is one; returns its values."""
-        settings, whole = self._settings, mesh_lib.replicated(self._mesh)
-        self._key = jax.random.PRNGKey(settings.seed)
-        inits = [
-            step_lib.init_fn(
-                model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
-            )
-            for model, stage in zip(self._train_models, self._stages, strict=True)
-        ]
-        init, like = inits[-1], jax.eval_shape(inits[-1], self._key)
-        for number, other in enumerate(inits[:-1]):
-            if jax.eval_shape(other, self._key) != like:
-                raise SettingError(
-                    f"stages[{number}].model has other parameters than model: give it the same "
-                    "sizes, and attention with the same weights"
-                )
-        self._n_params = sum(x.size for x in jax.tree.leaves(like.params))
-        memory.check(
-            f"{self._n_params:,} parameters, their gradient and the optimizer's state",
-            memory.size_of(like) + memory.size_of(like.params),
-            "the model's sizes",
-        )
-        n_features = evaluation.check_positions(
-            self._eval_model,
-            like.params,
-            self._task,
-            settings.eval_split,
-            **settings.eval_sizes,
-        )
-        for stage in self._stages:
-            rows = stage.batch_size // (settings.accumulate * self._mesh.size)
-            evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
-        if newest is None:
-            self._state = self._first_state(init, like.params)
-            self.step, self.score, self._saved = 0, None, None
-            self._check_data({})
-            self._seconds_before = 0.0
-            return {"score": None, "window": [], "tokens": 0}
-        state, info = self._checkpoints.restore(newest, like)
-        self._state = jax.device_put(state, whole)
-        self.step = info["step"]
-        self._check_data(info.get("data", {}))
+    def _go_on_from(self, begun: opening.Begun) -> None:
+        """Takes on the state, and says where the run begins."""
+        self._state, self.step = begun.state, begun.step
+        self._data, self._n_params = begun.data, begun.n_params
+        self._seconds_before = begun.seconds
         # A score of another split, its data or context is not this run's: it evaluates again.
-        same = info.get("scored") == self._scores.kind(self._data)
-        self.score = info.get("evaluation") if same else None
-        self._saved = self.step, self.score
-        self._seconds_before = info.get("timing", {}).get("seconds", 0.0)
-        return info
-
-    def _first_state(self, init, like: Any) -> step_lib.State:
-        """The state of step 0, with other weights of the shapes `like` if the settings say so."""
-        settings, whole = self._settings, mesh_lib.replicated(self._mesh)
-        if settings.init_from is None:
-            return jax.jit(init, out_shardings=whole)(self._key)
-        params, source = starting_weights.read(settings.init_from, like, self._vocabulary)
-        self._source = f"with the weights of {source[0]} after step {source[1]} "
-        begin = partial(
-            step_lib.first_state, optimizer=settings.optimizer, ema=settings.ema_decay > 0
+        same = begun.info.get("scored") == self._scores.kind(self._data)
+        self.score = begun.info.get("evaluation") if same else None
+        self._saved = (self.step, self.score) if begun.info else None
+        if begun.changed_data:
+            words = fingerprints.described(begun.changed_data)
+            self._say(f"note: the data has changed: {words}")
+        n = self._mesh.size
+        devices = f"{n} {jax.default_backend()} device{'s' if n > 1 else ''}"
+        first = f"going on from step {self.step}" if self.step else f"{begun.source}from step 1"
+        self._say(
+            f"{self._task.name}: {self._n_params:,} parameters, {devices}, {first} to "
+            f"{self._settings.steps}, in {self.folder}"
         )
-        return jax.jit(begin, out_shardings=whole)(params)
-
-    def _check_data(self, kept: dict[str, str]) -> None:
-        """Compares the data with the checkpoint's and sets what the next checkpoint keeps."""
-        now = fingerprints.of(self._task, ("train", self._settings.eval_split))
-        self._data = kept | now
-        allowed = self._settings.allow_changed_data
-        self._changed_data = fingerprints.changes(kept, now, self.step, allowed)
-        if self._changed_data:
-            self._say(f"note: the data has changed: {fingerprints.described(self._changed_data)}")
 
     def _write_config(self) -> str | None:
         if self._settings.config_text is None:
@@ -215,85 +154,26 @@ class Run:
         write_config(self.folder, text, self._say)
         return text
 
-    def _announce(self) -> None:
-        n = self._mesh.size
-        devices = f"{n} {jax.default_backend()} device{'s' if n > 1 else ''}"
-        begin = f"going on from step {self.step}" if self.step else f"{self._source}from step 1"
-        self._say(
-            f"{self._task.name}: {self._n_params:,} parameters, {devices}, {begin} to "
-            f"{self._settings.steps}, in {self.folder}"
-        )
-
-    def _compiled(self) -> list:
-        """The step of each stage; compiles the next one's, and says what the run will take.
-
-        It compiles none if there is none to do.
-        """
-        settings, n_devices = self._settings, self._mesh.size
-        steps = [
-            step_lib.step_fn(
-                model,
-                settings.optimizer,
-                self._mesh,
-                accumulate=settings.accumulate,
-                loss_chunk_len=settings.loss_chunk_len,
-                label_smoothing=settings.label_smoothing,
-                ema_decay=settings.ema_decay,
-            )
-            for model in self._train_models
-        ]
-        if self.step >= settings.steps:
-            return steps
-        begun, first = time.monotonic(), next(self._batches)
-        self._batches = chain([first], self._batches)
-        now, start, flops = settings.stage_after(self.step), self.step, 0
-        for stage, step in zip(self._stages[now:], steps[now:], strict=True):
-            batch = first if start == self.step else tuple(self._batch(start))
-            traced = step.trace(self._state, batch, self._key)
-            found = forecast.products(traced.jaxpr)
-            forecast.check_step(found, self._state, n_devices)
-            flops += found.flops * (stage.until - start)
-            if start == self.step:
-                # A call of the jitted function finds what is compiled here.
-                asked = forecast.memory_of(traced.lower().compile(), n_devices)
-            start = stage.until
-        if line := forecast.long_run(flops, n_devices):
-            self._note(line)
-        self._say(
-            f"compiled in {time.monotonic() - begun:.0f} s: a step takes {memory.words(asked)} of "
-            f"{memory.words(memory.available())} of memory"
-        )
-        return steps
-
-    def _open_record(self, info: dict[str, Any]) -> None:
-        """Opens the record where a checkpoint, whose values are `info`, left it."""
+    def _open_record(self, begun: opening.Begun) -> None:
         settings = self._settings
-        scored = info["score"] is not None
-        seen = info.get("tokens", self.step * settings.batch_size * settings.length)
-        path = self.folder / "metrics.jsonl"
-        lines = RecordLines(
-            path, self.step, info.get("record"), scored, say=self._note, check=self._lock.check
+        self._record = opening.open_record(
+            settings, self.folder, begun, self._metric, self._config, self._note, self._lock.check
         )
-        n_tokens = settings.batch_size * settings.length
         self._pace = forecast.Pace(settings.steps, IN_FLIGHT + 1)
-        loggers = Loggers(settings.loggers, self.folder, self.step, self._config)
-        self._record = Record(self.folder, lines, self.step, self._metric, n_tokens, loggers)
-        if self._changed_data and self.step < settings.steps:
-            self._record.write(self.step + 1, "data", {"changed": self._changed_data}, {})
         self._bar = Bar(self.step, settings.steps, settings.progress, self._metric)
         self._log = StepLog(
             settings,
             self._record,
             self._bar,
-            list(info["window"]),
-            seen,
+            list(begun.info.get("window", ())),
+            begun.info.get("tokens", self.step * settings.batch_size * settings.length),
             lambda: self.seconds,
             partial(self.callbacks.call, "on_step"),
         )
 
     def _batch(self, step: int):
         """The batch of the step after `step`, of its stage's sizes."""
-        stage = self._stages[self._settings.stage_after(step)]
+        stage = self._settings.all_stages[self._settings.stage_after(step)]
         sizes = stage.batch_size, stage.length
         return self._task.train_batch(self._settings.seed, step, *sizes)
 

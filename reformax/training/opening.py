@@ -1,0 +1,285 @@
+"""What a run is opened with: its state, its compiled steps, its record.
+
+A run begins with new weights, with those of another run, or where its own latest checkpoint left
+it. What it will take is told before it takes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from reformax import memory
+from reformax.declared import SettingError
+from reformax.training import evaluation, fingerprints, forecast, starting_weights
+from reformax.training import mesh as mesh_lib
+from reformax.training import step as step_lib
+from reformax.training.callbacks import Loggers
+from reformax.training.checkpoint import Checkpoints
+from reformax.training.loss import vocabulary_of
+from reformax.training.metrics import Record
+from reformax.training.record_lines import RecordLines
+from reformax.training.settings import Settings, build
+
+
+class Models(NamedTuple):
+    """The models of a run: of each stage's training, and of evaluations."""
+
+    train: list[Any]
+    eval: Any
+
+
+class Begun(NamedTuple):
+    """What a run goes on from.
+
+    Attributes:
+      state: the state of a step, on the devices.
+      step: steps done.
+      info: the values that its checkpoint keeps; empty for a new run.
+      data: the fingerprints of splits, which the next checkpoint keeps.
+      changed_data: those that differ from the checkpoint's.
+      n_params: numbers in the parameters.
+      source: of a new run's weights, in words; empty for weights of its own.
+    """
+
+    state: step_lib.State
+    step: int
+    info: dict[str, Any]
+    data: dict[str, str]
+    changed_data: dict[str, dict[str, str]]
+    n_params: int
+    source: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run took so far."""
+        return self.info.get("timing", {}).get("seconds", 0.0)
+
+
+def models_of(settings: Settings) -> Models:
+    """Builds the models; raises `SettingError` where they lack ids of the task."""
+    models = Models(
+        [build(stage.model, "train") for stage in settings.all_stages], settings.built("eval")
+    )
+    for model in models.train:
+        evaluation.check_vocabulary(model, settings.task)
+    return models
+
+
+def check_sizes(settings: Settings, mesh: Mesh) -> None:
+    """Raises `SettingError` for batches that do not fit the devices."""
+    for stage in settings.all_stages:
+        mesh_lib.check_batch_size("batch_size", stage.batch_size, mesh, settings.accumulate)
+        evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
+    sizes = settings.eval_sizes
+    mesh_lib.check_batch_size("eval_batch_size", sizes["batch_size"], mesh)
+    evaluation.check_tokens(sizes["batch_size"], sizes["length"], "eval_batch_size or eval_length")
+
+
+def keep_vocabulary(settings: Settings, checkpoints: Checkpoints, newest: int | None) -> str | None:
+    """Makes the vocabulary of pieces the run's; returns its fingerprint.
+
+    Args:
+      settings: the run's.
+      checkpoints: of its folder.
+      newest: the step of the checkpoint that it goes on from.
+
+    Raises:
+      ValueError: it is not that of the checkpoint.
+    """
+    vocabulary = vocabulary_of(settings.task)
+    if vocabulary is None:
+        return None
+    if settings.task.translation is not None:  # before minutes go into the vocabulary
+        settings.task.translation.sentences(settings.eval_split)
+    fingerprint = vocabulary.keep_in(checkpoints.folder.parent, begun=newest is not None)
+    if newest is not None:
+        checkpoints.check_vocabulary(newest, fingerprint)
+    return fingerprint
+
+
+def begin(
+    settings: Settings,
+    models: Models,
+    mesh: Mesh,
+    key: jax.Array,
+    checkpoints: Checkpoints,
+    newest: int | None,
+    vocabulary: str | None,
+) -> Begun:
+    """The state to go on from: that of the checkpoint `newest`, or a new one.
+
+    Args:
+      settings: the run's.
+      models: the run's.
+      mesh: its devices.
+      key: of all random numbers.
+      checkpoints: of its folder.
+      newest: the step of the latest whole one; None if there is none.
+      vocabulary: the fingerprint of the run's vocabulary.
+
+    Raises:
+      ValueError: the data, the weights to begin with or the checkpoint do not fit.
+      SettingError: the state alone takes more memory than a device has.
+    """
+    stages = settings.all_stages
+    inits = [
+        step_lib.init_fn(
+            model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
+        )
+        for model, stage in zip(models.train, stages, strict=True)
+    ]
+    init, like = inits[-1], jax.eval_shape(inits[-1], key)
+    for number, other in enumerate(inits[:-1]):
+        if jax.eval_shape(other, key) != like:
+            raise SettingError(
+                f"stages[{number}].model has other parameters than model: give it the same "
+                "sizes, and attention with the same weights"
+            )
+    n_params = sum(x.size for x in jax.tree.leaves(like.params))
+    _check_memory(settings, models, mesh, like, n_params)
+    if newest is None:
+        state, source = _first_state(settings, mesh, key, init, like.params, vocabulary)
+        return Begun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
+    state, info = checkpoints.restore(newest, like)
+    state = jax.device_put(state, mesh_lib.replicated(mesh))
+    data, changed = _data(settings, info.get("data", {}), info["step"])
+    return Begun(state, info["step"], info, data, changed, n_params)
+
+
+def _check_memory(settings: Settings, models: Models, mesh: Mesh, like, n_params: int) -> None:
+    """Raises `SettingError` for a state or features that no device holds."""
+    memory.check(
+        f"{n_params:,} parameters, their gradient and the optimizer's state",
+        memory.size_of(like) + memory.size_of(like.params),
+        "the model's sizes",
+    )
+    n_features = evaluation.check_positions(
+        models.eval, like.params, settings.task, settings.eval_split, **settings.eval_sizes
+    )
+    for stage in settings.all_stages:
+        rows = stage.batch_size // (settings.accumulate * mesh.size)
+        evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
+
+
+def _first_state(
+    settings: Settings, mesh: Mesh, key: jax.Array, init, like: Any, vocabulary: str | None
+) -> tuple[step_lib.State, str]:
+    """The state of step 0, with other weights of the shapes `like` if the settings say so."""
+    whole = mesh_lib.replicated(mesh)
+    if settings.init_from is None:
+        return jax.jit(init, out_shardings=whole)(key), ""
+    params, source = starting_weights.read(settings.init_from, like, vocabulary)
+    first = partial(step_lib.first_state, optimizer=settings.optimizer, ema=settings.ema_decay > 0)
+    words = f"with the weights of {source[0]} after step {source[1]} "
+    return jax.jit(first, out_shardings=whole)(params), words
+
+
+def _data(settings: Settings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:
+    """The data's fingerprints, and what changed since a checkpoint that has those of `kept`."""
+    now = fingerprints.of(settings.task, ("train", settings.eval_split))
+    return kept | now, fingerprints.changes(kept, now, step, settings.allow_changed_data)
+
+
+def compiled(
+    settings: Settings,
+    models: Models,
+    mesh: Mesh,
+    begun: Begun,
+    key: jax.Array,
+    batches: Iterator,
+    batch: Callable[[int], Any],
+    say: Callable[[str], None],
+    note: Callable[[str], None],
+) -> tuple[list, Iterator]:
+    """The step of each stage; compiles the next one's, and says what the run will take.
+
+    It compiles none if there is none to do.
+
+    Args:
+      settings, models, mesh, begun, key: the run's.
+      batches: those of the steps to come.
+      batch: gives the batch of the step after so many.
+      say: gets what a step takes.
+      note: gets what a user must know.
+
+    Returns:
+      The steps, and `batches`, none of which is used up.
+
+    Raises:
+      SettingError: a step takes more memory than a device has.
+    """
+    n_devices = mesh.size
+    steps = [
+        step_lib.step_fn(
+            model,
+            settings.optimizer,
+            mesh,
+            accumulate=settings.accumulate,
+            loss_chunk_len=settings.loss_chunk_len,
+            label_smoothing=settings.label_smoothing,
+            ema_decay=settings.ema_decay,
+        )
+        for model in models.train
+    ]
+    if begun.step >= settings.steps:
+        return steps, batches
+    started, first = time.monotonic(), next(batches)
+    now, start, flops = settings.stage_after(begun.step), begun.step, 0
+    for stage, step in zip(settings.all_stages[now:], steps[now:], strict=True):
+        example = first if start == begun.step else tuple(batch(start))
+        traced = step.trace(begun.state, example, key)
+        found = forecast.products(traced.jaxpr)
+        forecast.check_step(found, begun.state, n_devices)
+        flops += found.flops * (stage.until - start)
+        if start == begun.step:
+            # A call of the jitted function finds what is compiled here.
+            asked = forecast.memory_of(traced.lower().compile(), n_devices)
+        start = stage.until
+    if line := forecast.long_run(flops, n_devices):
+        note(line)
+    say(
+        f"compiled in {time.monotonic() - started:.0f} s: a step takes {memory.words(asked)} of "
+        f"{memory.words(memory.available())} of memory"
+    )
+    return steps, chain([first], batches)
+
+
+def open_record(
+    settings: Settings,
+    folder: Path,
+    begun: Begun,
+    metric: str,
+    config: str | None,
+    say: Callable[[str], None],
+    check: Callable[[], None],
+) -> Record:
+    """Opens the record where the checkpoint left it.
+
+    Args:
+      settings, folder, begun: the run's.
+      metric: the name of its score.
+      config: the text of config.gin.
+      say, check: see `RecordLines`.
+
+    Raises:
+      OSError: the file cannot be read or written.
+    """
+    step, info = begun.step, begun.info
+    scored = info.get("score") is not None
+    lines = RecordLines(
+        folder / "metrics.jsonl", step, info.get("record"), scored, say=say, check=check
+    )
+    n_tokens = settings.batch_size * settings.length
+    loggers = Loggers(settings.loggers, folder, step, config)
+    record = Record(folder, lines, step, metric, n_tokens, loggers)
+    if begun.changed_data and step < settings.steps:
+        record.write(step + 1, "data", {"changed": begun.changed_data}, {})
+    return record
