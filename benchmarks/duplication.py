@@ -11,20 +11,15 @@ full attention need not.
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Sequence
-from typing import Any
-
-import jax
 
 from benchmarks.harness import command_line
 from benchmarks.harness.language_models import Sizes
 from benchmarks.harness.output import Table
+from benchmarks.harness.training import train
 from reformax.data import duplication
 from reformax.models import ReformerLM
 from reformax.ops import lsh, shared_qk
-from reformax.training import loop, optimizer
-from reformax.training.checkpoint import Checkpoints
 from reformax.training.evaluation import evaluate
 
 SIZES = Sizes(d_model=128, d_ff=256, n_heads=4, d_head=32, n_layers=1)
@@ -45,25 +40,6 @@ def model(length: int, chunk_len: int, n_hashes: int, mode: str):
         pos_d_axial_embs=(SIZES.d_model,),
         mode=mode,
     )
-
-
-def train(build, task: Any, steps: int, learning_rate: float, **sizes: int) -> Any:
-    """The weights of a trained model, which `build(mode=...)` makes."""
-    schedule = optimizer.cosine(learning_rate, steps, steps // 10)
-    with tempfile.TemporaryDirectory() as folder:
-        loop.train(
-            folder,
-            model=build,
-            task=task,
-            optimizer=optimizer.adamw(schedule),
-            steps=steps,
-            progress=False,
-            **sizes,
-        )
-        init = functools.partial(build(mode="eval").init_params, shape=tuple(sizes.values()))
-        like = jax.eval_shape(init, jax.random.PRNGKey(0))
-        checkpoints = Checkpoints(folder)
-        return checkpoints.restore_params(checkpoints.steps()[-1], like)[0]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
