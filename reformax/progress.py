@@ -42,7 +42,8 @@ class Progress:
             total=total, initial=done, desc=title, disable=not at_terminal, leave=stays,
             mininterval=0.2, dynamic_ncols=True, bar_format=_FORMAT, file=file,
         )  # fmt: skip
-        self._last = done, time.monotonic()  # of the last line
+        self._first: tuple[int, float] | None = None  # done by then; the first advance compiles
+        self._last = time.monotonic()  # of the last line
 
     def __enter__(self) -> Progress:
         return self
@@ -70,13 +71,15 @@ class Progress:
         self._bar.close()
 
     def _write_if_due(self, figures: str) -> None:
-        now, (before, then) = time.monotonic(), self._last
+        now = time.monotonic()
+        self._first = self._first or (self._done, now)
         at_end = self._stays and self._done == self._total
-        if now - then < INTERVAL and not at_end:
+        if now - self._last < INTERVAL and not at_end:
             return
         parts = [f"{self._title}: {self._done:,} of {self._total:,}"]
-        if self._done < self._total:
-            left = (self._total - self._done) * (now - then) / max(self._done - before, 1)
+        before, then = self._first
+        if before < self._done < self._total:
+            left = (self._total - self._done) * (now - then) / (self._done - before)
             parts.append(f"{tqdm.format_interval(left)} left")
         print(*parts, *filter(None, [figures]), sep=", ", file=self._file, flush=True)
-        self._last = self._done, now
+        self._last = now

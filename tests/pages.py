@@ -28,6 +28,7 @@ NOT_RUN = {
     r"python train\.py --config_file=table\.gin": "tests/convert/test_configs.py builds its model",
 }
 INSTALL = re.compile(r"^pip install .*? && ")
+BENCHMARK = re.compile(r"(?:^|.* )python -m benchmarks\.(?!reliability)(\w+) ?(.*)")
 
 # Values that make a run take seconds. A run gets those of the macros and arguments that its config
 # sets to something larger,
@@ -120,6 +121,14 @@ def wheel_extras(command: str) -> re.Match | None:
     return re.fullmatch(r"pip install '?reformax(\[[\w,]+\])?'?", command)
 
 
+def benchmark(command: str) -> re.Match | None:
+    """The match of a benchmark, whose groups have its module and its flags.
+
+    tests/test_benchmarks.py runs these.
+    """
+    return BENCHMARK.fullmatch(command)
+
+
 def small(command: str, folder: Path, page: str = "") -> str | None:
     """The command made small.
 
@@ -129,12 +138,14 @@ def small(command: str, folder: Path, page: str = "") -> str | None:
       page: the page's text.
 
     Returns:
-      The command to run; None if it is one of `NOT_RUN`.
+      The command to run; None if it is one of `NOT_RUN`, or a benchmark.
 
     Raises:
       LookupError: there is no rule for it.
     """
-    if wheel_extras(command) or any(re.fullmatch(pattern, command) for pattern in NOT_RUN):
+    if wheel_extras(command) or benchmark(command):
+        return None
+    if any(re.fullmatch(pattern, command) for pattern in NOT_RUN):
         return None
     command = INSTALL.sub("", command)
     for pattern, flags in RULES.items():
@@ -196,15 +207,6 @@ def _generation(command: str, folder: Path, page: str) -> str:
     return "" if translates else "--max_new_tokens=8"
 
 
-def _benchmark(command: str, folder: Path, page: str) -> str:
-    flags = ["--tiny"]
-    if re.search(r"benchmarks\.(attention|block_sparse|step|translation)\b", command):
-        flags.append("--repeats=1")
-    if "--lengths" in command:
-        flags.append("--lengths 32")
-    return " ".join(flags)
-
-
 def _tests(command: str, folder: Path, page: str) -> str:
     return "-q -n 0" if " -k " in command else "--collect-only -q -n 0"
 
@@ -221,7 +223,6 @@ RULES: dict[str, Callable[[str, Path, str], str]] = {
     r"(python -m reformax\.convert|reformax convert)": _nothing,
     r"reformax (configs|runs)": _nothing,
     r"python -m benchmarks\.reliability": _nothing,  # lists its campaigns
-    r"python -m benchmarks\.\w+": _benchmark,
     r"pytest": _tests,
     r"pip install --no-deps trax": _nothing,
 }

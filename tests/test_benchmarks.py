@@ -1,5 +1,6 @@
 """The benchmarks, on shapes that take no time."""
 
+import argparse
 import functools
 import importlib
 import json
@@ -33,22 +34,23 @@ from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
+from tests import pages
 
 ROOT = Path(__file__).resolve().parents[1]
 (TINY,) = step.SHAPES["tiny"]
 OURS, TRAX = step.REFORMER, f"{step.TRAX}, n_parallel_heads=1"
 LINES = "one\n\ntwo words and more\nthree words here\n" * 4
 
-# A command's flags, and the text that it prints once it has done everything.
+# A command's flags, and the text that it prints once it has done everything. Every kind that the
+# pages have is here; neither their tests nor `.ci/walk` run it again.
 COMMANDS = [
     ("associative_recall", "--only=flash --plot={path}/a.png", "| flash | 8 | 8.0 |"),
     ("attention", "--plot={path}/a.png --peers", "| peers in PyTorch | ImportError: none here |"),
     ("attention", "--exact", "Rabe and Staats, as printed | 0."),
-    ("block_sparse", "--plot={path}/a.png", "| all | 16 | 100.00% |"),
+    ("block_sparse", "--plot={path}/a.png --peers", "| all | 16 | 100.00% |"),
     ("duplication", "", "| LSH-1 |"),
     ("exact_attention", "--memory", "| 4,096 | 3.0 |"),
-    ("exact_attention", "--curves", "| block_sparse, all blocks |"),
-    ("exact_attention", "--longest", "| flash |"),
+    ("exact_attention", "--curves --longest", "| flash |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
     ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
@@ -70,6 +72,31 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     importlib.import_module(f"benchmarks.{name}").main(flags)
     assert last in capsys.readouterr().out
     assert "--plot" not in flags or os.path.getsize(tmp_path / "a.png")
+
+
+def _of_pages():
+    """The benchmarks of the pages and their flags."""
+    found = (command for page in pages.PAGES for command in pages.commands(page.read_text()))
+    return [match.groups() for match in map(pages.benchmark, found) if match]
+
+
+@pytest.mark.parametrize("name, flags", _of_pages())
+def test_a_command_of_a_page_is_one_that_runs(name, flags, monkeypatch):
+    """Its flags are taken, and one of `COMMANDS` has those that say what it does."""
+
+    class Taken(Exception):
+        pass
+
+    def parse_args(parser, argv):
+        parse(parser, argv)
+        raise Taken
+
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    with pytest.raises(Taken):
+        importlib.import_module(f"benchmarks.{name}").main(flags.split())
+    switches = set(re.findall(r"--\w+(?= --|$)", flags))
+    assert any(name == other and switches <= set(run.split()) for other, run, _ in COMMANDS)
 
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in COMMANDS}))

@@ -2,6 +2,7 @@
 
 import io
 import os
+import select
 import termios
 
 import pytest
@@ -31,8 +32,15 @@ def terminal():
     """(a terminal of 80 columns, a function that reads what was written to it)."""
     outside, inside = os.openpty()
     termios.tcsetwinsize(inside, (24, 80))
+
+    def read():
+        written = b""
+        while select.select([outside], [], [], 0.1)[0]:  # it comes in parts
+            written += os.read(outside, 2**16)
+        return written.decode()
+
     with open(inside, "w") as stream:
-        yield stream, lambda: os.read(outside, 2**16).decode()
+        yield stream, read
     os.close(outside)
 
 
@@ -48,6 +56,18 @@ def test_without_a_terminal_a_line_comes_at_a_stated_interval(title, clock):
         f"{title}: 1,400 of 2,000, 01:00 left, 2.500 bits/dim",
         f"{title}: 1,700 of 2,000, 00:30 left, 2.500 bits/dim",
     ]
+
+
+def test_the_time_left_counts_a_pause_over_all_that_was_done(clock):
+    """The first advance compiles; an evaluation, long beside a step, comes again now and then."""
+    stream = io.StringIO()
+    bar = progress.Progress("train", 400, stream)
+    for seconds in (25, *199 * [1], 101, *99 * [1]):
+        clock.now += seconds
+        bar.advance(1)
+    left = {line[7:10]: line.split(", ")[1] for line in stream.getvalue().splitlines()}
+    assert left["201"] == "04:58 left"  # as long as the 200 steps after the first, and the pause
+    assert left["6 o"] == "06:34 left"  # a second each
 
 
 def test_the_end_has_a_line_where_the_bar_stays(clock):
