@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Float32, Int32, UInt, UInt8
+from jaxtyping import Bool, Float32, Int32, UInt, UInt8
 
 from reformax.declared import SettingError
 
@@ -30,14 +30,14 @@ PAD, EOS, UNKNOWN = 0, 1, 2
 class SentencePairs(NamedTuple):
     """Packed rows: segment k of a row of `target` translates segment k of its row of `source`.
 
-    Segments are contiguous and numbered 1, 2, 3, ... along a row; 0 is padding, at the end. Every
-    sentence ends in `EOS`.
+    Segments are contiguous and numbered 1, 2, 3, ... along a row; 0 is padding, at the end.
+    Booleans say that each row is one pair, whose tokens they mark. Every sentence ends in `EOS`.
     """
 
     source: Int32[np.ndarray, "B S"]
     target: Int32[np.ndarray, "B T"]
-    source_segments: Int32[np.ndarray, "B S"]
-    target_segments: Int32[np.ndarray, "B T"]
+    source_segments: Int32[np.ndarray, "B S"] | Bool[np.ndarray, "B S"]
+    target_segments: Int32[np.ndarray, "B T"] | Bool[np.ndarray, "B T"]
 
 
 class Batch(NamedTuple):

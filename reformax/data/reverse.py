@@ -61,7 +61,7 @@ def reverse(max_symbols: Size = 15, vocab_size: Symbols = 32, n_eval: Size = 512
             np.where(position < lengths, ids, EOS * (position == lengths)).astype(np.int32)
             for ids in (symbols, backwards)
         )
-        segments = (position <= lengths).astype(np.int32)
+        segments = position <= lengths
         return SentencePairs(source, target, segments, segments)
 
     def batch(rows: SentencePairs, batch_size: int) -> Batch:

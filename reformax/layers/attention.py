@@ -16,9 +16,10 @@ from reformax.declared import Called, Rate, SettingError, Size, Unsupported, che
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.positions import rotary
-from reformax.ops.base import AttentionOp, Dims
+from reformax.ops.base import AttentionOp, Dims, Extra, given
 from reformax.ops.parts.arguments import check_arguments
 from reformax.ops.parts.cache import take_rows
+from reformax.ops.parts.masks import segment_ids
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
@@ -31,12 +32,13 @@ class QKV(NamedTuple):
     """Queries, keys and values of all heads, `[B, T, N, H]`.
 
     `k` is None where queries and keys are one. In cross-attention `k` and `v` have the length of
-    the memory.
+    the memory. `extras` are the further projections that the algorithm reads, if it reads any.
     """
 
     q: Array
     k: Array | None
     v: Array
+    extras: dict[str, Array] | None = None
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -50,7 +52,8 @@ class MultiHead(Layer):
 
     Weights: `w_q, w_k [N, D, H]` (no `w_k` where the algorithm shares queries and keys), `w_v
     [N, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [N, H]` and `b_v [N, V]`, with
-    `output_bias` also `b_o [D]`; and the algorithm's own as `op`.
+    `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
+    `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`; and its own as `op`.
 
     Args:
       op: the algorithm, such as `lsh.lsh(n_hashes=4)`.
@@ -89,41 +92,46 @@ class MultiHead(Layer):
         self._weights_rate = rate_in(self.mode, self.attention_dropout)
         self._output_rate = rate_in(self.mode, self.output_dropout)
 
+    def projections(self) -> dict[str, Extra]:
+        """What is projected from the input, by the name that its weights have after `w_`."""
+        n, h, v = self.n_heads, self.d_qk, self.d_v
+        both = {"q": Extra(n, h, rotated=True), "k": Extra(n, h, rotated=True)}
+        if self.op.traits.shared_qk:
+            del both["k"]
+        return both | {"v": Extra(n, v)} | self.op.extras_of(Dims(n, h, v, 0))
+
     def init_params(self, rng, shape, *shapes):
         *_, length, d_model = shape
         rng_q, rng_k, rng_v, rng_o, rng_op = jax.random.split(rng, 5)
+        rngs = {"q": rng_q, "k": rng_k, "v": rng_v}
         n, h, v = self.n_heads, self.d_qk, self.d_v
 
-        def glorot(rng, d_head):  # with respect to all heads together, as in Trax
+        def glorot(rng, n, d_head):  # with respect to all heads together, as in Trax
             limit = math.sqrt(6 / (d_model + d_head * n))
             return jax.random.uniform(rng, (n, d_model, d_head), jnp.float32, -limit, limit)
 
-        params = {"w_q": glorot(rng_q, h), "w_v": glorot(rng_v, v)}
-        params["w_o"] = jnp.swapaxes(glorot(rng_o, v), 1, 2)
-        if not self.op.traits.shared_qk:
-            params["w_k"] = glorot(rng_k, h)
-        if self.bias:
-            for letter in "qkv":
-                if f"w_{letter}" in params:
-                    params[f"b_{letter}"] = jnp.zeros((n, v if letter == "v" else h))
+        params = {"w_o": jnp.swapaxes(glorot(rng_o, n, v), 1, 2)}
+        for i, (name, to) in enumerate(self.projections().items()):
+            own = rngs[name] if name in rngs else jax.random.fold_in(rng, i)
+            params[f"w_{name}"] = glorot(own, to.n_heads, to.size)
+            if self.bias:
+                params[f"b_{name}"] = jnp.zeros((to.n_heads, to.size))
         if self.output_bias:
             params["b_o"] = jnp.zeros(d_model)
         params["op"] = self.op.init(rng_op, Dims(n, h, v, length))
         return params
 
-    def _heads(self, params, letter: str, x: Float[Array, "B T D"]) -> Array | None:
-        """The projection of `x` by `w_<letter>`, `[B, T, N, H]`; None without such weights."""
-        if f"w_{letter}" not in params:
-            return None
-        y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{letter}"].astype(x.dtype))
-        return y + params[f"b_{letter}"][None, None].astype(x.dtype) if self.bias else y
+    def _heads(self, params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T _ _"]:
+        """The projection of `x` by `w_<name>`."""
+        y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{name}"].astype(x.dtype))
+        return y + params[f"b_{name}"][None, None].astype(x.dtype) if self.bias else y
 
     def plan(self, params, qkv: QKV, segments=None, rng=None, length: int | None = None) -> Any:
         """Where each query will look: integers, through which no gradient flows.
 
         Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
         """
-        q, k, v = qkv
+        q, k, v, extras = qkv
         check_arguments(
             self.op,
             *(q, k, v),
@@ -131,12 +139,13 @@ class MultiHead(Layer):
             segments=segments,
             dropout=self._weights_rate,
             rng=rng,
+            extras=extras,
         )
         return self.op.plan(
             params["op"],
             q,
             k,
-            segments=segments,
+            segments=segment_ids(segments),
             causal=self.causal,
             rng=_fold_in(rng, PLAN),
             train=self.mode == "train",
@@ -153,14 +162,16 @@ class MultiHead(Layer):
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
 
     def _apply_op(self, params, qkv: QKV, plan, segments, rng=None) -> Float[Array, "B T N V"]:
+        *qkv, extras = qkv
         return self.op.apply(
             params["op"],
             *qkv,
             plan=plan,
-            segments=segments,
+            segments=segment_ids(segments),
             causal=self.causal,
             dropout=self._weights_rate,
             rng=rng,
+            **given(extras=extras),
         )
 
     def _merge(self, params, products: dict[str, Sequence[str]], dtype: str) -> dict[str, Any]:
@@ -234,7 +245,7 @@ class Attention(MultiHead):
 
     def _project(self, params, x: Float[Array, "B T D"]) -> QKV:
         """`project` without the next value."""
-        return self._rotate(QKV(*(self._heads(params, letter, x) for letter in "qkv")))
+        return self._rotate({name: self._heads(params, name, x) for name in self.projections()})
 
     def _with_next_value(self, params, qkv: QKV) -> QKV:
         """Each position's value with the next one in it; behind the last there is none."""
@@ -246,35 +257,40 @@ class Attention(MultiHead):
 
     def _project_merged(self, params, x: Float[Array, "B T D"], position=None) -> QKV:
         """`_project` with the weights from `for_decoding`."""
-        n, shared = self.n_heads, self.op.traits.shared_qk
-        ends = n * self.d_qk * np.arange(1, 2 if shared else 3)
+        projections = self.projections()
+        ends = np.cumsum([to.n_heads * to.size for to in projections.values()])[:-1]
         parts = jnp.split(affine(params, "in", x), ends, axis=-1)
-        q, *k, v = (part.reshape(*x.shape[:2], n, -1) for part in parts)
-        return self._rotate(QKV(q, k[0] if k else None, v), position)
+        heads = {
+            name: part.reshape(*x.shape[:2], to.n_heads, to.size)
+            for (name, to), part in zip(projections.items(), parts, strict=True)
+        }
+        return self._rotate(heads, position)
 
-    def _rotate(self, qkv: QKV, position=None) -> QKV:
-        q, k, v = qkv
+    def _rotate(self, heads: dict[str, Array], position=None) -> QKV:
+        """The projections, those that tell positions apart rotated by theirs."""
         if self.use_rotary:
-            q, k = rotary(q, position), None if k is None else rotary(k, position)
-        return QKV(q, k, v)
+            rotated = (name for name, to in self.projections().items() if to.rotated)
+            heads = heads | {name: rotary(heads[name], position) for name in rotated}
+        extras = {name: heads[name] for name in heads.keys() - {"q", "k", "v"}}
+        return QKV(heads["q"], heads.get("k"), heads["v"], extras or None)
 
     def apply(
         self, params, x: Float[Array, "B T D"], mask: Int[Array, "B T"] | None = None, rng=None
     ) -> Float[Array, "B T D"]:
-        segments = None if mask is None else mask.astype(jnp.int32)
         qkv = self.project(params, x)
-        plan = self.plan(params, qkv, segments, rng)
-        return self.attend(params, qkv, plan, segments, rng)
+        plan = self.plan(params, qkv, mask, rng)
+        return self.attend(params, qkv, plan, mask, rng)
 
     # Decoding: `prefill` reads a prompt, `step` one more position of each row.
 
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`: one product for all heads and projections, in `dtype`.
 
-        `w_in [D, N * (H + H + V)]`, or `N * (H + V)` with shared queries and keys, `b_in` likewise,
-        `w_o [N * V, D]`, `b_o [D]`, and `op` unchanged.
+        `w_in [D, N * (H + H + V)]`, or `N * (H + V)` with shared queries and keys, and behind them
+        the algorithm's further projections; `b_in` likewise, `w_o [N * V, D]`, `b_o [D]`, and `op`
+        unchanged.
         """
-        return self._merge(params, {"in": [x for x in "qkv" if f"w_{x}" in params]}, dtype)
+        return self._merge(params, {"in": list(self.projections())}, dtype)
 
     def prefill(
         self, params, x: Float[Array, "B T D"], lengths: Int[Array, " B"], capacity: int, rng=None
@@ -308,15 +324,17 @@ class Attention(MultiHead):
         alone = project(params, x)
         qkv = self._with_next_value(params, alone)
         # Padding on the right is in the future of every token: only a plan has to know of it.
-        tokens = (jnp.arange(x.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
+        tokens = jnp.arange(x.shape[1])[None] < lengths[:, None]
         plan = self.plan(params, qkv, tokens, rng, length=capacity)
+        *arrays, extras = qkv
         cache = self.op.init_cache(
             params["op"],
-            *qkv,
+            *arrays,
             plan=plan,
             lengths=lengths,
             capacity=capacity,
             rng=_fold_in(rng, PLAN),
+            **given(extras=extras),
         )
         if self.next_value:
             last = jnp.take_along_axis(alone.v, (lengths - 1)[:, None, None, None], axis=1)
@@ -349,8 +367,9 @@ class Attention(MultiHead):
             value = cache.last + of_next * qkv.v
             cache = self.op.replace_value(cache.op, value, position - 1)
             qkv = qkv._replace(v=own * qkv.v)
-        beams = dict(origins=origins) if origins is not None and self._shares_beams else {}
-        out, cache = self.op.step(params["op"], *qkv, cache, position=position, **beams)
+        *arrays, extras = qkv
+        options = given(origins=origins if self._shares_beams else None, extras=extras)
+        out, cache = self.op.step(params["op"], *arrays, cache, position=position, **options)
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
         return affine(params, "o", out.reshape(*x.shape[:2], -1)), cache

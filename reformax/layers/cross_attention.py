@@ -34,6 +34,11 @@ class CrossAttention(MultiHead):
     def __post_init__(self):
         super().__post_init__()
         traits = self.op.traits
+        if self.op.extras is not None:
+            raise Unsupported(
+                f"op is {self.op}: it reads further projections, which a memory has none of; use "
+                "dense.dense()"
+            )
         if not traits.cross:
             why = "its keys are its own queries" if traits.shared_qk else "it reads one sequence"
             raise Unsupported(
@@ -56,7 +61,7 @@ class CrossAttention(MultiHead):
         memory_mask: Int[Array, "B S"] | None = None,
         rng=None,
     ) -> Float[Array, "B T D"]:
-        segments = None if mask is None else tuple(m.astype(jnp.int32) for m in (mask, memory_mask))
+        segments = None if mask is None else (mask, memory_mask)
         qkv = self.project(params, x, memory)
         plan = self.plan(params, qkv, segments, rng)
         return self.attend(params, qkv, plan, segments, rng)
@@ -108,7 +113,7 @@ class CrossAttention(MultiHead):
         q = affine(params, "in", x).reshape(batch, -1, self.n_heads, self.d_qk)
         segments = None
         if memory_segments is not None:
-            segments = jnp.ones(q.shape[:2], jnp.int32), (memory_segments != 0).astype(jnp.int32)
+            segments = jnp.ones(q.shape[:2], bool), memory_segments != 0
         qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in heads))
         plan = self.plan(params, qkv, segments, rng)
         out = self._apply_op(params, qkv, plan, segments)

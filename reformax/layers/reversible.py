@@ -156,10 +156,9 @@ class ReversibleStack(BlockStack):
         segments, memory, memory_segments = (*others, None, None, None)[:3]
         seen = {"attention": None, "cross_attention": None}
         if segments is not None:
-            own = segments.astype(jnp.int32)
-            seen["attention"] = own
+            seen["attention"] = segments
             if self._cross:
-                seen["cross_attention"] = (own, memory_segments.astype(jnp.int32))
+                seen["cross_attention"] = (segments, memory_segments)
         streams = tuple(map(self._residual, streams))
         return streams, Context(memory if self._cross else None, seen)
 

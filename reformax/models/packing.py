@@ -7,11 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
-def token_segments(
-    tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None
-) -> Int[Array, "B T"]:
-    """`segments`, or by default one segment of all tokens that are not 0."""
-    return (tokens != 0).astype(jnp.int32) if segments is None else segments
+def token_segments(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None) -> Ids:
+    """`segments`, or by default one segment of all tokens that are not 0, as booleans."""
+    return tokens != 0 if segments is None else segments
 
 
 def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:

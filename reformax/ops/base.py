@@ -22,10 +22,10 @@ import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from reformax.declared import checked
-from reformax.ops.parts.arguments import check_arguments
-from reformax.ops.parts.containment import over_tokens
+from reformax.ops.parts.arguments import check_arguments, check_params
+from reformax.ops.parts.containment import over_tokens, tokens_only
 from reformax.ops.parts.given_masks import with_mask
-from reformax.ops.parts.masks import Segments
+from reformax.ops.parts.masks import Segments, segment_ids, segment_pair
 
 T = TypeVar("T")
 # Values of options that are what they are equal to: a sequence may hold 2 or 2.0.
@@ -47,6 +47,8 @@ class Traits(NamedTuple):
     keeps_padding_out: bool = False  # `apply` ignores what stands at padding by itself
     local: bool = False  # how far a position sees does not grow with the length
     strict: bool = False  # a position never sees itself
+    dropout: bool = True  # it makes attention weights, which can be dropped
+    packed: bool = True  # it tells segments apart; False: a row has one, besides padding
 
 
 class Dims(NamedTuple):
@@ -58,6 +60,14 @@ class Dims(NamedTuple):
     length: int
 
 
+class Extra(NamedTuple):
+    """A further projection of a layer's input that an algorithm reads, `[B, T, n_heads, size]`."""
+
+    n_heads: int
+    size: int
+    rotated: bool = False  # by its position, where queries and keys are
+
+
 class AttentionOp(NamedTuple):
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
@@ -66,22 +76,25 @@ class AttentionOp(NamedTuple):
     plans, which are small, and no activations.
 
     Attributes:
-      init: `(rng, dims) -> params`, the algorithm's own weights, usually `()`.
+      init: `(rng, dims) -> params`, the algorithm's own weights: a dict of arrays, or `()`.
       plan: `(params, q, k, *, segments, causal, rng, train, length=None) -> plan`, a pytree of
         integers through which no gradient flows. `train=False` selects the settings for evaluation.
         Settings that depend on a length use `length` if it is given, and else the length of q.
       apply: `(params, q, k, v, *, plan, segments, causal, dropout, rng) -> out`. With the trait
-        `bias` it also takes `bias`, None by default.
+        `bias` it also takes `bias`, None by default; an algorithm with extras takes `extras`.
       traits: what the algorithm can do.
       init_cache: `(params, q, k, v, *, plan, lengths, capacity, rng) -> cache`, for decoding: the
         cache after the first `lengths` positions of each row, with room for `capacity` positions.
         The plan is that of a causal call with `length=capacity` and the same rng. None if the
-        algorithm cannot decode.
+        algorithm cannot decode. An algorithm with extras takes `extras`.
       step: `(params, q, k, v, cache, *, position) -> (out, cache)`: attention of one more position
         of each row, `[B, 1, N, ...]`, whose number is `position [B]`. With the trait `beams` it
-        also takes `origins`. None if the algorithm cannot decode.
+        also takes `origins`, with extras `extras`. None if the algorithm cannot decode.
       replace_value: `(cache, v, position) -> cache`: the cache with another value, `[B, 1, N, V]`,
         of a position that it holds. None: it cannot.
+      extras: `dims -> {name: Extra}`: further projections of the layer's input, such as gates. A
+        layer makes them, and the functions above take them as a dict, `{name: [B, T, n_heads,
+        size]}`. None: there are none.
       name: the algorithm's name, for people to read; `named` sets it.
       options: the options that differ from their defaults, as text; `named` sets it too.
     """
@@ -93,8 +106,17 @@ class AttentionOp(NamedTuple):
     init_cache: Callable[..., Any] | None = None
     step: Callable[..., Any] | None = None
     replace_value: Callable[..., Any] | None = None
+    extras: Callable[[Dims], dict[str, Extra]] | None = None
     name: str = "attention"
     options: str = ""
+
+    def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
+        """The sizes of a call of these arrays, which `init` and `extras` take."""
+        return Dims(n_heads=q.shape[2], d_qk=q.shape[3], d_v=v.shape[3], length=q.shape[1])
+
+    def extras_of(self, dims: Dims) -> dict[str, Extra]:
+        """The further projections that the algorithm reads, by name."""
+        return {} if self.extras is None else self.extras(dims)
 
     def __repr__(self) -> str:
         """The call that makes the op, such as `lsh(n_hashes=2)`."""
@@ -114,8 +136,10 @@ class AttentionOp(NamedTuple):
         dropout_rate: float = 0.0,
         rng: PRNGKeyArray | None = None,
         train: bool = True,
+        params: Any = (),
+        extras: dict[str, Float[Array, "B T _ _"]] | None = None,
     ) -> Float[Array, "B T N V"]:
-        """Plans and applies in one call, for an algorithm without weights of its own.
+        """Plans and applies in one call.
 
         Outside of `jax.jit` it compiles once for an op, its settings and the shapes.
 
@@ -124,7 +148,8 @@ class AttentionOp(NamedTuple):
           k: keys; None for a shared-QK algorithm.
           v: values.
           causal: whether a position sees only itself and what came before it.
-          segments: ids of the tokens, or a pair of them for queries and for keys.
+          segments: ids of the tokens, or a pair of them for queries and for keys. Booleans say that
+            each row is one segment besides its padding.
           mask: True where a key may be seen. `[B, S]` marks the keys that are tokens, for every
             algorithm: it becomes segments, in which the others are padding. `[B, N, T, S]` marks
             pairs, for an algorithm with the trait `bias`; an axis of size 1 is shared.
@@ -134,6 +159,8 @@ class AttentionOp(NamedTuple):
             read here; `reformax.flax.attention_fn` takes both.
           rng: the source of hashes and of dropout.
           train: False selects the algorithm's settings for evaluation.
+          params: the algorithm's own weights, from its `init`.
+          extras: the further projections that the algorithm reads, by name.
 
         Returns:
           The attended values in the dtype of `v`. A row that sees nothing is zeros.
@@ -148,9 +175,14 @@ class AttentionOp(NamedTuple):
                 "modules of flax use reformax.flax.attention_fn"
             )
         call = dict(causal=causal, dropout=dropout)
-        check_arguments(self, *(q, k, v), **call, segments=segments, bias=bias, rng=rng)
+        checked = dict(segments=segments, bias=bias, rng=rng, extras=extras)
+        check_arguments(self, *(q, k, v), **call, **checked)
+        if self.init is not no_params:
+            check_params(self, params, q, v)
+        segments = segment_ids(segments)
         segments, bias = with_mask(self, mask, q, q if k is None else k, segments, bias)
-        return _compiled(self)(*(q, k, v), segments, bias, rng, **call, train=train)
+        arrays = params, q, k, v, segments, bias, extras, rng
+        return _compiled(self)(*arrays, **call, train=train)
 
 
 @functools.lru_cache(maxsize=256)
@@ -163,11 +195,15 @@ def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
     return jax.jit(functools.partial(_attend, op), static_argnames=settings)
 
 
-def _attend(op: AttentionOp, q, k, v, segments, bias, rng, *, causal, dropout, train):
-    plan = op.plan((), q, k, segments=segments, causal=causal, rng=rng, train=train)
-    bias = {} if bias is None else {"bias": bias}
+def _attend(op, params, q, k, v, segments, bias, extras, rng, *, causal, dropout, train):
+    plan = op.plan(params, q, k, segments=segments, causal=causal, rng=rng, train=train)
     masks = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
-    return op.apply((), q, k, v, **masks, **bias)
+    return op.apply(params, q, k, v, **masks, **given(bias=bias, extras=extras))
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None: functions without an option need not know of it."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
@@ -220,8 +256,13 @@ def described(factory: Callable[..., T], finish: Callable[[T, str], T]) -> Calla
     return call
 
 
-def _apply_to_tokens(apply, params, q, k, v, *, segments, **options) -> Float[Array, "B T N V"]:
+def _apply_to_tokens(
+    apply, params, q, k, v, *, segments, extras=None, **options
+) -> Float[Array, "B T N V"]:
     """`AttentionOp.apply` of arrays that are zeros at padding."""
+    if extras is not None and segments is not None:
+        extras = {name: tokens_only(x, segment_pair(segments)[0]) for name, x in extras.items()}
+    options |= given(extras=extras)
     attend = functools.partial(apply, params, segments=segments, **options)
     return over_tokens(attend, q, k, v, segments)
 

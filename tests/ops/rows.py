@@ -36,23 +36,38 @@ class Row(NamedTuple):
       factory: the public function that makes the op.
       options: the values to try of each option; the first of each makes `op()`.
       counts: `(options, plan, shape, causal, segments) -> [B, N, T, S]`, how many times each query
-        counts each key: a mask of 0 and 1 unless the op says otherwise.
+        counts each key: a mask of 0 and 1 unless the op says otherwise. The row is then softmax
+        attention, by the oracle.
+      reference: in place of counts, `(options, params, plan, qkv, extras, mask, keep) -> out`: what
+        the op computes, from its equations, in arrays of JAX. `qkv` and `extras` are float64, and
+        its gradient is taken. `mask` `[B, N, T, S]` says which keys causality and segments leave
+        visible, `keep` `[B, N, T, K]` is dropout's factor of each address, K being at least S.
       relative: whether the keys that a query sees depend on their distance alone, so that packed
         segments are attended to as they are one by one.
       padding_counts: whether padding changes real positions, as in a circle of chunks, where whole
         chunks of it stand between the last token and the first.
       n_held: how many positions the cache of decoding holds; None is all.
+      holds_keys: whether that cache holds keys; or else it is a state whose size is constant.
       no_step: why the op cannot decode step by step; empty if it can.
+      second_order: how many of three second derivatives the op has (`test_second_order.py`); the
+        others are refused.
+      contains: whether what is not finite reaches no row that does not see it.
+      rounding: how many times the error of softmax attention the op's rounding may have.
     """
 
     name: str
     factory: Callable[..., AttentionOp]
     options: dict[str, tuple[Any, ...]]
-    counts: Callable[..., np.ndarray]
+    counts: Callable[..., np.ndarray] | None = None
     relative: bool = False
     padding_counts: bool = False
     n_held: int | None = None
+    holds_keys: bool = True
     no_step: str = ""
+    second_order: int = 3
+    contains: bool = True
+    rounding: float = 1.0
+    reference: Callable[..., Any] | None = None
 
     @property
     def first(self) -> dict[str, Any]:
@@ -82,6 +97,14 @@ class Row(NamedTuple):
         Kernels are left out, for they have no step of their own.
         """
         return not (self.no_step or self.in_kernel or self.padding_counts)
+
+    def dropout(self, rate: float) -> float:
+        """`rate` where the op makes weights that can be dropped."""
+        return rate if self.op().traits.dropout else 0.0
+
+    def segments(self, ids):
+        """`ids` where the op tells segments apart; or else one segment of them all."""
+        return ids if self.op().traits.packed else (ids != 0).astype(ids.dtype)
 
     def causal(self, causal: bool = True) -> bool:
         """`causal` where the op can be either; or else what the op can be."""
@@ -252,26 +275,39 @@ _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
 ROWS = [
     Row("dense", dense.dense, {"impl": ("xla", "auto")}, _everything),
-    Row("memory_efficient", memory_efficient.memory_efficient, _CHUNKS, _everything),
-    Row("flash", flash.flash, _BLOCKS, _everything),
+    Row(
+        "memory_efficient",
+        memory_efficient.memory_efficient,
+        _CHUNKS,
+        _everything,
+        second_order=0,
+    ),
+    Row("flash", flash.flash, _BLOCKS, _everything, second_order=0),
     Row("flash_pallas", flash.flash, _KERNEL, _everything),
-    Row("shared_qk", shared_qk.shared_qk, {"own": (True, False), "impl": ("xla", "auto")}, _others),
-    Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks),
+    Row(
+        "shared_qk",
+        shared_qk.shared_qk,
+        {"own": (True, False), "impl": ("xla", "auto")},
+        _others,
+        second_order=2,
+    ),
+    Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks, second_order=0),
     Row(
         "block_sparse_pallas",
         block_sparse.block_sparse,
         _SPARSE_KERNEL | _KERNEL,
         _in_blocks,
     ),
-    Row("local", local.local, _NEIGHBOURHOODS, _neighbours, n_held=16),
+    Row("local", local.local, _NEIGHBOURHOODS, _neighbours, n_held=16, second_order=2),
     Row(
         "local_shared",
         local.local,
         _NEIGHBOURHOODS | {"shared_qk": (True,)},
         _neighbours,
         n_held=16,
+        second_order=1,
     ),
-    Row("local_window", local.local, _WINDOWS, _window, relative=True, n_held=6),
+    Row("local_window", local.local, _WINDOWS, _window, relative=True, n_held=6, second_order=2),
     Row(
         "local_circle",
         local.local,
@@ -279,9 +315,10 @@ ROWS = [
         _circle,
         padding_counts=True,
         no_step="circle",
+        second_order=2,
     ),
-    Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed),
-    Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed),
+    Row("lsh", lsh.lsh, _HASHING | {"count_once": (True,)}, _hashed, second_order=1),
+    Row("lsh_count_each", lsh.lsh, _HASHING | {"count_once": (False,)}, _hashed, second_order=1),
     Row(
         "local_pallas",
         local.local,
@@ -290,14 +327,21 @@ ROWS = [
     ),
     Row("local_window_pallas", local.local, _WINDOWS | _KERNEL, _window, relative=True),
     Row("lsh_pallas", lsh.lsh, _HASHING | {"count_once": (True, False)} | _KERNEL, _hashed),
-    Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _own_bucket),
-    Row("lsh_strict_count_each", lsh.lsh, _STRICT | {"count_once": (False,)}, _own_bucket),
+    Row("lsh_strict", lsh.lsh, _STRICT | {"count_once": (True,)}, _own_bucket, second_order=1),
+    Row(
+        "lsh_strict_count_each",
+        lsh.lsh,
+        _STRICT | {"count_once": (False,)},
+        _own_bucket,
+        second_order=1,
+    ),
     Row(
         "lsh_circle",
         lsh.lsh,
         _HASHING | _CIRCLE | {"count_once": (False,)},
         _circle,
         padding_counts=True,
+        second_order=1,
     ),
 ]
 

@@ -19,33 +19,30 @@ from reformax.ops.parts.dropout import full_dropout_mask
 from reformax.ops.parts.masks import except_self, visibility
 from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
-from tests.ops import oracle
+from tests.ops import inputs, oracle
+from tests.ops.reference import LONGEST, Asked, expected
 from tests.ops.rows import ROWS, Shape, over, visible
 
 over_rows = over(ROWS)
 
 
 LENGTHS = (1, 2, 7, 16, 23, 37)
-LONGEST = 130
 DROPOUT = 0.3
 
 
 def attend_and_differentiate(op, causal, dropout):
-    """The compiled `(inputs, segments, rng, d_out) -> (plan, out, gradients)`.
+    """The compiled `(inputs, bias, segments, rng, d_out) -> (plan, out, gradients)`.
 
-    Inputs are q, k, v and the bias; None where there is none.
+    The gradients are those of the inputs, which hold the op's weights, and of the bias, None where
+    there is none.
     """
 
     @jax.jit
-    def run(inputs, segments, rng, d_out):
-        q, k, *_ = inputs
-        plan = op.plan((), q, k, segments=segments, causal=causal, rng=rng, train=True)
+    def run(x, bias, segments, rng, d_out):
+        plan = inputs.plan(op, x, segments=segments, causal=causal, rng=rng, train=True)
         masks = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
-
-        def attend(q, k, v, bias):
-            return op.apply((), q, k, v, **masks, **({} if bias is None else {"bias": bias}))
-
-        out, vjp = jax.vjp(attend, *inputs)
+        attend = lambda x, bias: inputs.apply(op, x, **masks, **base.given(bias=bias))  # noqa: E731
+        out, vjp = jax.vjp(attend, x, bias)
         return plan, out, vjp(d_out.astype(out.dtype))
 
     return run
@@ -72,7 +69,7 @@ def calls(draw, row):
         causal=row.causal(draw(st.booleans())),
         packed=draw(st.booleans()),
         bias_axes=draw(st.none() | st.tuples(*[st.booleans()] * 4)) if row.bias else None,
-        dropout=draw(st.sampled_from((0.0, DROPOUT))),
+        dropout=row.dropout(draw(st.sampled_from((0.0, DROPOUT)))),
         shape=Shape(
             batch=draw(st.integers(1, 2)),
             n_queries=length,
@@ -116,7 +113,7 @@ def check(
     batch, n_queries, n_keys, n_heads = shape
     op = row.op(**options)
 
-    def numbers(length, size, least=0.0):
+    def numbers(length, size, least=0.0, n_heads=n_heads):
         x = rng.normal(size=(batch, length, n_heads, size))
         x = np.broadcast_to(x[:, :1], x.shape).copy() if equal else x
         x += least * np.sign(x)
@@ -128,55 +125,58 @@ def check(
     d_out = numbers(n_queries, d_v)
     k = None if op.traits.shared_qk else numbers(n_keys, d_qk)
     v = numbers(n_keys, d_v)
-    segments = random_segments(rng, batch, n_queries) if packed else None
+    dims = base.Dims(n_heads, d_qk, d_v, n_queries)
+    extras = {
+        name: numbers(n_queries, extra.size, n_heads=extra.n_heads)
+        for name, extra in op.extras_of(dims).items()
+    }
+    x = inputs.Inputs(q, k, v, extras or None, op.init(key, dims))
+    segments = row.segments(random_segments(rng, batch, n_queries)) if packed else None
     if packed and n_keys != n_queries:
-        segments = segments, random_segments(rng, batch, n_keys)
+        segments = segments, row.segments(random_segments(rng, batch, n_keys))
     bias = None
     if bias_axes is not None:
         full = (batch, n_heads, n_queries, n_keys)
         sizes = [n if whole else 1 for n, whole in zip(full, bias_axes, strict=True)]
         bias = rng.normal(size=sizes).astype(jnp.promote_types(dtype, np.float32))
-    dropout_mask = np.ones((batch, n_heads, n_queries, n_keys))
+    keep = np.ones((batch, n_heads, n_queries, LONGEST))
     if dropout:
-        dropout_mask = largest_dropout(key)[:batch, :n_heads, :n_queries, :n_keys]
+        keep = np.asarray(largest_dropout(key))[:batch, :n_heads, :n_queries]
     run = run or attend_and_differentiate(op, causal, dropout)
+    tolerance *= row.rounding
 
     def run_at(scale):
-        inputs = [None if x is None else (x * scale).astype(dtype) for x in (q, k, v)]
-        return run([*inputs, bias], segments, key, d_out.astype(dtype))
+        rounded = x.map(lambda y: (y * scale).astype(dtype))
+        return run(rounded, bias, segments, key, d_out.astype(dtype))
 
     for scale in (1, 0):
         plan, out, gradients = run_at(scale)
-        counts = row.counts(options, plan, shape, causal, segments)
-        scaled = [None if x is None else x * scale for x in (q, k, v)]
-        added = 0.0 if bias is None else bias.astype(np.float64)
-        want, want_gradients = oracle.attention(*scaled, counts, dropout_mask, d_out, added)
-        *want_gradients, want_d_bias = want_gradients
-        *gradients, d_bias = gradients
+        asked = Asked(row, options, plan, shape, causal, segments, keep)
+        scaled = x.map(lambda y, scale=scale: y * scale)
+        want, want_gradients = expected(asked, scaled, bias, d_out)
+        (d_x, d_bias), (want_d_x, want_d_bias) = gradients, want_gradients
         # The gradient of a logit is a difference from dO . O, whose O was rounded to `dtype`.
         rounded = np.abs(d_out * want).sum(axis=-1).max() * float(jnp.finfo(dtype).eps) / 2
         if bias is not None:
             # A bias that is shared adds up as many of these differences as share it.
             shared = np.prod(full) / bias.size
             assert_trees_close({"db": d_bias}, {"db": want_d_bias}, tolerance, rounded * shared)
-        if equal:  # the differences of all queries have one sign, and add up in a key's gradient
+        if equal and row.counts:
+            # The differences of all queries have one sign, and add up in a key's gradient.
+            counts = asked.counts()
             weights = counts / np.maximum(counts.sum(axis=-1, keepdims=True), 1)
             rounded *= max(1, weights.sum(axis=-2).max())
-        vectors = [scaled[0], np.ones(1) if k is None else scaled[1]]
-        rounded *= max(np.abs(x).max() for x in vectors) / np.sqrt(d_qk)
+        vectors = [scaled.q, np.ones(1) if k is None else scaled.k]
+        rounded *= max(np.abs(y).max() for y in vectors) / np.sqrt(d_qk)
         assert out.dtype == dtype
         assert_trees_close({"out": out}, {"out": want}, tolerance)
-        for name, x, y in zip(("dq", "dk", "dv"), gradients, want_gradients, strict=True):
-            if y is None:
-                assert x is None
-            else:
-                assert x.dtype == dtype
-                assert_trees_close(
-                    {name: x}, {name: y}, tolerance, 0.0 if name == "dv" else rounded
-                )
+        assert all(y.dtype == dtype for y in jax.tree.leaves(d_x[:4]))
+        for name, got, wanted in zip(d_x._fields, d_x, want_d_x, strict=True):
+            more = 0.0 if name == "v" else rounded
+            assert_trees_close({f"d{name}": got}, {f"d{name}": wanted}, tolerance, more)
     # Logits of 1e8 are beyond what float32 tells apart, but must not leave it.
-    for x in jax.tree.leaves(run_at(1e4)):
-        assert np.isfinite(np.asarray(x, np.float64)).all()
+    for y in jax.tree.leaves(run_at(1e4)):
+        assert np.isfinite(np.asarray(y, np.float64)).all()
 
 
 def test_dense_attention_of_one_query_to_two_keys_with_a_bias_for_all():
@@ -201,59 +201,49 @@ def test_bfloat16(row, data):
     check(row, 2e-2, jnp.bfloat16, **data.draw(calls(row)))
 
 
-def draw_inputs(row, length, d_v=4, seed=0):
-    """`(q, k, v)` of batch 2, 2 heads of 4; k None where the op shares it."""
-    rng = np.random.default_rng(seed)
-    q, k, v = (rng.normal(size=(2, length, 2, d)).astype(np.float32) for d in (4, 4, d_v))
-    return q, (None if row.op().traits.shared_qk else k), v
-
-
-def make_plan(op, q, k):
+def make_plan(op, x):
     causal = op.traits.causal
-    plan = functools.partial(op.plan, segments=None, causal=causal, train=True)
-    return jax.jit(lambda q, k: plan((), q, k, rng=jax.random.key(0)))(q, k)
+    plan = functools.partial(inputs.plan, op, causal=causal, train=True, rng=jax.random.key(0))
+    return jax.jit(plan)(x)
 
 
 @over_rows
 def test_padding_changes_no_real_position(row):
     length, n_pad = 11, row.n_pad
-    inputs = draw_inputs(row, length)
-    junk = draw_inputs(row, n_pad, seed=1)
-    segments = np.repeat([[1, 0]], [length, n_pad], axis=1).repeat(2, axis=0)
     op, key = row.op(), jax.random.key(0)
+    whole = inputs.draw(op, length=length + n_pad)
+    real, junk = whole.at(slice(None), slice(0, length)), whole.at(slice(None), slice(length, None))
+    segments = np.repeat([[1, 0]], [length, n_pad], axis=1).repeat(2, axis=0)
+    masks = dict(causal=row.causal(), rng=key, dropout=row.dropout(0.2))
 
     @jax.jit
-    def padded(inputs, junk):
-        def attend(inputs, junk):
-            joined = (
-                None if x is None else jnp.concatenate([x, y], axis=1)
-                for x, y in zip(inputs, junk, strict=True)
-            )
-            out = op(*joined, causal=row.causal(), segments=segments, rng=key, dropout=0.2)
+    def padded(real, junk):
+        def attend(real, junk):
+            joined = real.zip(lambda x, y: jnp.concatenate([x, y], axis=1), junk)
+            out = inputs.call(op, joined, segments=segments, **masks)
             return jnp.sum(jnp.sin(out)), out
 
-        return jax.value_and_grad(attend, argnums=(0, 1), has_aux=True)(inputs, junk)
+        return jax.value_and_grad(attend, argnums=(0, 1), has_aux=True)(real, junk)
 
-    (_, out), (gradients, junk_gradients) = padded(inputs, junk)
-    masks = dict(causal=row.causal(), rng=key, dropout=0.2)
-    alone = jax.jit(lambda q, k, v: op(q, k, v, **masks))(*inputs)
-    np.testing.assert_allclose(out[:, :length], alone, atol=1e-6)
+    (_, out), (gradients, junk_gradients) = padded(real, junk)
+    alone = jax.jit(lambda x: inputs.call(op, x, **masks))(real)
+    np.testing.assert_allclose(out[:, :length], alone, atol=1e-6 * row.rounding)
     assert not np.any(out[:, length:])
     assert all(np.any(x) for x in jax.tree.leaves(gradients))
     assert not any(np.any(x) for x in jax.tree.leaves(junk_gradients))
 
 
-@over_rows
+@over(row for row in ROWS if row.op().traits.packed)
 def test_segments_do_not_leak(row):
     """Whatever one segment holds, the others' outputs are the same to the last bit."""
     segments = np.repeat([[2, 1, 3]], [9, 13, 6], axis=1).repeat(2, axis=0)
     op, key = row.op(), jax.random.key(0)
     masks = dict(causal=row.causal(False), segments=segments, rng=key)
-    attend = jax.jit(lambda q, k, v: op(q, k, v, **masks))
-    one, other = draw_inputs(row, 28), draw_inputs(row, 28, seed=1)
+    attend = jax.jit(lambda x: inputs.call(op, x, **masks))
+    one, other = (inputs.draw(op, length=28, seed=seed) for seed in (0, 1))
     change = (segments == 1)[..., None, None]
-    mixed = (None if x is None else np.where(change, y, x) for x, y in zip(one, other, strict=True))
-    before, after = np.asarray(attend(*one)), np.asarray(attend(*mixed))
+    mixed = one.zip(lambda x, y: np.where(change, y, x), other)
+    before, after = np.asarray(attend(one)), np.asarray(attend(mixed))
     np.testing.assert_array_equal(after[segments != 1], before[segments != 1])
     assert not np.allclose(after[segments == 1], before[segments == 1])
 
@@ -261,46 +251,45 @@ def test_segments_do_not_leak(row):
 @over(row for row in ROWS if row.relative or row.op().traits.exact)
 def test_packed_segments_equal_one_by_one(row):
     lengths = (9, 1, 9)
-    op, inputs = row.op(), draw_inputs(row, sum(lengths))
+    op = row.op()
+    x = inputs.draw(op, length=sum(lengths))
     segments = np.repeat([[1, 2, 3]], lengths, axis=1).repeat(2, axis=0)
-    causal = row.causal()
-    attend = jax.jit(lambda q, k, v, segments: op(q, k, v, causal=causal, segments=segments))
-    packed = attend(*inputs, segments)
+    causal, rng = row.causal(), jax.random.key(0)
+
+    @jax.jit
+    def attend(x, segments):
+        return inputs.call(op, x, causal=causal, segments=segments, rng=rng)
+
+    packed = attend(x, segments)
     for end, n in zip(np.cumsum(lengths), lengths, strict=True):
-        one = (None if x is None else x[:, end - n : end] for x in inputs)
-        alone = attend(*one, None)
-        np.testing.assert_allclose(packed[:, end - n : end], alone, atol=1e-6)
+        here = slice(end - n, end)
+        alone = attend(x.at(slice(None), here), None)
+        np.testing.assert_allclose(packed[:, here], alone, atol=1e-6 * row.rounding)
 
 
 @over(row for row in ROWS if row.op().traits.causal)
 def test_with_the_plan_given_nothing_reads_the_future(row):
     """At a fixed plan. `test_lsh.py` says what a plan may read."""
     op, now = row.op(), 17
-    one, other = draw_inputs(row, 30), draw_inputs(row, 30, seed=1)
-    plan = make_plan(op, *one[:2])
-
-    @jax.jit
-    def attend(q, k, v):
-        return op.apply((), q, k, v, plan=plan, segments=None, causal=True, dropout=0.0, rng=None)
-
-    mixed = (
-        None if x is None else np.concatenate([x[:, :now], y[:, now:]], axis=1)
-        for x, y in zip(one, other, strict=True)
-    )
-    before, after = attend(*one), attend(*mixed)
+    one, other = (inputs.draw(op, length=30, seed=seed) for seed in (0, 1))
+    plan = make_plan(op, one)
+    attend = jax.jit(lambda x: inputs.apply(op, x, plan=plan, segments=None, causal=True))
+    mixed = one.zip(lambda x, y: np.concatenate([x[:, :now], y[:, now:]], axis=1), other)
+    before, after = attend(one), attend(mixed)
     np.testing.assert_array_equal(after[:, :now], before[:, :now])
     assert not np.allclose(after[:, now:], before[:, now:])
 
 
-@over_rows
+@over(row for row in ROWS if row.op().traits.dropout)
 def test_dropout_drops_and_scales(row):
     """Averaged over masks, dropout changes nothing; a single mask does."""
-    op, inputs = row.op(), draw_inputs(row, 12)
-    plan = make_plan(op, *inputs[:2])
+    op = row.op()
+    x = inputs.draw(op, length=12)
+    plan = make_plan(op, x)
 
     def attend(key, dropout):
         masks = dict(segments=None, causal=row.causal(), dropout=dropout, rng=key)
-        return op.apply((), *inputs, plan=plan, **masks)
+        return inputs.apply(op, x, plan=plan, **masks)
 
     keys = jax.random.split(jax.random.key(1), 2000)
     dropped = jax.jit(jax.vmap(lambda key: attend(key, 0.25)))(keys)
@@ -402,18 +391,19 @@ def test_dropout_masks_are_fair_coins():
     assert abs(np.mean(across)) / variance < 5 * np.sqrt(2) / np.sqrt(dropout_mask.size)
 
 
-@over_rows
+@over(row for row in ROWS if row.counts)
 def test_equal_tokens_share_large_logits(row):
     """Ties stay ties where logits are far apart: each output's weights sum to 1 in the gradient."""
-    _, _, v = draw_inputs(row, 20)
-    q = np.full((2, 20, 2, 4), 1e3, np.float32)
-    k = None if row.op().traits.shared_qk else q
     op = row.op()
+    x = inputs.draw(op, length=20)
+    q = np.full(x.q.shape, 1e3, np.float32)
+    x = x._replace(q=q, k=None if x.k is None else q)
 
     masks = dict(causal=row.causal(), rng=jax.random.key(0))
     # A kernel's two passes may round a logit of 3e6 = 2e6 log2(e) up and down, by an eighth each.
     bound = 2 ** (1 / 4) - 1 if row.in_kernel else 1e-5
-    _, (dv,) = with_gradients(lambda v: op(q, k, v, **masks))(np.ones_like(v), v)
+    attend = with_gradients(lambda v: inputs.call(op, x._replace(v=v), **masks))
+    _, (dv,) = attend(np.ones_like(x.v), x.v)
     np.testing.assert_allclose(np.sum(dv, axis=1), 20, rtol=bound)
 
 
@@ -424,15 +414,14 @@ def test_a_few_heads_at_a_time(op, monkeypatch):
     """As a CPU computes more logits than its cache holds: the same numbers."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = rng.normal(size=(4, 2, 13, 6, 8)).astype(np.float32)
-    inputs = (q, None if op.traits.shared_qk else k, v, None)
+    x = inputs.Inputs(q, None if op.traits.shared_qk else k, v)
     segments = random_segments(rng, 2, 13)
 
     def run(n_logits):
         monkeypatch.setattr(chunked, "LOGITS_IN_CACHE", n_logits)
         run = attend_and_differentiate(op, True, DROPOUT)
-        return run.lower(inputs, segments, jax.random.key(0), d_out).as_text(), run(
-            inputs, segments, jax.random.key(0), d_out
-        )
+        args = x, None, segments, jax.random.key(0), d_out
+        return run.lower(*args).as_text(), run(*args)
 
     (whole, want), (groups, got) = run(2**19), run(2 * 2 * 16 * 8)
     assert groups.count("while") == whole.count("while") + 2, "a loop in each pass"

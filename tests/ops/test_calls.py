@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import block_patterns, block_sparse, dense, flash, local, lsh, shared_qk
+from tests.ops import inputs
 from tests.ops.rows import ROWS, over
 
 KEY = jax.random.key(0)
@@ -16,9 +17,8 @@ TOKENS = np.arange(8) < np.array([[5], [8]])  # one row ends in padding
 
 
 def call(op, **options):
-    q, k, v = X
-    k = None if op.traits.shared_qk else k
-    return op(q, k, v, **dict(causal=op.traits.causal, rng=KEY) | options)
+    x = inputs.draw(op, length=8)._replace(q=X[0], k=None if op.traits.shared_qk else X[1], v=X[2])
+    return inputs.call(op, x, **dict(causal=op.traits.causal, rng=KEY) | options)
 
 
 @over(row for row in ROWS if not row.in_kernel)

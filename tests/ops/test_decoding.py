@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from reformax.ops import lsh
 from reformax.ops.parts import cache
+from tests.ops import inputs
 from tests.ops.rows import ROWS, over
 
 KEY = jax.random.key(3)
@@ -23,51 +24,39 @@ def test_every_op_decodes_or_says_why_not(row):
     assert (op.step is None) == (op.init_cache is None) == bool(row.no_step)
 
 
-def draw_inputs(op, batch, length, dtype=np.float32, seed=0):
-    """`(q, k, v)` of 2 heads; k None where the op shares it."""
-    rng = np.random.default_rng(seed)
-    q, k, v = (rng.normal(size=(batch, length, 2, d)).astype(dtype) for d in (4, 4, 3))
-    return q, (None if op.traits.shared_qk else k), v
+def draw(op, batch, length, **options):
+    """Inputs of 2 heads whose values are smaller than their keys."""
+    return inputs.draw(op, batch, length, d_v=3, **options)
 
 
-def cut(inputs, *index):
-    return tuple(None if x is None else x[index] for x in inputs)
-
-
-def run(op, inputs, lengths, n_prompt, capacity):
+def run(op, x, lengths, n_prompt, capacity):
     """Every row's prompt of `lengths`, padded to `n_prompt`, then as many steps as fit.
 
     Returns:
       `{(row, position): output}` of the steps.
     """
     n_rows = len(lengths)
-    total = inputs[0].shape[1]
-    prompt = cut(inputs, slice(None), slice(0, n_prompt))
+    total = x.q.shape[1]
+    prompt = x.at(slice(None), slice(0, n_prompt))
     segments = jnp.asarray(np.arange(n_prompt) < lengths[:, None], jnp.int32)
 
     @jax.jit
     def start(prompt, lengths):
-        plan = op.plan(
-            (),
-            *prompt[:2],
-            segments=segments,
-            causal=True,
-            rng=KEY,
-            train=False,
-            length=capacity,
-        )
-        return op.init_cache((), *prompt, plan=plan, lengths=lengths, capacity=capacity, rng=KEY)
+        masks = dict(segments=segments, causal=True, rng=KEY, train=False, length=capacity)
+        plan = inputs.plan(op, prompt, **masks)
+        options = dict(lengths=lengths, capacity=capacity, rng=KEY)
+        return inputs.init_cache(op, prompt, plan=plan, **options)
 
     @jax.jit
     def step(new, cache, position):
-        return op.step((), *new, cache, position=position)
+        return inputs.step(op, new, cache, position=position)
 
     outs, position, held = {}, lengths.copy(), start(prompt, lengths)
     shapes = jax.tree.map(jnp.shape, held)
     for _ in range(total - lengths.max()):
-        new = (None if x is None else x[np.arange(n_rows), position][:, None] for x in inputs)
-        out, held = step(tuple(new), held, position)
-        assert out.dtype == inputs[2].dtype
+        new = x.map(lambda y, at=position: y[np.arange(n_rows), at][:, None])
+        out, held = step(new, held, position)
+        assert out.dtype == x.v.dtype
         assert jax.tree.map(jnp.shape, held) == shapes
         outs |= {(b, t): np.asarray(out[b, 0]) for b, t in enumerate(position)}
         position = position + 1
@@ -78,9 +67,9 @@ def forward(op, length):
     """Attention of arrays of `length` whose first n positions are tokens and the rest padding."""
 
     @jax.jit
-    def run(inputs, n):
-        segments = jnp.broadcast_to(jnp.arange(length) < n, inputs[0].shape[:2]).astype(jnp.int32)
-        return op(*inputs, causal=True, segments=segments, rng=KEY, train=False)
+    def run(x, n):
+        segments = jnp.broadcast_to(jnp.arange(length) < n, x.q.shape[:2])
+        return inputs.call(op, x, causal=True, segments=segments, rng=KEY, train=False)
 
     return run
 
@@ -95,10 +84,10 @@ def test_a_step_is_the_last_row(row, data):
     total = data.draw(st.sampled_from((19, 26)))
     n_prompt = data.draw(st.sampled_from((1, 7, 13)))
     lengths = np.array([n_prompt, data.draw(st.integers(1, n_prompt))], np.int32)
-    inputs = draw_inputs(op, 2, total, seed=data.draw(st.integers(0, 2**31)))
+    x = draw(op, 2, total, seed=data.draw(st.integers(0, 2**31)))
     attend = forward(op, total)
-    for (b, t), out in run(op, inputs, lengths, n_prompt, capacity=total).items():
-        want = attend(inputs, t + 1)[b, t]
+    for (b, t), out in run(op, x, lengths, n_prompt, capacity=total).items():
+        want = attend(x, t + 1)[b, t]
         np.testing.assert_allclose(out, want, atol=1e-5 * max(1, np.abs(want).max()))
 
 
@@ -106,20 +95,20 @@ def test_a_step_is_the_last_row(row, data):
 def test_arrays_without_padding(row):
     """The row over exactly the tokens so far, whatever the capacity."""
     op, lengths = row.op(), np.array([5, 3], np.int32)
-    inputs = draw_inputs(op, 2, 24)
-    outs = run(op, inputs, lengths, n_prompt=5, capacity=40)
-    now = cut(inputs, slice(0, 1), slice(0, 17))
-    want = jax.jit(lambda x: op(*x, causal=True, rng=KEY, train=False))(now)[0, -1]
+    x = draw(op, 2, 24)
+    outs = run(op, x, lengths, n_prompt=5, capacity=40)
+    now = x.at(slice(0, 1), slice(0, 17))
+    want = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY, train=False))(now)[0, -1]
     np.testing.assert_allclose(outs[0, 16], want, atol=1e-5)
 
 
 @over(DECODING[1::2])
 def test_bfloat16(row):
     op, lengths = row.op(), np.array([5], np.int32)
-    inputs = draw_inputs(op, 1, 20, jnp.bfloat16)
+    x = draw(op, 1, 20, dtype=jnp.bfloat16)
     attend = forward(op, 20)
-    for (b, t), out in run(op, inputs, lengths, n_prompt=5, capacity=20).items():
-        want = np.asarray(attend(inputs, t + 1)[b, t], np.float32)
+    for (b, t), out in run(op, x, lengths, n_prompt=5, capacity=20).items():
+        want = np.asarray(attend(x, t + 1)[b, t], np.float32)
         np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=2e-2 * 3)
 
 
@@ -127,30 +116,48 @@ def test_bfloat16(row):
 def test_all_steps_are_one_forward(row):
     """Where nothing later decides what a position sees: one call over all tokens has every step."""
     op, lengths = row.op(), np.array([9, 4], np.int32)
-    inputs = draw_inputs(op, 2, 37)
-    whole = jax.jit(lambda *x: op(*x, causal=True, rng=KEY, train=False))(*inputs)
-    for (b, t), out in run(op, inputs, lengths, n_prompt=9, capacity=37).items():
+    x = draw(op, 2, 37)
+    whole = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY, train=False))(x)
+    for (b, t), out in run(op, x, lengths, n_prompt=9, capacity=37).items():
         np.testing.assert_allclose(out, whole[b, t], atol=1e-5)
 
 
 def test_ordinary_lsh_at_once_is_another_function():
     """What `strictly_causal` is for: a later token moves a border, and an earlier row changes."""
     op, lengths = lsh.lsh(chunk_len=4, n_hashes=1, n_buckets=4), np.array([1], np.int32)
-    inputs = draw_inputs(op, 1, 37)
-    whole = jax.jit(lambda q, v: op(q, None, v, causal=True, rng=KEY))(inputs[0], inputs[2])
-    outs = run(op, inputs, lengths, n_prompt=1, capacity=37)
+    x = draw(op, 1, 37)
+    whole = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY))(x)
+    outs = run(op, x, lengths, n_prompt=1, capacity=37)
     errors = [np.abs(out - whole[b, t]).max() for (b, t), out in outs.items()]
     assert max(errors) > 1e-2
 
 
-@over_rows
+@over(row for row in DECODING if row.holds_keys)
 def test_the_cache_holds_what_a_step_may_see(row):
     op, capacity = row.op(), 40
-    prompt = draw_inputs(op, 1, 11)
-    cut = dict(plan=None, lengths=np.array([11]), capacity=capacity, rng=KEY)
-    held = op.init_cache((), *prompt, **cut)
+    prompt = draw(op, 1, 11)
+    options = dict(plan=None, lengths=np.array([11]), capacity=capacity, rng=KEY)
+    held = inputs.init_cache(op, prompt, **options)
     keys = [x for x in jax.tree.leaves(held) if x.ndim == 4 and x.shape[-1] == 4]
     assert keys[0].shape == (1, 2, row.n_held or capacity, 4)
+
+
+def make_plan(op, x):
+    return inputs.plan(op, x, causal=True, rng=KEY, train=False)
+
+
+@over(row for row in DECODING if not row.holds_keys)
+def test_the_cache_does_not_grow(row):
+    op = row.op()
+    prompt = draw(op, 1, 11)
+    plan = make_plan(op, prompt)
+
+    def size(capacity):
+        options = dict(plan=plan, lengths=np.array([11]), capacity=capacity, rng=KEY)
+        held = jax.eval_shape(lambda: inputs.init_cache(op, prompt, **options))
+        return jax.tree.map(lambda x: x.shape, held)
+
+    assert size(40) == size(4000)
 
 
 def test_a_ring_holds_the_last_positions():
@@ -179,11 +186,11 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
         wrap=True,
         pad_chunks=pad_chunks,
     )
-    inputs = draw_inputs(op, 2, 19)
-    outs = run(op, inputs, np.array([3, 6]), 6, 25)
+    x = draw(op, 2, 19)
+    outs = run(op, x, np.array([3, 6]), 6, 25)
     for n in (4, 5, 8, 9, 12, 13, 16):
-        so_far = cut(inputs, slice(None), slice(0, n))
-        want = jax.jit(lambda q, k, v: op(q, k, v, causal=True, rng=KEY, train=False))(*so_far)
+        so_far = x.at(slice(None), slice(0, n))
+        want = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY, train=False))(so_far)
         for b in range(2):
             if (b, n - 1) in outs:
                 np.testing.assert_allclose(outs[b, n - 1], want[b, n - 1], atol=1e-5)
@@ -195,24 +202,24 @@ def test_beams_share_their_past(row):
     op, n_groups, n_beams, capacity = row.op(), 2, 3, 9
     n_rows = n_groups * n_beams
     rng = np.random.default_rng(0)
-    prompt = draw_inputs(op, n_groups, 2)
-    plan = op.plan((), *prompt[:2], segments=None, causal=True, rng=KEY, train=False)
+    prompt = draw(op, n_groups, 2)
+    plan = make_plan(op, prompt)
     lengths = np.full(n_groups, 2)
     masks = dict(plan=plan, lengths=lengths, capacity=capacity, rng=KEY)
-    first = cache.take_rows(op.init_cache((), *prompt, **masks), np.arange(n_rows) // n_beams)
+    first = cache.take_rows(inputs.init_cache(op, prompt, **masks), np.arange(n_rows) // n_beams)
 
     @jax.jit
     def steps(new, copied, shared, origins, position):
         here = jnp.arange(n_beams)[:, None]
         origins = jnp.where(jnp.arange(capacity) == position[0], here, origins)
-        want, copied = op.step((), *new, copied, position=position)
-        got, shared = op.step((), *new, shared, position=position, origins=origins)
+        want, copied = inputs.step(op, new, copied, position=position)
+        got, shared = inputs.step(op, new, shared, position=position, origins=origins)
         return want, got, copied, shared, origins
 
     copied, shared = first, first
     origins = jnp.zeros((n_groups, n_beams, capacity), jnp.int32)
     for t in range(2, capacity):
-        new = draw_inputs(op, n_rows, 1, seed=t)
+        new = draw(op, n_rows, 1, seed=t)._replace(params=prompt.params)
         position = np.full(n_rows, t)
         want, got, copied, shared, origins = steps(new, copied, shared, origins, position)
         np.testing.assert_allclose(got, want, atol=1e-6)

@@ -16,6 +16,8 @@ from reformax.ops import (
     lsh,
     memory_efficient,
 )
+from reformax.ops.base import given
+from tests.ops.inputs import draw
 from tests.ops.rows import ROWS, over
 
 KEY = jax.random.key(0)
@@ -170,6 +172,8 @@ def test_an_op_refuses_what_its_traits_exclude(row):
     op, longer = row.op(), x(2, 9, 2, 4)
     traits, name = op.traits, op.name
     inputs = x(), None if traits.shared_qk else x(), x()
+    *_, extras, params = draw(op, length=8)
+    own = dict(extras=extras, params=params)
     refused = [
         (
             (x(), x() if traits.shared_qk else None, x()),
@@ -186,11 +190,16 @@ def test_an_op_refuses_what_its_traits_exclude(row):
         refused.append((inputs, dict(bias=x(1, 1, 8, 8)), f"bias is given, but {name} adds none"))
     if not traits.bidirectional:
         refused.append((inputs, dict(causal=False), f"causal=False: {name} is causal only"))
+    if not traits.dropout:
+        refused.append((inputs, dict(dropout=0.1), f"dropout is 0.1: {name} makes no attention"))
+    if not traits.packed:
+        packed = dict(segments=INTEGERS.at[:, 4:].set(2))
+        refused.append((inputs, packed, f"segments of a row are several, but {name} does not tell"))
     if traits.random_plan:
         refused.append((inputs, dict(rng=None), f"rng is None: {name}, which draws its plan at"))
     for some, options, message in refused:
         with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)) as raised:
-            op(*some, **(dict(causal=row.causal(False), rng=KEY) | options))
+            op(*some, **(dict(causal=row.causal(False), rng=KEY) | own | options))
         assert "\n" not in str(raised.value)
 
 
@@ -198,18 +207,21 @@ def test_an_op_refuses_what_its_traits_exclude(row):
 def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
     op = row.op()
     inputs = dict(q=x(), k=None if op.traits.shared_qk else x(), v=x())
-    call = dict(causal=row.causal(False), rng=KEY)
+    *_, extras, params = draw(op, length=8)
+    call = dict(causal=row.causal(False), rng=KEY) | given(extras=extras)
     for name, numbers in inputs.items():
         if numbers is not None:
             with pytest.raises(ValueError, match=f"^{name} has dtype int32: expected floats, as"):
-                op(**inputs | {name: numbers.astype(jnp.int32)}, **call)
+                op(**inputs | {name: numbers.astype(jnp.int32)}, **call, params=params)
     # flax.nnx calls an attention function with these; `apply` takes no mask either.
     for unknown in ("mask", "dropout_rng", "deterministic", "precision"):
         if unknown != "mask":
             with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
-                op(**inputs, **call, **{unknown: None})
+                op(**inputs, **call, params=params, **{unknown: None})
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
-            op.apply((), **inputs, plan=None, segments=None, dropout=0.0, **call, **{unknown: None})
+            op.apply(
+                params, **inputs, plan=None, segments=None, dropout=0.0, **call, **{unknown: None}
+            )
 
 
 def test_what_an_op_cannot_do():

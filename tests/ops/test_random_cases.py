@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.ops.reference import LONGEST
 from tests.ops.rows import ROWS, Row, Shape, over
-from tests.ops.test_against_oracle import DROPOUT, LONGEST, attend_and_differentiate, check
+from tests.ops.test_against_oracle import DROPOUT, attend_and_differentiate, check
 
 LENGTHS = (1, 3, 17, 64, 97, LONGEST)
 TOLERANCES = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
@@ -38,7 +39,7 @@ def program(name: str, number: int) -> Program:
     traits = row.op().traits
     options = {option: rng.choice(values) for option, values in row.options.items()}
     length = rng.choice(LENGTHS)
-    causal, dropout = row.causal(rng.random() < 0.5), rng.choice((0.0, DROPOUT))
+    causal, dropout = row.causal(rng.random() < 0.5), row.dropout(rng.choice((0.0, DROPOUT)))
     shape = Shape(
         batch=rng.randint(1, 2),
         n_queries=length,

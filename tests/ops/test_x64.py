@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tests.helpers import with_x64
+from tests.ops import inputs
 from tests.ops import test_against_oracle as against_oracle
 from tests.ops.rows import ROWS, Shape, over
 
-CALL = dict(packed=True, dropout=against_oracle.DROPOUT, d_qk=4, d_v=3, seed=7)
+CALL = dict(packed=True, d_qk=4, d_v=3, seed=7)
 
 
 @over(ROWS)
@@ -19,6 +20,7 @@ def test_float64(row):
     shape = Shape(batch=2, n_queries=23, n_keys=23, n_heads=2)
     bias_axes = (False, True, True, True) if row.bias else None
     call = CALL | dict(options=row.first, causal=row.causal(), shape=shape, bias_axes=bias_axes)
+    call |= dict(dropout=row.dropout(against_oracle.DROPOUT))
     with with_x64():
         against_oracle.check(row, tolerance, dtype, **call)
 
@@ -28,28 +30,24 @@ def test_decoding(row):
     """A step's dtypes are those of the cache, whatever the integers are."""
     op = row.op()
     with with_x64():
-        q, k, v = np.random.default_rng(0).normal(size=(3, 1, 9, 2, 4))
-        inputs = q, None if op.traits.shared_qk else k, v
+        x = inputs.draw(op, batch=1, length=9, dtype=np.float64)
         key = jax.random.key(0)
         causal = dict(segments=None, causal=True, rng=key, train=False)
 
         @jax.jit
-        def run(q, k, v):
-            prompt, new = (
-                tuple(None if x is None else x[:, part] for x in (q, k, v))
-                for part in (slice(0, 8), slice(8, 9))
-            )
-            plan = op.plan((), *prompt[:2], **causal)
+        def run(x):
+            prompt, new = (x.at(slice(None), part) for part in (slice(0, 8), slice(8, 9)))
+            plan = inputs.plan(op, prompt, **causal)
             options = dict(plan=plan, lengths=jnp.array([8]), capacity=9, rng=key)
-            cache = op.init_cache((), *prompt, **options)
+            cache = inputs.init_cache(op, prompt, **options)
 
             def step(cache, position):
-                return op.step((), *new, cache, position=position)[::-1]
+                return inputs.step(op, new, cache, position=position)[::-1]
 
             return jax.lax.scan(step, cache, jnp.full((1, 1), 8))[1][0]
 
-        whole = jax.jit(lambda *x: op(*x, causal=True, rng=key, train=False))(*inputs)
-        step = run(*inputs)
+        whole = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=key, train=False))(x)
+        step = run(x)
         assert step.dtype == np.float64
         if not op.traits.random_plan or op.traits.causal_plan:
             np.testing.assert_allclose(step[0, 0], whole[0, 8], atol=1e-12)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from reformax.ops.parts.masks import segment_pair
 
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
     from reformax.ops.base import AttentionOp
 
 
-def check_arguments(op: AttentionOp, q, k, v, *, causal, segments, dropout, rng, bias=None) -> None:
+def check_arguments(
+    op: AttentionOp, q, k, v, *, causal, segments, dropout, rng, bias=None, extras=None
+) -> None:
     """Checks the arguments of a call before any tracing.
 
     Raises:
@@ -28,6 +32,11 @@ def check_arguments(op: AttentionOp, q, k, v, *, causal, segments, dropout, rng,
     _check_segments(op, segments, q, keys, "q" if k is None else "k")
     if bias is not None:
         _check_bias(op, bias, (q.shape[0], q.shape[2], q.shape[1], keys.shape[1]))
+    _check_extras(op, extras, q, v)
+    if dropout and not op.traits.dropout:
+        raise NotImplementedError(
+            f"dropout is {dropout}: {op.name} makes no attention weights to drop, set it to 0"
+        )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is {dropout}: expected a rate in [0, 1)")
     if rng is None and (dropout > 0.0 or op.traits.random_plan):
@@ -86,8 +95,52 @@ def _check_segments(op: AttentionOp, segments, q, keys, source: str) -> None:
                 f"segments has shape {ids.shape}: expected [batch, length] of {name}, "
                 f"{x.shape[:2]}{pair}"
             )
+        if ids.dtype == bool:
+            continue
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"segments has dtype {ids.dtype}: expected integers")
+        if not op.traits.packed:
+            _check_one_segment(op, ids)
+
+
+def _check_one_segment(op: AttentionOp, ids) -> None:
+    """Raises `NotImplementedError` unless each row has one segment, besides padding.
+
+    What a compiled function reads is not known yet: there booleans alone say so.
+    """
+    if isinstance(ids, jax.core.Tracer):
+        found = "integers, which may be several"
+    else:
+        several = (ids != 0) & (ids != np.max(ids, axis=1, keepdims=True))
+        if not np.any(several):
+            return
+        found = "several"
+    raise NotImplementedError(
+        f"segments of a row are {found}, but {op.name} does not tell them apart: leave rows "
+        "unpacked, with booleans that are True at tokens"
+    )
+
+
+def _check_extras(op: AttentionOp, extras, q, v) -> None:
+    wanted = op.extras_of(op.dims(q, v))
+    if set(extras or {}) != set(wanted):
+        raise ValueError(f"extras has {sorted(extras or {})}: {op.name} reads {sorted(wanted)}")
+    for name, extra in wanted.items():
+        shape = (*q.shape[:2], extra.n_heads, extra.size)
+        if extras[name].shape != shape:
+            raise ValueError(f"extras[{name!r}] has shape {extras[name].shape}: expected {shape}")
+
+
+def check_params(op: AttentionOp, params, q, v) -> None:
+    """Raises `ValueError` if an op with weights of its own is called without them."""
+    if jax.tree.leaves(params):
+        return
+    dims = op.dims(q, v)
+    if jax.tree.leaves(jax.eval_shape(lambda rng: op.init(rng, dims), jax.random.key(0))):
+        raise ValueError(
+            f"params is {params!r}: {op.name} has weights of its own, pass those of "
+            "op.init(rng, op.dims(q, v))"
+        )
 
 
 def _check_bias(op: AttentionOp, bias, full: tuple[int, int, int, int]) -> None:

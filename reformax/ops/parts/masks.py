@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-Segments = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+# Booleans say of each row that its tokens are one segment.
+Ids = Int[Array, "B T"] | Bool[Array, "B T"]
+Segments = Ids | tuple[Ids, Ids]
 
 
 def segment_pair(
@@ -13,6 +16,11 @@ def segment_pair(
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | tuple[None, None]:
     """The segments of the queries and those of the keys."""
     return segments if isinstance(segments, tuple) else (segments, segments)
+
+
+def segment_ids(segments: Segments | None) -> Segments | None:
+    """Segments whose ids are integers, as ops read them."""
+    return jax.tree.map(lambda ids: ids.astype(jnp.int32), segments)
 
 
 def visibility(

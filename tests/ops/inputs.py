@@ -1,0 +1,85 @@
+"""What an op reads, of any kind: its arrays, its own weights, its further projections."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from reformax.ops.base import AttentionOp, Dims, given
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, and the op's own weights."""
+
+    q: Any
+    k: Any  # None where the op makes its keys of the queries
+    v: Any
+    extras: Any = None  # a dict; None where the op reads none
+    params: Any = ()
+
+    def map(self, function) -> "Inputs":
+        """The same with `function` of each array `[B, T, ...]`; the weights stay."""
+        return Inputs(*jax.tree.map(function, self[:4]), self.params)
+
+    def at(self, *index) -> "Inputs":
+        """Some rows and positions."""
+        return self.map(lambda x: x[index])
+
+    def zip(self, function, *others) -> "Inputs":
+        """`map` with the arrays of other inputs besides."""
+        rest = (other[:4] for other in others)
+        return Inputs(*jax.tree.map(function, self[:4], *rest), self.params)
+
+
+def draw(
+    op: AttentionOp,
+    batch=2,
+    length=13,
+    n_heads=2,
+    d_qk=4,
+    d_v=4,
+    dtype=np.float32,
+    seed=0,
+    n_keys=None,
+    weights=True,
+) -> Inputs:
+    """Normally distributed numbers, and the weights that the op begins with."""
+    rng = np.random.default_rng(seed)
+    n_keys = n_keys or length
+
+    def numbers(length, n_heads, size):
+        return rng.normal(size=(batch, length, n_heads, size)).astype(dtype)
+
+    q, k = numbers(length, n_heads, d_qk), numbers(n_keys, n_heads, d_qk)
+    v = numbers(n_keys, n_heads, d_v)
+    dims = Dims(n_heads, d_qk, d_v, length)
+    extras = {
+        name: numbers(length, extra.n_heads, extra.size)
+        for name, extra in op.extras_of(dims).items()
+    }
+    params = op.init(jax.random.key(seed), dims) if weights else ()
+    return Inputs(q, None if op.traits.shared_qk else k, v, extras or None, params)
+
+
+# The op's functions of inputs.
+
+
+def call(op: AttentionOp, x: Inputs, **options):
+    return op(x.q, x.k, x.v, params=x.params, **given(extras=x.extras), **options)
+
+
+def plan(op: AttentionOp, x: Inputs, *, segments=None, **options):
+    return op.plan(x.params, x.q, x.k, segments=segments, **options)
+
+
+def apply(op: AttentionOp, x: Inputs, *, dropout=0.0, rng=None, **options):
+    options |= dict(dropout=dropout, rng=rng) | given(extras=x.extras)
+    return op.apply(x.params, x.q, x.k, x.v, **options)
+
+
+def init_cache(op: AttentionOp, x: Inputs, **options):
+    return op.init_cache(x.params, x.q, x.k, x.v, **options, **given(extras=x.extras))
+
+
+def step(op: AttentionOp, x: Inputs, cache, **options):
+    return op.step(x.params, x.q, x.k, x.v, cache, **options, **given(extras=x.extras))

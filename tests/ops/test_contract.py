@@ -1,0 +1,87 @@
+"""What few ops use of the contract, by two small ones: weights, gates, one segment a row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.layers import test_attention as layer_tests
+from tests.ops import inputs
+from tests.ops import test_against_oracle as against_oracle
+from tests.ops import test_decoding as decoding
+from tests.ops import test_poison as poison
+from tests.ops.rows import Shape
+from tests.ops.toys import TOYS, fading, slots
+
+toys = pytest.mark.parametrize("row", TOYS, ids=lambda row: row.name)
+FADING, SLOTS = TOYS
+
+
+@toys
+@pytest.mark.parametrize("packed", [True, False])
+def test_weights_gates_and_their_gradients(row, packed):
+    shape = Shape(batch=2, n_queries=7, n_keys=7, n_heads=3)
+    case = dict(options=row.first, causal=row.causal(), packed=packed, bias_axes=None, shape=shape)
+    rate = row.dropout(against_oracle.DROPOUT)
+    against_oracle.check(row, 1e-5, jnp.float32, **case, dropout=rate, d_qk=4, d_v=3, seed=3)
+
+
+def test_a_wrong_gradient_of_a_weight_is_found():
+    def stopped():
+        op = slots()
+        apply = lambda params, *x, **o: op.apply(jax.lax.stop_gradient(params), *x, **o)  # noqa: E731
+        return op._replace(apply=apply)
+
+    with pytest.raises(AssertionError, match="dparams.*mix.*is off by"):
+        test_weights_gates_and_their_gradients(SLOTS._replace(factory=stopped, options={}), False)
+
+
+@toys
+def test_padding_changes_nothing(row):
+    against_oracle.test_padding_changes_no_real_position(row)
+    poison.test_at_padding(row)
+
+
+def test_segments_do_not_leak():
+    against_oracle.test_segments_do_not_leak(FADING)
+
+
+def test_steps_are_one_forward():
+    decoding.test_all_steps_are_one_forward(FADING)
+    decoding.test_the_cache_does_not_grow(FADING)
+
+
+@toys
+def test_a_layer_projects_what_the_op_reads(row):
+    layer_tests.test_equals_an_independent_computation(row, everything=True)
+
+
+def test_a_layer_decodes():
+    layer_tests.test_prefill_and_steps_are_apply(FADING)
+
+
+def test_one_segment_a_row_or_a_refusal():
+    op = slots()
+    x = inputs.draw(op, length=8)
+    real = np.arange(8) < np.array([[5], [8]])
+    want = inputs.call(op, x, segments=real)
+    for one_each in (real.astype(np.int32), real * np.array([[3], [2]])):
+        np.testing.assert_array_equal(inputs.call(op, x, segments=one_each), want)
+    np.testing.assert_array_equal(jax.jit(lambda s: inputs.call(op, x, segments=s))(real), want)
+    two = np.where(np.arange(8) < 4, 1, 2) * real
+    with pytest.raises(NotImplementedError, match="segments of a row are several, but slots does"):
+        inputs.call(op, x, segments=two)
+    with pytest.raises(NotImplementedError, match="are integers, which may be several, but slots"):
+        jax.jit(lambda s: inputs.call(op, x, segments=s))(two)
+
+
+def test_an_op_is_called_with_what_it_reads():
+    x = inputs.draw(fading())
+    with pytest.raises(ValueError, match=r"params is \(\): fading has weights of its own, pass"):
+        fading()(*x[:3], causal=True, extras=x.extras)
+    with pytest.raises(ValueError, match=r"extras has \[\]: fading reads \['gate'\]"):
+        fading()(*x[:3], causal=True, params=x.params)
+    with pytest.raises(ValueError, match=r"extras\['gate'\] has shape \(2, 13, 2, 4\): expected"):
+        fading()(*x[:3], causal=True, params=x.params, extras={"gate": x.q})
+    with pytest.raises(NotImplementedError, match="dropout is 0.1: fading makes no attention"):
+        inputs.call(fading(), x, causal=True, dropout=0.1, rng=jax.random.key(0))
