@@ -10,7 +10,8 @@ from reformax.data.reverse import reverse
 
 def check(batch, max_symbols, vocab_size):
     source, target, source_segments, target_segments = batch.inputs
-    assert batch.targets is target and {x.dtype for x in batch.inputs} == {np.dtype(np.int32)}
+    assert batch.targets is target and source.dtype == target.dtype == np.int32
+    assert source_segments.dtype == target_segments.dtype == bool
     for row in zip(source, target, source_segments, target_segments, batch.weights, strict=True):
         n = int(row[4].sum())
         word = row[0][: n - 1]

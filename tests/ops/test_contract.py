@@ -27,13 +27,13 @@ def test_weights_gates_and_their_gradients(row, packed):
 
 
 def test_a_wrong_gradient_of_a_weight_is_found():
-    def stopped():
-        op = slots()
+    def stopped(n_slots):
+        op = slots(n_slots=n_slots)
         apply = lambda params, *x, **o: op.apply(jax.lax.stop_gradient(params), *x, **o)  # noqa: E731
         return op._replace(apply=apply)
 
     with pytest.raises(AssertionError, match="dparams.*mix.*is off by"):
-        test_weights_gates_and_their_gradients(SLOTS._replace(factory=stopped, options={}), False)
+        test_weights_gates_and_their_gradients(SLOTS._replace(factory=stopped), False)
 
 
 @toys
