@@ -25,6 +25,7 @@ NOT_RUN = {
     r"pip install -e '\.\[test,peers\]' && pytest -m peers": "PEERS=1 .ci/run runs it",
     r"python -m tests\.peers\.table": "it computes what `pytest -m peers` does",
     r"python -m benchmarks\.reliability\.inputs": "tests/test_inputs.py runs it",
+    r"python train\.py .*--process_id=\d": "tests/training/test_processes.py runs them together",
     r"python train\.py --config_file=table\.gin": "tests/convert/test_configs.py builds its model",
 }
 INSTALL = re.compile(r"^pip install .*? && ")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 
-from reformax.cli import messages, streams
+from reformax.cli import joining, messages, streams
 from reformax.cli.flags import TRACEBACK
 from reformax.declared import SettingError
 
@@ -33,14 +34,18 @@ def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.St
             sys.stdout.flush()
     except KeyboardInterrupt:  # before the first step or during an evaluation; nothing is lost
         print("stopped", file=sys.stderr)
-        return 130
+        return joining.leave("stopped", 130)
     except Exception as error:
         line = one_line(error)
         if line is None or TRACEBACK in sys.argv:
-            raise
+            if not joining.joined():
+                raise
+            traceback.print_exc()
+            return joining.leave(line or type(error).__name__, 1)
         print(f"error: {_cut(line)}", file=sys.stderr)
         found = messages.find(error)
-        return 2 if isinstance(error, SettingError) else found.code if found else 1
+        code = 2 if isinstance(error, SettingError) else found.code if found else 1
+        return joining.leave(_cut(line), code)
 
 
 def _cut(line: str) -> str:

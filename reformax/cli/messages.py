@@ -66,6 +66,13 @@ TABLE = (
         code=1,
     ),
     Message(
+        r"Gloo|[Cc]oordination service|CoordinationService",
+        "another process of this run ended, or cannot be reached: see what it said, then run all "
+        "of them again to go on ({first})",
+        kind=RuntimeError,
+        code=1,
+    ),
+    Message(
         "",
         "out of memory: lower batch_size, length or what the task draws ({first})",
         kind=MemoryError,

@@ -25,10 +25,17 @@ def note_unused(overrides: Sequence[str], read: Collection[str] = (), file=None)
         print(f"note: --config={override!r} set something that this run did not use", file=file)
 
 
-def training(result: dict[str, Any]) -> int:
-    """Prints how a run of `loop.train` ended and what to do next; returns the exit code."""
-    folder = result["output_dir"]
-    if result["interrupted_by"] is not None:
+def training(result: dict[str, Any], prints: bool = True) -> int:
+    """Prints how a run of `loop.train` ended and what to do next; returns the exit code.
+
+    Args:
+      result: what it returned.
+      prints: whether to print; of several processes one does.
+    """
+    folder, interrupted_by = result["output_dir"], result["interrupted_by"]
+    if not prints:
+        return 0 if interrupted_by is None else 128 + interrupted_by
+    if interrupted_by is not None:
         again = shlex.join([*_program(), *sys.argv[1:]])
         print(f"stopped by {result['interrupted_by'].name}; saved at step {result['step']}")
         print(f"to go on: {again}")

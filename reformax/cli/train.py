@@ -6,12 +6,15 @@
 The same command, run again after any interruption, goes on where the run stopped. Exit code 0:
 done; 1: stopped by an error; 2: the command or its config is wrong; 143, 130 or 129: saved and
 stopped by SIGTERM, SIGINT or SIGHUP.
+
+Several processes, on one machine or many, train one run: each is given --coordinator_address,
+--num_processes and --process_id, or --distributed where Slurm or Open MPI starts them.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, config, configs, flags, report
+from reformax.cli import compilation_cache, config, configs, flags, joining, report
 from reformax.declared import PathName
 
 
@@ -25,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config.parse(files, args.config, folders=configs.FOLDERS, data_dir=args.data_dir)
     config.refuse_flags(unknown)
+    joining.join(args)
     from reformax.training import folder, loop  # after parsing: a misspelt flag is told at once
 
     compilation_cache.use()
@@ -33,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
     given |= {"progress": False} if args.quiet else {}
     result = train(output_dir, config_text=config.operative, **given)
-    report.note_unused(args.config)
-    return report.training(result)
+    if joining.first():
+        report.note_unused(args.config)
+    return report.training(result, joining.first())
 
 
 def parser():
@@ -55,6 +60,7 @@ def parser():
     )
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
     flags.add_changed_data(parser)
+    joining.add_flags(parser)
     flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser

@@ -124,6 +124,9 @@ class Task(NamedTuple):
     vocabulary: TextVocabulary | None = None
     # split -> the bytes of its text; set with `vocabulary`
     n_bytes: Callable[[str], int] | None = None
+    # (seed, step, batch_size, length, rows) -> these rows of the batch of that step, by number, and
+    # no others: what one of several processes loads. None: it makes the batch and takes its rows.
+    train_rows: Callable[[int, int, int, int, np.ndarray], Batch] | None = None
 
 
 def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[np.ndarray, " n"]]:
@@ -199,6 +202,11 @@ def language_model(
     """
 
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
+        return train_rows(seed, step, batch_size, length, slice(None))
+
+    def train_rows(
+        seed: int, step: int, batch_size: int, length: int, rows: np.ndarray | slice
+    ) -> Batch:
         check_sizes(batch_size=batch_size, length=length)
         data = tokens_of("train")
         if length > len(data):
@@ -206,7 +214,7 @@ def language_model(
             raise SettingError(
                 f"length={length} must be at most {len(data)}, the {unit} that {name} trains on"
             )
-        starts = generator(seed, step).integers(len(data) - length + 1, size=batch_size)
+        starts = generator(seed, step).integers(len(data) - length + 1, size=batch_size)[rows]
         # Rows of a strided view are contiguous, so this copies tokens in runs and widens them once.
         windows = np.lib.stride_tricks.sliding_window_view(data, length)[starts]
         tokens = windows.astype(np.int32) + offset
@@ -234,7 +242,8 @@ def language_model(
 
         return batches()
 
-    return Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
+    task = Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
+    return task._replace(train_rows=train_rows)
 
 
 def fingerprint(data: UInt8[np.ndarray, " n"]) -> str:

@@ -1,14 +1,23 @@
-"""The arrays of a checkpoint, as orbax writes and reads them."""
+"""The arrays of a checkpoint, as orbax writes and reads them.
+
+Of several processes each writes what its devices hold, every number once. A part of a tensor has
+the tensor's name and where it begins, such as `params.kernel@128,0`. Reading joins the parts, so
+that a checkpoint fits any number of processes and devices.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
+
+_AT = "@"
 
 
 def save(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -16,18 +25,68 @@ def save(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
     When this raises, nothing is in progress any more: the folder can be deleted.
     """
-    import orbax.checkpoint as ocp  # half a second, which an evaluation's --help need not take
-
     with _alone():
-        ocp.PyTreeCheckpointer().save(folder, dict(tensors))
+        _checkpointer().save(folder, dict(tensors))
 
 
 def restore(folder: Path) -> dict[str, np.ndarray]:
     """Reads the tensors of a folder."""
-    import orbax.checkpoint as ocp
-
     with _alone():
-        return ocp.PyTreeCheckpointer().restore(folder)
+        return _checkpointer().restore(folder)
+
+
+def copies(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """What this process has to write of tensors that JAX may have divided among processes."""
+    # On a CPU device_get gives a view of a buffer that the next step writes into.
+    if jax.process_count() == 1:
+        return {name: np.array(leaf) for name, leaf in jax.device_get(dict(tensors)).items()}
+    mine = {
+        _part_name(name, shard.index, tensor.shape): shard.data
+        for name, tensor in tensors.items()
+        for shard in tensor.addressable_shards
+        if shard.replica_id == 0
+    }
+    return {name: np.array(part) for name, part in jax.device_get(mine).items()}
+
+
+def _part_name(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    spans = [axis.indices(n)[:2] for axis, n in zip(index, shape, strict=True)]
+    if all(span == (0, n) for span, n in zip(spans, shape, strict=True)):
+        return name
+    return name + _AT + ",".join(str(start) for start, _ in spans)
+
+
+def join(
+    parts: Iterable[Mapping[str, np.ndarray]], shapes: Mapping[str, tuple[list[int], str]]
+) -> dict[str, np.ndarray]:
+    """Whole tensors of what processes wrote.
+
+    Args:
+      parts: what each of them wrote.
+      shapes: shape and dtype of each tensor.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for name, part in (item for own in parts for item in own.items()):
+        whole, at, starts = name.partition(_AT)
+        if at:
+            tensor = tensors.setdefault(whole, np.zeros(*shapes[whole]))
+            spans = zip(map(int, starts.split(",")), part.shape, strict=True)
+            tensor[tuple(slice(start, start + n) for start, n in spans)] = part
+        else:
+            tensors[name] = part
+    return tensors
+
+
+def _checkpointer():
+    """Orbax's, which works for this process alone."""
+    import orbax.checkpoint as ocp  # half a second, which an evaluation's --help need not take
+
+    if jax.process_count() == 1:
+        return ocp.PyTreeCheckpointer()
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=index, active_processes={index})
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 class _PatientLoop(asyncio.SelectorEventLoop):

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from reformax.training import curves, evaluation
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
+from reformax.training.placing import place
 from reformax.training.prefetch import prefetch
 
 # The first band of positions; each later one is as wide as all before it.
@@ -65,14 +66,14 @@ def by_position(
       length: of a window, in tokens.
       seed: of the hashes; the numbers are those of `evaluation.evaluate`.
       max_tokens, loss_chunk_len: as there.
-      mesh: the devices; None: all of this host's.
+      mesh: the devices; None: all.
 
     Raises:
       ValueError: sizes or vocabularies that do not fit together.
     """
     mesh = evaluation.fitting_mesh(model, task, batch_size, length, mesh)
     edges = bands_of(length)
-    params = jax.device_put(params, mesh_lib.replicated(mesh))
+    params = place(params, mesh_lib.replicated(mesh))
     score = partial(_sums, model, loss_chunk_len, edges, params, jax.random.PRNGKey(seed))
     chosen, _ = evaluation.within(max_tokens, task, split)
     batches = evaluation.placed(task.eval_batches(split, batch_size, length, length), mesh, chosen)

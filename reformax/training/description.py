@@ -26,7 +26,7 @@ def write(
     score: float | None,
     config: str | None,
     extra: dict[str, Any],
-    arrays: dict[str, np.ndarray],
+    arrays: dict[str, Any],
 ) -> None:
     """Writes the description of a checkpoint into its folder; see `Checkpoints.save`."""
     description = {

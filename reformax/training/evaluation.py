@@ -17,6 +17,7 @@ from reformax.progress import Progress
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
 from reformax.training import side_channels
+from reformax.training.placing import place, place_batch, take
 from reformax.training.prefetch import prefetch
 
 # Batches dispatched before the first one's sums are waited for.
@@ -139,7 +140,7 @@ def evaluate(
     if batch_size * length >= _LARGE:
         sizes = dict(batch_size=batch_size, length=length, stride=stride)
         check_positions(model, params, task, split, **sizes)
-    params = jax.device_put(params, mesh_lib.replicated(mesh))  # once, not for every batch
+    params = place(params, mesh_lib.replicated(mesh))  # once, not for every batch
     key = jax.random.PRNGKey(seed)
     n_targets = task.n_targets(split)
     part = budget < n_targets
@@ -182,11 +183,14 @@ def within(max_tokens: int | None, task, split: str) -> tuple[Callable[[int], bo
 def placed(batches: Iterable, mesh: Mesh, chosen: Callable[[int], bool]) -> Iterator:
     """The chosen batches with their indices, on the devices."""
     rows = mesh_lib.over_batch(mesh)
-    return (
-        (index, jax.device_put(tuple(batch), rows))
-        for index, batch in enumerate(batches)
-        if chosen(index)
-    )
+
+    def one(batch) -> Any:
+        def rows_of(numbers: np.ndarray | None) -> Any:
+            return take(tuple(batch), numbers)
+
+        return place_batch(rows_of, len(batch.targets), rows)
+
+    return ((index, one(batch)) for index, batch in enumerate(batches) if chosen(index))
 
 
 def in_budget(index: int, budget: int, of: int) -> bool:

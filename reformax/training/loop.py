@@ -45,15 +45,16 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
             max_minutes=settings.max_minutes,
         )
         while True:
-            # Clocks are asked here alone: of several processes one would have to decide.
-            due = schedule.due(run.step, run.minutes, run.minutes_since_save)
+            # Clocks are asked here alone: of several processes the first one decides.
+            now = run.now()
+            due = schedule.due(run.step, now.minutes, now.since_save)
             # A resumed run has its score, unless it was stopped before it could evaluate.
-            if due.evaluate and not run.is_scored(due.stop) and not run.stopping:
+            if due.evaluate and not run.is_scored(due.stop) and not now.stopping:
                 run.evaluate(due.stop)
-            stopping = run.stopping
-            if due.save or due.save_in_passing or stopping:
+                now = run.now()
+            if due.save or due.save_in_passing or now.stopping:
                 run.save(in_passing=not due.save)
-            if due.stop or stopping:
+            if due.stop or now.stopping:
                 break
             run.advance()
     result = run.result()

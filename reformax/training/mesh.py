@@ -15,8 +15,8 @@ from reformax.declared import SettingError
 
 
 def data_mesh(devices: list[jax.Device] | None = None) -> Mesh:
-    """One `data` axis over `devices`, by default all of this host's."""
-    return Mesh(np.array(devices or jax.local_devices()), ("data",))
+    """One `data` axis over `devices`, by default all of all processes."""
+    return Mesh(np.array(devices or jax.devices()), ("data",))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

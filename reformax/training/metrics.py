@@ -25,8 +25,10 @@ class Record:
     """Shows the metrics of a run that goes on from `step` in each of these places.
 
     Attributes:
-      lines: of metrics.jsonl.
+      lines: of metrics.jsonl; None where there is none.
     """
+
+    lines: RecordLines | None
 
     def __init__(
         self,
@@ -72,6 +74,23 @@ class Record:
             self._events.close()
         self.lines.close()
         self._loggers.close()
+
+
+class NoRecord(Record):
+    """The record of a process that writes none."""
+
+    def __init__(self):
+        """Opens nothing."""
+        self.lines = None
+
+    def write(self, step: int, split: str, values: dict[str, Any], timing: dict[str, float]):
+        """Does nothing."""
+
+    def plot(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 class Bar:

@@ -25,6 +25,7 @@ from reformax.training.callbacks import Loggers
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.loss import vocabulary_of
 from reformax.training.metrics import Record
+from reformax.training.placing import place
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import Settings, build
 
@@ -83,13 +84,16 @@ def check_sizes(settings: Settings, mesh: Mesh) -> None:
     evaluation.check_tokens(sizes["batch_size"], sizes["length"], "eval_batch_size or eval_length")
 
 
-def keep_vocabulary(settings: Settings, checkpoints: Checkpoints, newest: int | None) -> str | None:
+def keep_vocabulary(
+    settings: Settings, checkpoints: Checkpoints, newest: int | None, begun: bool
+) -> str | None:
     """Makes the vocabulary of pieces the run's; returns its fingerprint.
 
     Args:
       settings: the run's.
       checkpoints: of its folder.
       newest: the step of the checkpoint that it goes on from.
+      begun: whether the folder must hold the vocabulary already.
 
     Raises:
       ValueError: it is not that of the checkpoint.
@@ -99,7 +103,7 @@ def keep_vocabulary(settings: Settings, checkpoints: Checkpoints, newest: int | 
         return None
     if settings.task.translation is not None:  # before minutes go into the vocabulary
         settings.task.translation.sentences(settings.eval_split)
-    fingerprint = vocabulary.keep_in(checkpoints.folder.parent, begun=newest is not None)
+    fingerprint = vocabulary.keep_in(checkpoints.folder.parent, begun=begun)
     if newest is not None:
         checkpoints.check_vocabulary(newest, fingerprint)
     return fingerprint
@@ -149,7 +153,7 @@ def begin(
         state, source = _first_state(settings, mesh, key, init, like.params, vocabulary)
         return Begun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
     state, info = checkpoints.restore(newest, like)
-    state = jax.device_put(state, mesh_lib.replicated(mesh))
+    state = place(state, mesh_lib.replicated(mesh))
     data, changed = _data(settings, info.get("data", {}), info["step"])
     return Begun(state, info["step"], info, data, changed, n_params)
 
@@ -241,7 +245,7 @@ def compiled(
         flops += found.flops * (stage.until - start)
         if start == begun.step:
             # A call of the jitted function finds what is compiled here.
-            asked = forecast.memory_of(traced.lower().compile(), n_devices)
+            asked = forecast.memory_of(traced.lower().compile(), len(mesh.local_devices))
         start = stage.until
     if line := forecast.long_run(flops, n_devices):
         note(line)

@@ -7,25 +7,34 @@ record is first cut back to that checkpoint.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 import time
+import zlib
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
-from reformax.training import fingerprints, forecast, opening, side_channels
+from reformax.declared import SettingError
+from reformax.training import fingerprints, forecast, opening, placing, side_channels
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
 from reformax.training.checkpoint import Checkpoints, NotSaved
+from reformax.training.decisions import Decisions, Moment
 from reformax.training.folder import make_output_dir, write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
-from reformax.training.metrics import Bar
+from reformax.training.metrics import Bar, NoRecord, Record
 from reformax.training.prefetch import prefetch
+from reformax.training.processes import Processes
 from reformax.training.scores import Scores
 from reformax.training.settings import Settings
 from reformax.training.step_log import IN_FLIGHT, StepLog
@@ -38,18 +47,22 @@ class Run:
       folder: the run's.
       step: steps done.
       score: the evaluation after this step, as `Scores.of` returns it; None if there was none.
-      interrupt: true after the first SIGTERM, SIGINT or SIGHUP, once the context is open.
+      interrupt: true after the first SIGTERM, SIGINT or SIGHUP of this process, once the context is
+        open.
       callbacks: those of the settings; one that raised stops the run.
     """
 
     def __init__(self, output_dir: str | os.PathLike, settings: Settings):
         """Makes the folder and checks that devices, model and task fit; writes no file yet."""
-        self._started = self._saved_at = time.monotonic()
+        self._processes = Processes.of_jax()
+        if not self._processes.first:  # which alone says anything
+            settings = replace(settings, progress=False)
         self._settings, self._task = settings, settings.task
         self._mesh = mesh_lib.data_mesh()
         opening.check_sizes(settings, self._mesh)
         self.folder = make_output_dir(output_dir)
-        self._checkpoints = Checkpoints(self.folder, settings.keep)
+        together = self._processes.branch("checkpoints")
+        self._checkpoints = Checkpoints(self.folder, settings.keep, together)
         self._models = opening.models_of(settings)
         self._scores = Scores(self._models.eval, settings, self._mesh)
         self._metric = self._scores.metric
@@ -57,6 +70,9 @@ class Run:
         self.interrupt = Interrupt(self._acknowledge)
         self.callbacks = Callbacks(settings.callbacks)
         self._saving: int | None = None  # the step of a save that nobody has heard of
+        self._decisions = Decisions(
+            self._processes, self.interrupt, self.callbacks, self._acknowledge
+        )
 
     # Opening and closing.
 
@@ -68,11 +84,15 @@ class Run:
           SettingError: a step takes more memory than a device has.
           OSError: another training writes into the folder, or it cannot be read or written.
         """
-        settings = self._settings
+        settings, processes = self._settings, self._processes
         with ExitStack() as opened:
-            self._lock = opened.enter_context(alone_in(self.folder, self._say))
-            newest = self._checkpoints.newest_whole()
-            self._vocabulary = opening.keep_vocabulary(settings, self._checkpoints, newest)
+            self._check_alike("settings", settings.config_text)
+            self._lock = processes.by_first(
+                lambda: opened.enter_context(alone_in(self.folder, self._say))
+            )
+            newest = processes.same(self._checkpoints.newest_whole)
+            self._checkpoints.trust(newest)
+            self._vocabulary = self._keep_vocabulary(newest)
             self._task.n_targets(settings.eval_split)  # an unknown split fails now
             begun = opening.begin(
                 settings,
@@ -99,7 +119,8 @@ class Run:
                 self._note,
             )
             # Now the config is known to be the run's own, and that it can run.
-            self._checkpoints.tidy(self._note)
+            processes.meet()
+            processes.by_first(lambda: self._checkpoints.tidy(self._note))
             self._config = self._write_config()
             self._open_record(begun)
             self._opened = opened.pop_all()
@@ -127,10 +148,28 @@ class Run:
                 self._record.close()
                 self._bar.close()
 
+    def _check_alike(self, what: str, value: Callable[[], Any] | None) -> None:
+        """Raises `SettingError` in a process where something is not what it is in process 0."""
+        if self._processes.count == 1 or value is None:
+            return
+        own = zlib.crc32(json.dumps(value()).encode())
+        if own != self._processes.same(lambda: own):
+            raise SettingError(
+                f"process {self._processes.index} has other {what} than process 0: give all the "
+                "same command, files and data"
+            )
+
+    def _keep_vocabulary(self, newest: int | None) -> str | None:
+        begun = newest is not None
+        keep = partial(opening.keep_vocabulary, self._settings, self._checkpoints, newest)
+        fingerprint = self._processes.same(partial(keep, begun))
+        return fingerprint if self._processes.first else keep(True)
+
     def _go_on_from(self, begun: opening.Begun) -> None:
         """Takes on the state, and says where the run begins."""
         self._state, self.step = begun.state, begun.step
         self._data, self._n_params = begun.data, begun.n_params
+        self._check_alike("data", lambda: self._data)
         self._seconds_before = begun.seconds
         # A score of another split, its data or context is not this run's: it evaluates again.
         same = begun.info.get("scored") == self._scores.kind(self._data)
@@ -141,6 +180,8 @@ class Run:
             self._say(f"note: the data has changed: {words}")
         n = self._mesh.size
         devices = f"{n} {jax.default_backend()} device{'s' if n > 1 else ''}"
+        if self._processes.count > 1:
+            devices += f" of {self._processes.count} processes"
         first = f"going on from step {self.step}" if self.step else f"{begun.source}from step 1"
         self._say(
             f"{self._task.name}: {self._n_params:,} parameters, {devices}, {first} to "
@@ -151,14 +192,19 @@ class Run:
         if self._settings.config_text is None:
             return None
         text = self._settings.config_text()
-        write_config(self.folder, text, self._say)
+        self._processes.by_first(lambda: write_config(self.folder, text, self._say))
         return text
 
     def _open_record(self, begun: opening.Begun) -> None:
         settings = self._settings
-        self._record = opening.open_record(
-            settings, self.folder, begun, self._metric, self._config, self._note, self._lock.check
-        )
+
+        def first() -> Record:
+            says = self._note, self._lock.check
+            return opening.open_record(
+                settings, self.folder, begun, self._metric, self._config, *says
+            )
+
+        self._record = self._processes.by_first(first) or NoRecord()
         self._pace = forecast.Pace(settings.steps, IN_FLIGHT + 1)
         self._bar = Bar(self.step, settings.steps, settings.progress, self._metric)
         self._log = StepLog(
@@ -171,19 +217,20 @@ class Run:
             partial(self.callbacks.call, "on_step"),
         )
 
-    def _batch(self, step: int):
-        """The batch of the step after `step`, of its stage's sizes."""
+    def _batch(self, step: int, rows: np.ndarray | None = None):
+        """The batch of the step after `step`, of its stage's sizes, or some rows of it."""
         stage = self._settings.all_stages[self._settings.stage_after(step)]
-        sizes = stage.batch_size, stage.length
-        return self._task.train_batch(self._settings.seed, step, *sizes)
+        asked = self._settings.seed, step, stage.batch_size, stage.length
+        if rows is not None and (train_rows := getattr(self._task, "train_rows", None)):
+            return tuple(train_rows(*asked, rows))
+        return placing.take(tuple(self._task.train_batch(*asked)), rows)
 
     def _placed_batches(self):
         """The batches of the steps to come, on the devices."""
         rows = mesh_lib.over_batch(self._mesh)
-        return (
-            jax.device_put(tuple(self._batch(step)), rows)
-            for step in range(self.step, self._settings.steps)
-        )
+        for step in range(self.step, self._settings.steps):
+            stage = self._settings.all_stages[self._settings.stage_after(step)]
+            yield placing.place_batch(partial(self._batch, step), stage.batch_size, rows)
 
     def _with_way_back(self, error: FloatingPointError) -> FloatingPointError:
         good = self._checkpoints.steps()
@@ -203,31 +250,22 @@ class Run:
 
     def _note(self, text: str) -> None:
         """Says what a user must know, even where progress is not shown."""
+        if not self._processes.first:
+            return
         progress = self._settings.progress
         out = side_channels.stdout() if progress else side_channels.stderr()
         print(text, file=out, flush=True)
 
     # Going on.
 
-    @property
-    def stopping(self) -> bool:
-        """Whether a signal or a callback asks to save and to stop."""
-        return bool(self.interrupt) or self.callbacks.error is not None
-
-    @property
-    def minutes(self) -> float:
-        """Time since this run was made."""
-        return (time.monotonic() - self._started) / 60
+    def now(self) -> Moment:
+        """What decides whether to go on; the same in all processes, which ask equally often."""
+        return self._decisions.now()
 
     @property
     def seconds(self) -> float:
         """Time since the run began, without that of steps that were lost."""
-        return self._seconds_before + time.monotonic() - self._started
-
-    @property
-    def minutes_since_save(self) -> float:
-        """Time since the last checkpoint was begun, or since this run was made."""
-        return (time.monotonic() - self._saved_at) / 60
+        return self._seconds_before + time.monotonic() - self._decisions.started
 
     def advance(self) -> None:
         """Dispatches one step."""
@@ -260,7 +298,7 @@ class Run:
         """
         self._log.drain()
         self._pace.restart()
-        score = self._scores.of(self._state.eval_params, self.step, last, lambda: self.stopping)
+        score = self._scores.of(self._state.eval_params, self.step, last, self._is_stopping)
         self._log.pause()
         if score is None:
             return
@@ -271,6 +309,9 @@ class Run:
             self._bar.say(f"step {self.step}: {self._scores.words(score)}")
         self.score = score
         self.callbacks.call("on_evaluation", self.step, dict(score), self._state.eval_params)
+
+    def _is_stopping(self) -> bool:
+        return self.now().stopping
 
     def save(self, in_passing: bool = False) -> None:
         """Writes a checkpoint in the background, unless this one is written already.
@@ -285,7 +326,7 @@ class Run:
           Lost: when the last one was due, the folder was deleted or another training's.
         """
         self._hear_of_saves()
-        self._saved_at = time.monotonic()
+        self._decisions.saved_at = time.monotonic()
         if self._saved == (self.step, self.score):
             return
         self._log.drain()
@@ -307,7 +348,7 @@ class Run:
             window=self._log.window,
             tokens=self._log.tokens,
             timing={"seconds": self.seconds},
-            record=self._record.lines.mark(),
+            record=self._record.lines.mark() if self._record.lines else None,
             **extra,
         )
         self._log.pause()
@@ -333,7 +374,8 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """The result of `loop.train`."""
-        best = self._checkpoints.best_step(skip_unreadable=True)
+        best, best_score = self._processes.same(self._best)
+        number = self.now().signal
         score = self.score or {self._metric: None, "n_targets": 0, "whole": False}
         if "whole_split" in score:
             score = {**score["whole_split"], "whole": True}
@@ -347,8 +389,12 @@ class Run:
             "whole": score["whole"],
             "best_step": best,
             "best_whole": not self._scores.of_part,
-            "best_" + self._metric: None if best is None else self._checkpoints.score(best),
+            "best_" + self._metric: best_score,
             "n_params": self._n_params,
             "output_dir": str(self.folder),
-            "interrupted_by": self.interrupt.signal,
+            "interrupted_by": None if number is None else signal.Signals(number),
         }
+
+    def _best(self) -> list[Any]:
+        best = self._checkpoints.best_step(skip_unreadable=True)
+        return [best, None if best is None else self._checkpoints.score(best)]

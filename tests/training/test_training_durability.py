@@ -188,17 +188,17 @@ def test_killed_while_a_step_is_saved_again_one_of_the_two_is_whole(tmp_path, mo
 def test_a_full_disk_at_one_checkpoint_costs_that_one_alone(tmp_path, monkeypatch, capsys):
     options = {"steps": 12, "eval_every": 4}
     loop.train(tmp_path / "undisturbed", **worker.arguments(**options))
-    write_files = Checkpoints._write_files
+    write_arrays = Checkpoints._write_arrays
 
     def full_at(*steps):
-        def write(self, folder, step, *args):
-            write_files(self, folder, step, *args)
-            if step in steps:
+        def write(self, folder, arrays):
+            write_arrays(self, folder, arrays)
+            if folder.name in {f"tmp.{step}" for step in steps}:
                 raise ValueError("RESOURCE_EXHAUSTED: x [os_error_code='28']")  # as tensorstore
 
         return write
 
-    monkeypatch.setattr(Checkpoints, "_write_files", full_at(8))
+    monkeypatch.setattr(Checkpoints, "_write_arrays", full_at(8))
     result = loop.train(tmp_path / "once", **worker.arguments(**options))
     said = capsys.readouterr().err
     assert said.count("checkpoint of step 8 is not saved") == 1
@@ -206,7 +206,7 @@ def test_a_full_disk_at_one_checkpoint_costs_that_one_alone(tmp_path, monkeypatc
     assert result["step"] == 12 and Checkpoints(tmp_path / "once").steps() == [4, 12]
     assert worker.record(tmp_path / "once") == worker.record(tmp_path / "undisturbed")
     # At the last one there is nothing to go on to.
-    monkeypatch.setattr(Checkpoints, "_write_files", full_at(12))
+    monkeypatch.setattr(Checkpoints, "_write_arrays", full_at(12))
     with pytest.raises(NotSaved, match=r"step 12 is not saved.*free space there .* MB are needed"):
         loop.train(tmp_path / "last", **worker.arguments(**options))
     assert (

@@ -131,14 +131,14 @@ def test_a_second_training_after_the_lock_was_deleted_is_left_alone(tmp_path):
 
 
 def test_a_lock_lost_while_a_checkpoint_is_written_gives_it_no_name(tmp_path, monkeypatch):
-    write_files = Checkpoints._write_files
+    write_arrays = Checkpoints._write_arrays
 
-    def write(self, folder, step, *args):
-        write_files(self, folder, step, *args)
-        if step == 8:
+    def write(self, folder, arrays):
+        write_arrays(self, folder, arrays)
+        if folder.name == "tmp.8":
             (tmp_path / ".lock").unlink()
 
-    monkeypatch.setattr(Checkpoints, "_write_files", write)
+    monkeypatch.setattr(Checkpoints, "_write_arrays", write)
     with pytest.raises(lock.Lost, match=r"\.lock was deleted"):
         disturbed(tmp_path, lambda: None)
     assert Checkpoints(tmp_path).steps() == [4]

@@ -1,6 +1,7 @@
 """A model and a task small enough to train in a test, with the interfaces of the real ones."""
 
 import os
+import time
 from typing import NamedTuple
 
 import jax
@@ -59,18 +60,26 @@ class Task(NamedTuple):
 
 
 def counting(
-    vocab_size=16, n_valid=200, noise=0.1, data_dir=None, poison_step=-1, signal_step=-1, number=0
+    vocab_size=16,
+    n_valid=200,
+    noise=0.1,
+    data_dir=None,
+    poison_step=-1,
+    signal_step=-1,
+    number=0,
+    seconds=0.0,
 ):
     """Sequences that count up, with noise.
 
     The batch of `poison_step` has an infinite weight; that of `signal_step` sends this process the
-    signal `number`.
+    signal `number`. A batch takes `seconds` to make.
     """
     if data_dir == "empty":
         raise FileNotFoundError("no data in data_dir=empty: give the folder that has it")
     split = np.arange(n_valid) % vocab_size
 
     def train_batch(seed, step, batch_size, length):
+        time.sleep(seconds)
         rng = np.random.Generator(np.random.Philox(key=[seed, step]))
         start = rng.integers(vocab_size, size=(batch_size, 1))
         tokens = (start + np.arange(length)) % vocab_size

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from reformax import durable
 from reformax.training.checkpoint.writing import Writer
+from reformax.training.processes import Processes
 
 
 class Checkpoints(Writer):
@@ -15,10 +16,16 @@ class Checkpoints(Writer):
     Who only reads them calls neither `newest_whole` nor `tidy` nor `save`.
     """
 
-    def __init__(self, output_dir: str | os.PathLike, keep: int = 2):
+    def __init__(
+        self, output_dir: str | os.PathLike, keep: int = 2, processes: Processes | None = None
+    ):
         """Takes what `Writer` takes."""
-        super().__init__(output_dir, keep)
+        super().__init__(output_dir, keep, processes)
         self._damaged: dict[int, str] = {}  # found by `newest_whole`
+
+    def trust(self, step: int | None) -> None:
+        """Takes note that another process found this checkpoint whole."""
+        self._checked = step
 
     def newest_whole(self) -> int | None:
         """The latest step whose checkpoint is whole; None if there is no checkpoint.

@@ -179,7 +179,9 @@ class Reader(Names):
             if 0 in shape
         }
         try:
-            tensors |= arrays_lib.restore(self._folder(step) / "arrays")
+            folders = sorted(self._folder(step).glob("arrays*"))
+            parts = (arrays_lib.restore(folder) for folder in folders)
+            tensors |= arrays_lib.join(parts, described["tensors"])
         except Exception as error:
             folder = self._folder(step)
             if not os.path.lexists(folder):

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from reformax import durable
+from reformax import durable, memory
 from reformax.training import arrays as arrays_lib
 from reformax.training import description, manifest
 from reformax.training.checkpoint.names import OLD
 from reformax.training.checkpoint.reading import Reader, is_passing
 from reformax.training.lock import Lost
 from reformax.training.named_tensors import named
+from reformax.training.processes import Processes
 
 
 class NotSaved(OSError):
@@ -29,24 +29,31 @@ class NotSaved(OSError):
 class Writer(Reader):
     """Writes the checkpoints of a run, one at a time, and keeps the latest `keep` and the best.
 
+    Several processes write one together: each its part of the arrays, the first one all else. All
+    see the same folder.
+
     Attributes:
       keep: the number of latest checkpoints that stay.
       notes: lines about checkpoints that were written but not tidied up; the caller empties it.
     """
 
-    def __init__(self, output_dir: str | os.PathLike, keep: int = 2):
+    def __init__(
+        self, output_dir: str | os.PathLike, keep: int = 2, processes: Processes | None = None
+    ):
         """Takes a run's folder, which need not exist.
 
         Args:
           output_dir: the run's folder.
           keep: the number of latest checkpoints that stay; the best one stays as well. Those saved
             in passing do not count.
+          processes: those that save together, one thread's; None: this one alone.
         """
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: a run goes on from its latest")
         super().__init__(output_dir)
         self.keep = keep
         self.notes: list[str] = []
+        self._processes = processes or Processes("alone")
         self._failed: Path | None = None  # the temporary folder of a save that failed
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future | None = None
@@ -78,11 +85,12 @@ class Writer(Reader):
         self.wait()
         if in_passing:
             extra["in_passing"] = True
-        # On a CPU device_get gives a view of a buffer that the next step writes into.
-        arrays = {name: np.array(leaf) for name, leaf in named(jax.device_get(state)).items()}
+        tensors = named(state)
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tensors.items()}
         # The caller may change its lists while the writer is at work.
+        described = dict(step=step, score=score, config=config, extra=deepcopy(extra))
         self._pending = self._writer.submit(
-            self._write, step, arrays, score, config, check, deepcopy(extra)
+            self._write, arrays_lib.copies(tensors), check, described | {"arrays": shapes}
         )
 
     @property
@@ -107,46 +115,51 @@ class Writer(Reader):
         if self._failed is not None:
             shutil.rmtree(self._failed, ignore_errors=True)
 
-    def _write(self, step, arrays, score, config, check, extra) -> None:
+    def _write(self, arrays: dict, check: Callable[[], None], described: dict[str, Any]) -> None:
+        step, together = described["step"], self._processes
         temporary = self.folder / f"tmp.{step}"
-        try:
+
+        def begin() -> None:
             check()
-            self._write_files(temporary, step, arrays, score, config, extra)
+            durable.make_folder(self.folder)
+            durable.remove(temporary)
+            temporary.mkdir()
+
+        def end() -> None:
+            previous = self._scheduled_before(step)
+            description.write(temporary, previous=previous, **described)
+            manifest.write(temporary)
             check()
             self._give_name(temporary, step)
+
+        try:
+            together.by_first(begin)
+            together.by_all(lambda: self._write_arrays(temporary, arrays))
+            together.by_first(end)
         except Lost:  # all that is there is another's
             raise
         except Exception as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            self._failed = temporary  # a thread of orbax may still be writing there
+            if together.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+                self._failed = temporary  # a thread of orbax may still be writing there
             if (cause := durable.system_error(error)) is not None:
-                raise self._not_saved(step, cause, arrays) from error
+                raise self._not_saved(step, cause, described["arrays"]) from error
             raise
         try:
-            self._prune()
+            together.by_first(self._prune)
         except OSError as error:
             line = durable.explained(error, "deleted", self.folder)
             self.notes.append(
                 f"checkpoint {step} is saved; an older one is not deleted yet: {line}"
             )
 
-    def _write_files(self, folder: Path, step, arrays, score, config, extra) -> None:
-        durable.make_folder(self.folder)
-        durable.remove(folder)
-        folder.mkdir()
+    def _write_arrays(self, folder: Path, arrays: dict) -> None:
         # orbax refuses arrays without elements; the description has their shapes.
         tensors = {name: array for name, array in arrays.items() if array.size}
-        arrays_lib.save(folder / "arrays", tensors)
-        description.write(
-            folder,
-            step=step,
-            previous=self._scheduled_before(step),
-            score=score,
-            config=config,
-            extra=extra,
-            arrays=arrays,
-        )
-        manifest.write(folder)
+        if self._processes.first:
+            arrays_lib.save(folder / "arrays", tensors)
+        elif tensors:
+            arrays_lib.save(folder / f"arrays.{self._processes.index}", tensors)
 
     def _give_name(self, temporary: Path, step: int) -> None:
         named, old = self.folder / str(step), self.folder / f"{OLD}{step}"
@@ -164,8 +177,8 @@ class Writer(Reader):
         if again:
             self._remove(old)
 
-    def _not_saved(self, step: int, cause: OSError, arrays: dict[str, np.ndarray]) -> NotSaved:
-        needed = sum(array.nbytes for array in arrays.values())
+    def _not_saved(self, step: int, cause: OSError, arrays: dict[str, Any]) -> NotSaved:
+        needed = memory.size_of(arrays)
         try:
             free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB"
         except OSError:

@@ -1,0 +1,72 @@
+"""Whether a run goes on: by clocks, signals and callbacks, and alike in all processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from reformax.training.callbacks import Callbacks
+from reformax.training.interrupt import Interrupt
+from reformax.training.processes import Processes
+
+
+class Moment(NamedTuple):
+    """What decides whether a run goes on, the same in all processes.
+
+    Attributes:
+      minutes: since the run was made.
+      since_save: minutes since the last checkpoint was begun, or since the run was made.
+      stopping: whether a signal or a callback asks to save and to stop.
+      signal: the number of that signal.
+    """
+
+    minutes: float
+    since_save: float
+    stopping: bool
+    signal: int | None
+
+
+class Decisions:
+    """What process 0 decides for all.
+
+    Attributes:
+      started: when the run was made, by the monotonic clock.
+      saved_at: when its last checkpoint was begun; the run sets it.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        interrupt: Interrupt,
+        callbacks: Callbacks,
+        say: Callable[[str], None],
+    ):
+        """Takes what stops a run; `say` gets a line when that is in another process."""
+        self._processes, self._interrupt, self._callbacks = processes, interrupt, callbacks
+        self._say, self._wished = say, False
+        self.started = self.saved_at = time.monotonic()
+
+    def now(self) -> Moment:
+        """Asks clocks, signals and callbacks; every process gets the answer of the first one."""
+        if self._stopping and not (self._processes.first or self._wished):
+            self._wished = True
+            self._processes.wish(str(int(self._interrupt.signal or 0)))
+        return Moment(*self._processes.same(self._decide))
+
+    @property
+    def _stopping(self) -> bool:
+        return bool(self._interrupt) or self._callbacks.error is not None
+
+    def _decide(self) -> list[Any]:
+        wishes = self._processes.wishes()
+        if wishes and not self._wished:
+            self._wished = True
+            index, number = min(wishes.items())
+            why = "an error of a callback" if number == "0" else "a signal"
+            self._say(f"{why} in process {index}: stopping after this step, saved")
+        asked = [self._interrupt.signal, *map(int, wishes.values())]
+        number = next((int(number) for number in asked if number), None)
+        clock = time.monotonic()
+        minutes = [(clock - begin) / 60 for begin in (self.started, self.saved_at)]
+        return [*minutes, self._stopping or bool(wishes), number]

@@ -1,0 +1,232 @@
+"""Several processes of one run: process 0 decides, and the others follow.
+
+JAX divides arrays among processes. All else that they must have in common goes through JAX's
+coordination service, which process 0 runs: which checkpoint is the newest, whether time is up,
+whether a signal came to one of them. What process 0 says is numbered, and every process asks for
+the same numbers in the same order. No device takes part, so that decisions neither wait for a step
+nor get between two of its collectives.
+
+One process decides by itself, and nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import jax
+
+from reformax import durable
+from reformax.declared import SettingError
+from reformax.training.lock import Lost
+
+T = TypeVar("T")
+# Milliseconds to wait for another process. One that died ends the others sooner.
+_PATIENCE = 7 * 86_400_000
+# Process 0 is never so many answers ahead of another: a step waits for all.
+_KEPT = 1_000
+_END = "reformax/end"
+_LOOK = 0.5  # seconds between looks at whether another process ended
+_GRACE = 2.0  # seconds for a process to tell of its own error before it tells another's
+_numbers = itertools.count()
+
+
+class Processes:
+    """This process among those of a run.
+
+    One thread may use an instance. Another takes a `branch`.
+
+    Attributes:
+      index: of this process.
+      count: of all.
+    """
+
+    def __init__(self, name: str, index: int = 0, count: int = 1):
+        """Takes the name of what they agree on."""
+        self.index, self.count, self._name, self._number = index, count, name, 0
+
+    @classmethod
+    def of_jax(cls) -> Processes:
+        """Those that JAX knows; all of them make their instances in the same order."""
+        return cls(f"reformax/{next(_numbers)}", jax.process_index(), jax.process_count())
+
+    @property
+    def first(self) -> bool:
+        """Whether this is process 0, which alone prints and writes what is not divided."""
+        return self.index == 0
+
+    def branch(self, name: str) -> Processes:
+        """The same processes, for another thread's use."""
+        return Processes(f"{self._name}/{name}", self.index, self.count)
+
+    def same(self, decide: Callable[[], T]) -> T:
+        """What `decide` returns in process 0, where alone it is called.
+
+        Args:
+          decide: returns what JSON holds.
+
+        Raises:
+          Exception: the error that it raised, in every process.
+        """
+        if self.count == 1:
+            return decide()
+        key, self._number = f"{self._name}/{self._number}", self._number + 1
+        if not self.first:
+            return _opened(_client().blocking_key_value_get(key, _PATIENCE), "process 0")
+        try:
+            value = decide()
+        except Exception as error:
+            _client().key_value_set(key, _packed(error))
+            raise
+        _client().key_value_set(key, json.dumps({"value": value}))
+        if self._number > _KEPT:
+            _client().key_value_delete(f"{self._name}/{self._number - _KEPT}")
+        return value
+
+    def by_first(self, do: Callable[[], T]) -> T | None:
+        """Calls `do` in process 0 alone and returns what it returned there; raises as `same`."""
+        done: list[T] = []
+        self.same(lambda: done.append(do()))
+        return done[0] if done else None
+
+    def by_all(self, do: Callable[[], None]) -> None:
+        """Returns when every process has done it.
+
+        Raises:
+          Exception: the error of one of them, in every process.
+        """
+        if self.count == 1:
+            return do()
+        key, error = f"{self._name}/{self._number}/all", None
+        try:
+            do()
+        except Exception as own:
+            error = own
+        _client().key_value_set(
+            f"{key}/{self.index}", json.dumps({"value": None}) if error is None else _packed(error)
+        )
+
+        def hear() -> None:
+            if error is not None:
+                raise error
+            for other in range(self.count):
+                text = _client().blocking_key_value_get(f"{key}/{other}", _PATIENCE)
+                _opened(text, f"process {other}")
+            _client().key_value_delete(key)
+
+        try:
+            self.same(hear)
+        except Exception as heard:
+            raise error or heard from None
+
+    def meet(self) -> None:
+        """Returns when every process is here."""
+        self.by_all(lambda: None)
+
+    def wish(self, wish: str) -> None:
+        """Tells process 0 what this process would have it decide; once."""
+        if self.count > 1:
+            _client().key_value_set(f"{self._name}/wish/{self.index}", wish)
+
+    def wishes(self) -> dict[int, str]:
+        """In process 0: what the others wished so far."""
+        if self.count == 1:
+            return {}
+        found = _client().key_value_dir_get(f"{self._name}/wish/")
+        return {int(key.rpartition("/")[2]): wish for key, wish in found}
+
+
+def _client():
+    """The client of JAX's coordination service; JAX has no public name for it."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _packed(error: Exception) -> str:
+    """An error as JSON that `_opened` raises."""
+    kind, system = "ValueError", durable.system_error(error)
+    if isinstance(error, Lost | SettingError | FloatingPointError):
+        kind = next(k for k in _KINDS if isinstance(error, _KINDS[k]))
+    elif system is not None:
+        kind = "OSError"
+        if system.strerror is not None:
+            path = None if system.filename is None else os.fspath(system.filename)
+            return json.dumps({"kind": kind, "system": [system.errno, system.strerror, path]})
+    return json.dumps({"kind": kind, "text": str(error)})
+
+
+_KINDS = {
+    "Lost": Lost,
+    "SettingError": SettingError,
+    "FloatingPointError": FloatingPointError,
+    "OSError": OSError,
+    "ValueError": ValueError,
+}
+
+
+def _opened(text: str, who: str) -> Any:
+    """The value of an answer; raises the error that it tells of."""
+    answer = json.loads(text)
+    if "value" in answer:
+        return answer["value"]
+    if "system" in answer:
+        number, words, path = answer["system"]
+        raise OSError(number, words, path or f"a file of {who}")
+    text = answer["text"]
+    raise _KINDS[answer["kind"]](text if text.startswith("process ") else f"{who}: {text}")
+
+
+# The end of a process.
+
+
+def watch() -> None:
+    """Ends this process when another one ends by an error that it could still tell."""
+    threading.Thread(target=_watch, name="other processes", daemon=True).start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(_LOOK)
+        try:
+            found = _client().key_value_try_get(_END)
+        except Exception:  # there is none so far, or JAX is shutting down
+            continue
+        end = json.loads(found)
+        if end["process"] == _index():
+            return
+        time.sleep(_GRACE)
+        print(f"error: process {end['process']} ended: {end['line']}", file=sys.stderr, flush=True)
+        leave(end["line"], end["code"])
+
+
+def leave(line: str, code: int) -> None:
+    """Ends this process at once and has the others end too.
+
+    An ordinary exit would wait for the others, which may wait for this process in a step.
+
+    Args:
+      line: of the error.
+      code: the exit code of all.
+    """
+    end = {"process": _index(), "line": line, "code": code}
+    with suppress(Exception):  # another told first, or the service has ended
+        _client().key_value_set(_END, json.dumps(end))
+    if _index() == 0:
+        time.sleep(2 * _GRACE)  # the others hear it from the service that ends with this process
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _index() -> int:
+    from jax._src import distributed
+
+    return distributed.global_state.process_id

@@ -1,0 +1,366 @@
+"""Several processes that train one run: real ones, of four simulated devices each."""
+
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gin
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import train
+from reformax.cli import joining
+from reformax.data import base
+from reformax.declared import SettingError
+from reformax.training import arrays, placing, processes
+from reformax.training.checkpoint import Checkpoints
+from reformax.training.lock import Lost
+from reformax.training.processes import Processes
+from tests import pages
+from tests.training import worker
+from tests.training.scripts import call
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+from __gin__ import dynamic_registration
+from reformax.training import loop
+from reformax.training import optimizer
+from tests.training import tiny
+
+loop.train.model = @tiny.TinyLM
+loop.train.task = @tiny.counting()
+tiny.counting.seconds = 0.05
+loop.train.optimizer = @optimizer.adamw()
+optimizer.adamw.learning_rate = 3e-2
+loop.train.steps = 100_000
+loop.train.batch_size = 8
+loop.train.length = 16
+loop.train.log_every = 1
+loop.train.checkpoint_every = 5
+loop.train.keep = 3
+"""
+
+
+class Launch:
+    """A command in two processes of four devices each."""
+
+    def __init__(self, commands: list[list[str]], folder: Path, heartbeat: int = 10):
+        flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
+        environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        self.outputs = [folder / f".process.{i}" for i in range(len(commands))]
+        self.processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    str(ROOT / "train.py"),
+                    *command,
+                    f"--heartbeat_timeout={heartbeat}",
+                ],
+                cwd=folder,
+                env=environment,
+                stdout=output.open("w"),
+                stderr=subprocess.STDOUT,
+            )
+            for command, output in zip(commands, self.outputs, strict=True)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def codes(self, seconds: float = 100) -> list[int]:
+        """The exit codes."""
+        end = time.monotonic() + seconds
+        return [process.wait(max(end - time.monotonic(), 1)) for process in self.processes]
+
+    @property
+    def said(self) -> list[str]:
+        """What each printed; Gloo prints by itself."""
+        return [re.sub(r"\[Gloo\].*\n", "", output.read_text()) for output in self.outputs]
+
+
+def port() -> int:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return server.getsockname()[1]
+
+
+def flags(address: str, index: int) -> list[str]:
+    return [f"--coordinator_address={address}", "--num_processes=2", f"--process_id={index}"]
+
+
+def lines(folder: Path, split: str) -> list[dict]:
+    return [line for line in worker.record(folder) if line["split"] == split]
+
+
+@pytest.mark.slow
+def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch, capsys):
+    """The commands of docs/launching.md: from a checkpoint of one process, and back to one."""
+    text = (ROOT / "docs/launching.md").read_text()
+    both = [command for command in pages.commands(text) if "--process_id=" in command]
+    settings = [
+        "seed=3",
+        "log_every=1",
+        "eval_tokens=500",
+        "eval_batch_size=8",
+        "checkpoint_every=1",
+    ]
+    settings = [f"--config=loop.train.{setting}" for setting in settings]
+    settings += shlex.split(pages._training("python train.py", tmp_path, ""))
+    settings += ["--config=batch_size=8", "--config=stdlib.stdlib.max_bytes=20_000"]
+    monkeypatch.chdir(tmp_path)
+
+    def alone(folder: str, steps: int) -> None:
+        more = ["--quiet", f"--output_dir={folder}", f"--config=loop.train.steps={steps}"]
+        code, _, err = call(train.main, monkeypatch, capsys, *settings, *more)
+        gin.clear_config()
+        assert code == 0, err
+
+    alone("runs/one", 6)
+    alone("runs/two", 2)
+    address = f"localhost:{port()}"
+    commands = []
+    for command in both:
+        command = re.sub(r"--coordinator_address=\S+", f"--coordinator_address={address}", command)
+        words = shlex.split(command)[2:]
+        commands.append([*words, *settings, "--config=loop.train.steps=4"])
+    with Launch(commands, tmp_path) as launched:
+        assert launched.codes() == [0, 0], launched.said
+    first, second = launched.said
+    assert "8 cpu devices" in first and "of 2 processes, going on from step 2 to 4" in first
+    assert "next: " in first and not second
+    alone("runs/two", 6)
+
+    one, two = Path("runs/one"), Path("runs/two")
+    for split, names in (("train", ("bits_per_dim", "grad_norm")), ("valid", ("bits_per_dim",))):
+        expected = {line["step"]: line for line in lines(one, split)}
+        found = lines(two, split)
+        assert [line["step"] for line in found] == (
+            [2, 4, 6] if split == "valid" else [*range(1, 7)]
+        )
+        for line in found:
+            for name in names:
+                if line["step"] in expected:
+                    assert line[name] == pytest.approx(expected[line["step"]][name], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
+    """SIGKILL of one at random, then SIGTERM to the second one."""
+    (tmp_path / "run.gin").write_text(CONFIG)
+    run = tmp_path / "run"
+
+    def launch() -> Launch:
+        address = f"localhost:{port()}"
+        own = ["--config_file=run.gin", "--output_dir=run"]
+        return Launch([[*own, *flags(address, index)] for index in range(2)], tmp_path)
+
+    def wait_for(step: int, launched: Launch) -> None:
+        end = time.monotonic() + 100
+        while not [s for s in Checkpoints(run).steps() if s >= step]:
+            assert time.monotonic() < end, launched.said
+            assert all(process.poll() is None for process in launched.processes), launched.said
+            time.sleep(0.05)
+
+    with launch() as launched:
+        wait_for(10, launched)
+        time.sleep(random.random())
+        killed = random.randrange(2)
+        launched.processes[killed].kill()
+        codes = launched.codes(60)  # far from the hang of a collective
+        assert codes[killed] == -signal.SIGKILL and codes[1 - killed] not in (0, None), codes
+        assert (
+            "another task died" in launched.said[1 - killed]
+            or "error:" in launched.said[1 - killed]
+        )
+    saved = Checkpoints(run).steps()[-1]
+    with launch() as launched:
+        wait_for(saved + 10, launched)
+        launched.processes[1].send_signal(signal.SIGTERM)
+        assert launched.codes() == [128 + signal.SIGTERM] * 2, launched.said
+        assert f"going on from step {saved}" in launched.said[0]
+        assert not launched.said[1]
+    last = Checkpoints(run).steps()[-1]
+    assert f"saved at step {last}" in launched.said[0]
+    steps = [line["step"] for line in lines(run, "train")]
+    assert steps == [*range(1, last + 1)]
+    assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith("tmp")]
+
+    # One process, which nothing interrupts, computes the same.
+    alone = worker.arguments(steps=last, eval_every=None, log_every=1, checkpoint_every=5)
+    worker.loop.train(tmp_path / "alone", **alone)
+    expected = [line["bits_per_dim"] for line in lines(tmp_path / "alone", "train")]
+    found = [line["bits_per_dim"] for line in lines(run, "train")]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (["--num_processes=2"], "--coordinator_address is missing"),
+        (["--coordinator_address=here:1", "--process_id=0"], "--num_processes is missing"),
+        (flags("here:1", 2), "process_id is 2: expected a number below num_processes=2"),
+        (flags("here", 0), "coordinator_address is 'here': expected HOST:PORT"),
+        (flags("here:70000", 0), "expected HOST:PORT"),
+        (["--process_id=-1"], "process_id is -1: expected at least 0"),
+        (["--heartbeat_timeout=0"], "heartbeat_timeout is 0"),
+        (["--heartbeat_timeout=9"], "heartbeat_timeout=9: this process is alone"),
+    ],
+)
+def test_wrong_flags_are_one_line(given, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(train.main, monkeypatch, capsys, *given)
+    gin.clear_config()
+    assert code == 2 and told in err and err.count("\n") == 1, err
+    assert not out and not list(tmp_path.iterdir())
+
+
+def test_a_port_that_is_taken_and_an_address_without_an_answer_are_told(monkeypatch):
+    with socket.socket(socket.AF_INET6) as server:
+        server.bind(("", 0))
+        server.listen()
+        taken = server.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {taken} cannot be had"):
+            joining._check(f"localhost:{taken}", 2, 0)
+    with pytest.raises(
+        OSError, match=rf"localhost:{taken} does not answer for 0 s .*start process 0"
+    ):
+        joining._wait_for(("localhost", taken), 0)
+
+
+def test_one_process_decides_by_itself():
+    alone = Processes("alone")
+    done = []
+    assert alone.same(lambda: [1, "two"]) == [1, "two"] and alone.by_first(lambda: 3) == 3
+    alone.by_all(lambda: done.append(1))
+    alone.meet()
+    assert done == [1] and alone.wishes() == {} and alone.first
+    with pytest.raises(OSError, match="no"):
+        alone.same(lambda: (_ for _ in ()).throw(OSError("no")))
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Calls a function in two threads that JAX's coordination service takes for processes."""
+    from jax._src.lib import _jax
+
+    mine, number = threading.local(), port()
+    service = _jax.get_distributed_runtime_service(f"[::]:{number}", 2)
+    clients = [_jax.get_distributed_runtime_client(f"localhost:{number}", i) for i in range(2)]
+    monkeypatch.setattr(processes, "_client", lambda: mine.client)
+
+    def call(function):
+        def one(index):
+            mine.client = clients[index]
+            try:
+                return function(Processes("test", index, 2))
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, range(2)))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda client: client.connect(), clients))
+    yield call
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda client: client.shutdown(), clients))
+    service.shutdown()
+
+
+def test_processes_follow_the_first_one(both):
+    def agree(own: Processes):
+        assert own.wishes() == {} if own.first else own.wish("15") is None
+        own.meet()
+        wishes = own.same(lambda: {str(k): v for k, v in own.wishes().items()})
+        index = own.same(lambda: own.index)
+        branch = own.branch("other").same(lambda: [own.index, "other"])
+        return wishes, index, branch, own.by_first(lambda: own.index)
+
+    first, second = both(agree)
+    assert first == ({"1": "15"}, 0, [0, "other"], 0)
+    assert second == ({"1": "15"}, 0, [0, "other"], None)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device", "/full/file"),
+        SettingError("steps is 0"),
+        Lost("the folder is another training's"),
+        FloatingPointError("loss is nan"),
+        KeyError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_one_process_is_raised_in_all(both, fails, error):
+    def fail(own: Processes):
+        def do():
+            if own.index == fails:
+                raise error
+
+        own.by_all(do)
+
+    found = both(fail)
+    assert found[fails] is error
+    other = found[1 - fails]
+    kind = ValueError if isinstance(error, KeyError) else type(error)
+    assert type(other) is kind and getattr(other, "errno", None) == getattr(error, "errno", None)
+    told = "/full/file" if getattr(error, "errno", None) else f"process {fails}: "
+    assert told in str(other)
+
+
+def test_rows_of_a_text_are_those_of_its_batch():
+    text = np.random.default_rng(0).integers(256, size=999).astype(np.uint8)
+    task = base.byte_language_model("text", base.split_bytes(text, "text"))
+    whole, rows = task.train_batch(5, 7, 8, 16), np.array([2, 3, 6])
+    part = task.train_rows(5, 7, 8, 16, rows)
+    for one, other in zip(part, placing.take(tuple(whole), rows), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_parts_of_tensors_join_to_what_they_are_of():
+    whole = {
+        "a": np.arange(24.0).reshape(4, 6),
+        "b.c": np.arange(5, dtype=np.int32),
+        "d": np.float32(3),
+    }
+    cuts = [(slice(0, 2), slice(0, 6)), (slice(2, 4), slice(0, 3)), (slice(2, 4), slice(3, 6))]
+    parts = [{arrays._part_name("a", cut, (4, 6)): whole["a"][cut]} for cut in cuts]
+    assert list(parts[1]) == ["a@2,0"]
+    parts[0] |= {
+        arrays._part_name("b.c", (slice(None),), (5,)): whole["b.c"],
+        arrays._part_name("d", (), ()): whole["d"],
+    }
+    shapes = {name: (list(np.shape(x)), str(x.dtype)) for name, x in whole.items()}
+    found = arrays.join(parts, shapes)
+    assert found.keys() == whole.keys()
+    for name, array in whole.items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype == array.dtype
+
+
+def test_rows_of_this_process_are_those_of_its_devices():
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "context"))
+    sharding = NamedSharding(mesh, PartitionSpec("data", "context"))
+    np.testing.assert_array_equal(placing.own_rows(4, sharding), np.arange(4))
+    batch = np.arange(12).reshape(4, 3)
+    placed = placing._place_rows(batch, np.arange(4), 4, sharding)
+    np.testing.assert_array_equal(placed, batch)
