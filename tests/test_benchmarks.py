@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -32,6 +33,8 @@ from benchmarks.harness.language_models import Sizes
 from benchmarks.peers import rabe_staats
 from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
+from benchmarks.reliability import failing_calls, kills
+from benchmarks.reliability import runs as reliability_runs
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
 from tests import pages
@@ -132,18 +135,25 @@ def test_a_figure_says_its_setup(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, flags, last",
-    [
-        ("kills", "--cases=2", "kills: {0} of {0} bit for bit, 0 records with lines lost"),
-        ("failing_calls", "--cases=4", "failing_calls: {0} of {0} right"),
-    ],
-)
-def test_a_campaign_finds_training_reliable(name, flags, last, capsys):
-    assert importlib.import_module(f"benchmarks.reliability.{name}").main(flags.split()) == 0
-    printed = capsys.readouterr().out
-    number = re.search(rf"{name}: (\d+) of", printed)[1]
-    assert int(number) > 1 and last.format(number) in printed
+def test_campaigns_find_training_reliable(monkeypatch, capsys):
+    """Of the phases of `kills` two that compile nothing; both campaigns have one server."""
+
+    def phases_of(*traces):
+        found = every_phase(*traces)
+        return {name: found[name] for name in ("writing a line", "saving")}
+
+    every_phase = kills.phases_of
+    monkeypatch.setattr(kills, "phases_of", phases_of)
+    with reliability_runs.runner([]) as runner:
+        monkeypatch.setattr(reliability_runs, "runner", lambda keep: nullcontext(runner))
+        for campaign, n_cases, right in (
+            (kills, 2, "kills: {0} of {0} bit for bit, 0 records with lines lost"),
+            (failing_calls, 4, "failing_calls: {0} of {0} right"),
+        ):
+            assert campaign.main([f"--cases={n_cases}"]) == 0
+            printed = capsys.readouterr().out
+            number = re.search(r"^\w+: (\d+) of", printed, re.MULTILINE)[1]
+            assert int(number) > 1 and right.format(number) in printed
 
 
 def test_a_call_fails_where_a_campaign_says(tmp_path):

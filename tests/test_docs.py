@@ -188,10 +188,19 @@ def test_commands_run_in_order(name, text, tmp_path, compiled, server):
         _add_the_attention(tmp_path)
     _write_gin_files(text, tmp_path)
     environment = _environment(tmp_path, compiled)
+    scored = set()
     for command in commands(text):
         small = pages.small(command, tmp_path, text)
-        if small is not None:
-            _run(small, tmp_path, environment, server)
+        if small is None:
+            continue
+        # Of evaluations that differ by their run alone the first runs; the others find their run.
+        if match := re.fullmatch(r"python evaluate\.py (--output_dir=(\S+).*)", small):
+            kind = match[1].replace(match[2], "")
+            assert any((tmp_path / match[2] / "checkpoints").iterdir()), command
+            if kind in scored:
+                continue
+            scored.add(kind)
+        _run(small, tmp_path, environment, server)
 
 
 # The guide's first snippets are parts of files, which `_add_the_attention` writes.

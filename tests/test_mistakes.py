@@ -49,6 +49,10 @@ SETTINGS = {
 DATA = {
     "nowhere.txt": "nowhere.txt does not exist: set data_dir to a file or folder of text",
     "pictures": "--config='text.text.raw=True'",
+    "nothing": "nothing has no file that matches '*': put text files there",
+    "empty.txt": "empty.txt is empty: give a file with text",
+    "short.txt": "2 bytes are too few to split 90/5/5, give a text of 20 or more",
+    "/dev/null": "is a device: give an ordinary file, such as one that you copied it into",
     "texts.tar": "unpack it and give the folder; or train on its bytes as they are with "
     "--config='text.text.raw=True'",
     "report.docx": "--config='text.text.raw=True'",
@@ -73,8 +77,10 @@ WRONG_CONFIG = {
 def made(tmp_path_factory):
     """A working directory with data of several kinds."""
     folder = tmp_path_factory.mktemp("made")
-    for name in ("pictures", "pairs", "folder", "dataset"):
+    for name in ("pictures", "pairs", "folder", "dataset", "nothing"):
         (folder / name).mkdir()
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("x\n")
     (folder / "mine.txt").write_text(TEXT * 40)
     (folder / "folder/a.txt").write_text(TEXT * 40)
     (folder / "pictures/a.png").write_bytes(random.Random(0).randbytes(2000))

@@ -78,7 +78,7 @@ def check_ordinary(path: Path) -> int:
     found = path.stat()
     kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:
-        raise ValueError(
+        raise SettingError(
             f"{path} is {_KINDS.get(kind, 'of another kind')}: give an ordinary file, such as one "
             "that you copied it into"
         )
@@ -142,7 +142,7 @@ def read_folder(
     """
     paths = list_files(folder, pattern)
     if not paths:
-        raise ValueError(f"{folder} has no file that matches {pattern!r}: put text files there")
+        raise SettingError(f"{folder} has no file that matches {pattern!r}: put text files there")
     sizes = {path: check_ordinary(path) for path in paths}
     total, texts = sum(sizes.values()), []
     for path, size in sizes.items():
@@ -192,7 +192,7 @@ def as_array(data: bytes) -> UInt8[np.ndarray, " n"]:
 
 def _not_empty(path: Path, data: bytes) -> bytes:
     if not data:
-        raise ValueError(f"{path} is empty: give a file with text")
+        raise SettingError(f"{path} is empty: give a file with text")
     return data
 
 

@@ -83,7 +83,7 @@ def _split(
     parts, train = dict(found), found["train"]
     held_out = min(len(train) * 5 // 100, max_held_out)
     if not held_out and len(found) < 3:
-        raise ValueError(
+        raise SettingError(
             f"{source}: {len(train)} bytes are too few to split 90/5/5, give a text of 20 or more"
         )
     for split in ("test", "valid"):

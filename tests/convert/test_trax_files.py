@@ -174,10 +174,11 @@ def test_a_checkpoint_of_traxs_training_loop(trained, tmp_path):
     assert check.against_trax(spec, params, path).difference < 1e-5
 
 
+@pytest.mark.slow
 @needs_tensorflow
 @pytest.mark.parametrize(
     "layer",
-    [pytest.param(tl.LSHSelfAttention, marks=pytest.mark.slow), LSHSelfAttention],
+    [tl.LSHSelfAttention, LSHSelfAttention],
     ids=["trax", "ours"],
 )
 def test_into_a_model_of_traxs_layers_or_of_ours(trained, layer, tmp_path):

@@ -120,7 +120,7 @@ def searched(name, source, n_beams, alpha):
         "transformer",
         pytest.param("reformer", marks=pytest.mark.slow),
         pytest.param("moved caches", marks=pytest.mark.slow),
-        "local and LSH",
+        pytest.param("local and LSH", marks=pytest.mark.slow),
     ],
 )
 def test_a_beam_of_one_is_greedy_decoding_by_whole_forwards(name):
@@ -137,7 +137,13 @@ def test_a_beam_of_one_is_greedy_decoding_by_whole_forwards(name):
 
 
 @pytest.mark.parametrize(
-    "name, alpha", [("reformer", 0.6), ("reformer", 0.0), ("reformer", 2.0), ("moved caches", 0.6)]
+    "name, alpha",
+    [
+        ("reformer", 0.6),
+        ("reformer", 0.0),
+        ("reformer", 2.0),
+        pytest.param("moved caches", 0.6, marks=pytest.mark.slow),
+    ],
 )
 def test_the_search_is_the_one_written_out(name, alpha):
     some = sources((3, 6, 9))

@@ -299,6 +299,7 @@ def test_traxs_reformer_takes_our_layers_and_weights_saved_from_its_own(tmp_path
     assert_trees_close(results(ours), results(theirs))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None, reason="Trax's loop needs TensorFlow"
 )

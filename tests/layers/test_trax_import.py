@@ -89,6 +89,7 @@ assert trax.layers is tl
     )
 
 
+@pytest.mark.slow
 @needs_tensorflow
 def test_a_trax_that_was_imported_first_is_used_as_it_is():
     run("""
