@@ -61,7 +61,10 @@ def check_positions(
         batches = task.eval_batches(split, batch_size, length, stride)
         longest = max((batch.targets.shape[1] for batch in batches), default=length)
     tokens = jax.ShapeDtypeStruct((batch_size, longest), jax.numpy.int32)
-    inputs = tokens if task.translation is None else (tokens,) * 4  # SentencePairs
+    inputs = tokens
+    if task.translation is not None:  # segments are booleans where no row is packed
+        first = next(iter(task.eval_batches(split, batch_size, length, stride)))
+        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tokens.shape, x.dtype), first.inputs)
     rng = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
     found = jax.eval_shape(lambda p, t, r: model.features(p, t, rng=r), params, inputs, rng)
     n_features = found.shape[-1]

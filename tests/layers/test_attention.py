@@ -12,7 +12,7 @@ from reformax.ops.parts.dropout import full_dropout_mask
 from tests.layers import plain
 from tests.ops import inputs
 from tests.ops.inputs import Inputs
-from tests.ops.reference import LONGEST, Asked, expected
+from tests.ops.reference import ADDRESSES, Asked, expected
 from tests.ops.rows import ROWS, Shape, over
 
 RNG = jax.random.PRNGKey(5)
@@ -68,7 +68,7 @@ def test_equals_an_independent_computation(row, everything):
         train=True,
     )
     shape = Shape(batch=2, n_queries=13, n_keys=13, n_heads=3)
-    keep = np.ones((2, 3, 13, LONGEST))
+    keep = np.ones((2, 3, 13, ADDRESSES))
     if rate:
         keep = full_dropout_mask(jax.random.fold_in(RNG, 1), rate, keep.shape)
     asked = Asked(row, row.first, plan, shape, causal, segments, np.asarray(keep))

@@ -12,6 +12,8 @@ from tests.ops.rows import Row, Shape, visible
 
 # No sequence of the shared tests is longer.
 LONGEST = 130
+# Of dropout, a query. An op may have other keys besides the positions'.
+ADDRESSES = 2 * LONGEST
 
 
 class Asked(NamedTuple):
@@ -23,7 +25,7 @@ class Asked(NamedTuple):
     shape: Shape
     causal: bool
     segments: Any
-    keep: np.ndarray  # [B, N, T, LONGEST]: the factor of dropout at each address
+    keep: np.ndarray  # [B, N, T, ADDRESSES]: the factor of dropout at each address
 
     def counts(self) -> np.ndarray:
         """How many times each query counts each key."""
@@ -46,7 +48,8 @@ def expected(asked: Asked, x: Inputs, bias, d_out):
         def run(x, d_out):
             def attend(x):
                 more = x.extras, mask, asked.keep
-                return asked.row.reference(asked.options, x.params, asked.plan, x[:3], *more)
+                options = asked.options | {"causal": asked.causal}
+                return asked.row.reference(options, x.params, asked.plan, x[:3], *more)
 
             out, vjp = jax.vjp(attend, x)
             return out, *vjp(d_out)

@@ -11,12 +11,16 @@ from reformax.ops import (
     block_sparse,
     dense,
     flash,
+    linformer,
     local,
+    long_short,
     lsh,
     memory_efficient,
+    nystromformer,
     shared_qk,
 )
 from reformax.ops.base import AttentionOp
+from tests.ops import low_rank
 
 
 class Shape(NamedTuple):
@@ -41,7 +45,8 @@ class Row(NamedTuple):
       reference: in place of counts, `(options, params, plan, qkv, extras, mask, keep) -> out`: what
         the op computes, from its equations, in arrays of JAX. `qkv` and `extras` are float64, and
         its gradient is taken. `mask` `[B, N, T, S]` says which keys causality and segments leave
-        visible, `keep` `[B, N, T, K]` is dropout's factor of each address, K being at least S.
+        visible, `keep` `[B, N, T, K]` is dropout's factor of each address, K being at least 2 S.
+        Of the options, `causal` is the call's.
       relative: whether the keys that a query sees depend on their distance alone, so that packed
         segments are attended to as they are one by one.
       padding_counts: whether padding changes real positions, as in a circle of chunks, where whole
@@ -53,6 +58,7 @@ class Row(NamedTuple):
         others are refused.
       contains: whether what is not finite reaches no row that does not see it.
       rounding: how many times the error of softmax attention the op's rounding may have.
+      slow: whether its tests are slow, though it is the first row of its factory.
     """
 
     name: str
@@ -68,6 +74,7 @@ class Row(NamedTuple):
     contains: bool = True
     rounding: float = 1.0
     reference: Callable[..., Any] | None = None
+    slow: bool = False
 
     @property
     def first(self) -> dict[str, Any]:
@@ -271,6 +278,20 @@ _PATTERNS = (
 _SPARSE = {"pattern": _PATTERNS, "block_size": (4, (4, 3), (5, 8), 1)}
 _SPARSE_KERNEL = {"pattern": _PATTERNS, "block_size": (16, (16, 32))}
 
+_PROJECTED = {"n_projected": (6, 1, 20), "share": ("heads", "none", "values"), "impl": ("xla",)}
+_LANDMARKS = {
+    "n_landmarks": (4, 1, 7, 64),
+    "n_iterations": (6, 2),
+    "conv_size": (None, 3, 5),
+    "impl": ("xla",),
+}
+_LONG_SHORT = {
+    "window": (6, 1, 9),
+    "rank": (2, 1),
+    "chunk_len": (4, 5, 2),
+    "dual_norm": (True, False),
+}
+
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
 ROWS = [
@@ -343,18 +364,45 @@ ROWS = [
         padding_counts=True,
         second_order=1,
     ),
+    Row(
+        "linformer",
+        linformer.linformer,
+        _PROJECTED,
+        reference=low_rank.linformer,
+        no_step="mixes the future in",
+        second_order=0,
+    ),
+    Row(
+        "nystromformer",
+        nystromformer.nystromformer,
+        _LANDMARKS,
+        reference=low_rank.nystromformer,
+        no_step="mixes the future in",
+        second_order=0,
+        rounding=30,
+        slow=True,
+    ),
+    Row(
+        "long_short",
+        long_short.long_short,
+        _LONG_SHORT,
+        n_held=6,
+        reference=low_rank.long_short,
+        slow=True,
+    ),
 ]
 
 
 def over(rows):
     """Runs a test over rows, each with its name as the test's id.
 
-    All but the first row of each factory are slow: variants and interpreted kernels.
+    All but the first row of each factory are slow: variants and interpreted kernels. So is a row
+    that says it.
     """
     seen: set[Callable[..., AttentionOp]] = set()
     params = []
     for row in rows:
-        variant = row.in_kernel or row.factory in seen
+        slow = row.slow or row.in_kernel or row.factory in seen
         seen.add(row.factory)
-        params.append(pytest.param(row, id=row.name, marks=[pytest.mark.slow] if variant else []))
+        params.append(pytest.param(row, id=row.name, marks=[pytest.mark.slow] if slow else []))
     return pytest.mark.parametrize("row", params)

@@ -20,7 +20,7 @@ from reformax.ops.parts.masks import except_self, visibility
 from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import inputs, oracle
-from tests.ops.reference import LONGEST, Asked, expected
+from tests.ops.reference import ADDRESSES, LONGEST, Asked, expected
 from tests.ops.rows import ROWS, Shape, over, visible
 
 over_rows = over(ROWS)
@@ -85,7 +85,7 @@ def calls(draw, row):
 @jax.jit
 def largest_dropout(key):
     """The mask of the largest call; a smaller one's is its corner, for a weight has an address."""
-    return full_dropout_mask(key, DROPOUT, (2, 4, LONGEST, LONGEST))
+    return full_dropout_mask(key, DROPOUT, (2, 4, LONGEST, ADDRESSES))
 
 
 def check(
@@ -139,7 +139,7 @@ def check(
         full = (batch, n_heads, n_queries, n_keys)
         sizes = [n if whole else 1 for n, whole in zip(full, bias_axes, strict=True)]
         bias = rng.normal(size=sizes).astype(jnp.promote_types(dtype, np.float32))
-    keep = np.ones((batch, n_heads, n_queries, LONGEST))
+    keep = np.ones((batch, n_heads, n_queries, ADDRESSES))
     if dropout:
         keep = np.asarray(largest_dropout(key))[:batch, :n_heads, :n_queries]
     run = run or attend_and_differentiate(op, causal, dropout)

@@ -12,9 +12,12 @@ from reformax.ops import (
     block_sparse,
     dense,
     flash,
+    linformer,
     local,
+    long_short,
     lsh,
     memory_efficient,
+    nystromformer,
 )
 from reformax.ops.base import given
 from tests.ops.inputs import draw
@@ -56,6 +59,20 @@ SIZES = [
     (local.local, dict(chunk_len=4, window=6), "window is 6: expected at most 5"),
     (local.local, dict(chunk_len=4, window=10), "raise n_chunks_before to 3"),
     (local.local, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
+    (linformer.linformer, dict(n_projected=0), "n_projected is 0: expected at least 1"),
+    (linformer.linformer, dict(max_length=0), "max_length is 0: expected at least 1"),
+    (
+        linformer.linformer,
+        dict(share="keys"),
+        "share is 'keys': expected 'none', 'heads' or 'values'",
+    ),
+    (linformer.linformer, dict(impl="fast"), "impl is 'fast': expected 'auto', 'xla'"),
+    (nystromformer.nystromformer, dict(n_landmarks=0), "n_landmarks is 0: expected at least 1"),
+    (nystromformer.nystromformer, dict(n_iterations=0), "n_iterations is 0: expected at least 1"),
+    (nystromformer.nystromformer, dict(conv_size=4), "conv_size is 4: expected an odd number"),
+    (long_short.long_short, dict(window=0), "window is 0: expected at least 1"),
+    (long_short.long_short, dict(rank=-1), "rank is -1: expected at least 0"),
+    (long_short.long_short, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (local.local, dict(wrap=True, window=4), "wrap is True and window is 4"),
     (lsh.lsh, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
     (lsh.lsh, dict(wrap=True), "wrap is True and count_once is True: set count_once=False"),

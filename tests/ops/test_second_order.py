@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import with_x64
 from tests.ops import inputs
-from tests.ops.reference import LONGEST
+from tests.ops.reference import ADDRESSES
 from tests.ops.rows import ROWS, Shape, over, visible
 
 KEY = jax.random.key(0)
@@ -35,8 +35,9 @@ def reference(row, plan):
     shape = Shape(batch=2, n_queries=LENGTH, n_keys=LENGTH, n_heads=2)
     masks = shape, row.causal(), row.segments(SEGMENTS)
     if row.reference is not None:
-        mask, keep = visible(*masks), np.ones((2, 2, LENGTH, LONGEST))
-        return lambda x: row.reference(row.first, x.params, plan, x[:3], x.extras, mask, keep)
+        mask, keep = visible(*masks), np.ones((2, 2, LENGTH, ADDRESSES))
+        options = row.first | {"causal": row.causal()}
+        return lambda x: row.reference(options, x.params, plan, x[:3], x.extras, mask, keep)
     counts = row.counts(row.first, plan, *masks)
 
     def attend(x):

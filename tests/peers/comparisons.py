@@ -14,7 +14,16 @@ import numpy as np
 
 from reformax.layers._trax import signature, tl
 from reformax.layers.trax_attention import LSHSelfAttention, SelfAttention
-from reformax.ops import block_patterns, block_sparse, dense, local, lsh, shared_qk
+from reformax.ops import (
+    block_patterns,
+    block_sparse,
+    dense,
+    linformer,
+    local,
+    lsh,
+    nystromformer,
+    shared_qk,
+)
 from tests.layers import test_trax_attention
 from tests.ops.inputs import Inputs
 from tests.ops.rows import ROWS, Shape
@@ -78,10 +87,10 @@ def numbers(n: int, seed: int = 0):
     return (x + 0.2 * np.sign(x)).astype(np.float32)
 
 
-def ours(op, causal, q, k, v, d_out, segments=None):
+def ours(op, causal, q, k, v, d_out, segments=None, params=()):
     """`(plan, out, gradients of those of q, k and v that there are)`."""
     run = attend_and_differentiate(op, causal, 0.0)
-    x = Inputs(q, None if op.traits.shared_qk else k, v)
+    x = Inputs(q, None if op.traits.shared_qk else k, v, params=params)
     plan, out, (gradients, _) = run(x, None, segments, jax.random.key(0), d_out)
     return plan, out, [x for x in gradients[:3] if x is not None]
 
@@ -288,6 +297,59 @@ def lucidrains_local(causal: bool) -> Deviations:
     return compared(ours(op, causal, q, k, v, d_out)[1:], want)
 
 
+def lucidrains_linformer() -> Deviations:
+    import torch
+    from linformer import LinformerSelfAttention
+
+    q, k, v, d_out = numbers(4)
+    n_projected, size = 6, N_HEADS * D_HEAD
+    layer = LinformerSelfAttention(size, 2 * LENGTH, k=n_projected, heads=N_HEADS)
+    # It projects one input: here the three in a row, of which its weights take one each.
+    for i, linear in enumerate((layer.to_q, layer.to_k, layer.to_v)):
+        linear.weight.data = torch.eye(3 * size)[i * size : (i + 1) * size]
+    layer.to_out = torch.nn.Identity()
+    weights = [w.detach().numpy() for w in (layer.proj_k, layer.proj_v)]
+    want = differentiate(in_a_row(layer), (q, k, v), d_out)
+    params = dict(zip("ef", weights, strict=True))
+    op = linformer.linformer(n_projected=n_projected)
+    return compared(ours(op, False, q, k, v, d_out, params=params)[1:], want)
+
+
+def lucidrains_nystrom() -> Deviations:
+    """An example and a head at a time: its pseudo-inverse begins by what is largest in all."""
+    import torch
+    from nystrom_attention import NystromAttention
+
+    q, k, v, d_out = numbers(4)
+    layer = NystromAttention(
+        3 * D_HEAD, dim_head=D_HEAD, heads=1, num_landmarks=CHUNK_LEN, residual_conv_kernel=5
+    )
+    layer.to_qkv.weight.data = torch.eye(3 * D_HEAD)
+    layer.to_out = torch.nn.Identity()
+    weights = layer.res_conv.weight.detach().numpy().reshape(1, -1)
+    op = nystromformer.nystromformer(n_landmarks=CHUNK_LEN, conv_size=5)
+    params = {"conv": np.repeat(weights, N_HEADS, axis=0)}
+
+    def attend(*inputs):
+        return torch.cat(
+            [layer(torch.cat(x, -1)) for x in zip(*(x.split(1) for x in inputs), strict=True)]
+        )
+
+    want = differentiate(by_heads(attend), (q, k, v), d_out)
+    return compared(ours(op, False, q, k, v, d_out, params=params)[1:], want)
+
+
+def in_a_row(layer):
+    """`layer` of queries, keys and values as one input, all heads side by side."""
+    import torch
+
+    def run(*inputs):
+        out = layer(torch.cat([x.flatten(2) for x in inputs], -1))
+        return out.unflatten(-1, (N_HEADS, D_HEAD))
+
+    return run
+
+
 # Trax.
 
 
@@ -334,6 +396,14 @@ def rows_of_reformers():
             yield module, module, f"{subject}, {said}", name, both
 
 
+def rows_of_low_rank():
+    for module, name, measure in (
+        ("linformer", "linformer", lucidrains_linformer),
+        ("nystrom_attention", "nystromformer", lucidrains_nystrom),
+    ):
+        yield module, module, "both ways", name, measure
+
+
 def rows_of_trax():
     for layer, its, options in (
         (SelfAttention, tl.SelfAttention, dict(causal=True, bias=True)),
@@ -347,12 +417,16 @@ def rows_of_trax():
         yield "Trax", "trax", f"`{layer.__name__}({said})`", layer.__name__, both
 
 
-ALLOWED = {"reformer_pytorch": 5e-5}  # no 1e-6 below the root that normalizes its keys
+ALLOWED = {
+    "reformer_pytorch": 5e-5,  # no 1e-6 below the root that normalizes its keys
+    "nystrom_attention": 5e-5,  # its pseudo-inverse multiplies what rounding leaves
+}
 COMPARISONS = tuple(
     Comparison(peer, subject, f"`{name}`", module, ALLOWED.get(module, 3e-6), measure)
     for peer, module, subject, name, measure in (
         *rows_of_torch(),
         *rows_of_reformers(),
+        *rows_of_low_rank(),
         *rows_of_trax(),
     )
 )

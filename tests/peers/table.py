@@ -8,7 +8,10 @@ from tests.peers.comparisons import COMPARISONS, Comparison, Deviations
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/peers.md"
 HEAD = "| Peer | Of it | Here | Output | Gradients | Allowed |"
-PACKAGES = ("jax", "trax", "torch", "transformers", "reformer_pytorch", "local_attention")
+PACKAGES = (
+    *("jax", "trax", "torch", "transformers", "reformer_pytorch", "local_attention"),
+    *("linformer", "nystrom_attention"),
+)
 
 
 def line(row: Comparison, found: Deviations) -> str:

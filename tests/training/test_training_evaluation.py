@@ -10,9 +10,13 @@ import pytest
 
 from reformax import progress
 from reformax.cli import errors
+from reformax.data.base import Batch
+from reformax.data.reverse import reverse
 from reformax.data.text import text
+from reformax.models import Transformer
+from reformax.ops import linformer
 from reformax.training import by_position, metrics
-from reformax.training.evaluation import evaluate, in_budget
+from reformax.training.evaluation import check_positions, evaluate, in_budget
 from reformax.training.prefetch import prefetch
 from reformax.training.record_lines import RecordLines
 from tests.training import tiny
@@ -35,6 +39,22 @@ def test_one_window_is_the_mean_over_its_targets():
     assert result["accuracy"] == pytest.approx(float((log_p.argmax(-1) == tokens).mean()))
     assert (result["n_targets"], result["length"], result["stride"]) == (53, 53, 53)
     assert result["split"] == "valid"
+
+
+def test_an_encoder_that_refuses_packed_rows_is_checked_with_rows_as_the_task_has_them():
+    encoder = linformer.linformer(n_projected=2)
+    sizes = dict(d_model=4, d_ff=4, n_heads=1, n_encoder_layers=1, n_decoder_layers=1)
+    model = Transformer(input_vocab_size=8, **sizes, encoder_attention_type=encoder, mode="eval")
+    shapes = jax.eval_shape(
+        lambda rng: model.init_params(rng, (2, 8), (2, 8)), jax.random.PRNGKey(0)
+    )
+    task, sizes = reverse(max_symbols=7, vocab_size=8), dict(batch_size=2, length=8, stride=8)
+    assert check_positions(model, shapes, task, "valid", **sizes) == 4
+    packed = np.ones((2, 8), np.int32)
+    packed = Batch((packed,) * 4, packed, packed)
+    task = task._replace(eval_batches=lambda *_: iter([packed]))
+    with pytest.raises(NotImplementedError, match="but linformer does not tell them apart"):
+        check_positions(model, shapes, task, "valid", **sizes)
 
 
 def test_batch_and_chunk_sizes_change_nothing_and_the_stride_does():

@@ -1,0 +1,98 @@
+"""Linformer: keys and values projected along the length to a fixed number of rows.
+
+Wang et al. 2020 ("Linformer: Self-Attention with Linear Complexity", sec. 4, eq. 7):
+
+    head_i = softmax(Q (E_i K)^T / sqrt(H)) F_i V,    E_i, F_i of size k x n
+
+E and F are learned. Their product with the keys is a fixed mixture of all positions, so attention
+can neither hide the future nor tell packed sequences apart. Time is O(T k), memory O(T).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from reformax.declared import SettingError, Size
+from reformax.ops import flash
+from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
+from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.softmax import wide
+
+
+@named
+def linformer(
+    *,
+    n_projected: Size = 256,
+    share: Literal["none", "heads", "values"] = "heads",
+    max_length: Size | None = None,
+    impl: str = "auto",
+) -> AttentionOp:
+    """Attention to `n_projected` learned mixtures of the keys and of the values.
+
+    Weights: `e` and `f`, `[L, k]` for all heads; `[N, L, k]` with `share="none"`; `e` alone with
+    `share="values"`. L is the maximal length, and a shorter sequence reads their first rows.
+    Padding is zeros in every mixture.
+
+    Args:
+      n_projected: k, the number of mixtures.
+      share: what E and F are shared by: by nothing, by the heads, or by the heads and by keys and
+        values (sec. 4, "Additional Efficiency Techniques").
+      max_length: L; None is the length that the weights are made for.
+      impl: as in `flash.flash`, which attends to the mixtures.
+
+    Raises:
+      ValueError: a size below 1, an unknown `share` or `impl`; at the call, a sequence longer
+        than L.
+      NotImplementedError: at the call, with `causal=True` or several segments in a row.
+    """
+    return AttentionOp(
+        init=functools.partial(_init, n_projected=n_projected, share=share, max_length=max_length),
+        plan=no_plan,
+        apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply),
+        traits=Traits(causal=False, packed=False),
+    )
+
+
+def _init(rng: PRNGKeyArray, dims: Dims, *, n_projected, share, max_length):
+    """E and F with entries of variance 1 / k, as in the proof of theorem 2."""
+    shape = (max_length or dims.length, n_projected)
+    shape = (dims.n_heads, *shape) if share == "none" else shape
+    names = ("e",) if share == "values" else ("e", "f")
+    return {
+        name: jax.random.normal(own, shape) / math.sqrt(n_projected)
+        for name, own in zip(names, jax.random.split(rng, len(names)), strict=True)
+    }
+
+
+def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, attend):
+    del segments  # what is at padding is zeros here, and is zeros in what returns
+    keys, values = _projected(k, params["e"]), _projected(v, params.get("f", params["e"]))
+    masks = dict(plan=plan, segments=None, causal=causal, dropout=dropout, rng=rng)
+    return attend((), q, keys, values, **masks)
+
+
+def _projected(
+    x: Float[Array, "B T N H"], weights: Float[Array, "L K"] | Float[Array, "N L K"]
+) -> Float[Array, "B K N H"]:
+    """The mixtures of the rows of `x`, summed in float32."""
+    length, longest = x.shape[1], weights.shape[-2]
+    if length > longest:
+        raise SettingError(
+            f"q has {length} positions, but linformer's weights are for {longest}: set "
+            f"max_length={length}, or shorten it"
+        )
+    heads = "n" if weights.ndim == 3 else ""
+    mixtures = jnp.einsum(
+        f"btnh,{heads}tk->bknh",
+        finite(x),
+        weights[..., :length, :].astype(x.dtype),
+        preferred_element_type=wide(x.dtype),
+    ).astype(x.dtype)
+    # A mixture sees all rows, with weights that may be 0.
+    return jnp.where(is_finite(x).all(axis=1, keepdims=True), mixtures, jnp.nan)

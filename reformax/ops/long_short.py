@@ -1,0 +1,352 @@
+"""Long-Short attention: a sliding window, and all that is behind it by a projection of low rank.
+
+Zhu et al. 2021 ("Long-Short Transformer: Efficient Transformers for Language and Vision"). A query
+has one softmax over the keys of its window and over r mixtures of all keys, whose weights are read
+off the keys themselves (sec. 3.2, "Dynamic Projections"):
+
+    P = softmax(K W_P) over positions,    K- = P^T K,    V- = P^T V
+
+The two kinds of keys and of values have layer norms of their own, so that neither drowns the other
+("DualLN"). In causal attention the sequence is cut into chunks, each chunk has its r mixtures, and
+a query sees those of the chunks before its own (sec. 3.3). Time is O(T (w + r)), and in causal
+attention with chunks of l O(T (w + r T / l)).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from reformax.declared import Count, Size
+from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
+from reformax.ops.parts.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    positions_by_slot,
+)
+from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of `long_short`, whose arguments they are."""
+
+    window: int
+    rank: int
+    chunk_len: int
+    dual_norm: bool
+
+
+class Mixtures(NamedTuple):
+    """Keys and values that each stand for a chunk, `rank` of them a chunk."""
+
+    keys: Float[Array, "B S N H"]
+    values: Float[Array, "B S N V"]
+    real: Bool[Array, "B S"]  # whether the chunk has a token
+    finite: Bool[Array, "B S N"]
+
+
+class Cache(NamedTuple):
+    """The last positions, and the mixtures of all chunks. That of an unfinished chunk changes."""
+
+    ring: KeyValues
+    mixtures: KeyValues
+
+
+@named
+def long_short(
+    *, window: Size = 128, rank: Count = 8, chunk_len: Size = 128, dual_norm: bool = True
+) -> AttentionOp:
+    """Attention to a window and to learned summaries of what is outside of it.
+
+    A summary mixes all tokens of its chunk, so packed sequences are refused. Without `rank` and
+    `dual_norm` it is `local.local` with this window.
+
+    Weights: `projection [N, H, r]`; with `dual_norm` the scale and the bias of four layer norms
+    over a head's vector, `near_keys`, `far_keys [2, N, H]` and `near_values`, `far_values
+    [2, N, V]`. The paper's code normalises the vectors of all heads as one.
+
+    Args:
+      window: a position sees those less than `window` positions away, before it and, if not causal,
+        after it.
+      rank: r, the summaries of the sequence, or in causal attention of each chunk. 0 is none.
+      chunk_len: l, the positions of a chunk in causal attention. Of a chunk that is not complete a
+        position sees its window alone, which should therefore be as long.
+      dual_norm: whether keys and values are normalised, those of the window apart from summaries.
+
+    Raises:
+      ValueError: a size out of range.
+      NotImplementedError: at the call, with several segments in a row.
+    """
+    settings = Settings(window, rank, chunk_len, dual_norm)
+    return AttentionOp(
+        init=functools.partial(_init, settings),
+        plan=no_plan,
+        apply=functools.partial(_apply, settings),
+        traits=Traits(packed=False, local=rank == 0),
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+    )
+
+
+def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+    n, h, v = dims.n_heads, dims.d_qk, dims.d_v
+    params = {}
+    if settings.rank:
+        params["projection"] = jax.random.normal(rng, (n, h, settings.rank)) / math.sqrt(h)
+    if settings.dual_norm:
+        one = jnp.array([1.0, 0.0])[:, None, None]
+        for place in ("near", "far") if settings.rank else ("near",):
+            params[f"{place}_keys"] = jnp.broadcast_to(one, (2, n, h))
+            params[f"{place}_values"] = jnp.broadcast_to(one, (2, n, v))
+    return params
+
+
+def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+    del plan
+    seed = seed_words(rng) if dropout else None
+
+    @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+    def attend(params, q, k, v) -> Float[Array, "B T N V"]:
+        length = q.shape[1]
+        real = jnp.ones((1, length), bool) if segments is None else segments != 0
+        kinds = [_near(settings, params, q, k, v, real, causal)]
+        if settings.rank:
+            chunk_len = settings.chunk_len if causal else length
+            kinds.append(_far(settings, params, q, k, v, real, chunk_len, causal))
+        return _attend(kinds, q, dropout, seed).astype(v.dtype)
+
+    return attend(params, q, k, v)
+
+
+# One softmax over keys of two kinds. Queries lie in blocks: letters C blocks of L queries, M keys.
+
+
+class Keys(NamedTuple):
+    """The keys of one kind, as the blocks of queries see them."""
+
+    logits: Float[Array, "B N C L M"]
+    values: Float[Array, "B _ M N V"]  # of each block, or one for all
+    mask: Bool[Array, "#B #N C L M"]
+    finite: Bool[Array, "#B #N _ _ M"]
+    address: Int[Array, "_ M"]  # of dropout
+
+
+def _attend(kinds: list[Keys], q, dropout: float, seed) -> Float[Array, "B T N V"]:
+    """The softmax over all kinds. A row that sees what is not finite is NaN, without a gradient."""
+    n_batch, length, n_heads, _ = q.shape
+    tops = [
+        largest(jnp.where(each.finite, each.logits, jnp.nan), each.mask, axis=-1) for each in kinds
+    ]
+    top = functools.reduce(jnp.maximum, tops)
+    whole = jnp.isfinite(top)
+    weights = [masked_exp(x.logits, x.mask & whole, jnp.where(whole, top, 0)) for x in kinds]
+    total = nonzero(sum(x.sum(axis=-1, keepdims=True) for x in weights))
+    n_blocks, size = top.shape[2:4]
+    out = 0
+    for each, weight in zip(kinds, weights, strict=True):
+        weight = weight / total
+        if dropout:
+            example, head, block, row = jnp.ogrid[:n_batch, :n_heads, :n_blocks, :size]
+            query = (block * size + row)[..., None]
+            address = jnp.broadcast_to(each.address, (n_blocks, each.address.shape[-1]))
+            of_weights = example[..., None], head[..., None], query, address[None, None, :, None]
+            weight = weight * dropout_mask(seed, dropout, *of_weights)
+        values = jnp.broadcast_to(each.values, (n_batch, n_blocks, *each.values.shape[2:]))
+        out += jnp.einsum(
+            "bnclm,bcmnv->bclnv",
+            weight.astype(values.dtype),
+            values,
+            preferred_element_type=weight.dtype,
+        )
+    out = jnp.where(jnp.moveaxis(whole, 1, 3), out, jnp.nan)
+    out = out.reshape(n_batch, n_blocks * size, n_heads, -1)[:, :length]
+    return jnp.where(is_finite(q), out, jnp.nan)
+
+
+def _near(settings: Settings, params, q, k, v, real, causal: bool) -> Keys:
+    """The keys of the window: those of a block of `window` positions and of its neighbours."""
+    length = q.shape[1]
+    size = min(settings.window, length)
+    n_blocks, after = -(-length // size), 0 if causal else 1
+
+    def windows(x):  # [B, T, ...] -> [B, C, M, ...]
+        pad = [(0, 0), (size, (n_blocks + after) * size - length)]
+        x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+        return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
+
+    place = jnp.arange(n_blocks * size).reshape(n_blocks, size, 1)
+    key = windows(jnp.arange(1, length + 1)[None])[0][:, None] - 1  # -1 where there is none
+    mask = (jnp.abs(place - key) < settings.window) & (key >= 0)
+    if causal:
+        mask = mask & (key <= place)
+    mask = mask[None, None] & windows(real)[:, None, :, None]
+    near = windows(is_finite(k, v)[..., 0])  # [B, C, M, N]
+    keys, values = finite(k), finite(v)
+    if settings.dual_norm:
+        keys = layer_norm(keys, params["near_keys"])
+        values = layer_norm(values, params["near_values"])
+    keys = windows(keys)
+    return Keys(
+        logits=_logits("bclnh,bcmnh->bnclm", _blocks(finite(q), size), keys),
+        values=windows(values),
+        mask=mask,
+        finite=jnp.moveaxis(near, 3, 1)[:, :, :, None],
+        address=2 * key[:, 0],
+    )
+
+
+def _far(settings: Settings, params, q, k, v, real, chunk_len: int, causal: bool) -> Keys:
+    """The summaries of all chunks, or if causal of those before the query's own."""
+    length = q.shape[1]
+    size = min(settings.window, length)
+    far = mixtures(settings, params, k, v, real, chunk_len)
+    queries = _blocks(finite(q), size)
+    number = jnp.arange(far.keys.shape[1])
+    mask = far.real[:, None, None, None]
+    if causal:
+        chunk = jnp.arange(queries.shape[1] * size).reshape(1, 1, -1, size, 1) // chunk_len
+        mask = mask & (number.reshape(1, 1, 1, 1, -1) // settings.rank < chunk)
+    return Keys(
+        logits=_logits("bclnh,bsnh->bncls", queries, far.keys),
+        values=far.values[:, None],
+        mask=jnp.broadcast_to(mask, (*mask.shape[:2], *queries.shape[1:3], len(number))),
+        finite=jnp.moveaxis(far.finite, 2, 1)[:, :, None, None],
+        address=2 * number[None] + 1,
+    )
+
+
+def _blocks(x: Float[Array, "B T N H"], size: int) -> Float[Array, "B C L N H"]:
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
+    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
+
+
+def _logits(axes: str, queries, keys) -> Float[Array, "B N C L M"]:
+    dtype = wide(queries.dtype)
+    logits = jnp.einsum(axes, queries, keys, preferred_element_type=dtype)
+    return logits / math.sqrt(queries.shape[-1])
+
+
+def mixtures(
+    settings: Settings, params, k, v, real: Bool[Array, "#B T"], chunk_len: int
+) -> Mixtures:
+    """The summaries of chunks of `chunk_len` positions, `K-` and `V-`.
+
+    Weights are read off the keys. A bias would be the same for all positions and cancel.
+    """
+    n_batch, length, n_heads, _ = k.shape
+    unfit = real[..., None] & ~is_finite(k, v)[..., 0]
+    real = jnp.broadcast_to(real, (n_batch, length))
+
+    def chunks(x):
+        pad = [(0, 0), (0, -length % chunk_len)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, pad).reshape(n_batch, -1, chunk_len, *x.shape[2:])
+
+    k, v, real, unfit = (chunks(x) for x in (finite(k), finite(v), real, unfit))
+    dtype = wide(k.dtype, v.dtype)
+    scores = jnp.einsum(
+        "bclnh,nhr->bcrnl",
+        k,
+        params["projection"].astype(k.dtype),
+        preferred_element_type=dtype,
+    )
+    mask = real[:, :, None, None]
+    top = largest(scores, mask, axis=-1)
+    fit = jnp.isfinite(top)
+    weights = masked_exp(scores, mask & fit, jnp.where(fit, top, 0))
+    weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
+    each = []
+    for x, name in ((k, "far_keys"), (v, "far_values")):
+        y = jnp.einsum("bcrnl,bclnh->bcrnh", weights, x.astype(dtype))
+        y = y.reshape(n_batch, -1, *x.shape[3:])
+        y = layer_norm(y, params[name]) if settings.dual_norm else y
+        each.append(y.astype(x.dtype))
+    repeat = functools.partial(jnp.repeat, repeats=settings.rank, axis=1)
+    fit = fit[..., 0].all(axis=2) & ~unfit.any(axis=2)
+    return Mixtures(*each, repeat(real.any(axis=2)), repeat(fit))
+
+
+def layer_norm(
+    x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"], epsilon: float = 1e-5
+) -> Float[Array, "*d N H"]:
+    """Layer norm of a head's vector, with its scale and bias; in float32, to the dtype of `x`."""
+    y = x.astype(wide(x.dtype))
+    # No square overflows: numbers above 1 are divided by the largest.
+    size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(y).max(axis=-1, keepdims=True), 1))
+    y = y / size
+    y = y - y.mean(axis=-1, keepdims=True)
+    variance = jnp.mean(y * y, axis=-1, keepdims=True) + epsilon / size / size
+    y = y * jax.lax.rsqrt(jnp.maximum(variance, 1e-20))  # epsilon is 0 by the largest numbers
+    scale, bias = weights.astype(y.dtype).reshape(2, *(1,) * (x.ndim - 2), *weights.shape[1:])
+    return (y * scale + bias).astype(x.dtype)
+
+
+# Decoding
+
+
+def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+    del q, plan, rng
+    rank, chunk_len = settings.rank, settings.chunk_len
+    ring = fill_ring(k, v, lengths, min(max(settings.window, rank and chunk_len), capacity))
+    n_mixtures = -(-capacity // chunk_len) * rank
+    empty = (jnp.zeros((*x.shape[:1], x.shape[2], n_mixtures, x.shape[3]), x.dtype) for x in (k, v))
+    far = KeyValues(*empty)
+    if rank:
+        real = jnp.arange(k.shape[1])[None] < lengths[:, None]
+        tokens = (jnp.where(real[..., None, None], x, 0) for x in (k, v))
+        found = mixtures(settings, params, *tokens, real, chunk_len)
+        far = KeyValues(
+            *(
+                x.at[:, :, : y.shape[1]].set(jnp.swapaxes(y, 1, 2)[:, :, :n_mixtures])
+                for x, y in zip(far, (found.keys, found.values), strict=True)
+            )
+        )
+    return Cache(ring, far)
+
+
+def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tuple[Any, Cache]:
+    ring = add_to_ring(cache.ring, k, v, position)
+    held = positions_by_slot(position, ring.keys.shape[2])
+    mask = held >= jnp.maximum(position[:, None] - settings.window + 1, 0)
+    near, far = ring, cache.mixtures
+    if settings.dual_norm:
+        near = KeyValues(
+            *(
+                jnp.swapaxes(layer_norm(jnp.swapaxes(x, 1, 2), params[name]), 1, 2)
+                for x, name in zip(ring, ("near_keys", "near_values"), strict=True)
+            )
+        )
+    if settings.rank:
+        far = _with_newest(settings, params, cache, ring, held, position)
+        chunk = position[:, None] // settings.chunk_len
+        seen = jnp.arange(far.keys.shape[2])[None] // settings.rank < chunk
+        mask = jnp.concatenate([mask, seen], axis=1)
+        near = KeyValues(*(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True)))
+    return attend_to(q, *near, mask[:, None]), Cache(ring, far)
+
+
+def _with_newest(settings: Settings, params, cache: Cache, ring, held, position) -> KeyValues:
+    """The mixtures with those of the newest chunk, of its tokens so far."""
+    chunk = position // settings.chunk_len
+    real = held >= (chunk * settings.chunk_len)[:, None]
+    n_slots = ring.keys.shape[2]
+    tokens = (jnp.swapaxes(x, 1, 2) for x in ring)
+    found = mixtures(settings, params, *tokens, real, n_slots)
+    row = jnp.arange(position.shape[0])[:, None]
+    place = chunk[:, None] * settings.rank + jnp.arange(settings.rank)[None]
+    # Indices with a slice between them come first in the result: [B, r, N, H].
+    return KeyValues(
+        *(
+            x.at[row, :, place].set(y, mode="promise_in_bounds", unique_indices=True)
+            for x, y in zip(cache.mixtures, (found.keys, found.values), strict=True)
+        )
+    )

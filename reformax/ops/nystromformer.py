@@ -1,0 +1,184 @@
+"""Nystromformer: softmax attention completed from its rows and columns at landmarks.
+
+Xiong et al. 2021 ("Nystromformer: A Nystrom-Based Algorithm for Approximating Self-Attention"),
+with m landmarks Q~, K~, the means of segments of the queries and of the keys:
+
+    softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V
+
+A landmark is the mean of tokens from all over its segment, so attention can neither hide the future
+nor tell packed sequences apart. The first and the last factor are softmax attention to and of the
+landmarks, computed tile by tile: time is O(T m), memory O(T).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from reformax.declared import SettingError, Size
+from reformax.ops import flash
+from reformax.ops.base import AttentionOp, Dims, Traits, named, no_params, no_plan
+from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+
+
+@named
+def nystromformer(
+    *,
+    n_landmarks: Size = 64,
+    n_iterations: Size = 6,
+    conv_size: Size | None = None,
+    impl: str = "auto",
+) -> AttentionOp:
+    """Attention by way of `n_landmarks` means of consecutive tokens.
+
+    Padding belongs to no landmark. With as many landmarks as tokens it is dense attention, up to
+    the error of the pseudo-inverse.
+
+    Weights: none; with `conv_size` `conv [N, conv_size]`.
+
+    Args:
+      n_landmarks: m. A sequence of fewer tokens has one for each.
+      n_iterations: of the pseudo-inverse.
+      conv_size: if set, values convolved over this many positions, by weights of each head, are
+        added to the output, the paper's skip connection; an odd number.
+      impl: as in `flash.flash`, which attends to and from the landmarks.
+
+    Raises:
+      ValueError: a size below 1, an even `conv_size`, an unknown `impl`.
+      NotImplementedError: at the call, with `causal=True`, with several segments in a row, or with
+        dropout: the weights of a query are a product that is never made.
+    """
+    if conv_size is not None and conv_size % 2 == 0:
+        raise SettingError(f"conv_size is {conv_size}: expected an odd number, for it has a middle")
+    settings = dict(n_landmarks=n_landmarks, n_iterations=n_iterations)
+    return AttentionOp(
+        init=no_params if conv_size is None else functools.partial(_init, size=conv_size),
+        plan=no_plan,
+        apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply, **settings),
+        traits=Traits(causal=False, packed=False, dropout=False),
+    )
+
+
+def _init(rng: PRNGKeyArray, dims: Dims, *, size):
+    """Uniform weights with a variance of 1 / (3 size), as PyTorch draws a convolution's."""
+    limit = 1 / math.sqrt(size)
+    return {"conv": jax.random.uniform(rng, (dims.n_heads, size), minval=-limit, maxval=limit)}
+
+
+def _apply(
+    params, q, k, v, *, plan, segments, causal, dropout, rng, attend, n_landmarks, n_iterations
+):
+    dtype = wide(q.dtype, v.dtype)
+    # Landmarks are of all tokens: so is what is not finite.
+    whole = is_finite(q, k, v).all(axis=1, keepdims=True)
+    q, k, v = finite(q), finite(k), finite(v)
+    groups = landmark_groups(q.shape[1], segments, n_landmarks)
+    queries, keys = (segment_means(x, groups).astype(q.dtype) for x in (q, k))
+    of_landmarks = to_landmarks = None
+    if segments is not None:
+        tokens, real = segments != 0, groups.real.any(axis=-1)
+        of_landmarks, to_landmarks = (
+            tuple(ids.astype(jnp.int32) for ids in pair)
+            for pair in ((real, tokens), (tokens, real))
+        )
+    masks = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
+    # In float32 throughout: the pseudo-inverse multiplies what rounding leaves in the values.
+    values = attend((), queries, k, v.astype(dtype), segments=of_landmarks, **masks)
+    between = _softmax_of_landmarks(queries, keys, groups.real.any(axis=-1))
+    inverse = pseudo_inverse(between, n_iterations)
+    values = jnp.einsum("bnij,bjnv->binv", inverse, values, precision=jax.lax.Precision.HIGHEST)
+    out = attend((), q, keys, values, segments=to_landmarks, **masks)
+    if "conv" in params:
+        out = out + convolved(v, params["conv"])
+    return jnp.where(whole, out, jnp.nan).astype(v.dtype)
+
+
+class Groups(NamedTuple):
+    """Which tokens each landmark is the mean of.
+
+    Attributes:
+      index: positions, a row for each landmark, filled up with any.
+      real: which of them belong to it.
+    """
+
+    index: Int[Array, "B M G"]
+    real: Bool[Array, "B M G"]
+
+
+def landmark_groups(length: int, segments: Int[Array, "B T"] | None, n_landmarks: int) -> Groups:
+    """Consecutive tokens in groups whose sizes differ by one at most.
+
+    Of n tokens the r-th is in group `r m // n`, so that padding moves no token to another group.
+    """
+    n_landmarks = min(n_landmarks, length)
+    if segments is None:
+        order, n_tokens = jnp.arange(length)[None], jnp.full(1, length)
+    else:
+        order = jnp.argsort(segments == 0, axis=1, stable=True)  # tokens first, in their order
+        n_tokens = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
+    landmark = jnp.arange(n_landmarks + 1)[None]
+    ends = -(-landmark * n_tokens[:, None] // n_landmarks)
+    rank = ends[:, :-1, None] + jnp.arange(-(-length // n_landmarks))[None, None]
+    index = jnp.take_along_axis(order[:, None], jnp.minimum(rank, length - 1), axis=2)
+    return Groups(index, rank < ends[:, 1:, None])
+
+
+def segment_means(x: Float[Array, "B T N H"], groups: Groups) -> Float[Array, "B M N H"]:
+    """The mean of each group's tokens, float32; zeros for an empty group."""
+    index, real = groups
+    n_batch, n_landmarks, size = x.shape[0], *index.shape[1:]
+    rows = jnp.take_along_axis(x, index.reshape(index.shape[0], -1)[..., None, None], axis=1)
+    rows = rows.reshape(n_batch, n_landmarks, size, *x.shape[2:]).astype(wide(x.dtype))
+    real = real[..., None, None]
+    total = jnp.sum(rows, axis=2, where=real)
+    return total / jnp.maximum(jnp.sum(real, axis=2), 1).astype(total.dtype)
+
+
+def _softmax_of_landmarks(
+    queries: Float[Array, "B M N H"], keys: Float[Array, "B M N H"], real: Bool[Array, "#B M"]
+) -> Float[Array, "B N M M"]:
+    """Softmax attention weights between landmarks; zeros for those of no token."""
+    dtype = wide(queries.dtype)
+    logits = jnp.einsum("binh,bjnh->bnij", queries, keys, preferred_element_type=dtype)
+    logits = logits / math.sqrt(queries.shape[-1])
+    mask = real[:, None, :, None] & real[:, None, None, :]
+    weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
+    return weights / nonzero(weights.sum(axis=-1, keepdims=True))
+
+
+def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array, "*d M M"]:
+    """The Moore-Penrose inverse by the paper's iteration, which begins as `A^T / |A|_1 |A|_inf`.
+
+    Z' = Z (13 - A Z (15 - A Z (7 - A Z))) / 4
+    """
+    multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    norms = (
+        jnp.abs(a).sum(axis=i, keepdims=True).max(axis=(-2, -1), keepdims=True) for i in (-2, -1)
+    )
+    z = jnp.swapaxes(a, -2, -1) / nonzero(functools.reduce(jnp.multiply, norms))
+    one = jnp.eye(a.shape[-1], dtype=a.dtype).reshape((1,) * (a.ndim - 2) + a.shape[-2:])
+    for _ in range(n_iterations):
+        az = multiply(a, z)
+        z = multiply(z, 13 * one - multiply(az, 15 * one - multiply(az, 7 * one - az))) / 4
+    return z
+
+
+def convolved(v: Float[Array, "B T N V"], weights: Float[Array, "N W"]) -> Float[Array, "B T N V"]:
+    """The values convolved over positions, by the weights of their head, float32."""
+    dtype = wide(v.dtype)
+    n_heads, size = weights.shape
+    out = jax.lax.conv_general_dilated(
+        jnp.moveaxis(v.astype(dtype), 1, 2),  # [B, N, T, V]
+        weights.astype(dtype)[:, None, :, None],
+        window_strides=(1, 1),
+        padding=((size // 2, size // 2), (0, 0)),
+        feature_group_count=n_heads,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return jnp.moveaxis(out, 2, 1)
