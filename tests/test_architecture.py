@@ -24,14 +24,15 @@ TOP_LEVEL_LINKS = ("layers", "models")
 # What a part of the package may import from the package. Every part may declare its settings.
 MAY_IMPORT = {
     "declared.py": set(),
+    "carried.py": set(),
     "memory.py": set(),
     "progress.py": set(),
-    "ops": {"ops"},
+    "ops": {"ops", "carried"},
     "layers": {"ops", "layers"},
     "flax": {"ops", "flax"},
     "models": {"ops", "layers", "models"},
     "data": {"data", "durable"},
-    "training": {"training", "durable", "memory", "progress"},
+    "training": {"training", "carried", "durable", "memory", "progress"},
     "generation": {"generation", "memory", "progress"},
     "cli": {"cli", "models", "data", "training", "generation", "durable"},
     "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},

@@ -122,6 +122,7 @@ def _check(spec: Spec) -> None:
     rotary = pos_type in ("rotary", "rotary_local")
     require(not rotary, f"pos_type is {pos_type!r}", "'axial', 'sinusoidal' or 'none'")
     require(not a["next_value"], "next_value is True", "False")
+    require(a["n_kv_heads"] is None, f"n_kv_heads is {a['n_kv_heads']}", "None")
     require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
     for op in spec.attention:
         for name, value in _wanted(op).items():

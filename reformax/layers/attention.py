@@ -50,8 +50,8 @@ class MultiHead(Layer):
     `for_decoding` and `step`, which project with merged weights. Computes in the dtype of its
     input.
 
-    Weights: `w_q, w_k [N, D, H]` (no `w_k` where the algorithm shares queries and keys), `w_v
-    [N, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [N, H]` and `b_v [N, V]`, with
+    Weights: `w_q [N, D, H]`, `w_k [G, D, H]` (none where the algorithm shares queries and keys),
+    `w_v [G, D, V]`, `w_o [N, V, D]`; with `bias` also `b_q, b_k [_, H]` and `b_v [_, V]`, with
     `output_bias` also `b_o [D]`; for each further projection that the algorithm reads,
     `w_<name> [heads, D, size]`, with `bias` also `b_<name> [heads, size]`; and its own as `op`.
 
@@ -60,6 +60,8 @@ class MultiHead(Layer):
       n_heads: N.
       d_qk: H, the size of a head's queries and keys.
       d_v: V, the size of a head's values.
+      n_kv_heads: G, the number of heads of keys and values, each for N / G heads of queries
+        (Ainslie et al. 2023, GQA; 1 is MQA); None: N.
       masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
         a token, False or 0 padding. Tokens see their own segment only. The masks follow the
         sequences.
@@ -76,6 +78,7 @@ class MultiHead(Layer):
     d_qk: Size = 64
     d_v: Size = 64
     _: dataclasses.KW_ONLY
+    n_kv_heads: Size | None = None
     masked: bool = False
     bias: bool = False
     output_bias: bool = False
@@ -89,16 +92,31 @@ class MultiHead(Layer):
     def __post_init__(self):
         super().__init__(n_in=self.n_sequences * (2 if self.masked else 1))
         check_fields(self)
+        self._check_kv_heads()
         self._weights_rate = rate_in(self.mode, self.attention_dropout)
         self._output_rate = rate_in(self.mode, self.output_dropout)
+
+    def _check_kv_heads(self) -> None:
+        if self.n_kv_heads is None:
+            return
+        if self.n_heads % self.n_kv_heads:
+            raise SettingError(
+                f"n_kv_heads is {self.n_kv_heads}: expected a divisor of n_heads, {self.n_heads}"
+            )
+        if self.op.traits.shared_qk:
+            raise Unsupported(
+                f"n_kv_heads is {self.n_kv_heads}, but {self.op} makes its keys of the queries: "
+                "leave it out"
+            )
 
     def projections(self) -> dict[str, Extra]:
         """What is projected from the input, by the name that its weights have after `w_`."""
         n, h, v = self.n_heads, self.d_qk, self.d_v
-        both = {"q": Extra(n, h, rotated=True), "k": Extra(n, h, rotated=True)}
+        n_kv = self.n_kv_heads or n
+        both = {"q": Extra(n, h, rotated=True), "k": Extra(n_kv, h, rotated=True)}
         if self.op.traits.shared_qk:
             del both["k"]
-        return both | {"v": Extra(n, v)} | self.op.extras_of(Dims(n, h, v, 0))
+        return both | {"v": Extra(n_kv, v)} | self.op.extras_of(Dims(n, h, v, 0))
 
     def init_params(self, rng, shape, *shapes):
         *_, length, d_model = shape
@@ -286,9 +304,9 @@ class Attention(MultiHead):
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`: one product for all heads and projections, in `dtype`.
 
-        `w_in [D, N * (H + H + V)]`, or `N * (H + V)` with shared queries and keys, and behind them
-        the algorithm's further projections; `b_in` likewise, `w_o [N * V, D]`, `b_o [D]`, and `op`
-        unchanged.
+        `w_in [D, N * H + G * (H + V)]`, or `N * (H + V)` with shared queries and keys, and behind
+        them the algorithm's further projections; `b_in` likewise, `w_o [N * V, D]`, `b_o [D]`, and
+        `op` unchanged.
         """
         return self._merge(params, {"in": list(self.projections())}, dtype)
 

@@ -71,14 +71,14 @@ class CrossAttention(MultiHead):
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `precompute_kv` and `step`: one product a projection, for all heads.
 
-        `w_in [D, N * H]` makes queries, `w_k [D, N * H]` and `w_v [D, N * V]` read the memory; the
+        `w_in [D, N * H]` makes queries, `w_k [D, G * H]` and `w_v [D, G * V]` read the memory; the
         others are those of `Attention.for_decoding`.
         """
         return self._merge(params, {"in": "q", "k": "k", "v": "v"}, dtype)
 
     def precompute_kv(
         self, params, memory: Float[Array, "B S D"], dtype: str, rng=None
-    ) -> tuple[Float[Array, "B N H S"], Float[Array, "B N V S"], Any]:
+    ) -> tuple[Float[Array, "B G H S"], Float[Array, "B G V S"], Any]:
         """Keys and values of the memory for `step`, in the order that its products read them.
 
         `params` are the weights from `for_decoding`; `rng` is what `step` plans with, and comes
@@ -86,8 +86,9 @@ class CrossAttention(MultiHead):
         """
         memory = memory.astype(dtype)
         heads = [
-            affine(params, letter, memory).reshape(*memory.shape[:2], self.n_heads, -1)
-            for letter in "kv"
+            affine(params, letter, memory).reshape(*memory.shape[:2], size.n_heads, size.size)
+            for letter, size in self.projections().items()
+            if letter != "q"
         ]
         # The barrier keeps the compiler from moving the transposition into the loop over steps.
         heads = tuple(jnp.transpose(x, (0, 2, 3, 1)) for x in heads)
@@ -97,7 +98,7 @@ class CrossAttention(MultiHead):
         self,
         params,
         x: Float[Array, "R 1 D"],
-        memory_kv: tuple[Float[Array, "B N H S"], Float[Array, "B N V S"], Any],
+        memory_kv: tuple[Float[Array, "B G H S"], Float[Array, "B G V S"], Any],
         memory_segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "R 1 D"]:
         """The layer at one position of each row.

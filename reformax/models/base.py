@@ -64,6 +64,8 @@ class Model(Layer):
       n_heads: number of attention heads.
       d_attention_key: the size of a head's queries and keys; None: d_model / n_heads.
       d_attention_value: the size of a head's values; None: d_model / n_heads.
+      n_kv_heads: heads of keys and values, each for a group of heads of queries (GQA; 1 is MQA), in
+        the layers that project keys; None: n_heads.
       dropout: the rate on embeddings, sublayers' outputs and a language model's features.
       ff_dropout: the rate on the hidden layers of the feed-forward layers; None: `dropout`.
       attention_dropout: the rate on attention weights.
@@ -90,6 +92,7 @@ class Model(Layer):
     n_heads: Size = 8
     d_attention_key: Size | None = None
     d_attention_value: Size | None = None
+    n_kv_heads: Size | None = None
     dropout: Rate = 0.1
     ff_dropout: Rate | None = None
     attention_dropout: Rate = 0.0
@@ -149,6 +152,11 @@ class Model(Layer):
         cycle = getattr(self, argument)
         cycle = [cycle] if isinstance(cycle, AttentionOp) else cycle
         options = self._attention_options()
+        if self.n_kv_heads is not None and all(op.traits.shared_qk for op in cycle):
+            raise SettingError(
+                f"n_kv_heads is {self.n_kv_heads} and every op of {argument} makes its keys of the "
+                "queries: leave it out, or give one that projects keys, such as dense.dense()"
+            )
         strict = [causal and op.traits.strict for op in cycle]
         if self.next_value and causal and not any(strict):
             raise SettingError(
@@ -159,7 +167,7 @@ class Model(Layer):
             Block(
                 Attention(
                     op,
-                    **options,
+                    **options | ({"n_kv_heads": None} if op.traits.shared_qk else {}),
                     causal=causal,
                     use_rotary=self._rotates(op),
                     next_value=self.next_value and is_strict,
@@ -179,6 +187,7 @@ class Model(Layer):
             n_heads=self.n_heads,
             d_qk=self._head_size(self.d_attention_key),
             d_v=self._head_size(self.d_attention_value),
+            n_kv_heads=self.n_kv_heads,
             bias=self.attention_bias,
             output_bias=self.attention_bias,
             attention_dropout=self.attention_dropout,

@@ -4,6 +4,7 @@ Letters in the shapes of `reformax.ops` (the order of `jax.nn.dot_product_attent
 
     B batch    T queries    S keys    N heads    H query and key size    V value size
     R hashing rounds    C chunks    L chunk length    M keys in a chunk's window
+    G heads of keys and values, a divisor of N (`parts/heads.py`); where it is not named, it is N
 
 Segments are integer ids, one a token: a token sees its own id only, and 0 is padding, which sees
 and gives nothing. Queries and keys of one sequence share one array `[B, T]`; those of two sequences
@@ -25,6 +26,7 @@ from reformax.declared import checked
 from reformax.ops.parts.arguments import check_arguments, check_params
 from reformax.ops.parts.containment import over_tokens, tokens_only
 from reformax.ops.parts.given_masks import with_mask
+from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.masks import Segments, segment_ids, segment_pair
 
 T = TypeVar("T")
@@ -49,6 +51,7 @@ class Traits(NamedTuple):
     strict: bool = False  # a position never sees itself
     dropout: bool = True  # it makes attention weights, which can be dropped
     packed: bool = True  # it tells segments apart; False: a row has one, besides padding
+    grouped: bool = False  # it reads keys of fewer heads as they are; others get them repeated
 
 
 class Dims(NamedTuple):
@@ -125,8 +128,8 @@ class AttentionOp(NamedTuple):
     def __call__(
         self,
         q: Float[Array, "B T N H"],
-        k: Float[Array, "B S N H"] | None,
-        v: Float[Array, "B S N V"],
+        k: Float[Array, "B S G H"] | None,
+        v: Float[Array, "B S G V"],
         *,
         causal: bool = False,
         segments: Segments | None = None,
@@ -145,8 +148,8 @@ class AttentionOp(NamedTuple):
 
         Args:
           q: queries; a shared-QK algorithm makes its keys of them.
-          k: keys; None for a shared-QK algorithm.
-          v: values.
+          k: keys; None for a shared-QK algorithm. Each of G heads serves N / G heads of queries.
+          v: values, of as many heads as the keys.
           causal: whether a position sees only itself and what came before it.
           segments: ids of the tokens, or a pair of them for queries and for keys. Booleans say that
             each row is one segment besides its padding.
@@ -211,15 +214,16 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
 
     It decorates every public function that returns an `AttentionOp`, and checks the options by
     their annotations. The op's `apply` reads zeros at padding and writes zeros there, whatever
-    stands in the arrays; with the trait `keeps_padding_out` it sees to that by itself. The same
-    options give the same op, for which all is compiled already.
+    stands in the arrays; with the trait `keeps_padding_out` it sees to that by itself. Without the
+    trait `grouped`, its functions read keys and values of all heads. The same options give the same
+    op, for which all is compiled already.
     """
 
     def finish(op: AttentionOp, options: str) -> AttentionOp:
         op = op._replace(name=factory.__name__, options=options)
-        if op.traits.keeps_padding_out:
-            return op
-        return op._replace(apply=functools.partial(_apply_to_tokens, op.apply))
+        if not op.traits.keeps_padding_out:
+            op = op._replace(apply=functools.partial(_apply_to_tokens, op.apply))
+        return op if op.traits.grouped or op.traits.shared_qk else _of_all_heads(op)
 
     return described(factory, finish)
 
@@ -254,6 +258,23 @@ def described(factory: Callable[..., T], finish: Callable[[T, str], T]) -> Calla
 
     call.__signature__ = signature  # inspect.getfullargspec reads it
     return call
+
+
+def _of_all_heads(op: AttentionOp) -> AttentionOp:
+    """`op` whose functions may be given keys and values of fewer heads, which they repeat."""
+
+    def whole(function):
+        if function is None:
+            return None
+
+        def call(params, q, k, *others, **options):
+            k, *v = repeat_heads(q, k, *others[:1])
+            return function(params, q, k, *v, *others[1:], **options)
+
+        return functools.wraps(function)(call)
+
+    names = "plan", "apply", "init_cache", "step"
+    return op._replace(**{name: whole(getattr(op, name)) for name in names})
 
 
 def _apply_to_tokens(

@@ -11,6 +11,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import check_impl, choose
+from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.masks import visibility
 from reformax.ops.parts.reference import reference_attention
 
@@ -33,7 +34,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, impl=impl),
-        traits=Traits(cross=True, bias=True, exact=True, beams=True),
+        traits=Traits(cross=True, bias=True, exact=True, beams=True, grouped=True),
         **full_decoding(),
     )
 
@@ -42,6 +43,7 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=
     del params, plan
     if choose(impl, cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias)) == "cudnn":
         return cudnn_attention(q, k, v, causal=causal)
+    k, v = repeat_heads(q, k, v)
 
     @jax.checkpoint
     def attend(q, k, v, bias) -> Float[Array, "B T N V"]:

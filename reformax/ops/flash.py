@@ -23,6 +23,7 @@ from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.containment import over_tokens
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.masks import segment_pair
 
 
@@ -58,7 +59,14 @@ def flash(
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, block_sizes=sizes, scale=scale, impl=impl),
-        traits=Traits(cross=True, bias=True, exact=True, beams=True, keeps_padding_out=True),
+        traits=Traits(
+            cross=True,
+            bias=True,
+            exact=True,
+            beams=True,
+            keeps_padding_out=True,
+            grouped=True,
+        ),
         **full_decoding(scale=scale),
     )
 
@@ -76,6 +84,7 @@ def _apply(
     n_queries, n_keys = q.shape[1], k.shape[1]
     if impl == "cudnn":
         return cudnn_attention(q, k, v, causal=causal, scale=scale)
+    k, v = repeat_heads(q, k, v)
     if impl != "xla":
         from reformax.ops.kernels import block_sparse as kernel
 

@@ -18,6 +18,7 @@ from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.orders import ChunkCount, ChunkSizes, PadChunks
 
 
@@ -112,7 +113,13 @@ def local(
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, settings),
-        traits=Traits(shared_qk=shared_qk, beams=not wrap, keeps_padding_out=True, local=True),
+        traits=Traits(
+            shared_qk=shared_qk,
+            beams=not wrap,
+            keeps_padding_out=True,
+            local=True,
+            grouped=not shared_qk,
+        ),
         **({} if wrap else decoding),
     )
 
@@ -132,6 +139,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     impl = choose(settings.impl, cudnn=not_for_cudnn, **obstacles)
     if impl == "cudnn":
         return cudnn_attention(q, k, v, causal=True, window=window)
+    k, v = repeat_heads(q, k, v)
     sizes, (n_batch, length, n_heads) = settings.chunks, q.shape[:3]
     order = own_weight = None
     if settings.wrap and length > settings.chunk_len:

@@ -27,6 +27,7 @@ from reformax.ops.parts import tiles
 from reformax.ops.parts.block_lists import MIN_TILE, Layout
 from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.softmax import Softmax
 
 
@@ -63,13 +64,14 @@ def memory_efficient(
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, chunk_sizes=sizes, impl=impl),
-        traits=Traits(cross=True, bias=True, exact=True, beams=True),
+        traits=Traits(cross=True, bias=True, exact=True, beams=True, grouped=True),
         **full_decoding(),
     )
 
 
 def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, chunk_sizes, impl, bias=None):
     del params, plan
+    k, v = repeat_heads(q, k, v)
     n_queries, n_keys = q.shape[1], k.shape[1]
     query_size = chunk_size(chunk_sizes[0], n_queries)
     key_size = chunk_size(chunk_sizes[1], n_keys)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from reformax.carried import advanced, merged, trained
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
 
@@ -40,7 +41,7 @@ def init_fn(
 def first_state(params: Any, optimizer: optax.GradientTransformation, ema: bool) -> State:
     """The state before the first step; the moving average is on if `ema`."""
     average = jax.tree.map(jnp.copy, params) if ema else None
-    return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+    return State(jnp.zeros((), jnp.int32), params, optimizer.init(trained(params)), average)
 
 
 def step_fn(
@@ -89,15 +90,20 @@ def step_fn(
                 gradient, accumulate, state.params, batch, rng, total_weight
             )
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            before, gradients = trained(state.params), trained(grads)
+            updates, opt_state = optimizer.update(gradients, state.opt_state, before)
+            params = optax.apply_updates(before, updates)
+        params = merged(advanced(state.params, grads, accumulate), params)
         done = state.step + 1
         ema = state.ema
         if ema is not None:
             n = done.astype(jnp.float32)
             decay = jnp.minimum(ema_decay, (1.0 + n) / (10.0 + n))
-            ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
-        metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(grads)}
+            averaged = jax.tree.map(
+                lambda old, new: decay * old + (1 - decay) * new, trained(ema), trained(params)
+            )
+            ema = merged(params, averaged)
+        metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(gradients)}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return State(done, params, opt_state, ema), metrics

@@ -44,10 +44,12 @@ SLOTS = dict(
 MODELS = {
     "transformer, rotary": (TransformerLM, {}),
     "transformer, axial": (TransformerLM, AXIAL),
+    "transformer, one head of keys": (TransformerLM, dict(n_kv_heads=1)),
     "reformer, rotary": (ReformerLM, dict(attention_type=CYCLE, n_layers=4)),
     "reformer, axial": (ReformerLM, dict(attention_type=CYCLE, ff_chunk_size=5) | AXIAL),
     "reformer, sinusoidal": (ReformerLM, dict(attention_type=CYCLE, pos_type="sinusoidal")),
     "reformer, none": (ReformerLM, dict(attention_type=CYCLE, pos_type="none")),
+    "reformer, one head of local keys": (ReformerLM, dict(attention_type=CYCLE, n_kv_heads=1)),
     "reformer, slots": (ReformerLM, SLOTS),
     "reformer, next values by hashing": (ReformerLM, SLOTS | dict(attention_type=STRICT_CYCLE)),
 }

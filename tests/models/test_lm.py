@@ -239,6 +239,7 @@ CHANGES_SHAPES = [
     dict(d_attention_value=6),
     dict(n_layers=4),
     dict(n_heads=3),
+    dict(n_kv_heads=1),
     dict(attention_type=OPS["lsh"]),
     dict(attention_type=(OPS["local"], OPS["local"])),
     dict(attention_bias=True),

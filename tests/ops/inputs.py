@@ -40,24 +40,23 @@ def draw(
     d_v=4,
     dtype=np.float32,
     seed=0,
-    n_keys=None,
-    weights=True,
+    n_kv_heads=None,
 ) -> Inputs:
     """Normally distributed numbers, and the weights that the op begins with."""
     rng = np.random.default_rng(seed)
-    n_keys = n_keys or length
+    n_kv_heads = n_kv_heads or n_heads
 
     def numbers(length, n_heads, size):
         return rng.normal(size=(batch, length, n_heads, size)).astype(dtype)
 
-    q, k = numbers(length, n_heads, d_qk), numbers(n_keys, n_heads, d_qk)
-    v = numbers(n_keys, n_heads, d_v)
+    q, k = numbers(length, n_heads, d_qk), numbers(length, n_kv_heads, d_qk)
+    v = numbers(length, n_kv_heads, d_v)
     dims = Dims(n_heads, d_qk, d_v, length)
     extras = {
         name: numbers(length, extra.n_heads, extra.size)
         for name, extra in op.extras_of(dims).items()
     }
-    params = op.init(jax.random.key(seed), dims) if weights else ()
+    params = op.init(jax.random.key(seed), dims)
     return Inputs(q, None if op.traits.shared_qk else k, v, extras or None, params)
 
 

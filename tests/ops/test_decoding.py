@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reformax.ops import lsh
+from reformax.ops import dense, lsh
 from reformax.ops.parts import cache
 from tests.ops import inputs
 from tests.ops.rows import ROWS, over
@@ -199,10 +199,19 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
 @over(row for row in DECODING if row.op().traits.beams)
 def test_beams_share_their_past(row):
     """Where beams leave some of theirs and go on from others, none of the cache is copied."""
-    op, n_groups, n_beams, capacity = row.op(), 2, 3, 9
+    check_beams(row.op(), dict(n_heads=2))
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2])
+def test_beams_of_grouped_heads(n_kv_heads):
+    check_beams(dense.dense(), dict(n_heads=4, n_kv_heads=n_kv_heads))
+
+
+def check_beams(op, heads):
+    n_groups, n_beams, capacity = 2, 3, 9
     n_rows = n_groups * n_beams
     rng = np.random.default_rng(0)
-    prompt = draw(op, n_groups, 2)
+    prompt = draw(op, n_groups, 2, **heads)
     plan = make_plan(op, prompt)
     lengths = np.full(n_groups, 2)
     masks = dict(plan=plan, lengths=lengths, capacity=capacity, rng=KEY)
@@ -219,7 +228,7 @@ def test_beams_share_their_past(row):
     copied, shared = first, first
     origins = jnp.zeros((n_groups, n_beams, capacity), jnp.int32)
     for t in range(2, capacity):
-        new = draw(op, n_rows, 1, seed=t)._replace(params=prompt.params)
+        new = draw(op, n_rows, 1, seed=t, **heads)._replace(params=prompt.params)
         position = np.full(n_rows, t)
         want, got, copied, shared, origins = steps(new, copied, shared, origins, position)
         np.testing.assert_allclose(got, want, atol=1e-6)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reformax.carried import Carried, becoming
+from reformax.ops import dense
 from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from tests.ops.rows import Row
@@ -116,3 +118,17 @@ TOYS = [
     Row("fading", fading, {}, reference=_fading, holds_keys=False, contains=False),
     Row("slots", slots, {"n_slots": (3, 1, 5)}, reference=_slots, no_step="its slots mix all"),
 ]
+
+
+@named
+def counting() -> AttentionOp:
+    """Dense attention that counts the steps of training, and adds their number to its output."""
+    op = dense.dense(impl="xla")
+
+    def apply(params, *qkv, **options):
+        weight = params["count"]
+        count = becoming(weight, weight.value + 1)
+        out = op.apply((), *qkv, **options)
+        return out + count.astype(out.dtype)
+
+    return op._replace(init=lambda rng, dims: {"count": Carried(jnp.zeros(()))}, apply=apply)

@@ -64,9 +64,10 @@ def _check_shapes(op: AttentionOp, q, k, v) -> None:
             f"v has shape {v.shape}: expected [batch, length, heads] as in {source}, "
             f"{keys.shape[:3]}"
         )
-    if (q.shape[0], *q.shape[2:]) != (keys.shape[0], *keys.shape[2:]):
+    if (q.shape[0], q.shape[3]) != (keys.shape[0], keys.shape[3]) or q.shape[2] % keys.shape[2]:
         raise ValueError(
-            f"k has shape {keys.shape}: expected batch, heads and size as in q, {q.shape}"
+            f"k has shape {keys.shape}: expected batch, heads and size as in q, {q.shape}, or a "
+            "divisor of its heads"
         )
     if q.shape[1] != keys.shape[1] and not op.traits.cross:
         raise NotImplementedError(

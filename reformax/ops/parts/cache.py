@@ -85,11 +85,12 @@ def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]
 
 def attend_to(
     q: Float[Array, "B 1 N H"],
-    keys: Float[Array, "B N K H"],
-    values: Float[Array, "B N K V"],
+    keys: Float[Array, "B G K H"],
+    values: Float[Array, "B G K V"],
     mask: Bool[Array, "#B #N K"],
     alone: Float[Array, "B 1 N V"] | None = None,
     scale: float | None = None,
+    bias: Float[Array, "#B N K"] | None = None,
 ) -> Float[Array, "B 1 N V"]:
     """Softmax attention of one query a row.
 
@@ -99,60 +100,80 @@ def attend_to(
       mask: which of them they see.
       alone: the output of a query that sees nothing; None is zeros.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
+      bias: added to the logits.
     """
     dtype = wide(q.dtype, values.dtype)
-    logits = jnp.einsum("btnh,bnkh->bnk", q.astype(dtype), keys.astype(dtype))
+    heads = grouped(q[:, 0], keys).astype(dtype)
+    logits = jnp.einsum("bgmh,bgkh->bgmk", heads, keys.astype(dtype))
     logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:
+        logits = logits + grouped(bias, keys).astype(dtype)
+    mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)
     weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
-    total = weights.sum(axis=-1)[:, None, :, None]
+    total = weights.sum(axis=-1).reshape(q.shape[0], 1, -1, 1)
     out = jnp.einsum(
-        "bnk,bnkv->bnv", weights.astype(values.dtype), values, preferred_element_type=dtype
-    )[:, None]
+        "bgmk,bgkv->bgmv", weights.astype(values.dtype), values, preferred_element_type=dtype
+    )
+    out = out.reshape(*q.shape[:3], -1)
     nothing = 0.0 if alone is None else alone.astype(dtype)
     return jnp.where(total == 0, nothing, out / nonzero(total)).astype(values.dtype)
 
 
+def grouped(x: Array, keys: Float[Array, "B G K H"]) -> Array:
+    """`[B, N, ...]` as `[B, G, N / G, ...]`: the heads that share one of the keys' G."""
+    return x.reshape(x.shape[0], keys.shape[1], -1, *x.shape[2:])
+
+
 def attend_among(
     q: Float[Array, "R 1 N H"],
-    keys: Float[Array, "R N S H"],
-    values: Float[Array, "R N S V"],
+    keys: Float[Array, "R G S H"],
+    values: Float[Array, "R G S V"],
     mask: Bool[Array, "R S"],
-    origins: Int[Array, "B G S"],
+    origins: Int[Array, "B K S"],
     alone: Float[Array, "R 1 N V"] | None = None,
     scale: float | None = None,
+    bias: Float[Array, "#R N S"] | None = None,
 ) -> Float[Array, "R 1 N V"]:
-    """`attend_to` where `origins` says which row of a group of G holds each slot of a row.
+    """`attend_to` where `origins` says which of K rows, a search's beams, holds a slot of a row.
 
-    A query reads each slot in all rows of its group, and all rows but that of `origins` are hidden.
-    This multiplies the cache as it lies, in place of copying it.
+    A query reads each slot in all rows of its search, and all rows but that of `origins` are
+    hidden. This multiplies the cache as it lies, in place of copying it.
     """
-    n_groups, size, n_slots = origins.shape
-    q, keys, values = (x.reshape(n_groups, size, *x.shape[1:]) for x in (q[:, 0], keys, values))
-    # Axes: b group, j row of the keys, i row of the query.
+    n_searches, size, n_slots = origins.shape
+    heads = grouped(q[:, 0], keys)
+
+    def split(x):
+        return x.reshape(n_searches, size, *x.shape[1:])
+
+    # Axes: b search, j row of the keys, g head of the keys, i row of the query, m its head.
+    heads, keys, values = split(heads), split(keys), split(values)
     key_row = jnp.arange(size)[None, :, None, None]
-    mask = mask.reshape(n_groups, 1, size, n_slots) & (origins[:, None] == key_row)
-    mask = mask[:, :, None]  # [b, j, 1, i, s]
-    q = jnp.broadcast_to(
-        jnp.swapaxes(q, 1, 2)[:, None], (n_groups, *keys.shape[1:3], *q.shape[1::2])
-    )
+    mask = mask.reshape(n_searches, 1, size, n_slots) & (origins[:, None] == key_row)
+    mask = mask[:, :, None, :, None]  # [b, j, 1, i, 1, s]
+    shape = (n_searches, *keys.shape[1:3], size, *heads.shape[3:])
+    heads = jnp.broadcast_to(jnp.swapaxes(heads, 1, 2)[:, None], shape)
     dtype = wide(q.dtype, values.dtype)
-    logits = jnp.einsum("bjnih,bjnsh->bjnis", q, keys, preferred_element_type=dtype)
+    logits = jnp.einsum("bjgimh,bjgsh->bjgims", heads, keys, preferred_element_type=dtype)
     logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:  # [b, i, g, m, s]
+        bias = split(jnp.broadcast_to(bias, (q.shape[0], *bias.shape[1:])))
+        bias = bias.reshape(n_searches, size, *shape[2:3], -1, n_slots)
+        logits = logits + jnp.swapaxes(bias, 1, 2)[:, None].astype(dtype)
     weights = masked_exp(logits, mask, largest(logits, mask, axis=(1, -1)))
-    total = weights.sum(axis=(1, -1))[..., None]  # [b, n, i, 1]
+    total = weights.sum(axis=(1, -1))[..., None]  # [b, g, i, m, 1]
     out = jnp.einsum(
-        "bjnis,bjnsv->bjniv",
+        "bjgims,bjgsv->bjgimv",
         weights.astype(values.dtype),
         values,
         preferred_element_type=dtype,
     ).sum(axis=1)
-    nothing = 0.0
-    if alone is not None:
-        nothing = jnp.swapaxes(alone.reshape(n_groups, size, *alone.shape[2:]), 1, 2)
-        nothing = nothing.astype(dtype)
-    out = jnp.where(total == 0, nothing, out / nonzero(total))
-    out = jnp.swapaxes(out, 1, 2).reshape(n_groups * size, 1, *out.shape[1::2])
-    return out.astype(values.dtype)
+
+    def rows(x):  # [b, g, i, m, ...] -> [R, 1, N, ...]
+        return jnp.swapaxes(x, 1, 2).reshape(*q.shape[:3], x.shape[-1])
+
+    nothing = 0.0 if alone is None else alone.astype(dtype)
+    total = rows(total)
+    return jnp.where(total == 0, nothing, rows(out) / nonzero(total)).astype(values.dtype)
 
 
 def ring_decoding(
