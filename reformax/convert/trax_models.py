@@ -119,8 +119,8 @@ def _check(spec: Spec) -> None:
             raise ValueError(f"Trax has no such {spec.model}: {what}, expected {instead}")
 
     pos_type = a["pos_type"]
-    rotary = pos_type in ("rotary", "rotary_local")
-    require(not rotary, f"pos_type is {pos_type!r}", "'axial', 'sinusoidal' or 'none'")
+    known = pos_type in ("axial", "sinusoidal", "none")
+    require(known, f"pos_type is {pos_type!r}", "'axial', 'sinusoidal' or 'none'")
     require(not a["next_value"], "next_value is True", "False")
     require(a["n_kv_heads"] is None, f"n_kv_heads is {a['n_kv_heads']}", "None")
     require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")

@@ -16,6 +16,7 @@ from reformax.declared import Called, Rate, SettingError, Size, Unsupported, che
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.positions import rotary
+from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
 from reformax.ops.parts.arguments import check_arguments
 from reformax.ops.parts.cache import take_rows
@@ -180,17 +181,22 @@ class MultiHead(Layer):
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
 
     def _apply_op(self, params, qkv: QKV, plan, segments, rng=None) -> Float[Array, "B T N V"]:
-        *qkv, extras = qkv
+        *arrays, extras = qkv
         return self.op.apply(
             params["op"],
-            *qkv,
+            *arrays,
             plan=plan,
             segments=segment_ids(segments),
             causal=self.causal,
             dropout=self._weights_rate,
             rng=rng,
-            **given(extras=extras),
+            **given(extras=extras, bias=self._bias(params, qkv.q.shape[1])),
         )
+
+    def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
+        """What is added to the logits, if anything."""
+        del params, length
+        return None
 
     def _merge(self, params, products: dict[str, Sequence[str]], dtype: str) -> dict[str, Any]:
         """The weights for decoding: one matrix a product, its projections side by side."""
@@ -205,7 +211,7 @@ class MultiHead(Layer):
                 merged[f"b_{name}"] = jnp.concatenate(biases)
         if self.output_bias:
             merged["b_o"] = params["b_o"]
-        merged |= {name: params[name] for name in ("next_value",) if name in params}
+        merged |= {name: params[name] for name in ("next_value", "position_bias") if name in params}
         return {name: w.astype(dtype) for name, w in merged.items()} | {"op": params["op"]}
 
 
@@ -228,16 +234,20 @@ class Attention(MultiHead):
     Args:
       causal: whether a position sees only itself and what came before it.
       use_rotary: whether queries and keys are rotated by their position.
+      position_bias: what is added to the logits by distance: "alibi", minus the distance times a
+        slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
+        see `layers.relative`. The algorithm needs the trait `bias`.
       next_value: whether a key brings the value of the position after it too. It needs `causal` and
         an algorithm with the trait `strict`.
 
     Raises:
-      SettingError: `next_value` with an algorithm that shows a position to itself, besides what
-        `MultiHead` refuses.
+      SettingError: `next_value` with an algorithm that shows a position to itself, `position_bias`
+        with one that adds no bias, besides what `MultiHead` refuses.
     """
 
     causal: bool = False
     use_rotary: bool = False
+    position_bias: PositionBias | None = None
     next_value: bool = False
 
     def __post_init__(self):
@@ -248,8 +258,16 @@ class Attention(MultiHead):
                 "not see itself, as in causal shared_qk.shared_qk(own=False) or lsh.lsh(own=False)"
             )
 
+        if self.position_bias and not self.op.traits.bias:
+            raise Unsupported(
+                f"position_bias is {self.position_bias!r}, but {self.op} adds no bias: use an op "
+                "whose traits say bias=True, such as flash.flash()"
+            )
+
     def init_params(self, rng, shape, *shapes):
         params = super().init_params(rng, shape, *shapes)
+        if self.position_bias == "t5":
+            params["position_bias"] = jnp.zeros((N_BUCKETS, self.n_heads))
         if self.next_value:
             params["next_value"] = jnp.full((2, self.n_heads, self.d_v), math.sqrt(0.5))
         return params
@@ -264,6 +282,15 @@ class Attention(MultiHead):
     def _project(self, params, x: Float[Array, "B T D"]) -> QKV:
         """`project` without the next value."""
         return self._rotate({name: self._heads(params, name, x) for name in self.projections()})
+
+    def _bias(self, params, length):
+        position = jnp.arange(length)[None]
+        return None if self.position_bias is None else self._bias_at(params, position, position)
+
+    def _bias_at(self, params, query, key) -> Float[Array, "B N T S"]:
+        """The bias of queries and keys at these positions."""
+        table = params.get("position_bias")
+        return position_bias(self.position_bias, table, self.n_heads, query, key, self.causal)
 
     def _with_next_value(self, params, qkv: QKV) -> QKV:
         """Each position's value with the next one in it; behind the last there is none."""
@@ -387,6 +414,9 @@ class Attention(MultiHead):
             qkv = qkv._replace(v=own * qkv.v)
         *arrays, extras = qkv
         options = given(origins=origins if self._shares_beams else None, extras=extras)
+        if self.position_bias is not None:
+            now = position[:, None]
+            options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]
         out, cache = self.op.step(params["op"], *arrays, cache, position=position, **options)
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)

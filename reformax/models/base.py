@@ -45,7 +45,7 @@ AttentionType = Annotated[
     Called("an AttentionOp, such as lsh.lsh(), or a cycle of them"),
 ]
 Activation = Callable[[Array], Array] | str
-PosType = Literal["rotary", "rotary_local", "axial", "sinusoidal", "none"]
+PosType = Literal["rotary", "rotary_local", "axial", "sinusoidal", "alibi", "t5", "none"]
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -71,7 +71,8 @@ class Model(Layer):
       attention_dropout: the rate on attention weights.
       attention_bias: whether the projections of attention have biases, the output's too.
       pos_type: "rotary" (in self-attention), "rotary_local" (in the layers that see no further than
-        a window or neighbouring chunks), "axial", "sinusoidal", or "none".
+        a window or neighbouring chunks), "axial", "sinusoidal", "alibi" or "t5" (biases by
+        distance, in the self-attention that can add one; see `layers.relative`), or "none".
       pos_axial_shape: for "axial": the grid; its product is the largest length.
       pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
       next_value: whether keys bring the value of the position after them too, in the causal layers
@@ -157,6 +158,12 @@ class Model(Layer):
                 f"n_kv_heads is {self.n_kv_heads} and every op of {argument} makes its keys of the "
                 "queries: leave it out, or give one that projects keys, such as dense.dense()"
             )
+        by_distance = self.pos_type if self.pos_type in ("alibi", "t5") else None
+        if by_distance and not any(op.traits.bias for op in cycle):
+            raise SettingError(
+                f"pos_type is {self.pos_type!r} and no op of {argument} adds a bias: give one "
+                "whose traits say bias=True, such as flash.flash()"
+            )
         strict = [causal and op.traits.strict for op in cycle]
         if self.next_value and causal and not any(strict):
             raise SettingError(
@@ -170,6 +177,7 @@ class Model(Layer):
                     **options | ({"n_kv_heads": None} if op.traits.shared_qk else {}),
                     causal=causal,
                     use_rotary=self._rotates(op),
+                    position_bias=by_distance if op.traits.bias else None,
                     next_value=self.next_value and is_strict,
                 ),
                 self._feed_forward(),

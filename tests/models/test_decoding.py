@@ -44,6 +44,8 @@ SLOTS = dict(
 MODELS = {
     "transformer, rotary": (TransformerLM, {}),
     "transformer, axial": (TransformerLM, AXIAL),
+    "transformer, alibi": (TransformerLM, dict(pos_type="alibi", n_kv_heads=1)),
+    "reformer, t5": (ReformerLM, dict(attention_type=dense.dense(), pos_type="t5")),
     "transformer, one head of keys": (TransformerLM, dict(n_kv_heads=1)),
     "reformer, rotary": (ReformerLM, dict(attention_type=CYCLE, n_layers=4)),
     "reformer, axial": (ReformerLM, dict(attention_type=CYCLE, ff_chunk_size=5) | AXIAL),

@@ -172,7 +172,7 @@ def test_positions_tell_where_a_token_stands():
     swapped = tokens.copy()
     swapped[:, [2, 3]] = tokens[:, [3, 2]]
     differences = {}
-    for pos_type in ("none", "rotary", "sinusoidal", "axial"):
+    for pos_type in ("none", "rotary", "sinusoidal", "alibi", "t5", "axial"):
         axial = AXIAL if pos_type == "axial" else {}
         options = SMALL | dict(pos_type=pos_type, attention_type=OPS["dense"], n_layers=1) | axial
         model = ReformerLM(**options)
@@ -244,6 +244,7 @@ CHANGES_SHAPES = [
     dict(attention_type=(OPS["local"], OPS["local"])),
     dict(attention_bias=True),
     dict(attention_type=STRICT, next_value=True),
+    dict(attention_type=OPS["dense"], pos_type="t5"),
     AXIAL,
 ]
 CHANGES_PROGRAM = [
@@ -255,6 +256,7 @@ CHANGES_PROGRAM = [
     dict(pos_type="none"),
     dict(pos_type="sinusoidal"),
     dict(pos_type="rotary_local", attention_type=OPS["dense"]),
+    dict(pos_type="alibi", attention_type=OPS["dense"]),
     dict(ff_activation=jnp.tanh),
     dict(ff_activation="relu"),
     dict(ff_chunk_size=5),

@@ -260,6 +260,7 @@ RANDOM = dense.dense()._replace(
 )
 DECODERS = {
     "dense": (Transformer, dict(post_norm=True)),
+    "t5": (Transformer, dict(pos_type="t5")),
     "rotary": (Reformer, dict(pos_type="rotary", n_kv_heads=1)),
     "local": (Reformer, dict(decoder_attention_type=local.local(chunk_len=4))),
     "lsh": (Reformer, dict(decoder_attention_type=(local.local(chunk_len=4), STRICT))),

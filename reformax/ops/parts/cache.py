@@ -201,7 +201,7 @@ def ring_decoding(
         del params, plan, rng
         return fill_ring(length_normalize(q) if shared_qk else k, v, lengths, n_slots(capacity))
 
-    def step(params, q, k, v, cache, *, position, origins=None):
+    def step(params, q, k, v, cache, *, position, origins=None, bias=None):
         del params
         cache = add_to_ring(cache, length_normalize(q) if shared_qk else k, v, position)
         now = position[:, None]
@@ -210,11 +210,12 @@ def ring_decoding(
         if shared_qk:
             mask = mask & (held != now)
         alone = v if shared_qk and own else None
+        added = None if bias is None else bias(held)
         if origins is None:
-            return attend_to(q, *cache, mask[:, None], alone, scale), cache
+            return attend_to(q, *cache, mask[:, None], alone, scale, added), cache
         rows = jnp.maximum(held, 0).reshape(*origins.shape[:2], -1)
         origins = jnp.take_along_axis(origins, rows, axis=2)
-        return attend_among(q, *cache, mask, origins, alone, scale), cache
+        return attend_among(q, *cache, mask, origins, alone, scale, added), cache
 
     return dict(init_cache=init_cache, step=step, replace_value=replace_value)
 
