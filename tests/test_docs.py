@@ -203,8 +203,9 @@ def test_commands_run_in_order(name, text, tmp_path, compiled, server):
         _run(small, tmp_path, environment, server)
 
 
-# The guide's first snippets are parts of files, which `_add_the_attention` writes.
-N_PARTS = {GUIDE: 5}
+# The guide's first snippets are parts of files: `_add_the_attention` writes five of them,
+# `tests/ops/toys.py` reads the others.
+N_PARTS = {GUIDE: 8}
 
 
 def _snippets():
@@ -274,7 +275,13 @@ def test_links_lead_somewhere(page):
 
 
 # Files that a run or the guide makes.
-MADE = {"config.gin", "mytask.py", "reformax/ops/strided.py", "configs/strided.gin"}
+MADE = {
+    "config.gin",
+    "mytask.py",
+    "reformax/ops/strided.py",
+    "reformax/ops/fading.py",
+    "configs/strided.gin",
+}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=page_name)

@@ -11,10 +11,11 @@ from tests.ops import test_against_oracle as against_oracle
 from tests.ops import test_decoding as decoding
 from tests.ops import test_poison as poison
 from tests.ops.rows import Shape
-from tests.ops.toys import TOYS, fading, slots
+from tests.ops.toys import FADING, TOYS, slots
 
 toys = pytest.mark.parametrize("row", TOYS, ids=lambda row: row.name)
-FADING, SLOTS = TOYS
+SLOTS = TOYS[1]
+fading = FADING.factory
 
 
 @toys

@@ -1,6 +1,10 @@
-"""Two small ops that use what few algorithms do: own weights, gates, no mask, no dropout."""
+"""Small ops that use what few algorithms do: own weights, gates, one segment a row.
+
+The first is the second of the guide to a new attention, whose text is run here.
+"""
 
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,77 +12,28 @@ import numpy as np
 
 from reformax.carried import Carried, becoming
 from reformax.ops import dense
-from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
+from reformax.ops.base import AttentionOp, Traits, named, no_plan
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from tests.ops.rows import Row
+from tests.pages import ROOT, blocks
 
 MAX_LENGTH = 40
 
 
-@named
-def fading() -> AttentionOp:
-    """Linear attention whose keys fade, by a gate of each position and a rate of each head."""
-
-    def fade(params, gate):  # [B, T, N], the logarithm of what a position leaves of those before
-        wide = jnp.promote_types(gate.dtype, jnp.float32)
-        return -jax.nn.softplus(gate[..., 0].astype(wide) + params["rate"].astype(wide)[None, None])
-
-    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, extras):
-        del plan, causal, dropout, rng
-        ids = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
-        same = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
-        log = jnp.swapaxes(fade(params, extras["gate"]), 1, 2)
-        sums = jnp.cumsum(jnp.where(same[:, None], log[:, :, None], 0), axis=-1)  # [B, N, T, S]
-        total = jnp.diagonal(sums, axis1=2, axis2=3)[..., None]
-        seen = (same & jnp.tril(jnp.ones(same.shape[1:], bool))[None])[:, None]
-        weights = jnp.where(seen, jnp.exp(jnp.where(seen, total - sums, 0)), 0)
-        wide = weights.dtype
-        logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=wide)
-        out = jnp.einsum("bnts,bsnv->btnv", weights * logits, v.astype(wide))
-        return out.astype(v.dtype)
-
-    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extras):
-        del plan, capacity, rng
-        real = jnp.arange(q.shape[1])[None] < lengths[:, None]
-        k, v, gate = (jnp.where(real[..., None, None], x, 0) for x in (k, v, extras["gate"]))
-        log = jnp.where(real[..., None], fade(params, gate), 0)
-        left = jnp.exp(log.sum(axis=1, keepdims=True) - jnp.cumsum(log, axis=1))
-        return jnp.einsum("btn,btnh,btnv->bnhv", left, k.astype(left.dtype), v.astype(left.dtype))
-
-    def step(params, q, k, v, cache, *, position, extras):
-        del position
-        left = jnp.exp(fade(params, extras["gate"]))[:, 0, :, None, None]
-        new = k[:, 0, :, :, None].astype(left.dtype) * v[:, 0, :, None].astype(left.dtype)
-        cache = cache * left + new
-        out = jnp.einsum("bnh,bnhv->bnv", q[:, 0].astype(left.dtype), cache)
-        return out[:, None].astype(v.dtype), cache
-
-    return AttentionOp(
-        init=lambda rng, dims: {"rate": jax.random.normal(rng, (dims.n_heads,))},
-        plan=no_plan,
-        apply=apply,
-        traits=Traits(bidirectional=False, dropout=False),
-        init_cache=init_cache,
-        step=step,
-        extras=lambda dims: {"gate": Extra(dims.n_heads, 1)},
-    )
+def _of_the_guide(start: str) -> str:
+    """The block of Python of the guide to a new attention that begins with `start`."""
+    text = (ROOT / "docs" / "adding_an_attention.md").read_text()
+    return next(b.text for b in blocks(text) if b.text.lstrip().startswith(start))
 
 
-def _fading(options, params, plan, qkv, extras, mask, keep):
-    """A position after the other, of each segment: what is summed up fades before one is added."""
-    q, k, v = qkv
-    left = jax.nn.sigmoid(-(extras["gate"][..., 0] + params["rate"]))
-    out = []
-    for t in range(q.shape[1]):
-        state, total = jnp.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1])), 0
-        for s in range(t + 1):
-            seen = mask[:, :, t, s]
-            kept = jnp.where(seen, left[:, s], 1)[..., None, None]
-            new = seen[..., None, None] * k[:, s, :, :, None] * v[:, s, :, None]
-            state = state * kept + new
-        total = jnp.einsum("bnh,bnhv->bnv", q[:, t], state)
-        out.append(total)
-    return jnp.stack(out, axis=1)
+def _guides_row() -> Row:
+    """The guide's op with weights and gates, by its row."""
+    module = types.ModuleType("reformax.ops.fading")
+    exec(_of_the_guide('"""Fading attention'), module.__dict__)
+    names = {"jax": jax, "jnp": jnp, "Row": Row, "fading": module}
+    exec(_of_the_guide("def _fading("), names)
+    (row,) = eval("[" + _of_the_guide('Row("fading"') + "]", names)
+    return row
 
 
 @named
@@ -114,8 +69,9 @@ def _slots(options, params, plan, qkv, extras, mask, keep):
     return jnp.einsum("bntk,bknv->btnv", weights, v) * real
 
 
+FADING = _guides_row()
 TOYS = [
-    Row("fading", fading, {}, reference=_fading, holds_keys=False, contains=False),
+    FADING,
     Row("slots", slots, {"n_slots": (3, 1, 5)}, reference=_slots, no_step="its slots mix all"),
 ]
 

@@ -1,0 +1,67 @@
+"""Every op in every kind of stack: the gradient is autodiff's, weights and gates included."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax import layers
+from tests.helpers import assert_trees_close
+from tests.layers import plain
+from tests.ops.rows import ROWS, over
+from tests.ops.toys import TOYS
+
+RNG = jax.random.PRNGKey(3)
+STACKS = {
+    "reversible": dict(keep_ff_outputs=True),
+    "exact": dict(exact=True),
+    "slots": dict(n_slots=4),
+}
+
+
+def stack_of(row, **options):
+    attention = layers.Attention(
+        row.op(),
+        n_heads=2,
+        d_qk=4,
+        d_v=4,
+        causal=row.causal(),
+        masked=True,
+        use_rotary=True,
+        attention_dropout=row.dropout(0.1),
+        output_dropout=0.1,
+    )
+    block = layers.Block(attention, layers.FeedForward(12, 0.1, 0.1))
+    return layers.ReversibleStack([block], 2, masked=True, **options)
+
+
+def check(row, options):
+    stack = stack_of(row, **options)
+    streams = np.random.default_rng(0).normal(size=(stack.n_streams, 2, 13, 8)).astype(np.float32)
+    segments = row.segments(plain.some_segments(2, 13))
+    params = plain.init(stack, *[streams[0].shape] * stack.n_streams, segments.shape)
+
+    def loss(run, params, streams):
+        out = jax.tree.leaves(run(params, *streams, segments, rng=RNG))
+        return sum(jnp.sum(jnp.sin(y)) for y in out)
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(loss, run), (0, 1)))(params, streams)
+        for run in (stack.apply, stack.apply_keeping)
+    )
+    assert_trees_close(got, want, 1e-4)
+    assert all(np.any(x) for x in jax.tree.leaves(want[0]["block_0"]["attention"]))
+
+
+@pytest.mark.parametrize("kind", STACKS)
+@pytest.mark.parametrize("row", TOYS, ids=lambda row: row.name)
+def test_weights_and_gates(row, kind):
+    check(row, STACKS[kind])
+
+
+@pytest.mark.slow
+@over(row for row in ROWS if not row.in_kernel)
+def test_exact(row):
+    check(row, STACKS["exact"])
