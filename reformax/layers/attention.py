@@ -20,7 +20,7 @@ from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
 from reformax.ops.parts.arguments import check_arguments
 from reformax.ops.parts.cache import take_rows
-from reformax.ops.parts.masks import segment_ids
+from reformax.ops.parts.masks import segment_ids, tokens_of
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
@@ -65,7 +65,7 @@ class MultiHead(Layer):
         (Ainslie et al. 2023, GQA; 1 is MQA); None: N.
       masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
         a token, False or 0 padding. Tokens see their own segment only. The masks follow the
-        sequences.
+        sequences. A mask may be `Tokens`, with marks for the algorithms that read them.
       bias: whether the projections of q, k, v have biases.
       output_bias: whether the output projection has one.
       attention_dropout: the rate on attention weights.
@@ -151,24 +151,28 @@ class MultiHead(Layer):
         Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
         """
         q, k, v, extras = qkv
+        tokens = tokens_of(segments)
+        marks = tokens.marks if self.op.traits.marks else None
         check_arguments(
             self.op,
             *(q, k, v),
             causal=self.causal,
-            segments=segments,
+            segments=tokens.segments,
             dropout=self._weights_rate,
             rng=rng,
             extras=extras,
+            marks=marks,
         )
         return self.op.plan(
             params["op"],
             q,
             k,
-            segments=segment_ids(segments),
+            segments=segment_ids(tokens.segments),
             causal=self.causal,
             rng=_fold_in(rng, PLAN),
             train=self.mode == "train",
             length=length,
+            **given(marks=marks),
         )
 
     def attend(self, params, qkv: QKV, plan, segments=None, rng=None) -> Float[Array, "B T D"]:
@@ -186,7 +190,7 @@ class MultiHead(Layer):
             params["op"],
             *arrays,
             plan=plan,
-            segments=segment_ids(segments),
+            segments=segment_ids(tokens_of(segments).segments),
             causal=self.causal,
             dropout=self._weights_rate,
             rng=rng,

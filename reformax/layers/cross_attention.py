@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
 from reformax.layers.attention import QKV, MultiHead, affine
+from reformax.ops.parts.masks import tokens_of
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -61,7 +62,8 @@ class CrossAttention(MultiHead):
         memory_mask: Int[Array, "B S"] | None = None,
         rng=None,
     ) -> Float[Array, "B T D"]:
-        segments = None if mask is None else (mask, memory_mask)
+        masks = mask, memory_mask
+        segments = None if mask is None else tuple(tokens_of(m).segments for m in masks)
         qkv = self.project(params, x, memory)
         plan = self.plan(params, qkv, segments, rng)
         return self.attend(params, qkv, plan, segments, rng)

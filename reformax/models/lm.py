@@ -27,6 +27,7 @@ from reformax.models.base import (
 )
 from reformax.models.logits import logits_product
 from reformax.ops import dense, local, lsh
+from reformax.ops.parts.masks import Ids, Tokens
 
 glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
 
@@ -90,7 +91,7 @@ class LanguageModel(Model):
         self,
         params,
         inputs: Int[Array, "B T"],
-        segments: Int[Array, "B T"] | None = None,
+        segments: Ids | Tokens | None = None,
         rng=None,
     ) -> Float[Array, "B T D"]:
         """The features of inputs that are not shifted: position t has read those up to t.
@@ -98,7 +99,7 @@ class LanguageModel(Model):
         Args:
           params: the weights.
           inputs: tokens; `features` gives them shifted to the right, with 0 in front.
-          segments: ids; a position sees its own id only, and 0 is padding.
+          segments: ids; a position sees its own id only, and 0 is padding. `Tokens` have marks too.
           rng: the source of hashes and of dropout.
         """
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)

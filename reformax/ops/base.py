@@ -20,7 +20,7 @@ from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import checked
 from reformax.ops.parts.arguments import check_arguments, check_params
@@ -51,6 +51,7 @@ class Traits(NamedTuple):
     strict: bool = False  # a position never sees itself
     dropout: bool = True  # it makes attention weights, which can be dropped
     packed: bool = True  # it tells segments apart; False: a row has one, besides padding
+    marks: bool = False  # its plan reads `Tokens.marks`, such as which tokens are global
     grouped: bool = False  # it reads keys of fewer heads as they are; others get them repeated
 
 
@@ -82,7 +83,8 @@ class AttentionOp(NamedTuple):
       init: `(rng, dims) -> params`, the algorithm's own weights: a dict of arrays, or `()`.
       plan: `(params, q, k, *, segments, causal, rng, train, length=None) -> plan`, a pytree of
         integers through which no gradient flows. `train=False` selects the settings for evaluation.
-        Settings that depend on a length use `length` if it is given, and else the length of q.
+        Settings that depend on a length use `length` if it is given, and else the length of q. With
+        the trait `marks` it also takes `marks [B, T]`, None by default.
       apply: `(params, q, k, v, *, plan, segments, causal, dropout, rng) -> out`. With the trait
         `bias` it also takes `bias`, None by default; an algorithm with extras takes `extras`.
       traits: what the algorithm can do.
@@ -142,6 +144,7 @@ class AttentionOp(NamedTuple):
         train: bool = True,
         params: Any = (),
         extras: dict[str, Float[Array, "B T _ _"]] | None = None,
+        marks: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T N V"]:
         """Plans and applies in one call.
 
@@ -165,6 +168,7 @@ class AttentionOp(NamedTuple):
           train: False selects the algorithm's settings for evaluation.
           params: the algorithm's own weights, from its `init`.
           extras: the further projections that the algorithm reads, by name.
+          marks: above 0 for tokens that an algorithm with the trait `marks` treats apart.
 
         Returns:
           The attended values in the dtype of `v`. A row that sees nothing is zeros.
@@ -179,13 +183,13 @@ class AttentionOp(NamedTuple):
                 "modules of flax use reformax.flax.attention_fn"
             )
         call = dict(causal=causal, dropout=dropout)
-        checked = dict(segments=segments, bias=bias, rng=rng, extras=extras)
+        checked = dict(segments=segments, bias=bias, rng=rng, extras=extras, marks=marks)
         check_arguments(self, *(q, k, v), **call, **checked)
         if self.init is not no_params:
             check_params(self, params, q, v)
         segments = segment_ids(segments)
         segments, bias = with_mask(self, mask, q, q if k is None else k, segments, bias)
-        arrays = params, q, k, v, segments, bias, extras, rng
+        arrays = params, q, k, v, segments, bias, extras, marks, rng
         return _compiled(self)(*arrays, **call, train=train)
 
 
@@ -199,8 +203,9 @@ def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
     return jax.jit(functools.partial(_attend, op), static_argnames=settings)
 
 
-def _attend(op, params, q, k, v, segments, bias, extras, rng, *, causal, dropout, train):
-    plan = op.plan(params, q, k, segments=segments, causal=causal, rng=rng, train=train)
+def _attend(op, params, q, k, v, segments, bias, extras, marks, rng, *, causal, dropout, train):
+    options = dict(segments=segments, causal=causal, rng=rng, train=train) | given(marks=marks)
+    plan = op.plan(params, q, k, **options)
     masks = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
     return op.apply(params, q, k, v, **masks, **given(bias=bias, extras=extras))
 

@@ -5,13 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.models import ReformerLM, TransformerLM
+from reformax.ops import dense
+from reformax.ops.parts.masks import Tokens
+from tests.layers import plain
 from tests.layers import test_attention as layer_tests
 from tests.ops import inputs
 from tests.ops import test_against_oracle as against_oracle
 from tests.ops import test_decoding as decoding
 from tests.ops import test_poison as poison
 from tests.ops.rows import Shape
-from tests.ops.toys import FADING, TOYS, slots
+from tests.ops.toys import FADING, TOYS, marked, slots
 
 toys = pytest.mark.parametrize("row", TOYS, ids=lambda row: row.name)
 SLOTS = TOYS[1]
@@ -86,3 +90,35 @@ def test_an_op_is_called_with_what_it_reads():
         fading()(*x[:3], causal=True, params=x.params, extras={"gate": x.q})
     with pytest.raises(NotImplementedError, match="dropout is 0.1: fading makes no attention"):
         inputs.call(fading(), x, causal=True, dropout=0.1, rng=jax.random.key(0))
+
+
+MARKS = np.arange(9)[None].repeat(2, 0) % 4 == 1
+
+
+def test_marks_reach_the_plan():
+    op = marked()
+    x = inputs.draw(op, length=9)
+    seen = np.eye(9, dtype=bool) | MARKS[:, None, None]
+    want = dense.dense()(*x[:3], mask=seen)
+    np.testing.assert_allclose(inputs.call(op, x, marks=jnp.int32(MARKS)), want, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="marks is given, but dense treats no token"):
+        dense.dense()(*x[:3], marks=jnp.int32(MARKS))
+    with pytest.raises(ValueError, match=r"marks has shape \(2, 8\): expected .*\(2, 9\)"):
+        inputs.call(op, x, marks=jnp.int32(MARKS[:, :8]))
+
+
+@pytest.mark.parametrize("model_fn", [TransformerLM, ReformerLM])
+def test_marks_travel_with_segments(model_fn):
+    """A token is read by others where it is marked, through the model and both passes."""
+    options = dict(vocab_size=9, d_model=8, d_ff=8, n_heads=2, n_layers=1, dropout=0.0)
+    model = model_fn(**options, attention_type=(marked(),), mode="eval")
+    params = plain.init(model, (2, 9))
+    tokens = Tokens(jnp.ones((2, 9), jnp.int32), jnp.int32(MARKS))
+
+    def last(params, inputs):
+        return jnp.sum(model.encode(params, inputs, tokens)[:, -1])
+
+    # Position t holds token t, so that the gradient of a row of the table is that of its position.
+    gradient = jax.jit(jax.grad(last))(params, jnp.arange(9)[None].repeat(2, 0))["embedding"]
+    read = np.abs(gradient).max(axis=-1) > 0
+    np.testing.assert_array_equal(read, MARKS[0] | (np.arange(9) == 8))

@@ -12,7 +12,7 @@ import numpy as np
 
 from reformax.carried import Carried, becoming
 from reformax.ops import dense
-from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from tests.ops.rows import Row
 from tests.pages import ROOT, blocks
@@ -88,3 +88,20 @@ def counting() -> AttentionOp:
         return out + count.astype(out.dtype)
 
     return op._replace(init=lambda rng, dims: {"count": Carried(jnp.zeros(()))}, apply=apply)
+
+
+@named
+def marked() -> AttentionOp:
+    """Dense attention of each position to itself and to marked tokens."""
+    op = dense.dense(impl="xla")
+
+    def plan(params, q, k, *, segments, causal, rng, train, length=None, marks=None):
+        del params, k, segments, causal, rng, train, length
+        return jnp.zeros(q.shape[:2], jnp.int32) if marks is None else marks
+
+    def apply(params, q, k, v, *, plan, **options):
+        seen = jnp.eye(q.shape[1], dtype=bool)[None, None] | (plan > 0)[:, None, None]
+        return op.apply(params, q, k, v, plan=(), **options, bias=jnp.where(seen, 0.0, -jnp.inf))
+
+    traits = Traits(marks=True, keeps_padding_out=True)
+    return AttentionOp(init=no_params, plan=plan, apply=apply, traits=traits)

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
 
 def check_arguments(
-    op: AttentionOp, q, k, v, *, causal, segments, dropout, rng, bias=None, extras=None
+    op: AttentionOp,
+    q,
+    k,
+    v,
+    *,
+    causal,
+    segments,
+    dropout,
+    rng,
+    bias=None,
+    extras=None,
+    marks=None,
 ) -> None:
     """Checks the arguments of a call before any tracing.
 
@@ -33,6 +44,8 @@ def check_arguments(
     if bias is not None:
         _check_bias(op, bias, (q.shape[0], q.shape[2], q.shape[1], keys.shape[1]))
     _check_extras(op, extras, q, v)
+    if marks is not None:
+        _check_marks(op, marks, q)
     if dropout and not op.traits.dropout:
         raise NotImplementedError(
             f"dropout is {dropout}: {op.name} makes no attention weights to drop, set it to 0"
@@ -120,6 +133,16 @@ def _check_one_segment(op: AttentionOp, ids) -> None:
         f"segments of a row are {found}, but {op.name} does not tell them apart: leave rows "
         "unpacked, with booleans that are True at tokens"
     )
+
+
+def _check_marks(op: AttentionOp, marks, q) -> None:
+    if not op.traits.marks:
+        raise NotImplementedError(
+            f"marks is given, but {op.name} treats no token apart: use an op whose traits say "
+            "marks=True"
+        )
+    if marks.shape != q.shape[:2]:
+        raise ValueError(f"marks has shape {marks.shape}: expected [batch, length], {q.shape[:2]}")
 
 
 def _check_extras(op: AttentionOp, extras, q, v) -> None:

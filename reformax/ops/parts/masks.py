@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -9,6 +11,20 @@ from jaxtyping import Array, Bool, Int
 # Booleans say of each row that its tokens are one segment.
 Ids = Int[Array, "B T"] | Bool[Array, "B T"]
 Segments = Ids | tuple[Ids, Ids]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Segments, and what else is said of each token: it travels wherever segments do."""
+
+    segments: Ids | None
+    marks: Int[Array, "B T"] | None = None  # above 0: what an algorithm with the trait treats apart
+
+
+def tokens_of(segments: Segments | Tokens | None) -> Tokens:
+    """Segments with their marks, if there are any."""
+    return segments if isinstance(segments, Tokens) else Tokens(segments)
 
 
 def segment_pair(
