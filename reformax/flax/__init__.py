@@ -100,8 +100,12 @@ def heads_of(op: AttentionOp, num_heads: int, features: int) -> tuple[int, int]:
 
     Raises:
       ValueError: features that the heads do not divide.
-      NotImplementedError: the algorithm has weights of its own.
+      NotImplementedError: the algorithm has weights of its own, or reads further projections.
     """
+    if op.extras is not None:
+        raise NotImplementedError(
+            f"op is {op}: it reads further projections, which reformax.layers alone make"
+        )
     if features % num_heads:
         raise ValueError(f"qkv_features is {features}: expected a multiple of {num_heads} heads")
     size = features // num_heads

@@ -135,6 +135,7 @@ def test_what_a_module_refuses():
         (lsh.lsh(), dict(mask=CAUSAL), "mask has shape .*: lsh hides pairs"),
         (local.local(), dict(inputs_kv=X), "inputs_kv is given, but local attends within one"),
         (dense.dense()._replace(init=lambda rng, dims: jnp.ones(3)), {}, "it has weights, which"),
+        (dense.dense()._replace(extras=lambda dims: {}), {}, "it reads further projections, which"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             linen.Attention(op, 2).init(jax.random.key(0), X, **call)
