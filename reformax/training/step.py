@@ -102,7 +102,7 @@ def step_fn(
             averaged = jax.tree.map(
                 lambda old, new: decay * old + (1 - decay) * new, trained(ema), trained(params)
             )
-            ema = merged(params, averaged)
+            ema = merged(advanced(ema, grads, accumulate), averaged)
         metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(gradients)}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
