@@ -71,7 +71,8 @@ def test_a_step_carries_on(accumulate):
     gradient = jax.grad(lambda p: loss_of(model, p))(state.params)
     trained = [g for path, g in leaves(gradient) if "count" not in jax.tree_util.keystr(path)]
     _, metrics = run(state, batch, jax.random.key(1))
-    np.testing.assert_allclose(metrics["grad_norm"], optax.global_norm(trained), rtol=1e-4)
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in trained))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
 
 
 def loss_of(model, params):
