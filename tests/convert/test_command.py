@@ -119,6 +119,7 @@ def test_a_run_without_its_config_has_it_in_the_checkpoint(tmp_path, run):
     assert convert(run, tmp_path / "run", tmp_path / "hf")[0] == 0
 
 
+@pytest.mark.slow
 def test_trax_to_a_run_and_back(tmp_path, run):
     (tmp_path / "model.gin").write_text(GIN)
     from reformax.cli import config

@@ -81,7 +81,7 @@ def test_chunked_self_attention(options):
         # Several chunks: the hashes must be Trax's own.
         dict(chunk_len=8, n_hashes=3, n_buckets=[4, 2], masked=True, n_chunks_after=1),
         dict(chunk_len=8, n_hashes=3, n_buckets=4, causal=True),
-        dict(chunk_len=8, max_length_for_buckets=40),
+        pytest.param(dict(chunk_len=8, max_length_for_buckets=40), marks=pytest.mark.slow),
     ],
 )
 def test_lsh_self_attention(options):

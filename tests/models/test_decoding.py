@@ -57,6 +57,15 @@ MODELS = {
 }
 
 
+# Each differs from another by its positions or hashing alone.
+SLOW = {
+    "transformer, axial",
+    "reformer, sinusoidal",
+    "reformer, none",
+    "reformer, next values by hashing",
+}
+
+
 def make(name, **options):
     constructor, own = MODELS[name]
     model = constructor(**SMALL | own | options)
@@ -89,7 +98,10 @@ def decode(model, params, tokens, lengths, capacity=LENGTH, n_prompt=None):
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS],
+)
 def test_every_position_is_that_of_the_forward(name, monkeypatch):
     # The grid of slots would turn a difference in the last bit into one of its steps.
     monkeypatch.setattr(reversible, "to_grid", lambda x: x)

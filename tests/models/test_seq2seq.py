@@ -87,7 +87,16 @@ def nats(model, params, inputs, weights):
     return -jnp.sum(picked * weights)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformer",
+        pytest.param("post-norm, axial", marks=pytest.mark.slow),
+        pytest.param("rotary", marks=pytest.mark.slow),
+        "reformer",
+        "reformer, windows, two vocabularies",
+    ],
+)
 def test_a_packed_batch_trains_like_its_sentences_one_by_one(name):
     """Loss and every gradient, of three pairs in a row, and of one in the next, with padding."""
     model, params = make(name)
@@ -269,7 +278,17 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense",
+        "rotary",
+        pytest.param("local", marks=pytest.mark.slow),
+        "lsh",
+        pytest.param("shared", marks=pytest.mark.slow),
+        "random",
+    ],
+)
 def test_every_step_is_that_of_the_forward(name):
     """Two rows for each source, sources of different lengths, a cache longer than needed."""
     constructor, options = DECODERS[name]
