@@ -82,7 +82,7 @@ def loss_curve(
     task = stdlib.stdlib(max_bytes=2_000_000)
     model = model_fn(**sizes.arguments(), dropout=0.0, attention_type=op)
     optimizer = optax.adam(3e-3)
-    run = step.step_fn(model, optimizer, mesh.data_mesh())
+    run = step.step_fn(model, optimizer, mesh.make())
     params = jax.jit(lambda: model.init_params(KEY, (4, length)))()
     state, losses = step.State(jnp.int32(0), params, optimizer.init(params), None), []
     for n in range(steps):

@@ -58,6 +58,7 @@ COMMANDS = [
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
     ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
     ("reversible", "--options", "| float32 | True | 1 | 1 | 0 |"),
+    ("scaling", "", "| fsdp 1 | "),
     ("step", "", "| reformax TransformerLM, dense | "),
     ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         saved_run.keep_vocabulary(args, vocabulary, saved)
     changed = saved_run.changed_data(args, task, saved)
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
-    options["progress"] = not args.quiet
+    options |= {"progress": not args.quiet, "mesh": saved.mesh}
     sizes = _sizes(args, run | saved.run)
     options["max_tokens"] = args.tokens
     result = evaluate(saved.model, saved.params, task, args.split, **sizes, **options)
@@ -165,6 +165,7 @@ def _by_position(
         seed=args.seed,
         max_tokens=args.tokens,
         loss_chunk_len=loss_chunk_len,
+        mesh=saved.mesh,
     )
     metric, name = metric_name(task), f"by_position_{args.split}.png"
     title = f"{args.split}, windows of {sizes['length']:,}, {saved_run.named(saved.steps)}"
@@ -187,6 +188,7 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
         **options,
         hash_seed=args.seed,
         progress=not args.quiet,
+        mesh=saved.mesh,
     )
     return scores | options
 

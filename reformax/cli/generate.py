@@ -93,7 +93,7 @@ def _continue(args, saved: saved_run.Saved) -> int:
     if options["max_length"] is None and max(map(len, tokens)) + n_new <= saved.run["length"]:
         options["max_length"] = saved.run["length"]
     every = 1 if len(tokens) == 1 else decoding.BLOCK
-    options |= {"hash_seed": args.hash_seed, "every": every}
+    options |= {"hash_seed": args.hash_seed, "every": every, "mesh": saved.mesh}
     blocks = decoding.stream(saved.model, saved.params, tokens, n_new, **options)
     return continuation.write(blocks, tokens, alphabet, args.quiet)
 
@@ -112,6 +112,7 @@ def _translate(args, saved: saved_run.Saved) -> int:
     saved_run.keep_vocabulary(args, vocabulary, saved)
     options = flags.search_options(args) | {"hash_seed": args.hash_seed, "quiet": args.quiet}
     lines = prompts.read_lines(args)
+    options["mesh"] = saved.mesh
     trained_length = saved.run["length"]
     translations.write_lines(
         saved.model, saved.params, vocabulary, lines, trained_length, **options

@@ -13,8 +13,8 @@ from reformax import durable
 from reformax.cli import differences
 from reformax.declared import SettingError
 
-# The settings of a run that building its model takes.
-MODEL = ("model", "batch_size", "length")
+# The settings of a run that building its model, and placing it, takes.
+MODEL = ("model", "batch_size", "length", "mesh")
 # Training deletes checkpoints. A reader that lost one looks again so many times.
 TRIES = 5
 
@@ -29,6 +29,7 @@ class Saved(NamedTuple):
     steps: list[int]  # of the checkpoints that the parameters are from
     info: dict[str, Any]  # what `Checkpoints.restore` says of the last of them
     run: dict[str, Any]  # the settings of `MODEL`
+    mesh: Any  # the devices that compute with it
 
 
 def restore(args: argparse.Namespace, data_dir: str | None = None) -> Saved:
@@ -65,6 +66,7 @@ def load(
 
     from reformax.cli import config
     from reformax.training import loop
+    from reformax.training import mesh as mesh_lib
     from reformax.training.averaging import restore_mean
     from reformax.training.checkpoint import Checkpoints
     from reformax.training.named_tensors import check_finite
@@ -80,7 +82,7 @@ def load(
         like = jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.PRNGKey(0))
         params, info = restore_mean(checkpoints, steps, like)
         check_finite(params, named(steps))
-        return Saved(model, params, steps, info, run)
+        return Saved(model, params, steps, info, run, mesh_lib.make(run.get("mesh")))
 
     return steadily(checkpoints, lambda: _choose(checkpoints, checkpoint), read)
 

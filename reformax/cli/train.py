@@ -29,9 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     config.parse(files, args.config, folders=configs.FOLDERS, data_dir=args.data_dir)
     config.refuse_flags(unknown)
     joining.join(args)
-    from reformax.training import folder, loop  # after parsing: a misspelt flag is told at once
+    from reformax.training import dry_run, folder, loop  # after parsing: a wrong flag is told first
 
     compilation_cache.use()
+    if args.dry_run:
+        print("\n".join(dry_run.report(**config.bindings(loop.train))))
+        return 0
     folder.make_output_dir(output_dir)
     train = config.configured(loop.train)
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
@@ -59,6 +62,11 @@ def parser():
         help="default: runs/<name of the last config file>",
     )
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="compile the step for the devices there are, print what it asks of each, and exit",
+    )
     flags.add_changed_data(parser)
     joining.add_flags(parser)
     flags.add_quiet(parser)

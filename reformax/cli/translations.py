@@ -20,6 +20,7 @@ def write_lines(
     trained_length: int,
     *,
     quiet: bool = False,
+    mesh=None,
     **options,
 ) -> None:
     """Writes the translation of each line to stdout, in order, and the speed to stderr.
@@ -31,6 +32,7 @@ def write_lines(
       lines: the text.
       trained_length: the longest source that the model was trained on, in tokens.
       quiet: whether to leave progress and speed out.
+      mesh: the devices.
       **options: those of `generation.translate`.
     """
     from reformax.generation import prepare, translate_lines
@@ -38,7 +40,7 @@ def write_lines(
     start = time.perf_counter()
     sys.stdout.reconfigure(encoding="utf-8")
     n_tokens = n_long = 0
-    params = prepare(model, params)
+    params = prepare(model, params, mesh)
     for first in range(0, len(lines), LINES):
         block = lines[first : first + LINES]
         found = translate_lines(

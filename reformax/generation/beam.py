@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
+
+from reformax import devices
 
 
 class Hypotheses(NamedTuple):
@@ -195,7 +198,10 @@ def _top(x: Float[Array, "R V"], n: int) -> tuple[Float[Array, "R n"], Int[Array
     return top, jnp.where(x == top, jnp.arange(last + 1), last).min(axis=1, keepdims=True)
 
 
-@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("beam_size", "capacity"))
-def compiled_search(model, *arguments, beam_size: int, capacity: int) -> Hypotheses:
-    """`search`, compiled for each model, beam size and capacity."""
-    return search(model, *arguments, beam_size=beam_size, capacity=capacity)
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("beam_size", "capacity"))
+def compiled_search(
+    model, mesh: Mesh | None, *arguments, beam_size: int, capacity: int
+) -> Hypotheses:
+    """`search`, compiled for each model, mesh of devices, beam size and capacity."""
+    call = functools.partial(search, model, beam_size=beam_size, capacity=capacity)
+    return devices.on(mesh, call)(*arguments)

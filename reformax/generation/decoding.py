@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from reformax import memory
+from reformax import devices, memory
 from reformax.declared import AnySeed, SettingError, Size, check
 from reformax.generation.sampling import Sampler
 
@@ -88,6 +89,7 @@ def stream(
     end: int | None = None,
     max_length: int | None = None,
     every: int = BLOCK,
+    mesh: Mesh | None = None,
 ) -> Iterator[np.ndarray]:
     """Continues prompts and hands out the tokens as they come.
 
@@ -107,6 +109,7 @@ def stream(
       max_length: tokens that the cache holds, prompt and new tokens together. LSH's
         `n_buckets="auto"` goes by it. None: as many as needed, rounded up.
       every: tokens to hand out together, 1 to `BLOCK`.
+      mesh: devices that share the rows; None: one device.
 
     Yields:
       New tokens `[B, n]`; the first array has one token of each row.
@@ -116,7 +119,10 @@ def stream(
         positions hold.
       NotImplementedError: an attention of the model cannot decode.
     """
-    tokens, lengths = _padded(prompts, model.vocab_size)
+    shares = 1 if mesh is None else devices.row_shares(mesh)
+    if len(prompts) < shares and mesh.shape["fsdp"] == 1:
+        mesh, shares = None, 1  # some devices would have no row
+    tokens, lengths = _padded(prompts, model.vocab_size, shares)
     _check(model, max_new_tokens, every, end, seed=seed, hash_seed=hash_seed)
     sampler = Sampler(temperature, top_k, top_p).check()
     capacity = _capacity(int(lengths.max()), max_new_tokens, max_length, model.max_length)
@@ -129,14 +135,17 @@ def stream(
         jnp.int32(-1 if end is None else end),
     )
     hash_rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
-    start = functools.partial(_start, model, capacity, params, tokens, lengths, draws, hash_rng)
+    (tokens, lengths), params = devices.placed(mesh, (tokens, lengths), params)
+    arrays = params, tokens, lengths, np.int32(len(prompts)), draws, hash_rng
+    start = functools.partial(_start, model, capacity, mesh, *arrays)
     state = _start.eval_shape(*start.args)
     memory.check(
         f"caches of {len(prompts):,} rows of {capacity:,} tokens",
-        memory.size_of(state),
+        memory.size_of(state) // shares,
         "max_length, max_new_tokens or num_samples",
     )
-    return _blocks(model, params, start, draws, max_new_tokens, every)
+    blocks = _blocks(model, mesh, params, start, draws, max_new_tokens, every)
+    return (block[: len(prompts)] for block in blocks)
 
 
 def _check(model, max_new_tokens: int, every: int, end: int | None, **seeds: int) -> None:
@@ -149,15 +158,17 @@ def _check(model, max_new_tokens: int, every: int, end: int | None, **seeds: int
         raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
 
 
-def _blocks(model, params, start, draws: _Draws, n_new: int, every: int) -> Iterator[np.ndarray]:
+def _blocks(
+    model, mesh, params, start, draws: _Draws, n_new: int, every: int
+) -> Iterator[np.ndarray]:
     state = start()
     # The next call donates the state, so copies of it are handed out.
     ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
     left = n_new - 1
-    params = _prepare(model, params)
+    params = _prepare(model, mesh, params)
     while left:
         n = min(every, left)
-        state, block = _go_on(model, params, state, draws, jnp.int32(n))
+        state, block = _go_on(model, mesh, params, state, draws, jnp.int32(n))
         yield np.asarray(ready)
         if np.all(done):
             return
@@ -165,26 +176,28 @@ def _blocks(model, params, start, draws: _Draws, n_new: int, every: int) -> Iter
     yield np.asarray(ready)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prepare(model, params) -> Any:
-    return model.for_decoding(params)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(model, capacity, params, tokens, lengths, draws: _Draws, hash_rng) -> _State:
-    """Reads the prompts and draws the first token of each row."""
-    logits, decoding = model.prefill(params, tokens, lengths, capacity, hash_rng)
-    count = jnp.int32(0)
-    token = draws.sampler.draw(logits, _keys(draws.key, count, tokens.shape[0]))
-    return _State(decoding, token, token == draws.end, count + 1)
+def _prepare(model, mesh, params) -> Any:
+    return devices.on(mesh, model.for_decoding)(params)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _start(model, capacity, mesh, params, tokens, lengths, n_real, draws: _Draws, hash_rng):
+    """Reads the prompts and draws the first token of each row; rows from `n_real` on have ended."""
+    prefill = devices.on(mesh, functools.partial(model.prefill, capacity=capacity))
+    logits, decoding = prefill(params, tokens, lengths, rng=hash_rng)
+    count, n_rows = jnp.int32(0), tokens.shape[0]
+    token = draws.sampler.draw(logits, _keys(draws.key, count, n_rows))
+    done = (token == draws.end) | (jnp.arange(n_rows) >= n_real)
+    return _State(decoding, token, done, count + 1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _go_on(
-    model, params, state: _State, draws: _Draws, n_new: Int[Array, ""]
+    model, mesh, params, state: _State, draws: _Draws, n_new: Int[Array, ""]
 ) -> tuple[_State, Int[Array, "B n"]]:
     """Draws `n_new` tokens of each row into the first columns; stops when all rows have ended."""
-    n_rows = state.token.shape[0]
+    n_rows, step = state.token.shape[0], devices.on(mesh, model.step)
 
     def more(carry):
         i, state, _ = carry
@@ -192,7 +205,7 @@ def _go_on(
 
     def draw(carry):
         i, state, out = carry
-        logits, decoding = model.step(params, state.token, state.decoding)
+        logits, decoding = step(params, state.token, state.decoding)
         token = draws.sampler.draw(logits, _keys(draws.key, state.count, n_rows))
         token = jnp.where(state.done, draws.end, token)
         state = _State(decoding, token, state.done | (token == draws.end), state.count + 1)
@@ -209,8 +222,13 @@ def _keys(key, count: Int[Array, ""], n_rows: int) -> Array:
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(n_rows))
 
 
-def _padded(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts as an array padded on the right, and their lengths."""
+def _padded(
+    prompts: Sequence[Sequence[int]], vocab_size: int, shares: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts as an array padded on the right, and their lengths.
+
+    Empty prompts at the end make their number a multiple of `shares`.
+    """
     rows = [np.asarray(prompt) for prompt in prompts]
     if not rows:
         raise ValueError("prompts is empty: expected at least one prompt, which may be empty")
@@ -225,9 +243,9 @@ def _padded(prompts: Sequence[Sequence[int]], vocab_size: int) -> tuple[np.ndarr
                 f"prompts[{i}] has tokens from {row.min()} to {row.max()}: expected 0 to "
                 f"{vocab_size - 1}, as the model's vocab_size is {vocab_size}"
             )
-    lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), lengths.max()), np.int32)
-    for row, prompt in zip(tokens, rows, strict=True):
+    lengths = np.array([len(row) for row in rows] + [0] * (-len(rows) % shares), np.int32)
+    tokens = np.zeros((len(lengths), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, rows, strict=False):
         row[: len(prompt)] = prompt
     return tokens, lengths
 

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
+from reformax import devices
 from reformax.declared import Beams, Extra, NonNegative, SettingError, Size, check_all, hints_of
 from reformax.generation import beam
 from reformax.progress import Progress
@@ -49,17 +51,18 @@ class Prepared(NamedTuple):
 
     params: Any
     weights: Any  # the same as `model.for_decoding` has them
+    mesh: Mesh | None  # devices that share the rows; None: one device
 
 
-def prepare(model, params) -> Prepared:
-    """Puts the weights on the device, ready for many calls of `translate`."""
-    params = jax.device_put(params)
-    return Prepared(params, _for_decoding(model, params))
+def prepare(model, params, mesh: Mesh | None = None) -> Prepared:
+    """Puts the weights on the device, or on those of a mesh, for many calls of `translate`."""
+    _, params = devices.placed(mesh, (), jax.device_put(params) if mesh is None else params)
+    return Prepared(params, _for_decoding(model, mesh, params), mesh)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _for_decoding(model, params) -> Any:
-    return model.for_decoding(params)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _for_decoding(model, mesh, params) -> Any:
+    return devices.on(mesh, model.for_decoding)(params)
 
 
 def translate(
@@ -74,6 +77,7 @@ def translate(
     end: int = 1,
     hash_seed: int = 0,
     progress: bool = False,
+    mesh: Mesh | None = None,
 ) -> list[Hypothesis]:
     """Translates sentences of token numbers.
 
@@ -88,6 +92,7 @@ def translate(
       end: the token that ends a translation.
       hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
       progress: whether to show a bar on stderr, or lines where that is no terminal.
+      mesh: devices that share the rows; None: one device, or those that `prepare` was given.
 
     Returns:
       The best hypothesis of each source, in the order of the sources.
@@ -105,7 +110,9 @@ def translate(
     sources = [np.asarray(source, np.int32) for source in sources]
     for i, source in enumerate(sources):
         _check_source(model, f"sources[{i}]", source)
-    ready = params if isinstance(params, Prepared) else prepare(model, params)
+    ready = params if isinstance(params, Prepared) else prepare(model, params, mesh)
+    params, weights, mesh = ready
+    shares = 1 if mesh is None else devices.row_shares(mesh)
     settings = jnp.float32(length_penalty), jnp.int32(end)
     rng = jax.random.fold_in(jax.random.PRNGKey(hash_seed), 0)
     results: list[Hypothesis | None] = [None] * len(sources)
@@ -118,13 +125,14 @@ def translate(
         bar.advance(len(rows))
 
     with Progress("lines", len(sources), sys.stderr, shown=progress) as bar:
-        for rows, n_rows, length in _batches([len(s) for s in sources], batch_tokens):
+        for rows, n_rows, length in _batches([len(s) for s in sources], batch_tokens, shares):
             batch = _batch([sources[i] for i in rows], n_rows, length, max_extra, model.max_length)
             found = beam.compiled_search(
                 model,
-                *ready,
-                batch.tokens,
-                batch.limits,
+                mesh,
+                params,
+                weights,
+                *devices.placed(mesh, (batch.tokens, batch.limits), ())[0],
                 *settings,
                 rng,
                 beam_size=beam_size,
@@ -212,14 +220,17 @@ def translate_lines(
     return results
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int):
-    """Batches as (which sources, rows, length): similar lengths together, the shortest first."""
+def _batches(lengths: Sequence[int], batch_tokens: int, shares: int = 1):
+    """Batches as (which sources, rows, length): similar lengths together, the shortest first.
+
+    The number of rows is a multiple of `shares`.
+    """
     padded = np.array([_padded(n) for n in lengths], int)
     for length in np.unique(padded).tolist():
         where = np.flatnonzero(padded == length)
         where = where[np.argsort(np.array(lengths)[where], kind="stable")].tolist()
         n_batches = -(-len(where) // max(1, batch_tokens // length))
-        n_rows = _rounded(-(-len(where) // n_batches))
+        n_rows = shares * _rounded(-(-len(where) // (n_batches * shares)))
         for first in range(0, len(where), n_rows):
             yield where[first : first + n_rows], n_rows, length
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from reformax import devices
 from reformax.declared import Called, Rate, SettingError, Size, Unsupported, check_fields
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
@@ -163,17 +164,22 @@ class MultiHead(Layer):
             extras=extras,
             marks=marks,
         )
-        return self.op.plan(
-            params["op"],
-            q,
-            k,
-            segments=segment_ids(tokens.segments),
-            causal=self.causal,
-            rng=_fold_in(rng, PLAN),
-            train=self.mode == "train",
-            length=length,
-            **given(marks=marks),
-        )
+
+        def plan(qkv, segments, marks, params, rng):
+            return self.op.plan(
+                params,
+                qkv.q,
+                qkv.k,
+                segments=segments,
+                causal=self.causal,
+                rng=rng,
+                train=self.mode == "train",
+                length=length,
+                **given(marks=marks),
+            )
+
+        rows = qkv, segment_ids(tokens.segments), marks
+        return devices.by_rows(plan, rows, (params["op"], _fold_in(rng, PLAN)))
 
     def attend(self, params, qkv: QKV, plan, segments=None, rng=None) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
@@ -185,17 +191,23 @@ class MultiHead(Layer):
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
 
     def _apply_op(self, params, qkv: QKV, plan, segments, rng=None) -> Float[Array, "B T N V"]:
-        *arrays, extras = qkv
-        return self.op.apply(
-            params["op"],
-            *arrays,
-            plan=plan,
-            segments=segment_ids(tokens_of(segments).segments),
-            causal=self.causal,
-            dropout=self._weights_rate,
-            rng=rng,
-            **given(extras=extras, bias=self._bias(params, qkv.q.shape[1])),
-        )
+
+        def attend(qkv, plan, segments, params, bias, rng):
+            *arrays, extras = qkv
+            return self.op.apply(
+                params,
+                *arrays,
+                plan=plan,
+                segments=segments,
+                causal=self.causal,
+                dropout=self._weights_rate,
+                rng=rng,
+                **given(extras=extras, bias=bias),
+            )
+
+        rows = qkv, plan, segment_ids(tokens_of(segments).segments)
+        whole = params["op"], self._bias(params, qkv.q.shape[1]), rng
+        return devices.by_rows(attend, rows, whole)
 
     def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
         """What is added to the logits, if anything."""
@@ -375,16 +387,14 @@ class Attention(MultiHead):
         # Padding on the right is in the future of every token: only a plan has to know of it.
         tokens = jnp.arange(x.shape[1])[None] < lengths[:, None]
         plan = self.plan(params, qkv, tokens, rng, length=capacity)
-        *arrays, extras = qkv
-        cache = self.op.init_cache(
-            params["op"],
-            *arrays,
-            plan=plan,
-            lengths=lengths,
-            capacity=capacity,
-            rng=_fold_in(rng, PLAN),
-            **given(extras=extras),
-        )
+
+        def fill(qkv, plan, lengths, params, rng):
+            *arrays, extras = qkv
+            options = dict(plan=plan, lengths=lengths, capacity=capacity, rng=rng)
+            return self.op.init_cache(params, *arrays, **options, **given(extras=extras))
+
+        weights = params["op"], _fold_in(rng, PLAN)
+        cache = devices.by_rows(fill, (qkv, plan, lengths), weights)
         if self.next_value:
             last = jnp.take_along_axis(alone.v, (lengths - 1)[:, None, None, None], axis=1)
             cache = NextValueCache(cache, _of_channels(params, last.dtype)[0] * last)
@@ -416,12 +426,18 @@ class Attention(MultiHead):
             value = cache.last + of_next * qkv.v
             cache = self.op.replace_value(cache.op, value, position - 1)
             qkv = qkv._replace(v=own * qkv.v)
-        *arrays, extras = qkv
-        options = given(origins=origins if self._shares_beams else None, extras=extras)
-        if self.position_bias is not None:
-            now = position[:, None]
-            options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]
-        out, cache = self.op.step(params["op"], *arrays, cache, position=position, **options)
+
+        def step(qkv, cache, position, origins, params):
+            *arrays, extras = qkv
+            options = given(origins=origins, extras=extras)
+            if self.position_bias is not None:
+                now = position[:, None]
+                options["bias"] = lambda held: self._bias_at(params, now, held)[:, :, 0]
+            return self.op.step(params["op"], *arrays, cache, position=position, **options)
+
+        rows = qkv, cache, position, origins if self._shares_beams else None
+        read = {name: params[name] for name in ("op", "position_bias") if name in params}
+        out, cache = devices.by_rows(step, rows, (read,))
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
         return affine(params, "o", out.reshape(*x.shape[:2], -1)), cache

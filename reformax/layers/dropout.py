@@ -51,7 +51,9 @@ def dropout(
     index = sum(i * int(np.prod(shape[axis + 1 : -2], initial=1)) for axis, i in enumerate(leading))
     column = column.astype(jnp.uint32)
     right = column & APART  # a bit
-    bits = dropout_bits(seed_words(rng), index, 0, position + start, column ^ right)
+    of_rows = x.ndim > 2 and 0 not in shared
+    seed = seed_words(rng, int(np.prod(shape[:-2])) if of_rows else 0)
+    bits = dropout_bits(seed, index, 0, position + start, column ^ right)
     # In float32: in bfloat16, 1 / (1 - rate) would be rounded to eight bits and shift the mean.
     factor = multiplier(bits << right // (APART // 16), rate)
     dtype = wide(x.dtype)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax import devices
 from reformax.declared import Count, Rate, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
@@ -135,11 +136,16 @@ class FeedForward(Layer):
         from reformax.layers.kernels import feed_forward as kernel
 
         options = kernel.Options(self._activation, pre.shape[1], rate, chosen == "pallas_interpret")
-        seed = seed_words(check_rng(rng, rate)) if rate else None
-        rows = pre.reshape(-1, pre.shape[-1])
+
+        def project(pre, b1, w2, start, rng):
+            seed = seed_words(rng, len(pre)) if rate else None
+            rows = pre.reshape(-1, pre.shape[-1])
+            out = kernel.project(options, kernel.Inputs(rows, b1, seed, start), w2)
+            return out.reshape(*pre.shape[:-1], -1)
+
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
-        out = kernel.project(options, kernel.Inputs(rows, params["b1"], seed, start), params["w2"])
-        return out.reshape(*pre.shape[:-1], -1)
+        rng = check_rng(rng, rate) if rate else None
+        return devices.by_rows(project, (pre,), (params["b1"], params["w2"], start, rng))
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
         length, size = x.shape[1], self._chunk_size

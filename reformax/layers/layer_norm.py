@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from reformax import devices
 from reformax.layers._trax import Layer
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.normalization import length_normalize
@@ -61,21 +63,30 @@ class LayerNorm(Layer):
 
     def _norms(self, params, x, y, dtypes: tuple, pass_on: bool = False):
         """The norms of `x + y`, and `x`; `pass_on` says that `x` has other readers."""
-        rows = tuple(None if z is None else z.reshape(-1, z.shape[-1]) for z in (x, y))
-        inputs = (*rows, params["scale"], params["bias"])
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
-        fits = len(rows[0]) >= LEAST_ROWS and x.size < MOST
+        weights = params["scale"], params["bias"]
+        fits = x.size >= LEAST_ROWS * x.shape[-1] and x.size < MOST
         wanted = "xla" if self._impl == "auto" and not fits else self._impl
         chosen = choose(wanted, pallas=None) if x.size else "xla"
         if chosen == "xla":
-            outputs = _in_array_operations(self._epsilon, dtypes, *inputs)
-        else:
-            from reformax.layers.kernels import layer_norm as kernel
+            rows = (_rows(z) for z in (x, y))
+            outputs = _in_array_operations(self._epsilon, dtypes, *rows, *weights)
+            return tuple(out.reshape(x.shape) for out in outputs), x
+        from reformax.layers.kernels import layer_norm as kernel
 
-            options = kernel.Options(self._epsilon, dtypes, pass_on, chosen == "pallas_interpret")
-            outputs, passed = kernel.normalize(options, kernel.Inputs(*inputs))
-            x = passed.reshape(x.shape) if pass_on else x
-        return tuple(out.reshape(x.shape) for out in outputs), x
+        options = kernel.Options(self._epsilon, dtypes, pass_on, chosen == "pallas_interpret")
+
+        def normalize(x, y, scale, bias):
+            inputs = kernel.Inputs(_rows(x), _rows(y), scale, bias)
+            found = kernel.normalize(options, inputs)
+            return jax.tree.map(lambda z: z.reshape(x.shape), found)
+
+        outputs, passed = devices.by_rows(normalize, (x, y), weights)
+        return outputs, passed if pass_on else x
+
+
+def _rows(x: Float[Array, "*d D"] | None) -> Float[Array, "R D"] | None:
+    return None if x is None else x.reshape(-1, x.shape[-1])
 
 
 def _in_array_operations(epsilon: float, dtypes: tuple, x, y, scale, bias) -> tuple[Array, ...]:

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from reformax import devices
 from reformax.declared import Bounds, SettingError
 from reformax.layers.attention import QKV, MultiHead
 from reformax.layers.coupling import (
@@ -257,7 +258,7 @@ class ReversibleStack(BlockStack):
                     # Streams can then be rebuilt before any gradient. Without a fence those of all
                     # layers would be in memory at once.
                     streams, d_streams = jax.lax.optimization_barrier((streams, d_streams))
-            return (streams, d_streams, d_memory), d_params
+            return (streams, d_streams, d_memory), devices.stored(d_params)
 
         carry = streams, d_streams, d_memory
         (streams, d_streams, d_memory), d_params = self._scan(

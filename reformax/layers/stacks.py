@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax import devices
 from reformax.declared import Depth, NonNegative, SettingError, check_fields
 from reformax.layers._trax import Layer
 from reformax.layers.attention import Attention, MultiHead
@@ -123,10 +124,18 @@ class BlockStack(Layer):
         return params
 
     def _scan(self, body: Callable, carry: Any, params: Any, *extra: Any, reverse: bool = False):
-        """`lax.scan` of `body(carry, Repeat, *extra)` over the repeats of the cycle."""
+        """`lax.scan` of `body(carry, Repeat, *extra)` over the repeats of the cycle.
+
+        Devices that share the weights gather those of one repeat at a time.
+        """
         xs = (Repeat(jnp.arange(self._n_repeats), params), *extra)
         unroll = 1 if self.scan_layers else self._n_repeats
-        return jax.lax.scan(lambda c, x: body(c, *x), carry, xs, reverse=reverse, unroll=unroll)
+
+        def each(carry, xs):
+            this, *extra = xs
+            return body(carry, this._replace(params=devices.gathered(this.params)), *extra)
+
+        return jax.lax.scan(each, carry, xs, reverse=reverse, unroll=unroll)
 
     def _rngs(self, rng, repeat: Repeat, i: int) -> dict[str, Any]:
         """The rng of each sublayer of block `i` in this repeat; None without an rng."""

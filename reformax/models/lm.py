@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax import devices
 from reformax.declared import Depth, SettingError, Size, VocabSize
 from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
@@ -111,7 +112,7 @@ class LanguageModel(Model):
         return dropout(self._norm.apply(params["norm"], x), self._dropout_rate, rng_f)
 
     def _embed(self, params, inputs: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = params["embedding"][inputs]
+        x = devices.gathered(params["embedding"])[inputs]
         return x if self._positions is None else self._positions.apply(params["positions"], x)
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax import devices
 from reformax.declared import Called, Depth, Rate, SettingError, VocabSize
 from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
@@ -200,7 +201,7 @@ class EncoderDecoder(Model):
     def _embed(
         self, params, table, tokens: Int[Array, "B T"], position: Int[Array, "B T"], rng=None
     ) -> Float[Array, "B T D"]:
-        x = table[tokens] * math.sqrt(self.d_model)
+        x = devices.gathered(table)[tokens] * math.sqrt(self.d_model)
         if self._positions is not None:
             length = tokens.shape[1]
             if self.max_length is not None and length > self.max_length:

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from reformax import devices
 from reformax.training import curves, evaluation
 from reformax.training import loss as loss_lib
-from reformax.training import mesh as mesh_lib
 from reformax.training.placing import place
 from reformax.training.prefetch import prefetch
 
@@ -66,15 +66,15 @@ def by_position(
       length: of a window, in tokens.
       seed: of the hashes; the numbers are those of `evaluation.evaluate`.
       max_tokens, loss_chunk_len: as there.
-      mesh: the devices; None: all.
+      mesh: as in `evaluation.evaluate`.
 
     Raises:
       ValueError: sizes or vocabularies that do not fit together.
     """
     mesh = evaluation.fitting_mesh(model, task, batch_size, length, mesh)
     edges = bands_of(length)
-    params = place(params, mesh_lib.replicated(mesh))
-    score = partial(_sums, model, loss_chunk_len, edges, params, jax.random.PRNGKey(seed))
+    params = place(params, devices.placement(params, mesh))
+    score = partial(_sums, model, loss_chunk_len, edges, mesh, params, jax.random.PRNGKey(seed))
     chosen, _ = evaluation.within(max_tokens, task, split)
     batches = evaluation.placed(task.eval_batches(split, batch_size, length, length), mesh, chosen)
     totals = np.zeros((len(edges) - 1, 2))  # a split has more targets than float32 counts
@@ -88,18 +88,19 @@ def by_position(
     ]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _sums(model, loss_chunk_len, edges, params, key, batch, index):
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _sums(model, loss_chunk_len, edges, mesh, params, key, batch, index):
     """Nats and weight of each band."""
-    inputs, targets, weights = batch
-    features = model.features(params, inputs, rng=jax.random.fold_in(key, index))
-    logits_fn = partial(model.logits, params)
-    sums = []
-    for first, end in pairwise(edges):
-        band = (x[:, first:end] for x in (features, targets, weights))
-        found = loss_lib.cross_entropy(logits_fn, *band, loss_chunk_len)
-        sums.append(jax.numpy.stack([found.nats, found.weight]))
-    return jax.numpy.stack(sums)
+
+    def sums_of(params, rng, inputs, targets, weights):
+        features, sums = model.features(params, inputs, rng=rng), []
+        for first, end in pairwise(edges):
+            band = (x[:, first:end] for x in (features, targets, weights))
+            found = loss_lib.cross_entropy(model.logits, params, *band, loss_chunk_len)
+            sums.append(jax.numpy.stack([found.nats, found.weight]))
+        return jax.numpy.stack(sums)
+
+    return devices.on(mesh, sums_of)(params, jax.random.fold_in(key, index), *batch)
 
 
 def table(bands: list[Band], metric: str) -> str:

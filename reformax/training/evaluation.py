@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from reformax import memory
+from reformax import devices, memory
 from reformax.declared import SettingError
 from reformax.progress import Progress
 from reformax.training import loss as loss_lib
@@ -42,7 +42,15 @@ def check_vocabulary(model, task) -> None:
 
 
 def check_positions(
-    model, params, task, split: str, *, batch_size: int, length: int, stride: int
+    model,
+    params,
+    task,
+    split: str,
+    *,
+    batch_size: int,
+    length: int,
+    stride: int,
+    mesh: Mesh | None = None,
 ) -> int:
     """Traces an evaluation: a row that the positions cannot hold fails now, not at step 1,000.
 
@@ -68,7 +76,7 @@ def check_positions(
     rng = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
     found = jax.eval_shape(lambda p, t, r: model.features(p, t, rng=r), params, inputs, rng)
     n_features = found.shape[-1]
-    rows = -(-batch_size // jax.local_device_count())
+    rows = -(-batch_size // (1 if mesh is None else devices.row_shares(mesh)))
     check_features(rows, longest, n_features, "eval_batch_size or eval_length")
     return n_features
 
@@ -121,7 +129,7 @@ def evaluate(
       all_as_well: whether to score the whole split in the same pass, besides these.
       loss_chunk_len: positions of a row whose logits are in memory together; None: as many as
         `loss.max_logits` allows.
-      mesh: the devices; None: all of this host's.
+      mesh: the devices; None: all, their rows split over them.
       progress: whether to show a bar on stderr, or lines where that is no terminal.
       should_stop: called after each batch; True abandons the evaluation.
 
@@ -142,8 +150,8 @@ def evaluate(
     chosen, budget = within(max_tokens, task, split)
     if batch_size * length >= _LARGE:
         sizes = dict(batch_size=batch_size, length=length, stride=stride)
-        check_positions(model, params, task, split, **sizes)
-    params = place(params, mesh_lib.replicated(mesh))  # once, not for every batch
+        check_positions(model, params, task, split, **sizes, mesh=mesh)
+    params = place(params, devices.placement(params, mesh))  # once, not for every batch
     key = jax.random.PRNGKey(seed)
     n_targets = task.n_targets(split)
     part = budget < n_targets
@@ -153,7 +161,7 @@ def evaluate(
     expected = -(-(n_targets if all_as_well else budget) // (stride * batch_size))
     unit = loss_lib.metric_name(task).replace("_per_", "/")
     with Progress(split, expected, side_channels.stderr(), shown=progress) as bar:
-        score = partial(_sums, model, loss_chunk_len, params, key)
+        score = partial(_sums, model, loss_chunk_len, mesh, params, key)
         totals = _totals(score, on_device, chosen, bar, unit, should_stop)
     if totals is None:
         return None
@@ -169,7 +177,7 @@ def fitting_mesh(model, task, batch_size: int, length: int, mesh: Mesh | None) -
     """The devices of an evaluation; `ValueError` where its vocabularies or sizes do not fit."""
     check_vocabulary(model, task)
     check_tokens(batch_size, length, "batch_size or length")
-    mesh = mesh or mesh_lib.data_mesh()
+    mesh = mesh or mesh_lib.make()
     mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
     return mesh
 
@@ -185,7 +193,7 @@ def within(max_tokens: int | None, task, split: str) -> tuple[Callable[[int], bo
 
 def placed(batches: Iterable, mesh: Mesh, chosen: Callable[[int], bool]) -> Iterator:
     """The chosen batches with their indices, on the devices."""
-    rows = mesh_lib.over_batch(mesh)
+    rows = devices.over_batch(mesh)
 
     def one(batch) -> Any:
         def rows_of(numbers: np.ndarray | None) -> Any:
@@ -246,12 +254,15 @@ def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
     }
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _sums(model, loss_chunk_len, params, key, batch, index):
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _sums(model, loss_chunk_len, mesh, params, key, batch, index):
     """A batch's sums of nats, weight and correct, as one array: one transfer to the host."""
-    inputs, targets, weights = batch
-    rng = jax.random.fold_in(key, index)
-    features = model.features(params, inputs, rng=rng)
-    logits_fn = partial(model.logits, params)
-    sums = loss_lib.cross_entropy(logits_fn, features, targets, weights, loss_chunk_len)
-    return jax.numpy.stack([sums.nats, sums.weight, sums.correct])
+
+    def sums_of(params, rng, inputs, targets, weights):
+        features = model.features(params, inputs, rng=rng)
+        sums = loss_lib.cross_entropy(
+            model.logits, params, features, targets, weights, loss_chunk_len
+        )
+        return jax.numpy.stack([sums.nats, sums.weight, sums.correct])
+
+    return devices.on(mesh, sums_of)(params, jax.random.fold_in(key, index), *batch)

@@ -63,7 +63,9 @@ def products(program: core.Jaxpr | core.ClosedJaxpr) -> Products:
                 join = Products.least if name == "cond" else Products.then
                 largest, flops = reduce(join, inner)
                 times = equation.params["length"] if name == "scan" else 1
-                found = found.then(Products(largest, flops * times))
+                # A shard is that of one device.
+                n_shards = equation.params["mesh"].size if name == "shard_map" else 1
+                found = found.then(Products(largest * n_shards, flops * times * n_shards))
     return found
 
 
@@ -75,18 +77,18 @@ def _programs(values: Iterable[Any]) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
             yield value
 
 
-def check_step(found: Products, state: Any, n_devices: int) -> None:
+def check_step(found: Products, state: int, n_devices: int) -> None:
     """Refuses a step that cannot fit, before it is compiled.
 
     Args:
       found: the products of matrices of a step of all devices.
-      state: a tree of arrays that each device has whole.
+      state: bytes of it that a device has.
       n_devices: a batch is split over.
 
     Raises:
       SettingError: the largest result and the state are more than a device has.
     """
-    least = found.largest // n_devices + memory.size_of(state)
+    least = found.largest // n_devices + state
     memory.check("the state and the largest product of a step", least, _FIX)
 
 

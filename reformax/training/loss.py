@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from reformax import devices
 from reformax.declared import SettingError
 
 
 def max_logits() -> int:
     """The most logits in memory together, however long a chunk may be.
 
-    They take 128 MiB; on GPUs, which need large products, 1 GiB over all devices.
+    They take 128 MiB; on a GPU, which needs large products, 1 GiB.
     """
     return 2**25 if jax.default_backend() == "cpu" else 2**28
 
@@ -42,7 +43,8 @@ class Sums(NamedTuple):
 
 
 def cross_entropy(
-    logits_fn: Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]],
+    logits_fn: Callable[[Any, Float[Array, "B C D"]], Float[Array, "B C V"]],
+    params: Any,
     features: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
@@ -56,8 +58,8 @@ def cross_entropy(
     mean(-log p)`. From Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7.
 
     Args:
-      logits_fn: maps features of any number of positions to logits. The arrays that it closes over
-        get gradients too.
+      logits_fn: `(params, features) -> logits`, of any numbers of rows and positions.
+      params: a tree of arrays, which get gradients too.
       features: the model's output, a vector for each position.
       targets: ids below V.
       weights: 0 leaves a position out.
@@ -71,8 +73,9 @@ def cross_entropy(
     """
     if chunk_len is not None and chunk_len < 1:
         raise SettingError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or None")
-    batch, length = targets.shape
-    vocab_size = jax.eval_shape(logits_fn, features[:, :1]).shape[-1]
+    batch, length = targets.shape[0] // devices.row_shares(), targets.shape[1]
+    one = jax.ShapeDtypeStruct((batch, 1, features.shape[2]), features.dtype)
+    vocab_size = jax.eval_shape(logits_fn, params, one).shape[-1]
     chunk_len = min(chunk_len or length, length, max(1, max_logits() // (batch * vocab_size)))
     n_chunks = max(1, -(-length // max(1, chunk_len)))
     chunk_len = -(-length // n_chunks)  # the last chunk is then not mostly padding
@@ -83,21 +86,38 @@ def cross_entropy(
         x = jnp.pad(x, tail).reshape(batch, n_chunks, chunk_len, *x.shape[2:])
         return jnp.swapaxes(x, 0, 1)
 
-    chunks = tuple(map(chunked, (features, targets, weights.astype(jnp.float32))))
-    # Only arguments have gradients, so the arrays that logits_fn closes over become arguments.
-    program = jax.make_jaxpr(logits_fn)(chunks[0][0])
+    leaves, tree = jax.tree.flatten(params)
+    read = _read(logits_fn, params, one)
 
-    def logits_of(features, *consts):
-        return jax.core.eval_jaxpr(program.jaxpr, consts, features)[0]
+    def logits_of(features, *used):
+        given = iter(used)
+        both = zip(leaves, read, strict=True)
+        # What is not read has no gradient that would have to be summed up.
+        filled = [next(given) if is_read else jax.typeof(x) for x, is_read in both]
+        return logits_fn(jax.tree.unflatten(tree, filled), features)
 
-    return _sums(logits_of, label_smoothing, program.consts, *chunks)
+    def sums_of(features, targets, weights, used):
+        chunks = tuple(map(chunked, (features, targets, weights.astype(jnp.float32))))
+        return (), _sums(logits_of, label_smoothing, used, *chunks)
+
+    # Each device sums up over its own rows: one sum over devices, and not one a chunk.
+    rows = features, targets, weights
+    used = [x for x, is_read in zip(leaves, read, strict=True) if is_read]
+    return devices.with_sums(sums_of, rows, (used,))[1]
+
+
+def _read(logits_fn, params, features) -> list[bool]:
+    """Which arrays of `params` the logits are made of."""
+    program = jax.make_jaxpr(logits_fn)(params, features).jaxpr
+    inputs = {id(x) for equation in program.eqns for x in equation.invars}
+    return [id(x) in inputs for x in program.invars[:-1]]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _sums(logits_fn, label_smoothing, consts, features, targets, weights) -> Sums:
+def _sums(logits_fn, label_smoothing, used, features, targets, weights) -> Sums:
     def add_chunk(sums, chunk):
         features, *others = chunk
-        here = _chunk(logits_fn(features, *consts), *others, label_smoothing)
+        here = _chunk(logits_fn(features, *used), *others, label_smoothing)
         return jax.tree.map(jnp.add, sums, here.sums), None
 
     return jax.lax.scan(add_chunk, _zero_sums(), (features, targets, weights))[0]
@@ -105,14 +125,14 @@ def _sums(logits_fn, label_smoothing, consts, features, targets, weights) -> Sum
 
 @_sums.defjvp
 def _sums_jvp(logits_fn, label_smoothing, primals, tangents) -> tuple[Sums, Sums]:
-    consts, features, targets, weights = primals
+    used, features, targets, weights = primals
     # Masks and tables of integers have no gradient.
-    are_params = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in consts]
-    params = [x for x, is_param in zip(consts, are_params, strict=True) if is_param]
+    are_params = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in used]
+    params = [x for x, is_param in zip(used, are_params, strict=True) if is_param]
 
     def logits_of(features, *params):
         given = iter(params)
-        both = zip(consts, are_params, strict=True)
+        both = zip(used, are_params, strict=True)
         return logits_fn(features, *(next(given) if is_param else x for x, is_param in both))
 
     def add_chunk(carry, chunk):
@@ -126,8 +146,8 @@ def _sums_jvp(logits_fn, label_smoothing, primals, tangents) -> tuple[Sums, Sums
     chunks = features, targets, weights
     (sums, d_params), (d_features, losses) = jax.lax.scan(add_chunk, start, chunks)
     # The loss is linear in its inputs' changes; its transpose is the backward pass.
-    d_consts, of_features, _, of_weights = tangents
-    of_params = [x for x, is_param in zip(d_consts, are_params, strict=True) if is_param]
+    d_used, of_features, _, of_weights = tangents
+    of_params = [x for x, is_param in zip(d_used, are_params, strict=True) if is_param]
     gradients, changes = (*d_params, d_features, losses), (*of_params, of_features, of_weights)
     f32 = jnp.float32
     change = sum(

@@ -1,37 +1,97 @@
-"""The devices: one mesh whose `data` axis runs over those of this host.
+"""The mesh of devices that a run, an evaluation or a search computes on.
 
-A batch is split over `data`; every device has a whole copy of everything else. XLA derives the rest
-(the sum of gradients over devices) from these two placements, so the numbers of a step are those of
-one device up to the order of sums. Larger meshes and several hosts begin here.
+It has the axes of `reformax.devices`. The numbers of a step are those of one device up to the order
+of sums, whatever the sizes.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from reformax.declared import SettingError
-
-
-def data_mesh(devices: list[jax.Device] | None = None) -> Mesh:
-    """One `data` axis over `devices`, by default all of all processes."""
-    return Mesh(np.array(devices or jax.devices()), ("data",))
+from reformax.declared import SettingError, shown
+from reformax.devices import AXES, placement, row_shares
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
-    """The whole array on every device."""
-    return NamedSharding(mesh, PartitionSpec())
+class _Sizes:
+    """The declaration of `Sizes`."""
+
+    name = "sizes above 0 of some of data, fsdp and context, one of them -1, such as {'fsdp': 8}"
+
+    def hold(self, value: Any) -> bool:
+        """Whether axes and sizes are such."""
+        sizes = list(value.values())
+        numbers = all(isinstance(x, int) and not isinstance(x, bool) for x in sizes)
+        return (
+            set(value) <= set(AXES)
+            and numbers
+            and all(x == -1 or x >= 1 for x in sizes)
+            and sizes.count(-1) <= 1
+        )
+
+    def words(self, value: Any) -> str:
+        """What they are."""
+        return self.name
 
 
-def over_batch(mesh: Mesh) -> NamedSharding:
-    """The first axis split over the devices."""
-    return NamedSharding(mesh, PartitionSpec("data"))
+# The sizes of axes by name. Those left out are 1; -1 is as many as the devices allow, and that is
+# the size of `data` where none is given.
+Sizes = Annotated[Mapping, _Sizes()]
+
+
+def make(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of all `devices`, by default JAX's.
+
+    Args:
+      sizes: of the axes, as `Sizes` says.
+      devices: of the mesh.
+
+    Raises:
+      SettingError: the sizes do not make the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    filled = sizes_of(sizes or {}, len(devices))
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(filled.values()), AXES, devices=devices, axis_types=types)
+
+
+def sizes_of(sizes: Mapping[str, int], n: int) -> dict[str, int]:
+    """The size of every axis of a mesh of `n` devices; raises as `make` does."""
+    sizes = dict(sizes)
+    fills = "data" if -1 not in sizes.values() and "data" not in sizes else None
+    given = dict.fromkeys(AXES, 1) | sizes | ({fills: -1} if fills else {})
+    known = math.prod(size for size in given.values() if size != -1)
+    if n % known or (n != known and -1 not in given.values()):
+        raise SettingError(
+            f"mesh is {shown(sizes)} and the number of devices {n}: expected sizes that "
+            f"{'divide it' if -1 in given.values() else 'multiply to it, or no data'}"
+        )
+    return {axis: n // known if size == -1 else size for axis, size in given.items()}
+
+
+def words(mesh: Mesh) -> str:
+    """The mesh, for people."""
+    n = mesh.size
+    device = mesh.devices.flat[0].platform
+    split = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    plural = f"s ({split})" if n > 1 else ""
+    return f"{n} {device} device{plural}"
+
+
+def bytes_stored(tree: Any, mesh: Mesh) -> int:
+    """The bytes of a tree of arrays that a device has, where they have their `placement`."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(placement(tree, mesh)), strict=True)
+    return sum(math.prod(p.shard_shape(x.shape)) * x.dtype.itemsize for x, p in pairs)
 
 
 def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1) -> None:
-    """Raises `ValueError` unless all devices get the same number of rows in every micro-batch."""
-    n, parts = mesh.size, mesh.size * accumulate
+    """Raises `SettingError` unless all shares get the same number of rows in every micro-batch."""
+    n = row_shares(mesh)
+    parts = n * accumulate
     if batch_size < 1 or batch_size % parts:
         micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""
         below = max(batch_size // parts, 1) * parts

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from reformax import memory
+from reformax import devices, memory
 from reformax.declared import SettingError
 from reformax.training import evaluation, fingerprints, forecast, starting_weights
 from reformax.training import mesh as mesh_lib
@@ -153,7 +153,7 @@ def begin(
         state, source = _first_state(settings, mesh, key, init, like.params, vocabulary)
         return Begun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
     state, info = checkpoints.restore(newest, like)
-    state = place(state, mesh_lib.replicated(mesh))
+    state = place(state, devices.placement(like, mesh))
     data, changed = _data(settings, info.get("data", {}), info["step"])
     return Begun(state, info["step"], info, data, changed, n_params)
 
@@ -162,14 +162,19 @@ def _check_memory(settings: Settings, models: Models, mesh: Mesh, like, n_params
     """Raises `SettingError` for a state or features that no device holds."""
     memory.check(
         f"{n_params:,} parameters, their gradient and the optimizer's state",
-        memory.size_of(like) + memory.size_of(like.params),
+        mesh_lib.bytes_stored(like, mesh) + mesh_lib.bytes_stored(like.params, mesh),
         "the model's sizes",
     )
     n_features = evaluation.check_positions(
-        models.eval, like.params, settings.task, settings.eval_split, **settings.eval_sizes
+        models.eval,
+        like.params,
+        settings.task,
+        settings.eval_split,
+        **settings.eval_sizes,
+        mesh=mesh,
     )
     for stage in settings.all_stages:
-        rows = stage.batch_size // (settings.accumulate * mesh.size)
+        rows = stage.batch_size // (settings.accumulate * devices.row_shares(mesh))
         evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
 
 
@@ -177,19 +182,34 @@ def _first_state(
     settings: Settings, mesh: Mesh, key: jax.Array, init, like: Any, vocabulary: str | None
 ) -> tuple[step_lib.State, str]:
     """The state of step 0, with other weights of the shapes `like` if the settings say so."""
-    whole = mesh_lib.replicated(mesh)
     if settings.init_from is None:
-        return jax.jit(init, out_shardings=whole)(key), ""
+        placement = devices.placement(jax.eval_shape(init, key), mesh)
+        return jax.jit(init, out_shardings=placement)(key), ""
     params, source = starting_weights.read(settings.init_from, like, vocabulary)
     first = partial(step_lib.first_state, optimizer=settings.optimizer, ema=settings.ema_decay > 0)
     words = f"with the weights of {source[0]} after step {source[1]} "
-    return jax.jit(first, out_shardings=whole)(params), words
+    placement = devices.placement(jax.eval_shape(first, params), mesh)
+    return jax.jit(first, out_shardings=placement)(params), words
 
 
 def _data(settings: Settings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:
     """The data's fingerprints, and what changed since a checkpoint that has those of `kept`."""
     now = fingerprints.of(settings.task, ("train", settings.eval_split))
     return kept | now, fingerprints.changes(kept, now, step, settings.allow_changed_data)
+
+
+def step_of(settings: Settings, model: Any, mesh: Mesh, state: Any):
+    """The step of a run for a model built for training and a state, or the shapes of one."""
+    return step_lib.step_fn(
+        model,
+        settings.optimizer,
+        mesh,
+        accumulate=settings.accumulate,
+        loss_chunk_len=settings.loss_chunk_len,
+        label_smoothing=settings.label_smoothing,
+        ema_decay=settings.ema_decay,
+        placement=devices.placement(state, mesh),
+    )
 
 
 def compiled(
@@ -221,18 +241,7 @@ def compiled(
       SettingError: a step takes more memory than a device has.
     """
     n_devices = mesh.size
-    steps = [
-        step_lib.step_fn(
-            model,
-            settings.optimizer,
-            mesh,
-            accumulate=settings.accumulate,
-            loss_chunk_len=settings.loss_chunk_len,
-            label_smoothing=settings.label_smoothing,
-            ema_decay=settings.ema_decay,
-        )
-        for model in models.train
-    ]
+    steps = [step_of(settings, model, mesh, begun.state) for model in models.train]
     if begun.step >= settings.steps:
         return steps, batches
     started, first = time.monotonic(), next(batches)
@@ -241,7 +250,7 @@ def compiled(
         example = first if start == begun.step else tuple(batch(start))
         traced = step.trace(begun.state, example, key)
         found = forecast.products(traced.jaxpr)
-        forecast.check_step(found, begun.state, n_devices)
+        forecast.check_step(found, mesh_lib.bytes_stored(begun.state, mesh), n_devices)
         flops += found.flops * (stage.until - start)
         if start == begun.step:
             # A call of the jitted function finds what is compiled here.

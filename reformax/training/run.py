@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from reformax import devices
 from reformax.declared import SettingError
 from reformax.training import fingerprints, forecast, opening, placing, side_channels
 from reformax.training import mesh as mesh_lib
@@ -58,7 +59,7 @@ class Run:
         if not self._processes.first:  # which alone says anything
             settings = replace(settings, progress=False)
         self._settings, self._task = settings, settings.task
-        self._mesh = mesh_lib.data_mesh()
+        self._mesh = mesh_lib.make(settings.mesh)
         opening.check_sizes(settings, self._mesh)
         self.folder = make_output_dir(output_dir)
         together = self._processes.branch("checkpoints")
@@ -178,14 +179,13 @@ class Run:
         if begun.changed_data:
             words = fingerprints.described(begun.changed_data)
             self._say(f"note: the data has changed: {words}")
-        n = self._mesh.size
-        devices = f"{n} {jax.default_backend()} device{'s' if n > 1 else ''}"
+        shown = mesh_lib.words(self._mesh)
         if self._processes.count > 1:
-            devices += f" of {self._processes.count} processes"
+            shown += f" of {self._processes.count} processes"
         first = f"going on from step {self.step}" if self.step else f"{begun.source}from step 1"
         self._say(
-            f"{self._task.name}: {self._n_params:,} parameters, {devices}, {first} to "
-            f"{self._settings.steps}, in {self.folder}"
+            f"{self._task.name}: {self._n_params:,} parameters, {shown}, "
+            f"{first} to {self._settings.steps}, in {self.folder}"
         )
 
     def _write_config(self) -> str | None:
@@ -227,7 +227,7 @@ class Run:
 
     def _placed_batches(self):
         """The batches of the steps to come, on the devices."""
-        rows = mesh_lib.over_batch(self._mesh)
+        rows = devices.over_batch(self._mesh)
         for step in range(self.step, self._settings.steps):
             stage = self._settings.all_stages[self._settings.stage_after(step)]
             yield placing.place_batch(partial(self._batch, step), stage.batch_size, rows)

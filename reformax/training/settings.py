@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import optax
@@ -26,6 +27,7 @@ from reformax.declared import (
     shown,
 )
 from reformax.training.callbacks import Callback, Logger
+from reformax.training.mesh import Sizes
 from reformax.training.stages import Model, Stage
 
 
@@ -70,6 +72,9 @@ class Settings:
       steps: updates in total, over all resumptions.
       batch_size: sequences per step; a multiple of the number of devices times `accumulate`.
       length: tokens per sequence.
+      mesh: sizes of the axes of devices, such as `{'fsdp': 8}`; see docs/devices.md. `data`, over
+        which batches are split, takes all devices that the others leave; `fsdp` splits weights
+        too, and `context` sequences.
       stages: the first steps with settings of their own, in order; after the last of them come
         those above, which evaluations have throughout. See `reformax.training.stages`.
       seed: of initial values, batches, hashes and dropout.
@@ -116,6 +121,7 @@ class Settings:
     steps: Size
     batch_size: Size
     length: Size
+    mesh: Sizes = MappingProxyType({})
     stages: Sequence[Stage] = ()
     seed: Seed = 0
     accumulate: Size = 1

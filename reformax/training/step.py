@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from reformax import devices
 from reformax.carried import advanced, merged, trained
 from reformax.training import loss as loss_lib
-from reformax.training import mesh as mesh_lib
 
 
 class State(NamedTuple):
@@ -53,6 +53,7 @@ def step_fn(
     loss_chunk_len: int | None = None,
     label_smoothing: float = 0.0,
     ema_decay: float = 0.0,
+    placement: Any = None,
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
     """Compiles a step for `model`.
 
@@ -68,6 +69,8 @@ def step_fn(
         vocabulary; 'nats' below is without it.
       ema_decay: decay of the moving average of the parameters; 0 for none. The average of the first
         t steps decays by at most (1 + t) / (10 + t), so that it soon forgets the initial values.
+      placement: of the state after a step, as `devices.placement` gives it; None: every device
+        has it whole.
 
     Returns:
       A function (state, (inputs, targets, weights), key) -> (state, metrics). It uses up the state
@@ -78,6 +81,7 @@ def step_fn(
     """
     gradient = jax.grad(partial(_mean_loss, model, loss_chunk_len, label_smoothing), has_aux=True)
     schedule = getattr(optimizer, "learning_rate", None)
+    n_parts = accumulate * mesh.size  # each device says what its part would carry on
 
     def step(state: State, batch, key):
         rng = jax.random.fold_in(key, state.step)
@@ -89,11 +93,12 @@ def step_fn(
             grads, (nats, correct) = _accumulated(
                 gradient, accumulate, state.params, batch, rng, total_weight
             )
+        grads = devices.stored(grads)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
             before, gradients = trained(state.params), trained(grads)
             updates, opt_state = optimizer.update(gradients, state.opt_state, before)
             params = optax.apply_updates(before, updates)
-        params = merged(advanced(state.params, grads, accumulate), params)
+        params = merged(advanced(state.params, grads, n_parts), params)
         done = state.step + 1
         ema = state.ema
         if ema is not None:
@@ -102,23 +107,23 @@ def step_fn(
             averaged = jax.tree.map(
                 lambda old, new: decay * old + (1 - decay) * new, trained(ema), trained(params)
             )
-            ema = merged(advanced(ema, grads, accumulate), averaged)
+            ema = merged(advanced(ema, grads, n_parts), averaged)
         metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(gradients)}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return State(done, params, opt_state, ema), metrics
 
-    whole = mesh_lib.replicated(mesh)
-    return jax.jit(step, donate_argnums=0, out_shardings=(whole, whole))
+    whole = devices.replicated(mesh)
+    placements = whole if placement is None else placement, whole
+    return jax.jit(devices.on(mesh, step), donate_argnums=0, out_shardings=placements)
 
 
 def _mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, total_weight):
     """(loss, (nats, accuracy)), each divided by `total_weight`."""
     inputs, targets, weights = batch
     features = model.features(params, inputs, rng=rng)
-    logits_fn = partial(model.logits, params)
     sums = loss_lib.cross_entropy(
-        logits_fn, features, targets, weights, loss_chunk_len, label_smoothing
+        model.logits, params, features, targets, weights, loss_chunk_len, label_smoothing
     )
     means = sums.nats / total_weight, sums.correct / total_weight
     return sums.loss / total_weight, means

@@ -37,7 +37,7 @@ def test_training_evaluation_and_generation(name):
     run = step.step_fn(
         model,
         adam,
-        mesh.data_mesh(),
+        mesh.make(),
         accumulate=2,
         loss_chunk_len=5,
         label_smoothing=0.1,

@@ -1,7 +1,5 @@
 """Models with 64-bit types: training steps stay float32, and generation runs."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,8 +54,8 @@ def test_a_training_step_and_generation(name):
 
     def loss_of(params):
         features = model.features(params, inputs if translates else tokens, rng=RNG)
-        logits = functools.partial(model.logits, params)
-        sums = loss.cross_entropy(logits, features, tokens, jnp.ones(tokens.shape), 5, 0.1)
+        weights = jnp.ones(tokens.shape)
+        sums = loss.cross_entropy(model.logits, params, features, tokens, weights, 5, 0.1)
         return sums.loss
 
     evaluated = constructor(**SIZES, **options, mode="eval")

@@ -282,8 +282,8 @@ def test_eight_devices_compute_the_losses_of_one(tmp_path):
 def test_a_batch_that_devices_cannot_share_is_told(tmp_path):
     with pytest.raises(ValueError, match="batch_size=8 cannot be divided .* accumulate=3"):
         run(tmp_path, accumulate=3)
-    mesh_of_1 = mesh.data_mesh(jax.devices()[:1])
-    mesh_of_8 = type("Mesh", (), {"size": 8})
+    mesh_of_1 = mesh.make(devices=jax.devices()[:1])
+    mesh_of_8 = type("Mesh", (), {"shape": {"data": 2, "fsdp": 4, "context": 2}})
     mesh.check_batch_size("batch_size", 5, mesh_of_1)
     with pytest.raises(ValueError, match="batch_size=12 cannot .* multiple of 8, such as 8"):
         mesh.check_batch_size("batch_size", 12, mesh_of_8)

@@ -27,8 +27,12 @@ def plain(features, matrix, targets, weights):
     return (nats * weights).sum(), weights.sum(), correct.sum()
 
 
+def product(matrix, features):
+    return features @ matrix
+
+
 def chunked(features, matrix, targets, weights, chunk_len):
-    return loss.cross_entropy(lambda f: f @ matrix, features, targets, weights, chunk_len)
+    return loss.cross_entropy(product, matrix, features, targets, weights, chunk_len)
 
 
 @pytest.mark.parametrize("length, chunk_len", [(1, 1), (1, 5), (13, 5), (13, 13)])
@@ -71,14 +75,18 @@ def test_derivatives_of_a_second_order_equal_the_plain_ones():
 
 
 def test_the_logits_may_be_of_masks_and_tables_too():
-    """All arrays that the function closes over, traced or not; integers have no gradient."""
+    """Integers have no gradient, and what is not read has one of zeros."""
     features, matrix, targets, weights = problem(13)
     hidden, table = jnp.arange(11) == 4, jnp.arange(11)[::-1]
     targets = jnp.where(targets == 4, 3, targets)
 
     def ours(features, matrix, hidden, table):
-        logits_fn = lambda f: jnp.where(hidden, -1e9, (f @ matrix)[..., table])  # noqa: E731
-        return loss.cross_entropy(logits_fn, features, targets, weights, 5).loss
+        def logits_fn(params, f):
+            matrix, hidden, table, _ = params
+            return jnp.where(hidden, -1e9, (f @ matrix)[..., table])
+
+        params = matrix, hidden, table, 2 * matrix
+        return loss.cross_entropy(logits_fn, params, features, targets, weights, 5).loss
 
     def want(features, matrix, hidden, table):
         logits = jnp.where(hidden, -1e9, (features @ matrix)[..., table])
@@ -137,8 +145,7 @@ def test_smoothing_is_the_cross_entropy_to_the_smoothed_targets(smoothing, chunk
         return (nats * weights).sum()
 
     def ours(features, matrix):
-        logits_fn = lambda f: f @ matrix  # noqa: E731
-        return loss.cross_entropy(logits_fn, features, targets, weights, chunk_len, smoothing)
+        return loss.cross_entropy(product, matrix, features, targets, weights, chunk_len, smoothing)
 
     sums = ours(features, matrix)
     np.testing.assert_allclose(sums.loss, smoothed(features, matrix), rtol=1e-5)
@@ -157,8 +164,7 @@ def test_a_vocabulary_of_32000_is_never_in_memory_for_all_tokens():
     args = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True)]
 
     def smoothed(features, matrix, targets, weights):
-        logits_fn = lambda f: f @ matrix  # noqa: E731
-        return loss.cross_entropy(logits_fn, features, targets, weights, 1024, 0.1).loss
+        return loss.cross_entropy(product, matrix, features, targets, weights, 1024, 0.1).loss
 
     compiled = jax.jit(jax.grad(smoothed, (0, 1))).lower(*args).compile()
     largest = batch * length * vocab * 4

@@ -77,7 +77,7 @@ class _Inputs(NamedTuple):
     v: Array  # [B, S, N, V]
     query_segments: Array | None  # [B, T]
     key_segments: Array | None  # [B, S]
-    seed: Array | None  # [2], of dropout
+    seed: Array | None  # [4], of dropout
 
 
 class _Work(NamedTuple):
@@ -428,7 +428,7 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
 
 
 def _inputs(layout: Layout | Everything, q, k, v, segments, rng) -> _Inputs:
-    return _Inputs(q, k, v, *segments, seed_words(rng) if layout.dropout > 0.0 else None)
+    return _Inputs(q, k, v, *segments, seed_words(rng, len(q)) if layout.dropout > 0.0 else None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

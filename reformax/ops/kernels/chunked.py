@@ -80,7 +80,7 @@ class _Inputs(NamedTuple):
     order: Array | None  # [B, N, R, Tp]
     packs: Array | None  # [W, B, N, R, Tp], `PackedChunks` of all rounds but the last
     segment: Array | None  # [B, N, R, Tp]
-    seed: Array | None  # [2], of dropout
+    seed: Array | None  # [4], of dropout
 
 
 class _Gradients(NamedTuple):
@@ -485,7 +485,7 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> _Inputs:
     order = None if order is None else order.queries
     if segments is not None:
         segment = _in_order(segments[:, None], order)
-    seed = seed_words(rng) if chunks.dropout > 0.0 else None
+    seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
     return _Inputs(q, length_normalize(q) if k is None else k, v, order, packs, segment, seed)
 
 

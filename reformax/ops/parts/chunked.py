@@ -75,7 +75,8 @@ def chunked_attention(
         segments = jnp.pad(segments, ((0, 0), (0, padding)))
     if impl == "xla":
         order = None if order is None else order.with_places()
-        others = order, segments, rng, own_weight
+        seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
+        others = order, segments, seed, own_weight
         return over_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, ids)
     from reformax.ops.kernels import chunked as kernel
 
@@ -301,20 +302,20 @@ def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Ar
 
 
 def _dropout_mask(
-    this: _Round, length: int, head: Int[Array, "N B"], rng: PRNGKeyArray | None
+    this: _Round, length: int, head: Int[Array, "N B"], seed: Int[Array, 4] | None
 ) -> Float[Array, "N B C L M"] | float:
     """The dropout mask of a round's weights."""
     if this.chunks.dropout == 0.0:
         return 1.0
     batch = jnp.arange(head.shape[1])[None, :, None, None, None]
     address = batch, head[..., None, None, None], *this.positions(length)
-    return dropout_mask(seed_words(rng), this.chunks.dropout, *address)
+    return dropout_mask(seed, this.chunks.dropout, *address)
 
 
 # All rounds, both passes.
 
 
-def _lone_weight(chunks: Chunks, total, segments, rng, own_weight) -> Float[Array, "N B T 1"]:
+def _lone_weight(chunks: Chunks, total, segments, seed, own_weight) -> Float[Array, "N B T 1"]:
     """The weight of a position's own value: 1, or its dropout mask, where it sees nothing else."""
     own_weight = 1.0 if own_weight is None else jnp.swapaxes(own_weight, 0, 1)
     weight = jnp.where(total == 0.0, own_weight, 0.0)
@@ -323,40 +324,40 @@ def _lone_weight(chunks: Chunks, total, segments, rng, own_weight) -> Float[Arra
     if chunks.dropout > 0.0:
         head, batch, position = jnp.ogrid[tuple(slice(n) for n in total.shape)]
         address = (batch, head, position, position)
-        weight = weight * dropout_mask(seed_words(rng), chunks.dropout, *address)
+        weight = weight * dropout_mask(seed, chunks.dropout, *address)
     return weight[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(chunks, q, k, v, order, segments, rng, own_weight):
-    return _attend_forward(chunks, q, k, v, order, segments, rng, own_weight)[0]
+def _attend(chunks, q, k, v, order, segments, seed, own_weight):
+    return _attend_forward(chunks, q, k, v, order, segments, seed, own_weight)[0]
 
 
-def _attend_forward(chunks, q, k, v, order, segments, rng, own_weight):
+def _attend_forward(chunks, q, k, v, order, segments, seed, own_weight):
     n_places = chunks.length + chunks.padding if order is None else order.queries.shape[-1]
     q, k, values = (None if x is None else _heads_first(x, n_places) for x in (q, k, v))
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
-    forward = functools.partial(_forward, chunks, segments, rng)
+    forward = functools.partial(_forward, chunks, segments, seed)
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.sees_itself:
-        lone = _lone_weight(chunks, total, segments, rng, own_weight)
+        lone = _lone_weight(chunks, total, segments, seed, own_weight)
         out = out + jnp.where(lone == 0, 0, lone * values.astype(out.dtype))
     out = _heads_last(out, chunks.length).astype(v.dtype)
     # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where logits are
     # large.
-    return out, (q, k, values, order, segments, rng, own_weight, out, top, total)
+    return out, (q, k, values, order, segments, seed, own_weight, out, top, total)
 
 
 def _attend_backward(chunks, residuals, d_out):
-    q, k, v, order, segments, rng, own_weight, out, top, total = residuals
+    q, k, v, order, segments, seed, own_weight, out, top, total = residuals
     # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
     row_dot = mean_product(d_out, finite(out)) * out.shape[-1]
     d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
-    backward = functools.partial(_backward, chunks, segments, rng)
+    backward = functools.partial(_backward, chunks, segments, seed)
     statistics = (top, total, row_dot[..., 0])
     dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
     if chunks.sees_itself:
-        lone = _lone_weight(chunks, total, segments, rng, own_weight)
+        lone = _lone_weight(chunks, total, segments, seed, own_weight)
         dv = dv + lone * d_out.astype(dv.dtype)
 
     def like(dx, x):
@@ -373,7 +374,7 @@ def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
     return jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], q.shape[:2])
 
 
-def _forward(chunks, segments, rng, q, k, v, order, head):
+def _forward(chunks, segments, seed, q, k, v, order, head):
     """Each position's attended values, largest logit, and sum of `exp(logit - largest)`."""
     n_heads, _, length = q.shape[:3]
     dtype = wide(q.dtype, v.dtype)
@@ -390,7 +391,7 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
         top_here = logits.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(logits - top_here[..., None]), 0.0)
         total_here = weights.sum(axis=-1)
-        weights = weights * _dropout_mask(this, length, head, rng)
+        weights = weights * _dropout_mask(this, length, head, seed)
         here = jnp.einsum(
             "bnclm,bncmv->bnclv",
             weights.astype(v.dtype),
@@ -408,7 +409,7 @@ def _forward(chunks, segments, rng, q, k, v, order, head):
     return acc / nonzero(total)[..., None], top, total
 
 
-def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
+def _backward(chunks, segments, seed, q, k, v, d_out, statistics, order, head):
     """The gradients of q, k and v, float32, of what `_forward` returns first."""
     n_heads, _, length = q.shape[:3]
     dtype = wide(q.dtype, v.dtype)
@@ -435,7 +436,7 @@ def _backward(chunks, segments, rng, q, k, v, d_out, statistics, order, head):
         logits = _logits(queries, keys) - row_top
         logits = jnp.where(mask & (logits < 0), logits, 0)
         weights = jnp.where(mask, jnp.exp(logits) * row_share, 0.0)
-        dropped = _dropout_mask(this, length, head, rng)
+        dropped = _dropout_mask(this, length, head, seed)
         d_values = jnp.einsum(
             "bnclm,bnclv->bncvm", (weights * dropped).astype(v.dtype), d_here, **f32
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,27 +10,11 @@ from jaxtyping import Array
 
 from reformax.declared import SettingError, shown
 
-
-class Implementation(NamedTuple):
-    """The machine that an implementation needs.
-
-    Attributes:
-      on_gpu: whether it needs an NVIDIA GPU of Ampere or later.
-      divisible: whether the compiler can divide it between several devices. `"auto"` takes no
-        other there.
-    """
-
-    on_gpu: bool
-    divisible: bool
-
-
 # In the order in which "auto" tries them. Nothing stands in the way of "xla".
-IMPLEMENTATIONS = {
-    "cudnn": Implementation(on_gpu=True, divisible=True),
-    "pallas": Implementation(on_gpu=True, divisible=False),
-    "xla": Implementation(on_gpu=False, divisible=True),
-    "pallas_interpret": Implementation(on_gpu=False, divisible=False),
-}
+IMPLEMENTATIONS = ("cudnn", "pallas", "xla", "pallas_interpret")
+
+# Those that need an NVIDIA GPU of Ampere or later.
+ON_GPU = ("cudnn", "pallas")
 
 # Kernels of ours, compiled and interpreted.
 KERNELS = ("pallas", "pallas_interpret")
@@ -64,17 +48,14 @@ def choose(impl: str, **obstacles: str | None) -> str:
         if obstacle := _machine_obstacle(impl) or obstacles.get(impl):
             raise NotImplementedError(f"impl={impl!r} with {obstacle}: use impl='auto' or 'xla'")
         return impl
-    alone = jax.device_count() == 1
-    for name, implementation in IMPLEMENTATIONS.items():
-        if name not in ("xla", *obstacles) or obstacles.get(name) or _machine_obstacle(name):
-            continue
-        if alone or implementation.divisible:
+    for name in IMPLEMENTATIONS:
+        if name in ("xla", *obstacles) and not (obstacles.get(name) or _machine_obstacle(name)):
             return name
     raise AssertionError("nothing stands in the way of 'xla'")
 
 
 def _machine_obstacle(impl: str) -> str | None:
-    return gpu_obstacle() if IMPLEMENTATIONS[impl].on_gpu else None
+    return gpu_obstacle() if impl in ON_GPU else None
 
 
 def gpu_obstacle() -> str | None:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from reformax import devices
+
 
 def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
     """Mixes 32-bit words: a bijection, where each input bit flips each output bit half the time."""
@@ -19,13 +21,22 @@ def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
     return x ^ (x >> 16)
 
 
-def seed_words(rng: PRNGKeyArray) -> Int[Array, 2]:
-    """The seed of a dropout mask: two uint32 words, which a kernel can read."""
-    return jax.random.bits(rng, (2,), jnp.uint32)
+def seed_words(rng: PRNGKeyArray, n_rows: int) -> Int[Array, 4]:
+    """The seed of a dropout mask, as words of uint32, which a kernel can read.
+
+    Two are drawn. The others are the numbers of the first row and of the first head here, to which
+    addresses add: a device may have a share of the batch, whose rows it numbers from 0.
+
+    Args:
+      rng: the source.
+      n_rows: how many rows, by which addresses go, are here.
+    """
+    here = jnp.array([devices.first_row(n_rows), 0], jnp.uint32)
+    return jnp.concatenate([jax.random.bits(rng, (2,), jnp.uint32), here])
 
 
 def dropout_mask(
-    seed: Int[Array, 2],
+    seed: Int[Array, 4],
     rate: float,
     batch: Int[Array, "*d"],
     head: Int[Array, "*d"],
@@ -45,15 +56,16 @@ def dropout_mask(
 
 
 def dropout_bits(
-    seed: Int[Array, 2],
+    seed: Int[Array, 4],
     batch: Int[Array, "*d"],
     head: Int[Array, "*d"],
     query: Int[Array, "*d"],
     key: Int[Array, "*d"],
 ) -> Int[Array, "*d"]:
     """The 32 random bits of each address."""
-    first, second = seed
+    first, second, first_batch, first_head = seed
     batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
+    batch, head = batch + first_batch, head + first_head
     row = _mix(query ^ _mix(head ^ _mix(batch ^ first)))
     return _mix(row ^ _mix(key ^ second))
 
@@ -62,4 +74,4 @@ def full_dropout_mask(
     rng: PRNGKeyArray, rate: float, shape: tuple[int, int, int, int]
 ) -> Float[Array, "B N T S"]:
     """The `dropout_mask` of every weight of a `[B, N, T, S]` attention matrix."""
-    return dropout_mask(seed_words(rng), rate, *jnp.ogrid[tuple(slice(n) for n in shape)])
+    return dropout_mask(seed_words(rng, shape[0]), rate, *jnp.ogrid[tuple(slice(n) for n in shape)])

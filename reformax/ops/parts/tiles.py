@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     bias: Float[Array, "#B #N #T #S"] | None
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
-    seed: Int[Array, 2] | None  # `seed_words` of the rng
+    seed: Int[Array, 4] | None  # `seed_words` of the rng
 
     @property
     def dtype(self) -> Any:
@@ -159,13 +159,12 @@ def block_at(start: Any, size: int, length: int, aligned: bool | None = None) ->
 def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -> tuple[int, int]:
     """The numbers of examples and of heads that are computed together, divisors of all.
 
-    Heads are divided first. Examples may lie on several devices and then are not divided.
+    Heads are divided first.
     """
     fit = LOGITS_IN_CACHE if jax.default_backend() == "cpu" else LOGITS_AT_A_TIME
     fit //= tiling.query_size * tiling.key_size
     heads = 1 if per_head else _largest_divisor(n_heads, fit // n_batch)
-    whole = jax.device_count() > 1 or heads > 1
-    return n_batch if whole else _largest_divisor(n_batch, fit), heads
+    return n_batch if heads > 1 else _largest_divisor(n_batch, fit), heads
 
 
 def _largest_divisor(n: int, at_most: int) -> int:
@@ -524,5 +523,5 @@ def inputs(
     rng: PRNGKeyArray | None,
 ) -> Inputs:
     """The arrays of an op's call."""
-    seed = seed_words(rng) if dropout > 0.0 else None
+    seed = seed_words(rng, len(q)) if dropout > 0.0 else None
     return Inputs(q, k, v, bias, *segment_pair(segments), seed)

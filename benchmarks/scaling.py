@@ -1,0 +1,129 @@
+"""Training on one device and on all: tokens a second, and memory of a device.
+
+    python -m benchmarks.scaling --config_file=configs/reformer_enwik8.gin
+    python -m benchmarks.scaling --config_file=... --config='length = 16_384' --mesh=context
+
+Prints a table with a row for one device and one for each mesh: tokens a second, how many times
+those of one device they are, and the MiB of state and of temporary memory of a device. The tokens
+of a device are those of the config's step. Over `data` and `fsdp` a step has more rows; over
+`context` it has longer ones. The meshes' steps take turns, so that other load slows all alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from benchmarks.harness import command_line
+from benchmarks.harness.calls import MIB, attempt, exit_if, in_turn
+from benchmarks.harness.language_models import TINY
+from benchmarks.harness.output import Table
+from reformax import devices
+from reformax.data import stdlib
+from reformax.models import ReformerLM
+from reformax.training import mesh as mesh_lib
+from reformax.training import opening, optimizer
+from reformax.training import step as step_lib
+from reformax.training.settings import Settings, build
+
+
+class Candidate(NamedTuple):
+    """A mesh, ready to train on."""
+
+    run: Callable[[], Any]  # some steps
+    tokens: int  # of these
+    state_mib: float
+    temp_mib: float
+
+
+def tiny() -> Settings:
+    """Settings that take no time."""
+    return Settings(
+        model=lambda mode: ReformerLM(
+            **TINY.arguments(), attention_type=TINY.attention(), mode=mode
+        ),
+        task=stdlib.stdlib(max_bytes=100_000),
+        optimizer=optimizer.adafactor(1e-3),
+        steps=1,
+        batch_size=1,
+        length=64,
+    )
+
+
+def from_config(files: Sequence[str], overrides: Sequence[str]) -> Settings:
+    """The settings of a config."""
+    from reformax.cli import config, configs
+    from reformax.training import loop
+
+    config.parse(files, overrides, folders=configs.FOLDERS)
+    return Settings(**config.bindings(loop.train))
+
+
+def prepare(settings: Settings, axis: str | None, n_steps: int) -> Candidate:
+    """Compiles a step on one device, or on all of them along an axis."""
+    some = jax.devices()[:1] if axis is None else jax.devices()
+    mesh = mesh_lib.make({} if axis is None else {axis: -1}, some)
+    batch_size = settings.batch_size * devices.row_shares(mesh)
+    length = settings.length * mesh.shape["context"]
+    sized = dataclasses.replace(settings, batch_size=batch_size, length=length, stages=())
+    model, key = build(sized.model, "train"), jax.random.PRNGKey(0)
+    init = step_lib.init_fn(model, sized.optimizer, (batch_size, length), sized.ema_decay > 0)
+    placement = devices.placement(jax.eval_shape(init, key), mesh)
+    state = jax.jit(init, out_shardings=placement)(key)
+    batch = tuple(sized.task.train_batch(0, 0, batch_size, length))
+    batch = jax.device_put(batch, devices.over_batch(mesh))
+    step = opening.step_of(sized, model, mesh, state).lower(state, batch, key).compile()
+
+    def run():
+        nonlocal state
+        for _ in range(n_steps):
+            state, metrics = step(state, batch, key)
+        loss = float(metrics["nats"])
+        assert math.isfinite(loss), f"the loss is {loss}"
+
+    temp = step.memory_analysis().temp_size_in_bytes
+    tokens = n_steps * batch_size * length
+    return Candidate(run, tokens, mesh_lib.bytes_stored(state, mesh) / MIB, temp / MIB)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_line.parser(__doc__, repeats=5)
+    parser.add_argument("--config_file", action="append", help="a gin file; may be repeated")
+    parser.add_argument("--config", action="append", default=[], help="an override")
+    parser.add_argument(
+        "--mesh", action="append", choices=devices.AXES, help="an axis that takes all devices"
+    )
+    parser.add_argument("--steps", type=command_line.positive, default=10, help="of a timed call")
+    args = parser.parse_args(argv)
+    if not (args.tiny or args.config_file):
+        parser.error("nothing to do: give --config_file, or --tiny")
+    settings = tiny() if args.tiny else from_config(args.config_file, args.config)
+    n_steps = 1 if args.tiny else args.steps
+    axes = [None, *(args.mesh or ("data", "fsdp"))]
+    found = {axis: attempt(prepare, settings, axis, n_steps) for axis in axes}
+    ready = {axis: x for axis, x in found.items() if isinstance(x, Candidate)}
+    seconds = in_turn({axis: x.run for axis, x in ready.items()}, args.repeats)
+    speeds = {axis: ready[axis].tokens / seconds[axis] for axis in ready}
+    shape = f"{settings.batch_size} x {settings.length:,} tokens a device"
+    table = Table(
+        *("mesh", "tokens/s", "times one device", "state, MiB", "temporary, MiB"),
+        title=f"{command_line.machine()}, {len(jax.devices())} devices, {shape}",
+    )
+    for axis, candidate in found.items():
+
+        def cells(x: Candidate, axis=axis) -> list[str]:
+            times = speeds[axis] / speeds[None] if None in speeds else math.nan
+            sizes = f"{x.state_mib:,.1f}", f"{x.temp_mib:,.1f}"
+            return [f"{speeds[axis]:,.0f}", f"{times:.2f}", *sizes]
+
+        name = "one device" if axis is None else f"{axis} {len(jax.devices())}"
+        table.result(name, known=candidate, cells=cells)
+    exit_if(str(axis) for axis in axes if axis not in ready)
+
+
+if __name__ == "__main__":
+    main()

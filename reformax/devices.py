@@ -1,0 +1,159 @@
+"""Several devices that compute as one: the axes of their mesh, and what runs shard by shard.
+
+The rows of a batch are split over the axes `data` and `fsdp`, and along `context` a sequence is.
+Weights and what belongs to them are split over `fsdp` (`stored_spec`) and gathered where a layer
+needs them. From these placements XLA divides array operations by itself. A kernel, and a loop that
+sums up, it cannot divide: `by_rows` runs these once on each device, for its own rows.
+
+Which mesh is in use is known to JAX alone: `on` sets it while a function is traced. Where there is
+none, or it is of one device, nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+T, U = TypeVar("T"), TypeVar("U")
+AXES = ("data", "fsdp", "context")
+# The axes that rows are split over.
+ROWS = ("data", "fsdp")
+# Arrays of fewer numbers are whole on every device: to gather them would cost more than they do.
+LEAST_SPLIT = 2**16
+
+
+def on(mesh: Mesh | None, function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, traced with `mesh` in use; None: there is none."""
+    if mesh is None or mesh.size == 1:
+        return function
+
+    @functools.wraps(function)
+    def call(*args, **options) -> T:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args, **options)
+
+    return call
+
+
+def current() -> AbstractMesh | None:
+    """The mesh in use; None where there is none, and within a shard."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names != AXES or mesh.size == 1 or mesh.manual_axes:
+        return None
+    return mesh
+
+
+def row_shares(mesh: Mesh | AbstractMesh | None = None) -> int:
+    """The number of shares that rows are split into, by default on the mesh in use."""
+    mesh = current() if mesh is None else mesh
+    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def by_rows(function: Callable[..., T], rows: tuple, whole: tuple = ()) -> T:
+    """`function(*rows, *whole)`, which each device computes for its own rows.
+
+    Args:
+      function: reads and returns trees of arrays whose first axis is that of the rows, and treats
+        rows alike; `first_row` is the number of its first one.
+      rows: trees of such arrays. Their number is a multiple of the devices that share them.
+      whole: trees of arrays that every device has whole.
+    """
+    if current() is None:
+        return function(*rows, *whole)
+    return _per_share(function, rows, whole, Spec(ROWS))(*rows, *whole)
+
+
+def with_sums(function: Callable[..., tuple[T, U]], rows: tuple, whole: tuple = ()) -> tuple[T, U]:
+    """`by_rows` for a function that returns rows and, second, a tree of sums over the rows."""
+    if current() is None:
+        return function(*rows, *whole)
+
+    def summed(*args):
+        rows, sums = function(*args)
+        return rows, lax.psum(sums, ROWS)
+
+    return _per_share(summed, rows, whole, (Spec(ROWS), Spec()))(*rows, *whole)
+
+
+def _per_share(function: Callable[..., T], rows: tuple, whole: tuple, out: Any) -> Callable[..., T]:
+    specs = (Spec(ROWS),) * len(rows) + (Spec(),) * len(whole)
+    # A kernel's outputs do not say along which axes they are alike, which the check asks for.
+    return jax.shard_map(function, in_specs=specs, out_specs=out, check_vma=False)
+
+
+def first_row(n_rows: int) -> Any:
+    """The number, among all rows, of the first one here: 0 outside of a shard of `n_rows`."""
+    if not set(ROWS) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        return 0
+    return lax.axis_index(ROWS) * n_rows
+
+
+# Weights, gradients and the optimizer's state.
+
+
+def stored_spec(shape: tuple[int, ...], n_shards: int) -> Spec:
+    """How an array of weights, or of numbers that belong to weights, lies on `n_shards`.
+
+    It is split along its largest axis that they divide, the last of such; a small one is whole.
+    """
+    fitting = [axis for axis, n in enumerate(shape) if n % n_shards == 0]
+    if n_shards == 1 or math.prod(shape) < LEAST_SPLIT or not fitting:
+        return Spec()
+    longest = max(fitting, key=lambda axis: (shape[axis], axis))
+    return Spec(*[None] * longest, "fsdp")
+
+
+def placement(tree: Any, mesh: Mesh) -> Any:
+    """The `stored_spec` of each array of a tree on a mesh."""
+    n_shards = mesh.shape["fsdp"]
+    return jax.tree.map(lambda x: NamedSharding(mesh, stored_spec(x.shape, n_shards)), tree)
+
+
+def over_batch(mesh: Mesh) -> NamedSharding:
+    """The first axis split over the devices that share the rows."""
+    return NamedSharding(mesh, Spec(ROWS))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, Spec())
+
+
+def placed(mesh: Mesh | None, rows: T, weights: U) -> tuple[T, U]:
+    """Trees of rows and of weights on the devices of a mesh; None: as they are."""
+    if mesh is None:
+        return rows, weights
+    return jax.device_put(rows, over_batch(mesh)), jax.device_put(weights, placement(weights, mesh))
+
+
+def stored(tree: T) -> T:
+    """A tree of weights, or of their gradients, each array split as it is stored."""
+    mesh = current()
+    if mesh is None:
+        return tree
+    n_shards = mesh.shape["fsdp"]
+    return jax.tree.map(
+        lambda x: lax.with_sharding_constraint(x, stored_spec(x.shape, n_shards)), tree
+    )
+
+
+def gathered(tree: T) -> T:
+    """A tree of weights, whole on every device; their gradients are split as they are stored."""
+    mesh = current()
+    return tree if mesh is None or mesh.shape["fsdp"] == 1 else jax.tree.map(_gathered, tree)
+
+
+@jax.custom_vjp
+def _gathered(x):
+    # First as it is stored: otherwise XLA may gather all layers before the loop over them.
+    return lax.with_sharding_constraint(stored(x), Spec())
+
+
+_gathered.defvjp(lambda x: (_gathered(x), None), lambda _, gradient: (stored(gradient),))

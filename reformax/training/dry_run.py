@@ -1,0 +1,95 @@
+"""What the steps of a run ask of a device's memory: they are compiled, and nothing is run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from reformax import devices, memory
+from reformax.training import mesh as mesh_lib
+from reformax.training import opening
+from reformax.training import step as step_lib
+from reformax.training.settings import Settings, build, takes_settings
+from reformax.training.stages import Stage
+
+MIB = 2**20
+
+
+class Needs(NamedTuple):
+    """The bytes that a step asks of a device.
+
+    Attributes:
+      params: of the weights.
+      state: of the weights, the optimizer's state and the moving average.
+      temp: of everything between: activations, gradients, gathered weights.
+      total: of all, the batch and the program too.
+    """
+
+    params: int
+    state: int
+    temp: int
+    total: int
+
+
+def needs(settings: Settings, stage: Stage, mesh: Mesh) -> Needs:
+    """Compiles the step of a stage, whose values are filled in; nothing is computed."""
+    model, key = build(stage.model, "train"), jax.random.PRNGKey(settings.seed)
+    init = step_lib.init_fn(
+        model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
+    )
+    like = jax.eval_shape(init, key)
+    placement = devices.placement(like, mesh)
+    batch = tuple(settings.task.train_batch(settings.seed, 0, stage.batch_size, stage.length))
+    arguments = _shapes(like, placement), _shapes(batch, devices.over_batch(mesh)), key
+    step = opening.step_of(settings, model, mesh, like)
+    compiled = step.trace(*arguments).lower().compile()
+    stats = compiled.memory_analysis()
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Needs(
+        mesh_lib.bytes_stored(like.params, mesh),
+        mesh_lib.bytes_stored(like, mesh),
+        stats.temp_size_in_bytes,
+        held + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes,
+    )
+
+
+def _shapes(tree: Any, placement: Any) -> Any:
+    """The shapes of arrays on their devices."""
+    if not isinstance(placement, jax.sharding.Sharding):
+        return jax.tree.map(_shape, tree, placement)
+    return jax.tree.map(lambda x: _shape(x, placement), tree)
+
+
+def _shape(x: Any, placement: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
+
+
+@takes_settings
+def report(**settings) -> list[str]:
+    """Lines on the devices, and on what the step of each stage of a run asks of one.
+
+    Args:
+      **settings: those of `loop.train`.
+
+    Raises:
+      SettingError: the devices do not fit the settings.
+    """
+    settings = Settings(**settings)
+    mesh = mesh_lib.make(settings.mesh)
+    opening.check_sizes(settings, mesh)
+    opening.models_of(settings)
+    lines = [f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each"]
+    for stage in settings.all_stages:
+        found = needs(settings, stage, mesh)
+        parts = {
+            "parameters": found.params,
+            "state": found.state,
+            "temporary": found.temp,
+            "in all": found.total,
+        }
+        sizes = ", ".join(f"{name} {n / MIB:,.1f}" for name, n in parts.items())
+        what = f"to step {stage.until:,}, {stage.batch_size:,} x {stage.length:,} tokens"
+        lines.append(f"{what}: MiB of a device: {sizes}")
+    return lines

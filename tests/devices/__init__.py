@@ -1,0 +1,1 @@
+"""Several simulated devices, in a process of their own."""

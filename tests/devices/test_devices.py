@@ -1,0 +1,79 @@
+"""Several devices: meshes that do not fit, and `eight.py` in a process that sees eight devices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as Spec
+
+from reformax import devices
+from reformax.declared import SettingError, check
+from reformax.training import mesh as mesh_lib
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("kind", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_eight_devices_compute_what_one_does(kind):
+    flags = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    file = str(Path(__file__).with_name("eight.py"))
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", kind, file]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "sizes, filled",
+    [
+        ({}, (8, 1, 1)),
+        ({"fsdp": 4}, (2, 4, 1)),
+        ({"context": -1}, (1, 1, 8)),
+        ({"data": 2, "fsdp": -1, "context": 2}, (2, 2, 2)),
+    ],
+)
+def test_one_axis_of_a_mesh_fills_up(sizes, filled):
+    assert tuple(mesh_lib.sizes_of(check("mesh", sizes, mesh_lib.Sizes), 8).values()) == filled
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (
+            {"fsdp": 3},
+            "mesh is {'fsdp': 3} and the number of devices 8: expected sizes that divide",
+        ),
+        ({"data": 4}, "mesh is {'data': 4} and .* 8: expected sizes that multiply to it"),
+        ({"model": 2}, "mesh is {'model': 2}: expected sizes above 0 of some of data, fsdp and"),
+        ({"fsdp": 0}, "mesh is {'fsdp': 0}: expected sizes above 0"),
+        ({"data": -1, "fsdp": -1}, "one of them -1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_told_in_one_line(sizes, message):
+    with pytest.raises(SettingError, match=message) as error:
+        mesh_lib.sizes_of(check("mesh", sizes, mesh_lib.Sizes), 8)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_are_split_along_their_largest_axis_that_devices_divide(monkeypatch):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 100)
+    assert devices.stored_spec((3, 64, 256), 4) == Spec(None, None, "fsdp")
+    assert devices.stored_spec((3, 256, 64), 4) == Spec(None, "fsdp")
+    assert devices.stored_spec((64, 257), 4) == Spec("fsdp")
+    assert devices.stored_spec((16, 16), 4) == Spec(None, "fsdp")
+    assert devices.stored_spec((5, 7, 9), 4) == Spec()  # they divide nothing
+    assert devices.stored_spec((4, 16), 4) == Spec()  # small
+    assert devices.stored_spec((64, 256), 1) == Spec()
+
+
+def test_without_a_mesh_nothing_is_split():
+    rows = np.arange(6.0).reshape(3, 2)
+    assert devices.current() is None and devices.row_shares() == 1 and devices.first_row(3) == 0
+    assert devices.gathered(rows) is rows and devices.stored(rows) is rows
+    assert devices.by_rows(lambda x, y: x + y, (rows,), (1,)).tolist() == (rows + 1).tolist()
+    one = mesh_lib.make(devices=jax.devices()[:1])
+    assert devices.on(one, max) is max
