@@ -3,7 +3,8 @@
 `test_devices.py` runs this file in a process of its own, which sees eight devices.
 """
 
-from functools import cache
+import re
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -12,12 +13,16 @@ import pytest
 
 from reformax import devices
 from reformax.data.base import SentencePairs
+from reformax.declared import SettingError
+from reformax.generation import generate, translate
 from reformax.models import Reformer, ReformerLM, Transformer, TransformerLM
 from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.block_patterns import local_global
+from reformax.training import dry_run, loop
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from tests.helpers import assert_trees_close
+from tests.training import tiny, worker
 
 # data, fsdp, context
 SIZES = [(8, 1, 1), (2, 4, 1), (2, 2, 2)]
@@ -29,6 +34,8 @@ del SEQ2SEQ["vocab_size"]
 DROPOUT = dict(dropout=0.1, attention_dropout=0.1)
 HASHES = dict(chunk_len=8, n_hashes=2)
 KERNELS = dict(impl="pallas_interpret")
+KEY = jax.random.PRNGKey(0)
+FSDP = mesh_lib.make({"data": 2, "fsdp": 4})
 
 
 def windows():
@@ -132,3 +139,103 @@ def test_a_step_is_that_of_one_device(monkeypatch, name, sizes):
     nats, gradient = step_on(mesh, name)
     assert np.isclose(nats, on_one(name)[0], rtol=1e-5)
     assert_trees_close(gradient, on_one(name)[1])
+
+
+@pytest.mark.parametrize("n_slots", [None, 4], ids=["two streams", "slots"])
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "written out"])
+@pytest.mark.slow
+def test_weights_are_gathered_layer_by_layer(monkeypatch, n_slots, scan):
+    """No device ever has the weights of all layers, nor their gradients."""
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
+    options = dict(n_slots=n_slots, scan_layers=scan, n_layers=4, dropout=0.0)
+    model = ReformerLM(**LM | options, attention_type=local.local(chunk_len=8))
+    text = compiled_step(model, mesh_lib.make({"fsdp": 8})).as_text()
+    gathers = re.findall(r"= f32\[([\d,]+)\][^=]* all-gather\(", text)
+    widths = {tuple(map(int, shape.split(","))) for shape in gathers}
+    d_model, d_ff = LM["d_model"], LM["d_ff"]
+    assert {(d_model, d_ff), (d_ff, d_model)} <= {shape[-2:] for shape in widths}
+    # Split along d_ff, the arrays of all four layers have an eighth of it.
+    assert f"f32[4,{d_model},{d_ff // 8}]" in text
+    assert f"f32[4,{d_model},{d_ff}]" not in text and f"f32[4,{d_ff},{d_model}]" not in text
+
+
+def compiled_step(model, mesh):
+    """The program of a step of Adam."""
+    adam = optax.adam(1e-3)
+
+    def init(key):
+        return step_lib.first_state(model.init_params(key, (BATCH, LENGTH)), adam, ema=True)
+
+    like = jax.eval_shape(init, jax.random.PRNGKey(0))
+    placement = devices.placement(like, mesh)
+    run = step_lib.step_fn(model, adam, mesh, ema_decay=0.9, placement=placement)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like, placement
+    )
+    rows = devices.over_batch(mesh)
+    batch = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows) for x in batch_of(False))
+    return run.lower(state, batch, jax.random.PRNGKey(2)).compile()
+
+
+def train_on(folder, sizes, **settings):
+    """The record of a run of the tiny model on a mesh."""
+    loop.train(folder, **worker.arguments(mesh=sizes, **settings))
+    return [(x["step"], x["split"], x["bits_per_dim"]) for x in worker.record(folder)]
+
+
+def test_a_checkpoint_of_one_mesh_goes_on_on_another(monkeypatch, tmp_path):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 16)
+    settings = dict(log_every=1, eval_every=2, batch_size=16, accumulate=2, ema_decay=0.5)
+    settings |= dict(model={"dropout": 0.2})
+    whole = train_on(tmp_path / "whole", {"data": 8}, steps=4, **settings)
+    train_on(tmp_path / "part", {"data": 2, "fsdp": 4}, steps=2, **settings)
+    split = jax.tree.leaves(devices.placement(tiny.TinyLM().init_params(KEY, ()), FSDP))
+    assert any(not place.is_fully_replicated for place in split)
+    part = train_on(tmp_path / "part", {"fsdp": 8}, steps=4, **settings)
+    assert [x[:2] for x in part] == [x[:2] for x in whole]
+    np.testing.assert_allclose([x[2] for x in part], [x[2] for x in whole], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1)])
+def test_generated_text_is_that_of_one_device(monkeypatch, sizes):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
+    mesh = mesh_lib.make(dict(zip(devices.AXES, sizes, strict=True)))
+    options = dict(attention_type=both(lsh.lsh, **HASHES), n_layers=2, mode="eval")
+    model = ReformerLM(**LM | options)
+    params = jax.device_get(model.init_params(KEY, (1, LENGTH)))
+    prompts = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9], [10], [11, 12], [13], [14], [15, 16, 17]]
+    for some in (prompts, prompts[:2]):  # one more than devices, and fewer
+        one, all_ = (generate(model, params, some, 9, seed=3, mesh=m) for m in (None, mesh))
+        np.testing.assert_array_equal(one, all_)
+
+
+@pytest.mark.slow
+def test_translations_are_those_of_one_device(monkeypatch):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
+    options = dict(encoder_attention_type=lsh.lsh(**HASHES), mode="eval")
+    model = Reformer(**SEQ2SEQ | options)
+    params = jax.device_get(model.init_params(KEY, (1, LENGTH), (1, LENGTH)))
+    random = np.random.default_rng(0)
+    sources = [random.integers(2, VOCAB, 3 + n % 5).tolist() for n in range(11)]
+    options = dict(beam_size=2, max_extra=4)
+    one = translate(model, params, sources, **options)
+    several = translate(model, params, sources, mesh=FSDP, **options)
+    assert [x.tokens for x in one] == [x.tokens for x in several]
+    np.testing.assert_allclose([x.score for x in one], [x.score for x in several], rtol=1e-5)
+
+
+def test_a_dry_run_says_what_a_device_needs(monkeypatch):
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 16)
+    model = partial(tiny.TinyLM, d_model=512)
+    settings = worker.arguments(batch_size=8) | {"model": model}
+    stated = [dry_run.report(**settings, mesh={axis: -1}) for axis in ("data", "fsdp")]
+    assert stated[0][0].startswith("8 cpu devices (data 8), ")
+    assert stated[1][0].startswith("8 cpu devices (fsdp 8), ")
+    whole, eighth = (float(re.search(r"state ([\d.]+)", lines[1])[1]) for lines in stated)
+    assert len(stated[0]) == 2 and whole > 0 and eighth < 0.3 * whole
+
+
+def test_rows_that_devices_cannot_share_are_told(tmp_path):
+    with pytest.raises(SettingError, match="batch_size=12 cannot be divided over 8 devices"):
+        train_on(tmp_path, {"data": 2, "fsdp": 4}, batch_size=12)
