@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import optax
@@ -121,7 +120,7 @@ class Settings:
     steps: Size
     batch_size: Size
     length: Size
-    mesh: Sizes = MappingProxyType({})
+    mesh: Sizes | None = None
     stages: Sequence[Stage] = ()
     seed: Seed = 0
     accumulate: Size = 1
