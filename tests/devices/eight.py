@@ -142,7 +142,9 @@ def test_a_step_is_that_of_one_device(monkeypatch, name, sizes):
     (nats, gradient), (want_nats, want) = step_on(mesh, name), on_one(name)
     assert np.isclose(nats, want_nats, rtol=1e-5)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(want))
-    assert_trees_close(*(jax.tree.map(lambda x: x / largest, tree) for tree in (gradient, want)))
+    trees = (jax.tree.map(lambda x: x / largest, tree) for tree in (gradient, want))
+    # A number that is rounded to the grid may fall on the other side.
+    assert_trees_close(*trees, tolerance=1e-3 if "slots" in name else 1e-5)
 
 
 @pytest.mark.parametrize("n_slots", [None, 4], ids=["two streams", "slots"])
