@@ -120,7 +120,7 @@ def stream(
       NotImplementedError: an attention of the model cannot decode.
     """
     shares = 1 if mesh is None else devices.row_shares(mesh)
-    if len(prompts) < shares and mesh.shape["fsdp"] == 1:
+    if mesh is not None and len(prompts) < shares and mesh.shape["fsdp"] == 1:
         mesh, shares = None, 1  # some devices would have no row
     tokens, lengths = _padded(prompts, model.vocab_size, shares)
     _check(model, max_new_tokens, every, end, seed=seed, hash_seed=hash_seed)
