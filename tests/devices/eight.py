@@ -22,6 +22,7 @@ from reformax.training import dry_run, loop
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from tests.helpers import assert_trees_close
+from tests.ops.toys import counting
 from tests.training import tiny, worker
 
 # data, fsdp, context
@@ -144,6 +145,19 @@ def test_a_step_is_that_of_one_device(monkeypatch, name, sizes):
     trees = (jax.tree.map(lambda x: x / largest, tree) for tree in (gradient, want))
     # A number that is rounded to the grid may fall on the other side.
     assert_trees_close(*trees, tolerance=1e-3 if "slots" in name else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constructor", [TransformerLM, ReformerLM])
+def test_what_is_carried_becomes_the_mean_over_devices(constructor):
+    """Each device says what a weight becomes, here one more than it was."""
+    model = constructor(**LM, n_layers=2, attention_type=counting())
+    state = step_lib.first_state(model.init_params(KEY, (BATCH, LENGTH)), optax.sgd(0.1), ema=True)
+    run = step_lib.step_fn(model, optax.sgd(0.1), FSDP, ema_decay=0.9)
+    state, _ = run(state, batch_of(False), KEY)
+    for tree in (state.params, state.ema):
+        count = tree["stack"]["block_0"]["attention"]["op"]["count"].value
+        np.testing.assert_array_equal(count, np.ones(2))
 
 
 @pytest.mark.parametrize("n_slots", [None, 4], ids=["two streams", "slots"])
