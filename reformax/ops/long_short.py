@@ -112,7 +112,7 @@ def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]
 
 def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
     del plan
-    seed = seed_words(rng) if dropout else None
+    seed = seed_words(rng, len(q)) if dropout else None
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def attend(params, q, k, v) -> Float[Array, "B T N V"]:
