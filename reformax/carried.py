@@ -42,7 +42,8 @@ def becoming(weight: Carried, after: Float[Array, "*d"]) -> Float[Array, "*d"]:
 
     The output must depend on what is returned, if only by a factor of 0: a part of a function that
     nothing depends on is not differentiated, and the weight stays as it is. Of a batch that is
-    computed in parts each says what the weight becomes, and it becomes the mean.
+    computed in parts, one after the other or each on its device, each part says what the weight
+    becomes, and it becomes the mean.
     """
     return _becoming(weight.value, jax.lax.stop_gradient(after))
 
