@@ -48,7 +48,7 @@ def slots(*, n_slots: int = 3) -> AttentionOp:
         weights = jax.nn.softmax(logits.astype(jnp.promote_types(q.dtype, jnp.float32)))
         if dropout > 0.0:
             place = (x.reshape(x.shape) for x in jnp.ogrid[tuple(map(slice, weights.shape))])
-            weights = weights * dropout_mask(seed_words(rng), dropout, *place)
+            weights = weights * dropout_mask(seed_words(rng, len(q)), dropout, *place)
         return jnp.einsum("bntk,bknv->btnv", weights.astype(v.dtype), v)
 
     return AttentionOp(
