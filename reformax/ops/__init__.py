@@ -7,7 +7,19 @@
 Importing this package needs JAX alone.
 """
 
-from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
+from reformax.ops import (
+    block_sparse,
+    dense,
+    flash,
+    linformer,
+    local,
+    long_short,
+    lsh,
+    memory_efficient,
+    nystromformer,
+    performer,
+    shared_qk,
+)
 from reformax.ops.base import AttentionOp, Dims, Traits
 
 __all__ = [
@@ -17,8 +29,12 @@ __all__ = [
     "block_sparse",
     "dense",
     "flash",
+    "linformer",
     "local",
+    "long_short",
     "lsh",
     "memory_efficient",
+    "nystromformer",
+    "performer",
     "shared_qk",
 ]

@@ -6,6 +6,8 @@ Each is a `Row.reference`, in arrays of JAX, of the whole T x S matrices.
 import jax
 import jax.numpy as jnp
 
+from reformax.ops.performer import Settings
+
 
 def tokens_of(mask):
     """Which keys are tokens, and which queries, `[B, T]`, where a row has one segment."""
@@ -110,3 +112,23 @@ def long_short(options, params, plan, qkv, extras, mask, keep):
         seen = jnp.concatenate([seen, visible], axis=-1)
     weights = softmax(scores, seen) * keep[..., : scores.shape[-1]]
     return jnp.where(real[..., None, None], jnp.einsum("bnts,bsnv->btnv", weights, values), 0)
+
+
+def performer(options, params, plan, qkv, extras, mask, keep):
+    """Lemma 1 and sec. 2.2: weights `phi(q) . phi(k)`, of the op's own directions."""
+    q, k, v = qkv
+    settings = Settings(options["n_features"], options["seed"], options["epsilon"], 1)
+    directions = settings.directions(plan, q.shape[-1]).astype(q.dtype)
+
+    def features(x):
+        x = x / x.shape[-1] ** 0.25
+        exponents = (
+            jnp.einsum("btnh,mh->btnm", x, directions) - jnp.sum(x**2, -1, keepdims=True) / 2
+        )
+        y = jnp.exp(exponents)
+        largest = jnp.take_along_axis(y, jnp.argmax(y, axis=-1, keepdims=True), axis=-1)
+        return y + options["epsilon"] * largest
+
+    weights = jnp.einsum("btnm,bsnm->bnts", features(q), features(k)) * mask
+    total = weights.sum(axis=-1, keepdims=True)
+    return jnp.einsum("bnts,bsnv->btnv", weights / jnp.where(total == 0, 1, total), v)

@@ -17,6 +17,7 @@ from reformax.ops import (
     lsh,
     memory_efficient,
     nystromformer,
+    performer,
     shared_qk,
 )
 from reformax.ops.base import AttentionOp
@@ -285,6 +286,12 @@ _LANDMARKS = {
     "conv_size": (None, 3, 5),
     "impl": ("xla",),
 }
+_FEATURES = {
+    "n_features": (16, 1, 7),
+    "seed": (0, None, 3),
+    "epsilon": (1e-2, 0.1),
+    "chunk_len": (8, 1, 5, 64),
+}
 _LONG_SHORT = {
     "window": (6, 1, 9),
     "rank": (2, 1),
@@ -388,6 +395,16 @@ ROWS = [
         _LONG_SHORT,
         n_held=6,
         reference=low_rank.long_short,
+        slow=True,
+    ),
+    Row(
+        "performer",
+        performer.performer,
+        _FEATURES,
+        reference=low_rank.performer,
+        holds_keys=False,
+        second_order=0,
+        rounding=30,
         slow=True,
     ),
 ]

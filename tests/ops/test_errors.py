@@ -18,6 +18,7 @@ from reformax.ops import (
     lsh,
     memory_efficient,
     nystromformer,
+    performer,
 )
 from reformax.ops.base import given
 from tests.ops.inputs import draw
@@ -73,6 +74,10 @@ SIZES = [
     (long_short.long_short, dict(window=0), "window is 0: expected at least 1"),
     (long_short.long_short, dict(rank=-1), "rank is -1: expected at least 0"),
     (long_short.long_short, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
+    (performer.performer, dict(n_features=0), "n_features is 0: expected at least 1"),
+    (performer.performer, dict(seed=-1), "seed is -1: expected a whole number from 0 to 2^63"),
+    (performer.performer, dict(epsilon=0.0), "epsilon is 0.0: expected at least 1e-12"),
+    (performer.performer, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (local.local, dict(wrap=True, window=4), "wrap is True and window is 4"),
     (lsh.lsh, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
     (lsh.lsh, dict(wrap=True), "wrap is True and count_once is True: set count_once=False"),

@@ -1,4 +1,4 @@
-"""Linformer, Nystromformer and Long-Short: where they are dense.
+"""Performer, Linformer, Nystromformer and Long-Short: where they are dense, and how they come near.
 
 `low_rank.py` has their references, and the shared tests compare with those.
 """
@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import dense, linformer, local, long_short, nystromformer
+from reformax.ops import dense, linformer, local, long_short, nystromformer, performer
+from reformax.ops.parts.random_features import orthogonal_directions, positive_features
+from tests.helpers import with_gradients
 
 KEY = jax.random.key(0)
 
@@ -103,3 +105,91 @@ def test_long_short_with_a_summary_of_each_position_is_dense():
     op = long_short.long_short(window=1, rank=1, chunk_len=1, dual_norm=False)
     want = dense.dense()(q, k, v, causal=True)
     np.testing.assert_allclose(attend(op, q, k, v, causal=True), want, atol=1e-6)
+
+
+# How Performer comes near.
+
+
+def test_directions_are_orthogonal_and_as_long_as_normal_vectors():
+    directions = np.asarray(orthogonal_directions(KEY, 1001, 7))
+    assert directions.shape == (1001, 7)
+    for block in (directions[:7], directions[7:14], directions[994:]):
+        products = block @ block.T
+        np.testing.assert_allclose(products - np.diag(np.diag(products)), 0, atol=1e-5)
+    # Each number is normal: mean 0, variance 1, fourth moment 3, within five standard errors.
+    n = directions.size
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (4, 3, 96)):
+        assert abs(np.mean(directions**power) - mean) < 5 * np.sqrt(variance / n)
+    for axis in range(7):
+        assert abs(directions[:, axis].mean()) < 5 / np.sqrt(len(directions))
+
+
+def test_products_of_features_are_exponentials_on_average():
+    """To five standard errors of a mean over 4,000 draws of orthogonal directions."""
+    x, y = 0.7 * np.random.default_rng(0).normal(size=(2, 1, 1, 1, 4)).astype(np.float32)
+
+    @jax.jit
+    @jax.vmap
+    def products(rng):
+        directions = orthogonal_directions(rng, 8, 4)
+        a, b = (positive_features(z, directions, 0.0) for z in (x, y))
+        return jnp.mean(a.x * b.x * jnp.exp(a.scale + b.scale))
+
+    draws = np.asarray(products(jax.random.split(KEY, 4000)), np.float64)
+    error = draws.std() / np.sqrt(len(draws))
+    want = np.exp(np.sum(np.float64(x) * y))
+    assert abs(draws.mean() - want) < 5 * error
+    assert error < 0.02 * want
+
+
+def test_performers_error_falls_with_the_root_of_the_number_of_features():
+    q, k, v = draw(length=40, d_qk=8, scale=np.float32(0.5))
+    want = dense.dense()(q, k, v, causal=True)
+    numbers = np.array([16, 128, 1024])
+    errors = []
+    for n in numbers:
+        op = performer.performer(n_features=int(n), seed=None, chunk_len=64)
+        each = jax.jit(jax.vmap(lambda rng, op=op: op(q, k, v, causal=True, rng=rng)))
+        out = each(jax.random.split(KEY, 12))
+        errors.append(np.sqrt(np.mean((out - want) ** 2)))
+    slope = np.polyfit(np.log(numbers), np.log(errors), 1)[0]
+    assert -0.65 < slope < -0.35
+    assert errors[-1] < 0.05
+
+
+def test_performer_attends_to_packed_segments_as_one_by_one():
+    q, k, v = draw(length=19)
+    op = performer.performer(n_features=16, chunk_len=4)
+    segments = np.repeat([[1, 2, 1, 3]], [7, 4, 2, 6], axis=1).repeat(2, axis=0)
+    for causal in (True, False):
+        packed = op(q, k, v, causal=causal, segments=segments)
+        for number in (1, 2, 3):
+            here = segments[0] == number
+            alone = op(*(x[:, here] for x in (q, k, v)), causal=causal)
+            np.testing.assert_allclose(packed[:, here], alone, atol=1e-5)
+
+
+def test_performers_features_are_the_seeds_or_the_rngs():
+    q, k, v = draw(length=9)
+    outs = {}
+    for seed in (1, 2, None):
+        op = performer.performer(n_features=8, seed=seed)
+        for rng in (0, 1):
+            outs[seed, rng] = np.asarray(op(q, k, v, rng=jax.random.key(rng)))
+    np.testing.assert_array_equal(outs[1, 0], outs[1, 1])
+    assert np.abs(outs[1, 0] - outs[2, 0]).max() > 1e-3
+    assert np.abs(outs[None, 0] - outs[None, 1]).max() > 1e-3
+
+
+def test_performers_sums_hold_keys_of_any_length():
+    """Later keys whose features are e^80 times the first ones', and the other way round."""
+    q, k, v = draw(length=32)
+    q = 0.1 * q
+    op = performer.performer(n_features=16, chunk_len=8)
+    attend = with_gradients(lambda q, k, v: op(q, k, v, causal=True))
+    for factors in (np.linspace(0.1, 14, 32), np.linspace(14, 0.1, 32)):
+        out, gradients = attend(v, q, k * np.float32(factors)[:, None, None], v)
+        for y in (out, *gradients):
+            assert np.isfinite(y).all()
+        # Each row is a mean of values, with weights above 0.
+        assert np.abs(out).max() <= np.abs(v).max() + 1e-5

@@ -22,6 +22,7 @@ from reformax.ops import (
     local,
     lsh,
     nystromformer,
+    performer,
     shared_qk,
 )
 from tests.layers import test_trax_attention
@@ -339,6 +340,25 @@ def lucidrains_nystrom() -> Deviations:
     return compared(ours(op, False, q, k, v, d_out, params=params)[1:], want)
 
 
+def lucidrains_performer() -> Deviations:
+    import torch
+    from performer_pytorch.performer_pytorch import linear_attention, softmax_kernel
+
+    q, k, v, d_out = numbers(4)
+    options = dict(n_features=32, seed=0, epsilon=1e-12, chunk_len=CHUNK_LEN)
+    directions = performer.Settings(**options).directions(None, D_HEAD)
+    directions = dict(projection_matrix=torch.tensor(np.asarray(directions)), eps=0.0)
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        queries = softmax_kernel(q, is_query=True, **directions)
+        keys = softmax_kernel(k, is_query=False, **directions)
+        return linear_attention(queries, keys, v).transpose(1, 2)
+
+    want = differentiate(attend, (q, k, v), d_out)
+    return compared(ours(performer.performer(**options), False, q, k, v, d_out)[1:], want)
+
+
 def in_a_row(layer):
     """`layer` of queries, keys and values as one input, all heads side by side."""
     import torch
@@ -400,6 +420,7 @@ def rows_of_low_rank():
     for module, name, measure in (
         ("linformer", "linformer", lucidrains_linformer),
         ("nystrom_attention", "nystromformer", lucidrains_nystrom),
+        ("performer_pytorch", "performer", lucidrains_performer),
     ):
         yield module, module, "both ways", name, measure
 

@@ -10,7 +10,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/peers.md"
 HEAD = "| Peer | Of it | Here | Output | Gradients | Allowed |"
 PACKAGES = (
     *("jax", "trax", "torch", "transformers", "reformer_pytorch", "local_attention"),
-    *("linformer", "nystrom_attention"),
+    *("linformer", "nystrom_attention", "performer_pytorch"),
 )
 
 

@@ -179,7 +179,7 @@ class _Solved(NamedTuple):
 
 
 def _solved(x: _Chunks) -> _Solved:
-    below = x.so_far & jnp.tril(jnp.ones(x.so_far.shape[-2:], bool), -1)
+    below = x.so_far & jnp.tril(jnp.ones((1, 1, 1, *x.so_far.shape[-2:]), bool), -1)
     pairs = decayed_products(x.k, x.k, x.decay, below, jnp.result_type(x.k))
     inverse = chunk_products.inverse(x.beta * pairs)
     keys = x.from_old(x.k)
@@ -232,7 +232,8 @@ def _gradients(x: _Chunks, d_out: Float[Array, "C B N L V"]) -> Inputs:
         return Inputs(dq, dk, dv, None, d_beta)
     d_kept = _forget(x.kept(), states * d_states).sum(axis=-1)[..., None, :]
     at_end = (x.k * dk_new).sum(axis=-2, keepdims=True) + d_kept
-    dc = dc + jnp.where(jnp.arange(dc.shape[-2])[:, None] == dc.shape[-2] - 1, at_end, 0)
+    row = lax.broadcasted_iota(jnp.int32, dc.shape, dc.ndim - 2)
+    dc = dc + jnp.where(row == dc.shape[-2] - 1, at_end, 0)
     dc = dc if x.decay.shape[-1] > 1 else dc.sum(axis=-1, keepdims=True)
     so_far = x.so_far.astype(dc.dtype)
     d_log_decay = jnp.einsum("...ij,...ih->...jh", so_far, dc, precision=lax.Precision.HIGHEST)
@@ -355,7 +356,7 @@ def _chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int, strict: b
     log_decay, beta = (
         None if x is None else _cut(finite(x.astype(dtype)), size) for x in inputs[3:]
     )
-    so_far = jnp.tril(jnp.ones((size, size), bool))
+    so_far = jnp.tril(jnp.ones((1, 1, 1, size, size), bool))
     old = new = jnp.ones((1, 1, 1, size, 1), bool)
     if ids is not None:
         padding = -ids.shape[1] % size
@@ -372,12 +373,13 @@ def _chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int, strict: b
         log_decay = jnp.maximum(log_decay, math.log(jnp.finfo(dtype).smallest_subnormal) - 1)
         sums = so_far.astype(dtype)
         decay = jnp.einsum("...ij,...jh->...ih", sums, log_decay, precision=lax.Precision.HIGHEST)
-    below = jnp.tril(jnp.ones((size, size), bool), -1)
+    below = jnp.tril(jnp.ones((1, 1, 1, size, size), bool), -1)
     return _Chunks(q, k, v, decay, beta, so_far, so_far & below if strict else so_far, old, new)
 
 
 def _so_far(marked: Bool[Array, "B T N 1"], ids, strict: bool) -> Bool[Array, "B T N 1"]:
     """Whether one of a row's segment is marked that stands before it, or with it if not strict."""
+    marked = marked.astype(jnp.int32)
     until = jnp.cumsum(marked, axis=1, dtype=jnp.int32)
     before = until - marked
     begin = 0

@@ -1,0 +1,220 @@
+"""Performer: softmax attention by positive random features, in linear time.
+
+Choromanski et al. 2020 ("Rethinking Attention with Performers", FAVOR+). With features phi whose
+products are on average `exp(q . k / sqrt(H))` (lemma 1), attention is a quotient of sums over keys
+that are the same for all queries (sec. 2.2, eq. 4), or prefix sums if it is causal:
+
+    out_i = sum_j phi(q_i) . phi(k_j) v_j / sum_j phi(q_i) . phi(k_j)
+
+The error falls as one over the square root of the number of features, and grows with the logits
+(lemma 2). Causal sums are a linear recurrence, whose state in decoding has a constant size.
+
+Features of keys are relative to the largest so far: a maximum over all keys, as the paper's code
+takes, would tell a query of the future. What the maximum grows by is the recurrence's decay.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from reformax.declared import Bounds, Seed, Size
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.parts.cache import Shared
+from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
+from reformax.ops.parts.recurrence import advance, recurrence
+from reformax.ops.parts.softmax import wide
+
+# Less would make quotients whose derivatives float32 cannot hold.
+Epsilon = Annotated[float, Bounds(1e-12, 1)]
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of `performer`, whose arguments they are."""
+
+    n_features: int
+    seed: int | None
+    epsilon: float
+    chunk_len: int
+
+    def directions(self, plan: Any, size: int) -> Float[Array, "M H"]:
+        """Those of all heads; constants where there is a seed."""
+        if self.seed is None:
+            rng = jax.random.wrap_key_data(plan, impl="threefry2x32")
+            return orthogonal_directions(rng, self.n_features, size)
+        with jax.ensure_compile_time_eval():
+            rng = jax.random.key(self.seed, impl="threefry2x32")
+            return orthogonal_directions(rng, self.n_features, size)
+
+    def features(self, plan: Any, *vectors: Float[Array, "B T N H"]) -> list[Features]:
+        """The features of queries or keys, whose products are made `exp(q . k / sqrt(H))`."""
+        directions = self.directions(plan, vectors[0].shape[-1])
+        return [
+            positive_features(
+                x.astype(wide(x.dtype)) * x.shape[-1] ** -0.25, directions, self.epsilon
+            )
+            for x in vectors
+        ]
+
+
+class Cache(NamedTuple):
+    """The sums over all keys so far, `sums e^scale`, and the plan."""
+
+    sums: Float[Array, "B N M V1"]
+    scale: Float[Array, "B N 1"]
+    plan: Shared
+
+
+@named
+def performer(
+    *,
+    n_features: Size = 256,
+    seed: Seed | None = 0,
+    epsilon: Epsilon = 1e-4,
+    chunk_len: Size = 64,
+) -> AttentionOp:
+    """Attention whose weights are products of positive orthogonal random features.
+
+    Args:
+      n_features: M, how many.
+      seed: of the features, which are then the same at every call. None draws them from the call's
+        rng, so that every step of training has others.
+      epsilon: added to the features of a vector, in units of its largest one. Where a query's
+        features meet none of its keys', the sum of its weights is about this, and its gradient is
+        rounded to 1e-7 of one over it.
+      chunk_len: positions whose products are computed at once, in causal attention and with
+        segments. It changes no number but by rounding.
+
+    Raises:
+      ValueError: a setting out of range.
+      NotImplementedError: at the call, with dropout: the weights are never made.
+    """
+    settings = Settings(n_features, seed, epsilon, chunk_len)
+    return AttentionOp(
+        init=no_params,
+        plan=no_plan if seed is not None else _plan,
+        apply=functools.partial(_apply, settings),
+        traits=Traits(random_plan=seed is None, dropout=False),
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+    )
+
+
+def _plan(params, q, k, *, segments, causal, rng, train, length=None) -> Int[Array, 2]:
+    """Two words, of which the features are drawn wherever they are needed."""
+    del params, q, k, segments, causal, train, length
+    return jax.random.bits(rng, (2,), jnp.uint32)
+
+
+def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+    del params, dropout, rng
+
+    @jax.checkpoint  # the gradient computes the features again instead of keeping them
+    def attend(q, k, v) -> Float[Array, "B T N V"]:
+        queries, keys = settings.features(plan, q, k)
+        sums = _sums(queries.x, keys, _with_ones(v), segments, causal, settings.chunk_len)
+        return _quotient(sums).astype(v.dtype)
+
+    return attend(q, k, v)
+
+
+def _with_ones(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V1"]:
+    """The values, and 1 for the sum of weights. What is not finite is so in all of a row."""
+    v = v.astype(wide(v.dtype))
+    return jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+
+
+def _quotient(sums: Float[Array, "B T N V1"]) -> Float[Array, "B T N V"]:
+    return sums[..., :-1] / sums[..., -1:]
+
+
+def _sums(
+    queries: Float[Array, "B T N M"],
+    keys: Features,
+    values: Float[Array, "B T N V1"],
+    segments: Int[Array, "B T"] | None,
+    causal: bool,
+    chunk_len: int,
+) -> Float[Array, "B T N V1"]:
+    """`sum_j phi(q_i) . phi(k_j) v_j`, up to a factor of the row, which the quotient is without."""
+    top, rise = running_max(lax.stop_gradient(keys.scale), segments)
+    if causal:
+        keys = keys.x * jnp.exp(keys.scale - top)
+        return recurrence(queries, keys, values, -rise, segments=segments, chunk_len=chunk_len)
+    rest, _ = running_max(lax.stop_gradient(keys.scale), segments, reverse=True)
+    keys = keys.x * jnp.exp(keys.scale - jnp.maximum(top, rest))
+    if segments is None:
+        sums = _sums_of_all(queries, keys, values)
+    else:
+        sums = recurrence(queries, keys, values, segments=segments, chunk_len=chunk_len)
+        back = [jnp.flip(x, axis=1) for x in (queries, keys, values, segments)]
+        after = recurrence(*back[:3], segments=back[3], chunk_len=chunk_len, strict=True)
+        sums = sums + jnp.flip(after, axis=1)
+    return jnp.where(is_finite(sums), sums, jnp.nan)  # which leaves no part a gradient
+
+
+def _sums_of_all(queries, keys, values) -> Float[Array, "B T N V1"]:
+    """`_sums` of a sequence whose rows see all of it."""
+    whole = is_finite(keys, values).all(axis=1, keepdims=True)
+    state = jnp.einsum("btnm,btnv->bnmv", finite(keys), finite(values))
+    return jnp.where(whole, jnp.einsum("btnm,bnmv->btnv", queries, state), jnp.nan)
+
+
+def running_max(
+    x: Float[Array, "B T N 1"], segments: Int[Array, "B T"] | None, reverse: bool = False
+) -> tuple[Float[Array, "B T N 1"], Float[Array, "B T N 1"]]:
+    """The largest number of a row's segment up to it, and what it has grown by at the row.
+
+    With `reverse` from the row on. The first row of a segment grows by 0.
+    """
+    ids = jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments
+    order = jnp.argsort(ids, axis=1, stable=True)
+
+    def taken(y, order):
+        order = order.reshape(order.shape + (1,) * (y.ndim - 2))
+        return jnp.take_along_axis(y, order, axis=1, mode="promise_in_bounds")
+
+    ids, x = taken(ids, order), taken(x, order)
+    x, ids = (jnp.flip(y, axis=1) if reverse else y for y in (x, ids))
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    begins = jnp.broadcast_to(begins[..., None, None], x.shape)
+
+    def larger(a, b):
+        (a_begins, a), (b_begins, b) = a, b
+        return a_begins | b_begins, jnp.where(b_begins, b, jnp.maximum(a, b))
+
+    _, top = lax.associative_scan(larger, (begins, x), axis=1)
+    before = jnp.where(begins, x, jnp.pad(top[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))))
+    results = (jnp.flip(y, axis=1) if reverse else y for y in (top, top - before))
+    top, rise = (taken(y, jnp.argsort(order, axis=1)) for y in results)
+    return top, rise
+
+
+# Decoding
+
+
+def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+    del params, q, capacity, rng
+    real = (jnp.arange(k.shape[1])[None] < lengths[:, None])[..., None, None]
+    (keys,) = settings.features(plan, jnp.where(real, k, 0))
+    values = _with_ones(jnp.where(real, v, 0))
+    scale = jnp.where(real, keys.scale, -jnp.inf)
+    top = scale.max(axis=1)
+    weights = keys.x * jnp.exp(scale - top[:, None])
+    return Cache(jnp.einsum("btnm,btnv->bnmv", weights, values), top, Shared(plan))
+
+
+def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tuple[Any, Cache]:
+    del params, position
+    queries, keys = settings.features(cache.plan.value, q, k)
+    top = jnp.maximum(cache.scale, keys.scale[:, 0])
+    new = keys.x * jnp.exp(keys.scale - top[:, None])
+    decay = (cache.scale - top)[:, None]
+    sums, state = advance(cache.sums, queries.x, new, _with_ones(v), decay)
+    return _quotient(sums).astype(v.dtype), Cache(state, top, cache.plan)
