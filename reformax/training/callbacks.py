@@ -18,7 +18,7 @@ def _nothing(*_) -> None:
 
 
 class Callback(NamedTuple):
-    """Functions that the loop's thread calls; training waits for each.
+    """Functions that the loop's thread calls, in every process; training waits for each.
 
     Attributes:
       on_step: takes a step's number and its values: the run's metric, such as 'bits_per_dim',
@@ -37,7 +37,7 @@ class Callback(NamedTuple):
 
 @runtime_checkable
 class Logger(Protocol):
-    """Gets the lines of a run's record."""
+    """Gets the lines of a run's record, in process 0."""
 
     def open(self, folder: Path, step: int, config: str | None) -> None:
         """Begins, or goes on from `step`, before the first line.

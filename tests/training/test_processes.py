@@ -162,14 +162,14 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
 
 @pytest.mark.slow
 def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
-    """SIGKILL of one at random, then SIGTERM to the second one."""
+    """SIGKILL of one at random, SIGTERM to the second one, and data that it alone lacks."""
     (tmp_path / "run.gin").write_text(CONFIG)
     run = tmp_path / "run"
 
-    def launch() -> Launch:
-        address = f"localhost:{port()}"
-        own = ["--config_file=run.gin", "--output_dir=run"]
-        return Launch([[*own, *flags(address, index)] for index in range(2)], tmp_path)
+    def launch(*of_second: str) -> Launch:
+        address, own = f"localhost:{port()}", ["--config_file=run.gin", "--output_dir=run"]
+        both = [[*own, *flags(address, 0)], [*own, *flags(address, 1), *of_second]]
+        return Launch(both, tmp_path)
 
     def wait_for(step: int, launched: Launch) -> None:
         end = time.monotonic() + 100
@@ -201,6 +201,13 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
     steps = [line["step"] for line in lines(run, "train")]
     assert steps == [*range(1, last + 1)]
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith("tmp")]
+
+    there = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    with launch("--data_dir=empty") as launched:
+        assert launched.codes(60) == [1, 1], launched.said
+        told = "no data in data_dir=empty: give the folder that has it\n"
+        assert launched.said == [f"error: process 1 ended: {told}", f"error: {told}"]
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == there
 
     # One process, which nothing interrupts, computes the same.
     alone = worker.arguments(steps=last, eval_every=None, log_every=1, checkpoint_every=5)
