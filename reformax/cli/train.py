@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     compilation_cache.use()
     if args.dry_run:
-        print("\n".join(dry_run.report(**config.bindings(loop.train))))
+        lines = dry_run.report(**config.bindings(loop.train))
+        if joining.first():
+            print("\n".join(lines))
         return 0
     folder.make_output_dir(output_dir)
     train = config.configured(loop.train)

@@ -123,7 +123,12 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
     ]
     settings = [f"--config=loop.train.{setting}" for setting in settings]
     settings += shlex.split(pages._training("python train.py", tmp_path, ""))
-    settings += ["--config=batch_size=8", "--config=stdlib.stdlib.max_bytes=20_000"]
+    # Arrays of 65,536 numbers are split.
+    settings += [
+        "--config=d_ff=4096",
+        "--config=batch_size=8",
+        "--config=stdlib.stdlib.max_bytes=20_000",
+    ]
     monkeypatch.chdir(tmp_path)
 
     def alone(folder: str, steps: int) -> None:
@@ -139,12 +144,14 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
     for command in both:
         command = re.sub(r"--coordinator_address=\S+", f"--coordinator_address={address}", command)
         words = shlex.split(command)[2:]
-        commands.append([*words, *settings, "--config=loop.train.steps=4"])
+        more = ["--config=loop.train.steps=4", "--config=loop.train.mesh={'fsdp': 8}"]
+        commands.append([*words, *settings, *more])
     with Launch(commands, tmp_path) as launched:
         assert launched.codes() == [0, 0], launched.said
     first, second = launched.said
     assert "8 cpu devices" in first and "of 2 processes, going on from step 2 to 4" in first
     assert "next: " in first and not second
+    assert Path("runs/two/checkpoints/4/arrays.1").is_dir()  # what the second one held
     alone("runs/two", 6)
 
     one, two = Path("runs/one"), Path("runs/two")
@@ -202,12 +209,16 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
     assert steps == [*range(1, last + 1)]
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith("tmp")]
 
-    there = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    def files() -> dict[Path, int]:
+        found = [path for path in run.rglob("*") if path.is_file() and path.name != ".lock"]
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    there = files()
     with launch("--data_dir=empty") as launched:
         assert launched.codes(60) == [1, 1], launched.said
         told = "no data in data_dir=empty: give the folder that has it\n"
         assert launched.said == [f"error: process 1 ended: {told}", f"error: {told}"]
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == there
+    assert files() == there
 
     # One process, which nothing interrupts, computes the same.
     alone = worker.arguments(steps=last, eval_every=None, log_every=1, checkpoint_every=5)
