@@ -1,14 +1,16 @@
 """The arrays of a checkpoint, as orbax writes and reads them.
 
-Of several processes each writes what its devices hold, every number once. A part of a tensor has
-the tensor's name and where it begins, such as `params.kernel@128,0`. Reading joins the parts, so
-that a checkpoint fits any number of processes and devices.
+Of several processes each writes what its devices hold, every number once: the first one with orbax,
+the others, whose NumPy arrays orbax leaves out, into a file of NumPy's. A part of a tensor has the
+tensor's name and where it begins, such as `params.kernel@128,0`. Reading joins the parts, so that a
+checkpoint fits any number of processes and devices.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,20 @@ def restore(folder: Path) -> dict[str, np.ndarray]:
     """Reads the tensors of a folder."""
     with _alone():
         return _checkpointer().restore(folder)
+
+
+def save_part(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes what a process but the first holds into a new file and flushes it to the disk."""
+    with path.open("xb") as file:
+        np.savez(file, **tensors)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def restore_part(path: Path) -> dict[str, np.ndarray]:
+    """Reads what `save_part` wrote; numbers that NumPy does not know are bytes."""
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
 
 
 def copies(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -68,6 +84,8 @@ def join(
     tensors: dict[str, np.ndarray] = {}
     for name, part in (item for own in parts for item in own.items()):
         whole, at, starts = name.partition(_AT)
+        if part.dtype.kind == "V":  # such as bfloat16
+            part = part.view(shapes[whole][1])
         if at:
             tensor = tensors.setdefault(whole, np.zeros(*shapes[whole]))
             spans = zip(map(int, starts.split(",")), part.shape, strict=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -151,7 +152,7 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
     first, second = launched.said
     assert "8 cpu devices" in first and "of 2 processes, going on from step 2 to 4" in first
     assert "next: " in first and not second
-    assert Path("runs/two/checkpoints/4/arrays.1").is_dir()  # what the second one held
+    assert Path("runs/two/checkpoints/4/arrays.1.npz").is_file()  # what the second one held
     alone("runs/two", 6)
 
     one, two = Path("runs/one"), Path("runs/two")
@@ -373,6 +374,16 @@ def test_parts_of_tensors_join_to_what_they_are_of():
     for name, array in whole.items():
         np.testing.assert_array_equal(found[name], array)
         assert found[name].dtype == array.dtype
+
+
+def test_a_part_is_read_as_it_was_written(tmp_path):
+    tensors = {"a@2,0": np.arange(6.0).reshape(2, 3), "b": np.arange(4).astype(jnp.bfloat16)}
+    arrays.save_part(tmp_path / "part.npz", tensors)
+    shapes = {"a": ([4, 3], "float64"), "b": ([4], "bfloat16")}
+    found = arrays.join([arrays.restore_part(tmp_path / "part.npz")], shapes)
+    np.testing.assert_array_equal(found["a"], [[0] * 3, [0] * 3, [0, 1, 2], [3, 4, 5]])
+    assert found["b"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found["b"], tensors["b"])
 
 
 def test_rows_of_this_process_are_those_of_its_devices():

@@ -179,9 +179,10 @@ class Reader(Names):
             if 0 in shape
         }
         try:
-            folders = sorted(self._folder(step).glob("arrays*"))
-            parts = (arrays_lib.restore(folder) for folder in folders)
-            tensors |= arrays_lib.join(parts, described["tensors"])
+            folder = self._folder(step)
+            parts = [arrays_lib.restore_part(path) for path in sorted(folder.glob("arrays.*.npz"))]
+            whole = arrays_lib.restore(folder / "arrays")
+            tensors |= arrays_lib.join([whole, *parts], described["tensors"])
         except Exception as error:
             folder = self._folder(step)
             if not os.path.lexists(folder):

@@ -159,7 +159,7 @@ class Writer(Reader):
         if self._processes.first:
             arrays_lib.save(folder / "arrays", tensors)
         elif tensors:
-            arrays_lib.save(folder / f"arrays.{self._processes.index}", tensors)
+            arrays_lib.save_part(folder / f"arrays.{self._processes.index}.npz", tensors)
 
     def _give_name(self, temporary: Path, step: int) -> None:
         named, old = self.folder / str(step), self.folder / f"{OLD}{step}"
