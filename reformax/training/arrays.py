@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,8 +81,12 @@ def join(
     Args:
       parts: what each of them wrote.
       shapes: shape and dtype of each tensor.
+
+    Raises:
+      ValueError: a part is missing.
     """
     tensors: dict[str, np.ndarray] = {}
+    found: Counter[str] = Counter()  # numbers of tensors in parts
     for name, part in (item for own in parts for item in own.items()):
         whole, at, starts = name.partition(_AT)
         if part.dtype.kind == "V":  # such as bfloat16
@@ -90,8 +95,12 @@ def join(
             tensor = tensors.setdefault(whole, np.zeros(*shapes[whole]))
             spans = zip(map(int, starts.split(",")), part.shape, strict=True)
             tensor[tuple(slice(start, start + n) for start, n in spans)] = part
+            found[whole] += part.size
         else:
             tensors[name] = part
+    for name, n in found.items():
+        if n != tensors[name].size:
+            raise ValueError(f"{name} has {n:,} of {tensors[name].size:,} numbers")
     return tensors
 
 

@@ -377,13 +377,19 @@ def test_parts_of_tensors_join_to_what_they_are_of():
 
 
 def test_a_part_is_read_as_it_was_written(tmp_path):
-    tensors = {"a@2,0": np.arange(6.0).reshape(2, 3), "b": np.arange(4).astype(jnp.bfloat16)}
+    tensors = {
+        "a@2,0": np.arange(6.0).reshape(2, 3),
+        "a@0,0": np.ones((2, 3)),
+        "b": np.arange(4).astype(jnp.bfloat16),
+    }
     arrays.save_part(tmp_path / "part.npz", tensors)
     shapes = {"a": ([4, 3], "float64"), "b": ([4], "bfloat16")}
     found = arrays.join([arrays.restore_part(tmp_path / "part.npz")], shapes)
-    np.testing.assert_array_equal(found["a"], [[0] * 3, [0] * 3, [0, 1, 2], [3, 4, 5]])
+    np.testing.assert_array_equal(found["a"], [[1] * 3, [1] * 3, [0, 1, 2], [3, 4, 5]])
     assert found["b"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(found["b"], tensors["b"])
+    with pytest.raises(ValueError, match="a has 6 of 12 numbers"):
+        arrays.join([{"a@2,0": tensors["a@2,0"]}], shapes)
 
 
 def test_rows_of_this_process_are_those_of_its_devices():
