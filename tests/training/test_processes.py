@@ -283,6 +283,7 @@ def both(monkeypatch):
     service = _jax.get_distributed_runtime_service(f"[::]:{number}", 2)
     clients = [_jax.get_distributed_runtime_client(f"localhost:{number}", i) for i in range(2)]
     monkeypatch.setattr(processes, "_client", lambda: mine.client)
+    monkeypatch.setattr(processes, "_PATIENCE", 20_000)
 
     def call(function):
         def one(index):
@@ -305,7 +306,8 @@ def both(monkeypatch):
 
 def test_processes_follow_the_first_one(both):
     def agree(own: Processes):
-        assert own.wishes() == {} if own.first else own.wish("15") is None
+        if not own.first:
+            own.wish("15")
         own.meet()
         wishes = own.same(lambda: {str(k): v for k, v in own.wishes().items()})
         index = own.same(lambda: own.index)
