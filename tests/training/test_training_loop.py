@@ -552,6 +552,8 @@ BAD = [
     ({"max_minutes": 0}, "max_minutes is 0: expected"),
     ({"ema_decay": 1.0}, "ema_decay is 1.0: expected"),
     ({"loss_chunk_len": 0}, "loss_chunk_len is 0: expected"),
+    ({"mesh": {"model": 2}}, "mesh is {'model': 2}: expected sizes above 0 of some of data, fsdp"),
+    ({"mesh": {"fsdp": 9}}, "mesh is {'fsdp': 9} and the number of devices .: expected sizes that"),
     ({"eval_stride": 17}, "eval_stride=17 must not be above eval_length=16"),
     ({"model": {"vocab_size": 2}}, "vocab_size=2"),
     ({"model": {"max_length": 20}, "eval_length": 21}, "length=21 is above max_length=20"),
