@@ -11,7 +11,7 @@ from reformax import devices, memory
 from reformax.training import mesh as mesh_lib
 from reformax.training import opening
 from reformax.training import step as step_lib
-from reformax.training.settings import Settings, build, takes_settings
+from reformax.training.settings import Settings, build
 from reformax.training.stages import Stage
 
 MIB = 2**20
@@ -66,8 +66,7 @@ def _shape(x: Any, placement: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
 
 
-@takes_settings
-def report(**settings) -> list[str]:
+def report(**settings: Any) -> list[str]:
     """Lines on the devices, and on what the step of each stage of a run asks of one.
 
     Args:
