@@ -359,6 +359,8 @@ def test_a_file_of_weights_that_is_cut_short(tmp_path):
         (dict(pos_type="none", norm_epsilon=1e-12), "norm_epsilon is 1e-12, expected 1e-06"),
         (dict(pos_type="none", attention_bias=True), "attention_bias is True, expected False"),
         (dict(pos_type="none", n_slots=6), "n_slots is 6, expected None"),
+        (dict(pos_type="none", n_kv_heads=1), "n_kv_heads is 1, expected None"),
+        (dict(pos_type="alibi"), "pos_type is 'alibi', expected 'axial'"),
     ],
 )
 def test_a_model_that_trax_does_not_have(spec, message):
