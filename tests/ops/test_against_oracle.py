@@ -426,3 +426,12 @@ def test_a_few_heads_at_a_time(op, monkeypatch):
     (whole, want), (groups, got) = run(2**19), run(2 * 2 * 16 * 8)
     assert groups.count("while") == whole.count("while") + 2, "a loop in each pass"
     assert_trees_close(got, want, 1e-6)
+
+
+def test_one_head_of_more_logits_than_a_cache_holds(monkeypatch):
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 13, 1, 4)).astype(np.float32)
+    masks = dict(plan=(), segments=None, causal=True, dropout=0.0, rng=None)
+    attend = functools.partial(local.local(chunk_len=4).apply, (), q, k, v, **masks)
+    want = attend()
+    monkeypatch.setattr(chunked, "LOGITS_IN_CACHE", 1)
+    np.testing.assert_array_equal(attend(), want)

@@ -102,7 +102,7 @@ def _by_heads(function: Callable, chunks: Chunks, *operands: Any) -> Any:
     n_heads, n_batch, length = operands[0].shape[:3]
     n_seen = (chunks.n_chunks_before + 1 + chunks.n_chunks_after) * chunks.chunk_len
     fit = LOGITS_IN_CACHE // max(1, n_batch * length * n_seen)
-    if jax.default_backend() != "cpu" or n_heads <= fit:
+    if jax.default_backend() != "cpu" or n_heads <= max(fit, 1):
         return function(*operands)
     size = max(n for n in range(1, n_heads) if n_heads % n == 0 and n <= max(fit, 1))
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), operands)
@@ -302,7 +302,7 @@ def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Ar
 
 
 def _dropout_mask(
-    this: _Round, length: int, head: Int[Array, "N B"], seed: Int[Array, 4] | None
+    this: _Round, length: int, head: Int[Array, "N B"], seed: Int[Array, 5] | None
 ) -> Float[Array, "N B C L M"] | float:
     """The dropout mask of a round's weights."""
     if this.chunks.dropout == 0.0:
