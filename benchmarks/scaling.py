@@ -75,7 +75,7 @@ def prepare(settings: Settings, axis: str | None, n_steps: int) -> Candidate:
     placement = devices.placement(jax.eval_shape(init, key), mesh)
     state = jax.jit(init, out_shardings=placement)(key)
     batch = tuple(sized.task.train_batch(0, 0, batch_size, length))
-    batch = jax.device_put(batch, devices.over_batch(mesh))
+    batch = jax.device_put(batch, devices.over_tokens(mesh))
     step = opening.step_of(sized, model, mesh, state).lower(state, batch, key).compile()
 
     def run():

@@ -25,6 +25,8 @@ T, U = TypeVar("T"), TypeVar("U")
 AXES = ("data", "fsdp", "context")
 # The axes that rows are split over.
 ROWS = ("data", "fsdp")
+# The axis that sequences are split over.
+CONTEXT = "context"
 # Arrays of fewer numbers are whole on every device: to gather them would cost more than they do.
 LEAST_SPLIT = 2**16
 
@@ -56,6 +58,12 @@ def row_shares(mesh: Mesh | AbstractMesh | None = None) -> int:
     return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def n_stretches(mesh: Mesh | AbstractMesh | None = None) -> int:
+    """The number of devices that share a sequence, likewise."""
+    mesh = current() if mesh is None else mesh
+    return 1 if mesh is None else mesh.shape[CONTEXT]
+
+
 def by_rows(function: Callable[..., T], rows: tuple, whole: tuple = ()) -> T:
     """`function(*rows, *whole)`, which each device computes for its own rows.
 
@@ -67,25 +75,39 @@ def by_rows(function: Callable[..., T], rows: tuple, whole: tuple = ()) -> T:
     """
     if current() is None:
         return function(*rows, *whole)
-    return _per_share(function, rows, whole, Spec(ROWS))(*rows, *whole)
-
-
-def with_sums(function: Callable[..., tuple[T, U]], rows: tuple, whole: tuple = ()) -> tuple[T, U]:
-    """`by_rows` for a function that returns rows and, second, a tree of sums over the rows."""
-    if current() is None:
-        return function(*rows, *whole)
-
-    def summed(*args):
-        rows, sums = function(*args)
-        return rows, lax.psum(sums, ROWS)
-
-    return _per_share(summed, rows, whole, (Spec(ROWS), Spec()))(*rows, *whole)
-
-
-def _per_share(function: Callable[..., T], rows: tuple, whole: tuple, out: Any) -> Callable[..., T]:
     specs = (Spec(ROWS),) * len(rows) + (Spec(),) * len(whole)
+    return per_shard(function, specs, Spec(ROWS))(*rows, *whole)
+
+
+def by_positions(
+    function: Callable[..., T], inputs: tuple, whole: tuple = (), *, sums: bool = False
+) -> T:
+    """`function(first, *inputs, *whole)`, as in `by_rows`, on a stretch of each sequence.
+
+    Args:
+      function: treats positions alike, as it does rows; `first` is the number of the first one.
+      inputs: trees of arrays `[B, T, ...]`, as its results are.
+      whole: trees of arrays that every device has whole.
+      sums: whether `function` returns a pair, whose second part is sums over rows and positions.
+    """
+    if current() is None:
+        return function(0, *inputs, *whole)
+    stretch = Spec(ROWS, CONTEXT)
+
+    def of_stretch(*arrays):
+        length = jax.tree.leaves(arrays)[0].shape[1]
+        found = function(lax.axis_index(CONTEXT) * length, *arrays)
+        return (found[0], lax.psum(found[1], AXES)) if sums else found
+
+    specs = (stretch,) * len(inputs) + (Spec(),) * len(whole)
+    out = (stretch, Spec()) if sums else stretch
+    return per_shard(of_stretch, specs, out)(*inputs, *whole)
+
+
+def per_shard(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
+    """`jax.shard_map` of `function` over all axes of the mesh in use."""
     # A kernel's outputs do not say along which axes they are alike, which the check asks for.
-    return jax.shard_map(function, in_specs=specs, out_specs=out, check_vma=False)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def first_row(n_rows: int) -> Any:
@@ -119,6 +141,11 @@ def placement(tree: Any, mesh: Mesh) -> Any:
 def over_batch(mesh: Mesh) -> NamedSharding:
     """The first axis split over the devices that share the rows."""
     return NamedSharding(mesh, Spec(ROWS))
+
+
+def over_tokens(mesh: Mesh) -> NamedSharding:
+    """Arrays `[B, T]`: rows as in `over_batch`, and sequences over the devices that share them."""
+    return over_batch(mesh) if n_stretches(mesh) == 1 else NamedSharding(mesh, Spec(ROWS, CONTEXT))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import Called, Rate, SettingError, Size, Unsupported, check_fields
+from reformax.layers import context
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.positions import rotary
@@ -165,7 +166,8 @@ class MultiHead(Layer):
             marks=marks,
         )
 
-        def plan(qkv, segments, marks, params, rng):
+        def plan(qkv, tokens, params, rng):
+            segments, marks = tokens
             return self.op.plan(
                 params,
                 qkv.q,
@@ -178,8 +180,8 @@ class MultiHead(Layer):
                 **given(marks=marks),
             )
 
-        rows = qkv, segment_ids(tokens.segments), marks
-        return devices.by_rows(plan, rows, (params["op"], _fold_in(rng, PLAN)))
+        arrays = (segment_ids(tokens.segments), marks), params["op"], _fold_in(rng, PLAN)
+        return context.plan(plan, self.op, qkv, *arrays)
 
     def attend(self, params, qkv: QKV, plan, segments=None, rng=None) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
@@ -191,8 +193,7 @@ class MultiHead(Layer):
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
 
     def _apply_op(self, params, qkv: QKV, plan, segments, rng=None) -> Float[Array, "B T N V"]:
-
-        def attend(qkv, plan, segments, params, bias, rng):
+        def attend(qkv, plan, segments, params, rng, bias):
             *arrays, extras = qkv
             return self.op.apply(
                 params,
@@ -205,9 +206,9 @@ class MultiHead(Layer):
                 **given(extras=extras, bias=bias),
             )
 
-        rows = qkv, plan, segment_ids(tokens_of(segments).segments)
-        whole = params["op"], self._bias(params, qkv.q.shape[1]), rng
-        return devices.by_rows(attend, rows, whole)
+        arrays = qkv, plan, segment_ids(tokens_of(segments).segments), params["op"], rng
+        bias = self._bias(params, qkv.q.shape[1])
+        return context.attend(attend, self.op, self.causal, *arrays, bias)
 
     def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
         """What is added to the logits, if anything."""
@@ -293,7 +294,8 @@ class Attention(MultiHead):
 
         Plans are made of rotated vectors, for hashing looks for large logits.
         """
-        return self._with_next_value(params, self._project(params, x))
+        qkv = self._with_next_value(params, self._project(params, x))
+        return context.arrange(self.op, qkv)
 
     def _project(self, params, x: Float[Array, "B T D"]) -> QKV:
         """`project` without the next value."""

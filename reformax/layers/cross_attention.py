@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
+from reformax.layers import context
 from reformax.layers.attention import QKV, MultiHead, affine
 from reformax.ops.parts.masks import tokens_of
 
@@ -51,7 +52,7 @@ class CrossAttention(MultiHead):
         """Queries of `x`, keys and values of the memory."""
         memory = memory.astype(x.dtype)
         k, v = (self._heads(params, letter, memory) for letter in "kv")
-        return QKV(self._heads(params, "q", x), k, v)
+        return context.arrange(self.op, QKV(self._heads(params, "q", x), k, v))
 
     def apply(
         self,

@@ -137,20 +137,25 @@ class FeedForward(Layer):
 
         options = kernel.Options(self._activation, pre.shape[1], rate, chosen == "pallas_interpret")
 
-        def project(pre, b1, w2, start, rng):
+        def project(first, pre, b1, w2, start, rng):
             seed = seed_words(rng, len(pre)) if rate else None
             rows = pre.reshape(-1, pre.shape[-1])
-            out = kernel.project(options, kernel.Inputs(rows, b1, seed, start), w2)
+            out = kernel.project(options, kernel.Inputs(rows, b1, seed, start + first), w2)
             return out.reshape(*pre.shape[:-1], -1)
 
         start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
         rng = check_rng(rng, rate) if rate else None
-        return devices.by_rows(project, (pre,), (params["b1"], params["w2"], start, rng))
+        return devices.by_positions(project, (pre,), (params["b1"], params["w2"], start, rng))
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
-        length, size = x.shape[1], self._chunk_size
-        if size == 0 or size >= length:
+        size = self._chunk_size
+        if size == 0 or size >= x.shape[1]:
             return self.apply_chunk(params, x, rng=rng)
+        return devices.by_positions(self._in_chunks, (x,), (params, rng))
+
+    def _in_chunks(self, first, x: Float[Array, "B T D"], params, rng) -> Float[Array, "B T D"]:
+        """The layer at the positions from `first` on, in chunks of them."""
+        length, size = x.shape[1], min(self._chunk_size, x.shape[1])
         n_chunks = -(-length // size)
         padded = jnp.pad(x, ((0, 0), (0, n_chunks * size - length), (0, 0)))
         chunks = jnp.moveaxis(padded.reshape(x.shape[0], n_chunks, size, -1), 1, 0)
@@ -158,7 +163,7 @@ class FeedForward(Layer):
         @jax.checkpoint
         def one_chunk(start_and_x):
             start, x = start_and_x
-            return self.apply_chunk(params, x, start, rng)
+            return self.apply_chunk(params, x, first + start, rng)
 
         out = jax.lax.map(one_chunk, (size * jnp.arange(n_chunks), chunks))
         return jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :length]

@@ -68,21 +68,24 @@ class LayerNorm(Layer):
         fits = x.size >= LEAST_ROWS * x.shape[-1] and x.size < MOST
         wanted = "xla" if self._impl == "auto" and not fits else self._impl
         chosen = choose(wanted, pallas=None) if x.size else "xla"
-        if chosen == "xla":
-            rows = (_rows(z) for z in (x, y))
-            outputs = _in_array_operations(self._epsilon, dtypes, *rows, *weights)
-            return tuple(out.reshape(x.shape) for out in outputs), x
-        from reformax.layers.kernels import layer_norm as kernel
 
-        options = kernel.Options(self._epsilon, dtypes, pass_on, chosen == "pallas_interpret")
+        def normalize(first, x, y, scale, bias):
+            del first
+            inputs = _rows(x), _rows(y), scale, bias
+            if chosen == "xla":
+                outputs = _in_array_operations(self._epsilon, dtypes, *inputs)
+                return tuple(out.reshape(x.shape) for out in outputs), x
+            from reformax.layers.kernels import layer_norm as kernel
 
-        def normalize(x, y, scale, bias):
-            inputs = kernel.Inputs(_rows(x), _rows(y), scale, bias)
-            found = kernel.normalize(options, inputs)
+            options = kernel.Options(self._epsilon, dtypes, pass_on, chosen == "pallas_interpret")
+            found = kernel.normalize(options, kernel.Inputs(*inputs))
             return jax.tree.map(lambda z: z.reshape(x.shape), found)
 
-        outputs, passed = devices.by_rows(normalize, (x, y), weights)
-        return outputs, passed if pass_on else x
+        if chosen == "xla" and devices.n_stretches() == 1:
+            return normalize(0, x, y, *weights)
+        # XLA would gather sequences to make rows of them.
+        outputs, passed = devices.by_positions(normalize, (x, y), weights)
+        return outputs, passed if pass_on and chosen != "xla" else x
 
 
 def _rows(x: Float[Array, "*d D"] | None) -> Float[Array, "R D"] | None:

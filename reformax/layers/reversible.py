@@ -195,7 +195,8 @@ class ReversibleStack(BlockStack):
             shapes = jax.eval_shape(function, *operands)
             return jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
 
-        first = jnp.ravel(jax.tree.leaves(args)[0])[0]
+        first = jax.tree.leaves(args)[0]
+        first = first[(0,) * first.ndim]
         return jax.lax.cond(first == jnp.inf, lost, function, params, *args)
 
     def _forward(self, params, streams: Streams, context: Context, rng) -> tuple[Streams, Any]:
@@ -288,22 +289,29 @@ class ReversibleStack(BlockStack):
         """The parts with the layer's output in them; that output, if kept."""
         params = self._cast(block, params)
 
-        def chunk(carry, start, size):
-            written, kept = carry
-            here = Parts(*_slice((parts.seen, written), start, size))
-            out = self._alone(
-                lambda *args: self._chunk(block, *args, start=start, rng=rng)[0],
-                params,
-                self._coupling.read(here),
-            )
-            written = _update(written, start, here.plus(out).written)
-            return written, None if kept is None else _update(kept, start, out.astype(kept.dtype))
+        def of_positions(first, seen, written, params, rng):
+            def chunk(carry, start, size):
+                written, kept = carry
+                here = Parts(*_slice((seen, written), start, size))
+                out = self._alone(
+                    lambda *args: self._chunk(block, *args, start=first + start, rng=rng)[0],
+                    params,
+                    self._coupling.read(here),
+                )
+                written = _update(written, start, here.plus(out).written)
+                if kept is not None:
+                    kept = _update(kept, start, out.astype(kept.dtype))
+                return written, kept
 
-        kept = None
-        if self.keep_ff_outputs:
-            dtype = "float32" if self._on_grid else self.dtype
-            kept = jnp.zeros_like(parts.written[0], dtype)
-        written, kept = _over_chunks(chunk, (parts.written, kept), block.feed_forward.chunk_size)
+            kept = None
+            if self.keep_ff_outputs:
+                dtype = "float32" if self._on_grid else self.dtype
+                kept = jnp.zeros_like(written[0], dtype)
+            return _over_chunks(chunk, (written, kept), block.feed_forward.chunk_size)
+
+        # Each device takes chunks of its own positions.
+        streams = parts.seen, parts.written
+        written, kept = devices.by_positions(of_positions, streams, (params, rng))
         return parts._replace(written=written), kept
 
     def _feed_forward_back(
@@ -316,25 +324,32 @@ class ReversibleStack(BlockStack):
         zeros = jax.tree.map(jnp.zeros_like, params)
         params = self._cast(block, params)
 
-        def chunk(carry, start, size):
-            written, d_read, d_params = carry
-            run = functools.partial(self._chunk, block, start=start, rng=rng)
-            here = Parts(*_slice((parts.seen, written), start, size))
-            read = self._coupling.read(here)
-            (out, _), vjp = jax.vjp(run, params, read)
-            if kept is not None:
-                out = _slice(kept, start, size).astype(jnp.float32)
-            elif self.exact:
-                out = self._alone(lambda *args: run(*args)[0], params, read)
-            d_params_here, d_read_here = vjp(_slice((gradient.out, d_read), start, size))
-            return (
-                _update(written, start, here.minus(out).written),
-                _update(d_read, start, d_read_here),
-                jax.tree.map(lambda x, here: x + here.astype(x.dtype), d_params, d_params_here),
-            )
+        def of_positions(first, seen, written, d_out, d_read, kept, params, zeros, rng):
+            def chunk(carry, start, size):
+                written, d_read, d_params = carry
+                run = functools.partial(self._chunk, block, start=first + start, rng=rng)
+                here = Parts(*_slice((seen, written), start, size))
+                read = self._coupling.read(here)
+                (out, _), vjp = jax.vjp(run, params, read)
+                if kept is not None:
+                    out = _slice(kept, start, size).astype(jnp.float32)
+                elif self.exact:
+                    out = self._alone(lambda *args: run(*args)[0], params, read)
+                d_params_here, d_read_here = vjp(_slice((d_out, d_read), start, size))
+                return (
+                    _update(written, start, here.minus(out).written),
+                    _update(d_read, start, d_read_here),
+                    jax.tree.map(lambda x, here: x + here.astype(x.dtype), d_params, d_params_here),
+                )
 
-        carry = (parts.written, gradient.read, zeros)
-        written, d_read, d_params = _over_chunks(chunk, carry, block.feed_forward.chunk_size)
+            carry = (written, d_read, zeros)
+            *arrays, d_params = _over_chunks(chunk, carry, block.feed_forward.chunk_size)
+            return tuple(arrays), d_params
+
+        streams = parts.seen, parts.written, gradient.out, gradient.read, kept
+        (written, d_read), d_params = devices.by_positions(
+            of_positions, streams, (params, zeros, rng), sums=True
+        )
         return parts._replace(written=written), d_read, d_params
 
     def _chunk(self, block: Block, params, x, start, rng) -> tuple[Array, Array]:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import checked
 from reformax.ops.parts.arguments import check_arguments, check_params
+from reformax.ops.parts.borders import Reach
 from reformax.ops.parts.containment import over_tokens, tokens_only
 from reformax.ops.parts.given_masks import with_mask
 from reformax.ops.parts.heads import repeat_heads
@@ -53,6 +54,7 @@ class Traits(NamedTuple):
     packed: bool = True  # it tells segments apart; False: a row has one, besides padding
     marks: bool = False  # its plan reads `Tokens.marks`, such as which tokens are global
     grouped: bool = False  # it reads keys of fewer heads as they are; others get them repeated
+    heads_apart: bool = False  # it computes any of the heads, told by a `Share` in place of the rng
 
 
 class Dims(NamedTuple):
@@ -101,6 +103,9 @@ class AttentionOp(NamedTuple):
       extras: `dims -> {name: Extra}`: further projections of the layer's input, such as gates. A
         layer makes them, and the functions above take them as a dict, `{name: [B, T, n_heads,
         size]}`. None: there are none.
+      reach: `causal -> Reach`, how far a position sees, whatever the length. A device that has a
+        stretch of a sequence then reads its neighbours' borders alone. For an algorithm without a
+        plan and extras; None: there is no such distance.
       name: the algorithm's name, for people to read; `named` sets it.
       options: the options that differ from their defaults, as text; `named` sets it too.
     """
@@ -113,6 +118,7 @@ class AttentionOp(NamedTuple):
     step: Callable[..., Any] | None = None
     replace_value: Callable[..., Any] | None = None
     extras: Callable[[Dims], dict[str, Extra]] | None = None
+    reach: Callable[[bool], Reach] | None = None
     name: str = "attention"
     options: str = ""
 

@@ -68,7 +68,9 @@ def block_sparse(
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, layout_of, impl),
-        traits=Traits(cross=True, keeps_padding_out=True),
+        traits=Traits(
+            cross=True, keeps_padding_out=True, heads_apart=given is None or given.ndim == 2
+        ),
         init_cache=_init_cache if given is None else None,
         step=functools.partial(_step, layout_of) if given is None else None,
     )

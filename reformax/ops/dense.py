@@ -34,7 +34,9 @@ def dense(*, impl: str = "auto") -> AttentionOp:
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, impl=impl),
-        traits=Traits(cross=True, bias=True, exact=True, beams=True, grouped=True),
+        traits=Traits(
+            cross=True, bias=True, exact=True, beams=True, grouped=True, heads_apart=True
+        ),
         **full_decoding(),
     )
 

@@ -66,6 +66,7 @@ def flash(
             beams=True,
             keeps_padding_out=True,
             grouped=True,
+            heads_apart=True,
         ),
         **full_decoding(scale=scale),
     )

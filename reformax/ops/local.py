@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from reformax.declared import SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import circle
+from reformax.ops.parts.borders import Reach
 from reformax.ops.parts.cache import ring_decoding
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
@@ -44,6 +45,15 @@ class Settings(NamedTuple):
     def reach(self) -> int:
         """The number of chunks on either side that the window reaches into."""
         return 0 if self.window is None else -(-(self.window - 1) // self.chunk_len)
+
+    def reaches(self, causal: bool) -> Reach:
+        """How far a position sees."""
+        if self.window is not None:
+            return Reach(self.window - 1, 0 if causal else self.window - 1)
+        before, after = (self.chunk_len * n for n in (self.n_chunks_before, self.n_chunks_after))
+        # What is left of a position's own chunk is in the future.
+        behind = 0 if causal else after + self.chunk_len - 1
+        return Reach(before, behind, self.chunk_len)
 
     def n_slots(self, capacity: int) -> int:
         """The number of positions that decoding holds."""
@@ -119,7 +129,9 @@ def local(
             keeps_padding_out=True,
             local=True,
             grouped=not shared_qk,
+            heads_apart=True,
         ),
+        reach=None if wrap else settings.reaches,
         **({} if wrap else decoding),
     )
 

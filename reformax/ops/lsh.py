@@ -168,6 +168,7 @@ def lsh(
             causal_plan=strictly_causal,
             bidirectional=not strictly_causal,
             keeps_padding_out=True,
+            heads_apart=True,
         ),
         **lsh_decoding(settings),
     )

@@ -64,7 +64,9 @@ def memory_efficient(
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, chunk_sizes=sizes, impl=impl),
-        traits=Traits(cross=True, bias=True, exact=True, beams=True, grouped=True),
+        traits=Traits(
+            cross=True, bias=True, exact=True, beams=True, grouped=True, heads_apart=True
+        ),
         **full_decoding(),
     )
 

@@ -43,7 +43,7 @@ def shared_qk(*, own: bool = True, impl: str = "auto") -> AttentionOp:
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, own=own, impl=impl),
-        traits=Traits(shared_qk=True, exact=True, beams=True, strict=not own),
+        traits=Traits(shared_qk=True, exact=True, beams=True, strict=not own, heads_apart=True),
         **full_decoding(shared_qk=True, own=own),
     )
 

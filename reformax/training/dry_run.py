@@ -42,7 +42,7 @@ def needs(settings: Settings, stage: Stage, mesh: Mesh) -> Needs:
     like = jax.eval_shape(init, key)
     placement = devices.placement(like, mesh)
     batch = tuple(settings.task.train_batch(settings.seed, 0, stage.batch_size, stage.length))
-    arguments = _shapes(like, placement), _shapes(batch, devices.over_batch(mesh)), key
+    arguments = _shapes(like, placement), _shapes(batch, devices.over_tokens(mesh)), key
     step = opening.step_of(settings, model, mesh, like)
     compiled = step.trace(*arguments).lower().compile()
     stats = compiled.memory_analysis()

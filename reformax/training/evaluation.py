@@ -74,7 +74,10 @@ def check_positions(
         first = next(iter(task.eval_batches(split, batch_size, length, stride)))
         inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tokens.shape, x.dtype), first.inputs)
     rng = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
-    found = jax.eval_shape(lambda p, t, r: model.features(p, t, rng=r), params, inputs, rng)
+    if mesh is not None:
+        mesh_lib.check_length("the longest row", longest, mesh)
+    features = devices.on(mesh, lambda p, t, r: model.features(p, t, rng=r))
+    found = jax.eval_shape(features, params, inputs, rng)
     n_features = found.shape[-1]
     rows = -(-batch_size // (1 if mesh is None else devices.row_shares(mesh)))
     check_features(rows, longest, n_features, "eval_batch_size or eval_length")
@@ -179,6 +182,7 @@ def fitting_mesh(model, task, batch_size: int, length: int, mesh: Mesh | None) -
     check_tokens(batch_size, length, "batch_size or length")
     mesh = mesh or mesh_lib.make()
     mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
+    mesh_lib.check_length("eval length", length, mesh)
     return mesh
 
 
@@ -193,7 +197,7 @@ def within(max_tokens: int | None, task, split: str) -> tuple[Callable[[int], bo
 
 def placed(batches: Iterable, mesh: Mesh, chosen: Callable[[int], bool]) -> Iterator:
     """The chosen batches with their indices, on the devices."""
-    rows = devices.over_batch(mesh)
+    rows = devices.over_tokens(mesh)
 
     def one(batch) -> Any:
         def rows_of(numbers: np.ndarray | None) -> Any:

@@ -73,7 +73,13 @@ def cross_entropy(
     """
     if chunk_len is not None and chunk_len < 1:
         raise SettingError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or None")
-    batch, length = targets.shape[0] // devices.row_shares(), targets.shape[1]
+    n_stretches = devices.n_stretches()
+    if rest := -targets.shape[1] % n_stretches:
+        behind = (0, 0), (0, rest)
+        features = jnp.pad(features, (*behind, (0, 0)))
+        targets, weights = jnp.pad(targets, behind), jnp.pad(weights, behind)
+    # Of one device.
+    batch, length = targets.shape[0] // devices.row_shares(), targets.shape[1] // n_stretches
     one = jax.ShapeDtypeStruct((batch, 1, features.shape[2]), features.dtype)
     vocab_size = jax.eval_shape(logits_fn, params, one).shape[-1]
     chunk_len = min(chunk_len or length, length, max(1, max_logits() // (batch * vocab_size)))
@@ -96,14 +102,16 @@ def cross_entropy(
         filled = [next(given) if is_read else jax.typeof(x) for x, is_read in both]
         return logits_fn(jax.tree.unflatten(tree, filled), features)
 
-    def sums_of(features, targets, weights, used):
+    def sums_of(first, features, targets, weights, used):
+        del first
         chunks = tuple(map(chunked, (features, targets, weights.astype(jnp.float32))))
         return (), _sums(logits_of, label_smoothing, used, *chunks)
 
-    # Each device sums up over its own rows: one sum over devices, and not one a chunk.
+    # Each device sums up over its own rows and positions: one sum over devices in place of one a
+    # chunk.
     rows = features, targets, weights
     used = [x for x, is_read in zip(leaves, read, strict=True) if is_read]
-    return devices.with_sums(sums_of, rows, (used,))[1]
+    return devices.by_positions(sums_of, rows, (used,), sums=True)[1]
 
 
 def _read(logits_fn, params, features) -> list[bool]:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from reformax.declared import SettingError, shown
-from reformax.devices import AXES, placement, row_shares
+from reformax.devices import AXES, n_stretches, placement, row_shares
 
 
 class _Sizes:
@@ -98,4 +98,15 @@ def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1
         raise SettingError(
             f"{name}={batch_size} cannot be divided over {n} devices{micro}: make it a multiple of "
             f"{parts}, such as {below}, or show JAX fewer devices (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+def check_length(name: str, length: int, mesh: Mesh) -> None:
+    """Raises `SettingError` unless devices that share a sequence get stretches of one length."""
+    n = n_stretches(mesh)
+    if length % n:
+        above = -(-length // n) * n
+        raise SettingError(
+            f"{name}={length} cannot be divided over context={n}: make it a multiple of {n}, such "
+            f"as {above}, or change the mesh"
         )

@@ -77,10 +77,12 @@ def models_of(settings: Settings) -> Models:
 def check_sizes(settings: Settings, mesh: Mesh) -> None:
     """Raises `SettingError` for batches that do not fit the devices."""
     for stage in settings.all_stages:
+        mesh_lib.check_length("length", stage.length, mesh)
         mesh_lib.check_batch_size("batch_size", stage.batch_size, mesh, settings.accumulate)
         evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
     sizes = settings.eval_sizes
     mesh_lib.check_batch_size("eval_batch_size", sizes["batch_size"], mesh)
+    mesh_lib.check_length("eval_length", sizes["length"], mesh)
     evaluation.check_tokens(sizes["batch_size"], sizes["length"], "eval_batch_size or eval_length")
 
 

@@ -227,7 +227,7 @@ class Run:
 
     def _placed_batches(self):
         """The batches of the steps to come, on the devices."""
-        rows = devices.over_batch(self._mesh)
+        rows = devices.over_tokens(self._mesh)
         for step in range(self.step, self._settings.steps):
             stage = self._settings.all_stages[self._settings.stage_after(step)]
             yield placing.place_batch(partial(self._batch, step), stage.batch_size, rows)

@@ -27,9 +27,10 @@ from tests.training import tiny, worker
 
 # data, fsdp, context
 SIZES = [(8, 1, 1), (2, 4, 1), (2, 2, 2)]
+CONTEXT = 1, 1, 8
 BATCH, LENGTH, VOCAB = 8, 32, 40
 
-LM = dict(vocab_size=VOCAB, d_model=16, d_ff=64, n_heads=2, d_attention_key=8, d_attention_value=8)
+LM = dict(vocab_size=VOCAB, d_model=16, d_ff=64, n_heads=8, d_attention_key=4, d_attention_value=4)
 SEQ2SEQ = dict(LM, input_vocab_size=VOCAB, n_encoder_layers=1, n_decoder_layers=1)
 del SEQ2SEQ["vocab_size"]
 DROPOUT = dict(dropout=0.1, attention_dropout=0.1)
@@ -56,6 +57,7 @@ LANGUAGE = {
         ReformerLM,
         dict(attention_type=lsh.lsh(**HASHES, **KERNELS), n_layers=2, scan_layers=False),
     ),
+    "reformer chunks": (ReformerLM, dict(attention_type=both(lsh.lsh, **HASHES), ff_chunk_size=12)),
     "reformer slots": (
         ReformerLM,
         dict(attention_type=lsh.lsh(**HASHES), n_layers=2, n_slots=4, ff_chunk_size=12),
@@ -114,7 +116,7 @@ def step_on(mesh, name):
     state = step_lib.first_state(params, sgd, ema=False)
     placement = devices.placement(state, mesh)
     state = jax.device_put(state, placement)
-    batch = jax.device_put(batch_of(name in PAIRS), devices.over_batch(mesh))
+    batch = jax.device_put(batch_of(name in PAIRS), devices.over_tokens(mesh))
     run = step_lib.step_fn(model, sgd, mesh, loss_chunk_len=12, placement=placement)
     after, metrics = run(state, batch, jax.random.PRNGKey(2))
     return float(metrics["nats"]), jax.tree.map(
@@ -128,6 +130,8 @@ def on_one(name):
 
 
 CASES = [(name, sizes) for name in LANGUAGE | PAIRS for sizes in SIZES]
+# The others trade heads as these do.
+CASES += [(name, CONTEXT) for name in ("reformer chunks", "reformer slots", "translating reformer")]
 
 
 @pytest.mark.parametrize(

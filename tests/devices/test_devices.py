@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_eight_devices_compute_what_one_does(kind):
     flags = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    file = str(Path(__file__).with_name("eight.py"))
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", kind, file]
+    files = [str(Path(__file__).with_name(name)) for name in ("eight.py", "context.py")]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", kind, *files]
     found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
 

@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 
     pre: Float[Array, "R F"]
     bias: Float[Array, " F"]
-    seed: Int[Array, 4] | None  # of dropout; None: there is none
+    seed: Int[Array, 5] | None  # of dropout; None: there is none
     start: Int[Array, 1]  # the position of each sequence's first row
 
 
@@ -127,7 +127,7 @@ class _Tile(NamedTuple):
         if inputs.seed is not None:
             row = self._row[:, None]
             sequence, position = row // self.length, row % self.length + inputs.start[0]
-            seed = tuple(inputs.seed[i] for i in range(4))
+            seed = tuple(inputs.seed[i] for i in range(5))
             head = jnp.zeros((), jnp.int32)  # there are none
             bits = dropout_bits(seed, sequence, head, position, self._column[None])
             masks = multiplier(bits, self.rate), multiplier(bits << 16, self.rate)

@@ -77,7 +77,7 @@ class _Inputs(NamedTuple):
     v: Array  # [B, S, N, V]
     query_segments: Array | None  # [B, T]
     key_segments: Array | None  # [B, S]
-    seed: Array | None  # [4], of dropout
+    seed: Array | None  # [5], of dropout
 
 
 class _Work(NamedTuple):

@@ -80,7 +80,7 @@ class _Inputs(NamedTuple):
     order: Array | None  # [B, N, R, Tp]
     packs: Array | None  # [W, B, N, R, Tp], `PackedChunks` of all rounds but the last
     segment: Array | None  # [B, N, R, Tp]
-    seed: Array | None  # [4], of dropout
+    seed: Array | None  # [5], of dropout
 
 
 class _Gradients(NamedTuple):

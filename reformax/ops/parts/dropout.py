@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
+from reformax.ops.parts.share import Share
 
 
 def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
@@ -21,22 +22,24 @@ def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
     return x ^ (x >> 16)
 
 
-def seed_words(rng: PRNGKeyArray, n_rows: int) -> Int[Array, 4]:
+def seed_words(rng: PRNGKeyArray | Share, n_rows: int) -> Int[Array, 5]:
     """The seed of a dropout mask, as words of uint32, which a kernel can read.
 
-    Two are drawn. The others are the numbers of the first row and of the first head here, to which
+    Two are drawn. The others are the numbers of the first row, head and position here, to which
     addresses add: a device may have a share of the batch, whose rows it numbers from 0.
 
     Args:
       rng: the source.
       n_rows: how many rows, by which addresses go, are here.
     """
-    here = jnp.array([devices.first_row(n_rows), 0], jnp.uint32)
-    return jnp.concatenate([jax.random.bits(rng, (2,), jnp.uint32), here])
+    share = rng if isinstance(rng, Share) else Share(rng)
+    here = devices.first_row(n_rows), share.head, share.position
+    here = jnp.stack([jnp.asarray(x, jnp.int32) for x in here]).astype(jnp.uint32)
+    return jnp.concatenate([jax.random.bits(share.rng, (2,), jnp.uint32), here])
 
 
 def dropout_mask(
-    seed: Int[Array, 4],
+    seed: Int[Array, 5],
     rate: float,
     batch: Int[Array, "*d"],
     head: Int[Array, "*d"],
@@ -50,20 +53,21 @@ def dropout_mask(
       rate: the probability that a weight is dropped.
       batch, head, query, key: the weights' addresses, integers that broadcast.
     """
+    query, key = (jnp.asarray(x).astype(jnp.uint32) + seed[4] for x in (query, key))
     bits = dropout_bits(seed, batch, head, query, key)
     kept = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.where(kept, np.float32(1 / (1 - rate)), np.float32(0))
 
 
 def dropout_bits(
-    seed: Int[Array, 4],
+    seed: Int[Array, 5],
     batch: Int[Array, "*d"],
     head: Int[Array, "*d"],
     query: Int[Array, "*d"],
     key: Int[Array, "*d"],
 ) -> Int[Array, "*d"]:
     """The 32 random bits of each address."""
-    first, second, first_batch, first_head = seed
+    first, second, first_batch, first_head = (seed[i] for i in range(4))
     batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, key))
     batch, head = batch + first_batch, head + first_head
     row = _mix(query ^ _mix(head ^ _mix(batch ^ first)))

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, shown
+from reformax.ops.parts.share import Share, all_heads, of_heads, rng_of
 
 MAX_BUCKETS_UNFACTORED = 128
 # Each factor has half as many random directions, in memory for every head and round.
@@ -67,13 +68,17 @@ class Hashing(NamedTuple):
         return self.factors or auto_buckets(length, self.chunk_len)
 
     def rotations_for(
-        self, vectors: Float[Array, "B T N H"], length: int, n_rounds: int, rng: PRNGKeyArray | None
+        self,
+        vectors: Float[Array, "B T N H"],
+        length: int,
+        n_rounds: int,
+        rng: PRNGKeyArray | Share | None,
     ) -> Float[Array, "N H R F"]:
         """The rotations of `n_rounds`, given or drawn."""
         factors = self.factors_for(length)
         if self.rotations is None:
             return draw_rotations(vectors, factors, n_rounds, rng)
-        return check_rotations(self.rotations, vectors, factors, n_rounds)
+        return check_rotations(self.rotations, vectors, factors, n_rounds, rng)
 
 
 def hash_vectors(
@@ -98,11 +103,15 @@ def hash_vectors(
 
 
 def draw_rotations(
-    vectors: Float[Array, "B T N H"], factors: Sequence[int], n_rounds: int, rng: PRNGKeyArray
+    vectors: Float[Array, "B T N H"],
+    factors: Sequence[int],
+    n_rounds: int,
+    rng: PRNGKeyArray | Share,
 ) -> Float[Array, "N H R F"]:
     """Random directions for each head, round and half of the buckets of each factor."""
     n_heads, size = vectors.shape[2:]
-    return jax.random.normal(rng, (n_heads, size, n_rounds, sum(factors) // 2), jnp.float32)
+    shape = all_heads(rng, n_heads), size, n_rounds, sum(factors) // 2
+    return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
 
 
 def check_rotations(
@@ -110,17 +119,18 @@ def check_rotations(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
     n_rounds: int,
+    rng: PRNGKeyArray | Share | None = None,
 ) -> Float[Array, "N H R F"]:
     """The first rounds of given rotations; `ValueError` if they do not fit the vectors."""
     n_heads, size = vectors.shape[2:]
-    shape = (n_heads, size, n_rounds, sum(factors) // 2)
+    shape = (all_heads(rng, n_heads), size, n_rounds, sum(factors) // 2)
     given = jnp.asarray(rotations, jnp.float32)[:, :, :n_rounds]
     if given.shape != shape:
         raise ValueError(
             f"rotations have shape {given.shape}: expected {shape}, [heads, head size, rounds, "
             "half the sum of the factors of n_buckets]"
         )
-    return given
+    return of_heads(given, rng, n_heads)
 
 
 def hash_by(

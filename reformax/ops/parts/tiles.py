@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     bias: Float[Array, "#B #N #T #S"] | None
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
-    seed: Int[Array, 4] | None  # `seed_words` of the rng
+    seed: Int[Array, 5] | None  # `seed_words` of the rng
 
     @property
     def dtype(self) -> Any:

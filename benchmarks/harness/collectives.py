@@ -1,0 +1,102 @@
+"""The collectives of a compiled program: what devices send to each other, counted in its text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVE = re.compile(rf"= (\S.*?) ({'|'.join(_KINDS)})(?:-start)?\(")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_CALLED = re.compile(
+    r"(?:body|to_apply|calls|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+class Collective(NamedTuple):
+    """A collective operation of a program.
+
+    Attributes:
+      kind: its name in XLA, such as "all-gather".
+      shapes: the shapes of its result, `(dtype, sizes)` each.
+      groups: the devices that talk to each other; of a permutation, pairs.
+      times: how often the program runs it, loops included.
+    """
+
+    kind: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    groups: tuple[tuple[int, ...], ...]
+    times: int
+
+    @property
+    def size(self) -> int:
+        """The bytes of its result on a device."""
+        return sum(_BYTES.get(dtype, 4) * math.prod(shape) for dtype, shape in self.shapes)
+
+    @property
+    def sent(self) -> float:
+        """The bytes that a device sends each time, by a ring, or directly where kinds say so."""
+        n = max(map(len, self.groups), default=1)
+        factor = {
+            "all-reduce": 2 * (n - 1) / n,
+            "reduce-scatter": n - 1,
+            "collective-permute": 1,
+        }
+        return self.size * factor.get(self.kind, (n - 1) / n)
+
+    def leaves(self, node_size: int) -> bool:
+        """Whether devices of different nodes, of `node_size` each, talk to each other."""
+        return any(len({device // node_size for device in group}) > 1 for group in self.groups)
+
+
+def collectives(text: str) -> list[Collective]:
+    """The collectives of a compiled program, from its text (`compiled.as_text()`).
+
+    A loop whose number of rounds the text does not tell counts as one.
+    """
+    bodies: dict[str, list[str]] = {}
+    entry = lines = None
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            lines = bodies.setdefault(found[2], [])
+            entry = found[2] if found[1] else entry
+        elif lines is not None:
+            lines.append(line)
+    return list(_of_computation(bodies, entry, 1))
+
+
+def _of_computation(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[Collective]:
+    for line in bodies.get(name, ()):
+        if found := _COLLECTIVE.search(line):
+            shapes = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
+            shapes = tuple((t, tuple(map(int, filter(None, s.split(","))))) for t, s in shapes)
+            yield Collective(found[2], shapes, _groups(line), times)
+        rounds = int(trips[1]) if " while(" in line and (trips := _TRIPS.search(line)) else 1
+        called = _CALLED.findall(line)
+        for branches in _BRANCHES.findall(line):
+            called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+        for inner in called:
+            yield from _of_computation(bodies, inner, times * rounds)
+
+
+def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+    """Who talks to whom: lists of devices, or a transposed and reshaped range of them."""
+    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
+        lists = re.findall(r"\{([\d,]+)\}", found[1])
+        return tuple(tuple(map(int, numbers.split(","))) for numbers in lists)
+    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if not found:
+        return ()
+    shape, source, order = (
+        tuple(map(int, filter(None, (x or "").split(",")))) for x in found.groups()
+    )
+    devices = np.arange(math.prod(source)).reshape(source)
+    devices = devices.transpose(order) if order else devices
+    return tuple(map(tuple, devices.reshape(shape).tolist()))

@@ -1,0 +1,144 @@
+"""Attention on several devices: rows are split between them, and along `context` the sequence is.
+
+Each row is computed alone, so devices with different rows do not talk. Along `context` a device has
+a stretch of each sequence, and there are two ways to what lies in the others:
+
+* **Heads for positions** (Ulysses, Jacobs et al. 2023). An all-to-all gives each device the whole
+  sequence and a share of the heads, and another one takes the result back. Whatever an algorithm
+  does with a sequence, such as to sort it, it does so within a device.
+* **Borders** (`ops.parts.borders`). An algorithm that sees no further than a `Reach` reads the ends
+  of the neighbouring stretches.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Float
+
+from reformax import devices
+from reformax.declared import SettingError
+from reformax.ops.base import AttentionOp, no_plan
+from reformax.ops.parts import borders
+from reformax.ops.parts.heads import repeat_heads
+from reformax.ops.parts.share import Share
+
+T = TypeVar("T")
+STRETCH = Spec(devices.ROWS, devices.CONTEXT)  # [B, t, ...]
+HEADS = Spec(devices.ROWS, None, devices.CONTEXT)  # [B, T, n, H]
+# What each device makes and reads alone: its first axis is all that is known of it.
+OWN = Spec((*devices.ROWS, devices.CONTEXT))
+
+
+def by_heads(op: AttentionOp) -> bool:
+    """Whether devices trade positions for heads to compute `op`."""
+    return devices.n_stretches() > 1 and op.reach is None
+
+
+def arrange(op: AttentionOp, qkv: T) -> T:
+    """Queries, keys and values as `plan` and `attend` read them: `[B, T, N, H]` all the same.
+
+    Raises:
+      SettingError: the devices cannot share the heads.
+    """
+    if not by_heads(op):
+        return qkv
+    n = devices.n_stretches()
+    if not op.traits.heads_apart:
+        raise SettingError(
+            f"mesh has context={n} and op is {op}, which computes all heads together: use "
+            "context=1, or an op whose traits say heads_apart=True"
+        )
+    if qkv.v.shape[2] % n:  # heads of keys for several heads of queries
+        k, v = repeat_heads(qkv.q, qkv.k, qkv.v)
+        qkv = qkv._replace(k=k, v=v)
+    for x in jax.tree.leaves(qkv):
+        if x.shape[2] % n:
+            raise SettingError(
+                f"mesh has context={n} and op is {op} with {x.shape[2]} heads: expected a multiple "
+                f"of {n}, for each device takes a share of the heads"
+            )
+    trade = functools.partial(jax.tree.map, _heads_for_positions)
+    return devices.per_shard(trade, (STRETCH,), HEADS)(qkv)
+
+
+def plan(function: Callable[..., T], op: AttentionOp, qkv, tokens, params, rng) -> T:
+    """`function(qkv, tokens, params, rng)`, an op's plan, on the devices of the mesh.
+
+    Args:
+      function: as it is called.
+      op: whose plan it is.
+      qkv: from `arrange`.
+      tokens: a tree of arrays `[B, T]`.
+      params: the op's weights.
+      rng: for `function`, which gets a `Share` in its place where heads are shared.
+    """
+    if inspect.unwrap(op.plan) is no_plan:
+        return ()
+    if not by_heads(op):
+        return devices.by_rows(function, (qkv, tokens), (params, rng))
+    n_heads = qkv.q.shape[2]
+
+    def of_heads(qkv, tokens, params, rng):
+        return function(qkv, tokens, params, _share(rng, qkv, n_heads))
+
+    specs = HEADS, Spec(devices.ROWS), Spec(), Spec()
+    return devices.per_shard(of_heads, specs, OWN)(qkv, tokens, params, rng)
+
+
+def attend(
+    function: Callable[..., Float[Array, "B T N V"]],
+    op: AttentionOp,
+    causal: bool,
+    qkv,
+    plan,
+    segments,
+    params,
+    rng,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+) -> Float[Array, "B T N V"]:
+    """`function(qkv, plan, segments, params, rng, bias)`, an op's `apply`, likewise."""
+    if devices.n_stretches() == 1:
+        return devices.by_rows(function, (qkv, plan, segments), (params, rng, bias))
+    n_heads = qkv.q.shape[2]
+
+    def of_heads(qkv, plan, segments, params, rng, bias):
+        share = _share(rng, qkv, n_heads)
+        return _positions_for_heads(function(qkv, plan, segments, params, share, bias))
+
+    def of_stretch(qkv, plan, segments, params, rng, bias):
+        def near(q, k, v, segments, share):
+            return function(qkv._replace(q=q, k=k, v=v), plan, segments, params, share, bias)
+
+        reach = op.reach(causal)
+        return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segments, Share(rng))
+
+    if by_heads(op):
+        all_heads = bias is not None and bias.shape[1] == n_heads
+        of_bias = Spec(None, devices.CONTEXT) if all_heads else Spec()
+        region, specs = of_heads, (HEADS, OWN, Spec(devices.ROWS), Spec(), Spec(), of_bias)
+    else:
+        region, specs = of_stretch, (STRETCH, OWN, STRETCH, Spec(), Spec(), Spec())
+    region = devices.per_shard(region, specs, STRETCH)
+    return region(qkv, plan, segments, params, rng, bias)
+
+
+def _share(rng, qkv, n_heads: int) -> Share:
+    """Which heads a device has."""
+    return Share(rng, head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
+
+
+def _heads_for_positions(x: Array) -> Array:
+    """`[B, t, N, H] -> [B, T, n, H]`."""
+    return lax.all_to_all(x, devices.CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+
+
+def _positions_for_heads(x: Array) -> Array:
+    """`[B, T, n, H] -> [B, t, N, H]`."""
+    return lax.all_to_all(x, devices.CONTEXT, split_axis=1, concat_axis=2, tiled=True)

@@ -1,0 +1,55 @@
+"""A share of a call: some of its heads or positions, and which ones they are.
+
+Dropout belongs to a weight's head and positions in the whole call, and hashes to a head. Who has a
+part of the arrays therefore draws what belongs to it, if he knows where it begins. `Share` says so
+in the place of an rng. Of rows, `devices.first_row` knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+from jaxtyping import Array, Int, PRNGKeyArray
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("rng", "head", "position"),
+    meta_fields=("n_heads",),
+)
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """An rng, and where the arrays of a call stand in those of the whole one.
+
+    Attributes:
+      rng: that of the whole call.
+      head: the first head.
+      position: the first position of queries and of keys. It may be below 0 where what stands
+        there is padding.
+      n_heads: the heads of the whole call; None: the call has them all.
+    """
+
+    rng: PRNGKeyArray | None
+    head: Int[Array, ""] | int = 0
+    position: Int[Array, ""] | int = 0
+    n_heads: int | None = None
+
+
+def rng_of(rng: PRNGKeyArray | Share | None) -> PRNGKeyArray | None:
+    """The rng of the whole call."""
+    return rng.rng if isinstance(rng, Share) else rng
+
+
+def all_heads(rng: PRNGKeyArray | Share | None, n_heads: int) -> int:
+    """The number of heads of the whole call, of which the arrays have `n_heads`."""
+    return (rng.n_heads if isinstance(rng, Share) else None) or n_heads
+
+
+def of_heads(x: Array, rng: PRNGKeyArray | Share | None, n_heads: int) -> Array:
+    """From `x` of all heads, `[N, ...]`, the part of the `n_heads` that the arrays have."""
+    if x.shape[0] == n_heads:
+        return x
+    return lax.dynamic_slice_in_dim(x, rng.head, n_heads)

@@ -1,0 +1,181 @@
+"""One sequence on several of eight simulated devices, beside one of them.
+
+`test_devices.py` runs this file in a process of its own, which sees eight devices.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as Spec
+
+from benchmarks.harness.collectives import collectives
+from reformax import devices
+from reformax.declared import SettingError
+from reformax.layers import Attention, CrossAttention
+from reformax.models import ReformerLM, TransformerLM
+from reformax.ops import block_sparse, dense, local, lsh
+from reformax.ops.parts import borders
+from reformax.training import mesh as mesh_lib
+from reformax.training import step as step_lib
+from tests.helpers import assert_trees_close
+
+CONTEXT = mesh_lib.make({"context": 8})
+N = 8
+
+
+@pytest.mark.parametrize("n, ahead", [(0, True), (2, False), (3, True), (8, False), (30, True)])
+def test_a_border_is_what_stands_beside_a_stretch(n, ahead):
+    length = 3
+    x = np.arange(1, 2 * N * length * 2 + 1).reshape(2, N * length, 2)
+    spec = Spec(None, "context")
+    take = functools.partial(borders.border, axis="context", n=n, ahead=ahead)
+    take = jax.shard_map(take, mesh=CONTEXT, in_specs=spec, out_specs=spec, check_vma=False)
+    got = np.asarray(jax.jit(take)(x)).reshape(2, N, n, 2)
+    padded = np.pad(x, ((0, 0), (n, n), (0, 0)))
+    for i in range(N):
+        start = n + (i + 1) * length if ahead else i * length
+        np.testing.assert_array_equal(got[:, i], padded[:, start : start + n])
+
+
+LOCAL = dict(chunk_len=4)
+# An op, whether it is causal, and the length of its sequences.
+OPS = {
+    "chunks": (local.local(**LOCAL), True, 40),
+    "chunks that fit": (local.local(**LOCAL), True, 64),
+    "chunks both ways": (local.local(**LOCAL, n_chunks_before=2, n_chunks_after=1), False, 40),
+    "chunks both ways that fit": (local.local(**LOCAL, n_chunks_after=1), False, 64),
+    "window": (local.local(**LOCAL, window=7, n_chunks_before=2), True, 40),
+    "window both ways": (local.local(**LOCAL, window=4, n_chunks_after=1), False, 56),
+    "window in a kernel": (local.local(**LOCAL, window=4, impl="pallas_interpret"), True, 64),
+    "shared chunks": (local.local(chunk_len=5, shared_qk=True), True, 56),
+    "further than a neighbour": (local.local(chunk_len=16, n_chunks_before=2), True, 40),
+    "circle": (local.local(**LOCAL, wrap=True), True, 40),
+    "lsh": (lsh.lsh(chunk_len=4, n_hashes=2), True, 40),
+    "dense": (dense.dense(), False, 40),
+    "biases": (dense.dense(), True, 40),
+    "fewer keys": (dense.dense(), True, 40),
+    "local, fewer keys": (local.local(**LOCAL), True, 40),
+}
+OPTIONS = {
+    "biases": dict(position_bias="t5"),
+    "fewer keys": dict(n_kv_heads=2),
+    "local, fewer keys": dict(n_kv_heads=2),
+}
+QUICK = {("window", True), ("lsh", False)}
+# Every op with packed rows, and of each kind one without.
+CASES = [(name, True) for name in OPS]
+CASES += [(name, False) for name in ("chunks", "chunks both ways that fit", "lsh", "dense")]
+
+
+@pytest.mark.parametrize(
+    "name, packed",
+    [
+        pytest.param(name, packed, marks=[] if (name, packed) in QUICK else [pytest.mark.slow])
+        for name, packed in CASES
+    ],
+)
+def test_a_layer_is_that_of_one_device(name, packed):
+    op, causal, length = OPS[name]
+    rates = dict(attention_dropout=0.2, output_dropout=0.1)
+    sizes = dict(n_heads=8, d_qk=4, d_v=3, masked=packed)
+    options = sizes | rates | OPTIONS.get(name, {})
+    layer = Attention(op, **options, causal=causal, use_rotary=True)
+    random = np.random.default_rng(0)
+    x, d_out = random.normal(size=(2, 2, length, 8)).astype(np.float32)
+    ids = np.sort(random.integers(0, 4, (2, length)))[:, ::-1].astype(np.int32)
+    inputs = (x, ids) if packed else (x,)
+    params = layer.init_params(jax.random.key(0), x.shape)
+
+    def loss(params, x, *masks):
+        out = layer.apply(params, x, *masks, rng=jax.random.key(1))
+        return jnp.sum(out * d_out), out
+
+    run = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    want = jax.jit(run)(params, *inputs)
+    for sizes in ({"context": 8}, {"data": 2, "context": 4}):
+        mesh = mesh_lib.make(sizes)
+        placed = jax.device_put(inputs, devices.over_tokens(mesh))
+        got = jax.jit(devices.on(mesh, run))(params, *placed)
+        assert_trees_close(got, want)
+
+
+@pytest.mark.slow
+def test_cross_attention_is_that_of_one_device():
+    layer = CrossAttention(dense.dense(), n_heads=8, d_qk=4, d_v=3, masked=True)
+    x, memory = (jax.random.normal(jax.random.key(n), (2, n, 8)) for n in (24, 40))
+    ids, memory_ids = (jnp.ones(y.shape[:2], jnp.int32).at[1, 9:].set(2) for y in (x, memory))
+    params = layer.init_params(jax.random.key(0), x.shape)
+
+    def loss(params, *inputs):
+        return jnp.sum(jnp.sin(layer.apply(params, *inputs)))
+
+    run = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    inputs = x, memory, ids, memory_ids
+    placed = jax.device_put(inputs, devices.over_tokens(CONTEXT))
+    got = jax.jit(devices.on(CONTEXT, run))(params, *placed)
+    assert_trees_close(got, jax.jit(run)(params, *inputs))
+
+
+@pytest.mark.parametrize(
+    "op, n_heads, message",
+    [
+        (lsh.lsh(), 6, "context=8 and op is lsh.* with 6 heads: expected a multiple of 8"),
+        (
+            block_sparse.block_sparse(pattern=np.ones((8, 1, 1), bool)),
+            8,
+            "context=8 and op is block_sparse.*, which computes all heads together: use context=1",
+        ),
+    ],
+)
+def test_what_devices_cannot_share_is_told_in_one_line(op, n_heads, message):
+    layer = Attention(op, n_heads=n_heads, d_qk=4, d_v=4, causal=True)
+    x = jnp.ones((1, 16, 8))
+    params = layer.init_params(jax.random.key(0), x.shape)
+    with pytest.raises(SettingError, match=message) as error:
+        devices.on(CONTEXT, layer.apply)(params, x, rng=jax.random.key(0))
+    assert "\n" not in str(error.value)
+
+
+MODELS = {
+    "reformer": lambda: ReformerLM(
+        attention_type=(local.local(chunk_len=16), lsh.lsh(chunk_len=16, n_hashes=2)),
+        ff_chunk_size=24,
+        **SIZES,
+    ),
+    "transformer": lambda: TransformerLM(attention_type=dense.dense(), **SIZES),
+}
+SIZES = dict(
+    vocab_size=64, d_model=32, d_ff=64, n_heads=8, d_attention_key=4, d_attention_value=4,
+    n_layers=4, dropout=0.1,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_no_activation_is_gathered(name):
+    """Devices trade heads for positions, and sum up gradients; they do nothing else."""
+    rows, length, sizes = 2, 1024, {"data": 2, "context": 4}
+    mesh, model, sgd = mesh_lib.make(sizes), MODELS[name](), optax.sgd(0.1)
+    params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (rows, length)))
+    state = jax.eval_shape(lambda p: step_lib.first_state(p, sgd, ema=False), params)
+    placement = devices.placement(state, mesh)
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=devices.over_tokens(mesh))
+    weights = jax.ShapeDtypeStruct((rows, length), jnp.float32, sharding=devices.over_tokens(mesh))
+    step = step_lib.step_fn(model, sgd, mesh, loss_chunk_len=100, placement=placement)
+    lowered = step.lower(state, (tokens, tokens, weights), jax.random.PRNGKey(0))
+    found = collectives(lowered.compile().as_text())
+    activation = 4 * length // 4 * 32  # bytes, of one device
+    for each in found:
+        if each.kind == "all-gather":
+            assert each.size <= 4 * length, each  # ids
+        if each.kind == "all-reduce":
+            assert each.size <= 4 * sum(x.size for x in jax.tree.leaves(params)), each
+        if each.kind == "collective-permute":
+            assert each.size < activation // 4, each
+    trades = sum(each.times * each.size for each in found if each.kind == "all-to-all")
+    # q, v (and k) there, the output back, in three passes: forward, again, and the gradient.
+    assert 0 < trades <= 4 * activation * 4 * 3

@@ -1,0 +1,47 @@
+"""Some of the heads of a call, told which ones they are, are those of the whole call."""
+
+import jax
+import numpy as np
+import pytest
+
+from reformax.ops import lsh
+from reformax.ops.parts.share import Share
+from tests.ops.rows import ROWS
+
+APART = [row for row in ROWS if row.op().traits.heads_apart]
+QUICK = {"lsh", "flash_pallas"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[] if row.name in QUICK else [pytest.mark.slow])
+        for row in APART
+    ],
+)
+def test_some_heads_are_those_of_the_whole(row):
+    op, key, causal = row.op(), jax.random.key(0), row.causal()
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 11, 3, 4)).astype(np.float32)
+    k = None if op.traits.shared_qk else k
+
+    @jax.jit
+    def attend(rng, q, k, v):
+        masks = dict(segments=None, causal=causal, rng=rng)
+        plan = op.plan((), q, k, **masks, train=True)
+        return op.apply((), q, k, v, plan=plan, **masks, dropout=0.2)
+
+    whole = np.asarray(attend(key, q, k, v))
+    some = [None if x is None else x[:, :, 1:] for x in (q, k, v)]
+    got = attend(Share(key, head=1, n_heads=3), *some)
+    np.testing.assert_allclose(got, whole[:, :, 1:], atol=1e-6)
+    assert not np.allclose(attend(key, *some), got)
+
+
+def test_given_rotations_are_those_of_the_heads():
+    rotations = np.random.default_rng(1).normal(size=(3, 4, 2, 2))
+    op = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, rotations=rotations)
+    q = np.random.default_rng(0).normal(size=(2, 11, 3, 4)).astype(np.float32)
+    masks = dict(segments=None, causal=True, train=True)
+    whole = op.plan((), q, None, **masks, rng=None)
+    some = op.plan((), q[:, :, 1:], None, **masks, rng=Share(None, head=1, n_heads=3))
+    np.testing.assert_array_equal(some.queries, whole.queries[:, 1:])
