@@ -56,6 +56,7 @@ SMALL_OF = {
     "wmt": {"vocab_size": 30},
     "enwik8": {"scan_layers": True},
     "seq2seq": {"n_layers": 2, "scan_layers": True},
+    "shared_qk": {"attention": "(@local.local(), %global_attention)"},  # of windows.gin
 }
 AVERAGED = {"steps": 5, "loop.train.eval_every": 1}  # of a page that averages five checkpoints
 
