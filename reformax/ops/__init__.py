@@ -11,6 +11,9 @@ from reformax.ops import (
     block_sparse,
     dense,
     flash,
+    gated_delta,
+    gated_linear,
+    linear,
     linformer,
     local,
     long_short,
@@ -18,6 +21,7 @@ from reformax.ops import (
     memory_efficient,
     nystromformer,
     performer,
+    retention,
     shared_qk,
 )
 from reformax.ops.base import AttentionOp, Dims, Traits
@@ -29,6 +33,9 @@ __all__ = [
     "block_sparse",
     "dense",
     "flash",
+    "gated_delta",
+    "gated_linear",
+    "linear",
     "linformer",
     "local",
     "long_short",
@@ -36,5 +43,6 @@ __all__ = [
     "memory_efficient",
     "nystromformer",
     "performer",
+    "retention",
     "shared_qk",
 ]

@@ -16,7 +16,7 @@ def recurrence(q, k, v, log_decay, beta, segments, d_out, strict=False):
       beta: b, `[B, T, N, 1]`; None is the recurrence without `b_t` and the product by `1 - ...`.
       segments: ids; each has a state of its own. None is one segment.
       d_out: the cotangent of the output.
-      strict: whether a position reads the state before it wrote.
+      strict: whether a position reads the state before it writes.
 
     Returns:
       `(out, (dq, dk, dv, d_log_decay, d_beta))`, the last two None where these are.
@@ -43,20 +43,18 @@ def _head(q, k, v, log_decay, beta, d_out, strict, out, gradients, at):
         kept = a[t][:, None] * states[-1]
         values[t] = v[t] if beta is None else beta[t] * (v[t] - k[t] @ kept)
         states.append(kept + np.outer(k[t], values[t]))
-    out[at] = [q[t] @ states[t if strict else t + 1] for t in range(length)]
+    read = [a[t][:, None] * states[t] if strict else states[t + 1] for t in range(length)]
+    out[at] = [q[t] @ read[t] for t in range(length)]
 
     dq, dk, dv, dg, db = (None if g is None else g[at] for g in gradients)
     d_state = np.zeros_like(states[0])
     for t in reversed(range(length)):
-        # The state after t is read by t, or with `strict` by t + 1.
-        reader = t + 1 if strict else t
-        if reader < length:
-            dq[reader] = states[t + 1] @ d_out[reader]
-            d_state = d_state + np.outer(q[reader], d_out[reader])
+        dq[t], d_read = read[t] @ d_out[t], np.outer(q[t], d_out[t])
+        d_state = d_state + (0 if strict else d_read)
         kept = a[t][:, None] * states[t]
         d_value = k[t] @ d_state
         dk[t] = d_state @ values[t]
-        d_kept = d_state
+        d_kept = d_state + (d_read if strict else 0)
         if beta is None:
             dv[t] = d_value
         else:

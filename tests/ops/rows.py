@@ -11,6 +11,9 @@ from reformax.ops import (
     block_sparse,
     dense,
     flash,
+    gated_delta,
+    gated_linear,
+    linear,
     linformer,
     local,
     long_short,
@@ -18,10 +21,11 @@ from reformax.ops import (
     memory_efficient,
     nystromformer,
     performer,
+    retention,
     shared_qk,
 )
 from reformax.ops.base import AttentionOp
-from tests.ops import low_rank
+from tests.ops import low_rank, recurrences
 
 
 class Shape(NamedTuple):
@@ -301,6 +305,9 @@ _LONG_SHORT = {
 
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
+_CHUNKS_OF_STATES = {"chunk_len": (4, 1, 7, 64)}
+_RECURRENT = dict(holds_keys=False, relative=True, second_order=0)
+
 ROWS = [
     Row("dense", dense.dense, {"impl": ("xla", "auto")}, _everything),
     Row(
@@ -406,6 +413,22 @@ ROWS = [
         second_order=0,
         rounding=30,
         slow=True,
+    ),
+    Row("linear", linear.linear, _CHUNKS_OF_STATES, reference=recurrences.linear, **_RECURRENT),
+    *(
+        Row(
+            name,
+            factory,
+            _CHUNKS_OF_STATES | {"gated": (False,)},
+            reference=getattr(recurrences, name),
+            slow=True,
+            **_RECURRENT,
+        )
+        for name, factory in (
+            ("retention", retention.retention),
+            ("gated_linear", gated_linear.gated_linear),
+            ("gated_delta", gated_delta.gated_delta),
+        )
     ),
 ]
 

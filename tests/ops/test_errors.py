@@ -12,6 +12,9 @@ from reformax.ops import (
     block_sparse,
     dense,
     flash,
+    gated_delta,
+    gated_linear,
+    linear,
     linformer,
     local,
     long_short,
@@ -19,6 +22,7 @@ from reformax.ops import (
     memory_efficient,
     nystromformer,
     performer,
+    retention,
 )
 from reformax.ops.base import given
 from tests.ops.inputs import draw
@@ -32,6 +36,10 @@ def x(*shape):
 
 
 SIZES = [
+    (linear.linear, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
+    (retention.retention, dict(gated=1), "gated is 1: expected True or False"),
+    (gated_linear.gated_linear, dict(temperature=0.0), "temperature is 0.0: expected a number"),
+    (gated_delta.gated_delta, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (lsh.lsh, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (lsh.lsh, dict(n_hashes=0), "n_hashes is 0: expected at least 1"),
     (lsh.lsh, dict(n_hashes_eval=-2), "n_hashes_eval is -2: expected at least 1"),

@@ -49,7 +49,10 @@ def compare(inputs, dtype, tolerance, segments=None, **options):
     assert_trees_close(got, want, tolerance)
 
 
-@every_kind
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in ("head", "delta"))) for x in KINDS],
+)
 def test_the_loop_over_positions(kind):
     compare(draw(kind, 29), np.float32, 2e-6, runs(29), chunk_len=4)
 
@@ -142,7 +145,9 @@ def test_what_a_segment_holds_stays_there(kind):
         assert not np.isfinite(got[other[..., 0, 0]]).any()
 
 
-@every_kind
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x != "gated delta")) for x in KINDS]
+)
 def test_a_step_is_the_next_position(kind):
     inputs = jax.tree.map(np.float32, draw(kind, 12))
     want = jax.jit(functools.partial(recurrence, chunk_len=4))(*inputs)
@@ -160,6 +165,7 @@ def test_a_step_is_the_next_position(kind):
     np.testing.assert_allclose(steps(inputs), want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["feature", "gated delta"])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_memory_is_linear_in_the_length(kind, gradient):
@@ -177,9 +183,8 @@ def test_memory_is_linear_in_the_length(kind, gradient):
     lengths = (2**13, 2**15, 2**17)
     slopes = np.diff([used(n) for n in lengths]) / np.diff(lengths)
     np.testing.assert_allclose(slopes[0], slopes[1], rtol=0.1)
-    one = 4 * 64
-    print(kind, gradient, slopes[1] / one)
-    assert slopes[1] < (60 if gradient else 30) * one
+    one = 4 * 64  # an array of the inputs'
+    assert slopes[1] < (40 if gradient else 20) * one
 
 
 def test_the_gradient_has_no_second_derivative():
@@ -189,4 +194,4 @@ def test_the_gradient_has_no_second_derivative():
         return jnp.sum(recurrence(q, k, v) ** 2)
 
     with pytest.raises(NotImplementedError, match="second derivative"):
-        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q)))(q)
+        jax.jit(jax.grad(lambda q: jnp.sum(jax.grad(loss)(q)))).lower(q)

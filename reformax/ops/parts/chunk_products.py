@@ -69,8 +69,9 @@ def _weighted(products, decay, seen):
 def _by_feature(x, y, decay, dtype):
     n = x.shape[-2]
     if n <= DIRECT:
+        between = jnp.exp(jnp.minimum(decay[..., :, None, :] - decay[..., None, :, :], 0))
         x, y = (a.astype(decay.dtype) for a in (x, y))
-        return jnp.sum(x[..., :, None, :] * y[..., None, :, :] * _between(decay), axis=-1)
+        return jnp.sum(x[..., :, None, :] * y[..., None, :, :] * between, axis=-1)
     x, y, decay = (_halves(a) for a in (x, y, decay))
     own = _by_feature(x, y, decay, dtype)
     late, early = _to_the_middle(decay)
@@ -81,11 +82,14 @@ def _by_feature(x, y, decay, dtype):
 def _by_feature_vjp(d_out, x, y, decay, dtype):
     n = x.shape[-2]
     if n <= DIRECT:
-        d_out = d_out[..., None]
-        # Each sum computes its weights again: together they would be kept for all rows.
-        dx = jnp.sum(d_out * y[..., None, :, :] * _between(decay), axis=-2)
-        decay = lax.optimization_barrier(decay)
-        return dx, jnp.sum(d_out * x[..., :, None, :] * _between(decay), axis=-3)
+        dx, dy = jnp.zeros_like(decay), jnp.zeros_like(decay)
+        for t in range(n):  # terms, for an axis to sum over would be in memory
+            row = slice(t, t + 1)
+            since = jnp.exp(jnp.minimum(decay - decay[..., row, :], 0))
+            dx = dx + d_out[..., :, row] * y[..., row, :] * since
+            until = jnp.exp(jnp.minimum(decay[..., row, :] - decay, 0))
+            dy = dy + jnp.swapaxes(d_out[..., row, :], -1, -2) * x[..., row, :] * until
+        return dx, dy
     x, y, decay = (_halves(a) for a in (x, y, decay))
     dx, dy = _by_feature_vjp(_diagonal_quarters(d_out), x, y, decay, dtype)
     late, early = _to_the_middle(decay)
@@ -94,10 +98,6 @@ def _by_feature_vjp(d_out, x, y, decay, dtype):
     dy_early = product("...ij,...ih->...jh", across, x[..., 1, :, :] * late, dtype) * early
     dx = jnp.concatenate([dx[..., 0, :, :], dx[..., 1, :, :] + dx_late], axis=-2)
     return dx, jnp.concatenate([dy[..., 0, :, :] + dy_early, dy[..., 1, :, :]], axis=-2)
-
-
-def _between(decay: Float[Array, "*b L H"]) -> Float[Array, "*b L L H"]:
-    return jnp.exp(jnp.minimum(decay[..., :, None, :] - decay[..., None, :, :], 0))
 
 
 def _halves(x: Float[Array, "*b L H"]) -> Float[Array, "*b 2 L/2 H"]:

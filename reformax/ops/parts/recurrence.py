@@ -82,8 +82,12 @@ def recurrence(
     Returns:
       The outputs in float32, or float64 for float64 inputs.
     """
-    size = 1 << (min(chunk_len, q.shape[1]) - 1).bit_length()
+    size = _chunk_size(chunk_len, q.shape[1])
     return _recurrence(size, strict, Inputs(q, k, v, log_decay, beta), segments)
+
+
+def _chunk_size(chunk_len: int, length: int) -> int:
+    return 1 << (min(chunk_len, length) - 1).bit_length()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -392,6 +396,18 @@ def _so_far(marked: Bool[Array, "B T N 1"], ids, strict: bool) -> Bool[Array, "B
 
 
 # Decoding.
+
+
+def state_after(inputs: Inputs, lengths: Int[Array, " B"], *, chunk_len: int = 64) -> Array:
+    """The state `[B, N, H, V]` after the first `lengths` positions of each row."""
+    real = (jnp.arange(inputs.q.shape[1])[None] < lengths[:, None])[..., None, None]
+    here = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)
+    x = _chunked(here, None, _chunk_size(chunk_len, inputs.q.shape[1]), strict=False)
+    states, values = _states(x)
+    written = x.product("lh,lv->hv", x.to_new(x.k), finite(values))
+    after = (_forget(x.kept(), states) + written)[-1]
+    whole = is_finite(*here[1:]).all(axis=1)[..., None]
+    return jnp.where(whole, after, jnp.nan)
 
 
 def advance(

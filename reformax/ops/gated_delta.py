@@ -1,0 +1,83 @@
+"""The gated delta rule: a state that forgets, and replaces what it holds for a key.
+
+Yang et al. 2024 ("Gated Delta Networks", eq. 10):
+
+    S_t = a_t (1 - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T,    out_t = S_t^T q_t
+
+with queries and keys of length 1, `b_t = sigmoid(beta_t)` and `a_t = sigmoid(keep_t - bias)^rate`,
+which is Mamba 2's `exp(-rate softplus(bias - keep_t))`. The output of each head is normalised and
+gated. The paper's short convolutions of queries, keys and values are left out: a layer of windows
+before it mixes neighbours too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from reformax.declared import Size
+from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
+from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.recurrence import Inputs
+from reformax.ops.parts.recurrent import (
+    gated_output,
+    output_extras,
+    output_params,
+    recurrent,
+    scaled,
+)
+from reformax.ops.parts.softmax import wide
+
+
+@named
+def gated_delta(*, gated: bool = True, chunk_len: Size = 64) -> AttentionOp:
+    """Gated DeltaNet's attention.
+
+    Extras: `beta [N, 1]`, `keep [N, 1]`; with `gated` also `output_gate [N, V]`. Weights: `rate
+    [N]`, as its logarithm, `bias [N]`; with `gated` also `scale [N, V]`.
+
+    Args:
+      gated: whether the output is normalised and gated.
+      chunk_len: positions whose products are computed at once, rounded up to a power of two. It
+        changes no number but by rounding.
+
+    Raises:
+      ValueError: chunk_len below 1.
+      NotImplementedError: at the call, with dropout: weights are never made.
+    """
+
+    def extras(dims):
+        one = Extra(dims.n_heads, 1)
+        return {"beta": one, "keep": one} | output_extras(gated, dims)
+
+    return AttentionOp(
+        init=functools.partial(_init, gated),
+        plan=no_plan,
+        traits=Traits(bidirectional=False, dropout=False),
+        extras=extras,
+        **recurrent(_inputs, gated_output, chunk_len),
+    )
+
+
+def _init(gated: bool, rng, dims):
+    """Heads begin with rates from 1 to 16 and steps of 0.001 to 0.1, as Mamba 2's do."""
+    rate_rng, step_rng = jax.random.split(rng)
+    shape = (dims.n_heads,)
+    rate = jax.random.uniform(rate_rng, shape, minval=1.0, maxval=16.0)
+    least, most = math.log(1e-3), math.log(0.1)
+    step = jnp.exp(jax.random.uniform(step_rng, shape, minval=least, maxval=most))
+    bias = jnp.log(jnp.expm1(step))  # of which softplus makes the step where `keep` is 0
+    return {"rate": jnp.log(rate), "bias": bias} | output_params(gated, dims)
+
+
+def _inputs(params, q, k, v, extras) -> Inputs:
+    dtype = wide(q.dtype)
+    rate, bias = (params[name].astype(dtype)[:, None] for name in ("rate", "bias"))
+    log_decay = jnp.exp(rate) * jax.nn.log_sigmoid(extras["keep"].astype(dtype) - bias)
+    beta = jax.nn.sigmoid(extras["beta"].astype(dtype))
+    size = q.shape[-1]
+    q, k = (length_normalize(x.astype(dtype), 1e-6 / size) * size**-0.5 for x in (q, k))
+    return Inputs(scaled(q.astype(v.dtype)), k.astype(v.dtype), v, log_decay, beta)

@@ -1,0 +1,68 @@
+"""Gated linear attention: each feature of a key is forgotten at a rate read off the input.
+
+Yang et al. 2023 ("Gated Linear Attention Transformers", eq. 3-4 and sec. 4.4):
+`S_t = diag(a_t) S_{t-1} + k_t v_t^T`, `out_t = S_t^T q_t`, with `a_t = sigmoid(gate_t + b)^(1/16)`.
+The output of each head is normalised and gated. The paper makes `gate` of two thin matrices; here
+it is one projection.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from reformax.declared import Positive, Size
+from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
+from reformax.ops.parts.recurrence import Inputs
+from reformax.ops.parts.recurrent import (
+    gated_output,
+    output_extras,
+    output_params,
+    recurrent,
+    scaled,
+)
+from reformax.ops.parts.softmax import wide
+
+
+@named
+def gated_linear(
+    *, gated: bool = True, temperature: Positive = 16.0, chunk_len: Size = 64
+) -> AttentionOp:
+    """Linear attention that forgets by feature.
+
+    Extras: `gate [N, H]`; with `gated` also `output_gate [N, V]`. Weights: `bias [N, H]`; with
+    `gated` also `scale [N, V]`.
+
+    Args:
+      gated: whether the output is normalised and gated.
+      temperature: the root that is taken of the gates. The larger, the slower they forget.
+      chunk_len: positions whose products are computed at once, rounded up to a power of two. It
+        changes no number but by rounding.
+
+    Raises:
+      ValueError: a setting out of range.
+      NotImplementedError: at the call, with dropout: weights are never made.
+    """
+
+    def init(rng, dims):
+        del rng
+        return {"bias": jnp.zeros((dims.n_heads, dims.d_qk))} | output_params(gated, dims)
+
+    def extras(dims):
+        return {"gate": Extra(dims.n_heads, dims.d_qk)} | output_extras(gated, dims)
+
+    return AttentionOp(
+        init=init,
+        plan=no_plan,
+        traits=Traits(bidirectional=False, dropout=False),
+        extras=extras,
+        **recurrent(functools.partial(_inputs, temperature), gated_output, chunk_len),
+    )
+
+
+def _inputs(temperature: float, params, q, k, v, extras) -> Inputs:
+    dtype = wide(q.dtype)
+    gate = extras["gate"].astype(dtype) + params["bias"].astype(dtype)
+    return Inputs(scaled(q), k, v, jax.nn.log_sigmoid(gate) / temperature, None)

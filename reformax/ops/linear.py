@@ -1,0 +1,95 @@
+"""Linear attention: weights are products of features, so that sums over keys serve all queries.
+
+Katharopoulos et al. 2020 ("Transformers are RNNs", eq. 5-12): in place of `exp(q . k)` the weight
+is `phi(q) . phi(k)` with `phi(x) = elu(x) + 1`. Then
+
+    out_i = phi(q_i) . sum_j phi(k_j) v_j^T / phi(q_i) . sum_j phi(k_j),
+
+whose sums are over all j, or up to i in causal attention, where they are a recurrence. Time and
+memory are O(T).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reformax.declared import Size
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.recurrence import Inputs, recurrence
+from reformax.ops.parts.recurrent import contained, contained_output, recurrent
+from reformax.ops.parts.softmax import nonzero, wide
+
+
+@named
+def linear(*, chunk_len: Size = 64) -> AttentionOp:
+    """Attention with the weights `(elu(q) + 1) . (elu(k) + 1)`, divided by their sum.
+
+    A row all of whose weights are 0 in float32 is zeros.
+
+    Args:
+      chunk_len: positions whose products are computed at once, rounded up to a power of two. It
+        changes no number but by rounding.
+
+    Raises:
+      ValueError: chunk_len below 1.
+      NotImplementedError: at the call, with dropout: weights are never made.
+    """
+    functions = recurrent(_inputs, _mean, chunk_len)
+    causal_apply = functions.pop("apply")
+    return AttentionOp(
+        init=no_params,
+        plan=no_plan,
+        apply=functools.partial(_apply, causal_apply, chunk_len),
+        traits=Traits(dropout=False),
+        **functions,
+    )
+
+
+def _apply(causal_apply, chunk_len: int, params, q, k, v, *, segments, causal, **options):
+    if causal:
+        return causal_apply(params, q, k, v, segments=segments, causal=causal, **options)
+
+    x = contained(_inputs, params, q, k, v)
+    if segments is None:
+        sums = _everything(*x[:3])
+    else:  # what stands before a position and itself, and what stands behind it
+        back = (a[:, ::-1] for a in x[:3])
+        ids = jnp.asarray(segments)[:, ::-1]
+        sums = recurrence(*x, segments=segments, chunk_len=chunk_len)
+        sums = sums + recurrence(*back, segments=ids, chunk_len=chunk_len, strict=True)[:, ::-1]
+    return contained_output(_mean, params, sums).astype(v.dtype)
+
+
+def _everything(q, k, v) -> Float[Array, "B T N V"]:
+    """`q_i . sum_j k_j v_j^T`, NaN where a vector is not finite."""
+    dtype = wide(q.dtype)
+    real = is_finite(q) & is_finite(k, v).all(axis=1, keepdims=True)
+    q, k, v = (finite(x) for x in (q, k, v))
+    sums = jnp.einsum("bsnh,bsnv->bnhv", k, v, preferred_element_type=dtype)
+    out = jnp.einsum("btnh,bnhv->btnv", q, sums.astype(q.dtype), preferred_element_type=dtype)
+    return jnp.where(real, out, jnp.nan)
+
+
+def _inputs(params, q, k, v, extras=None) -> Inputs:
+    """Features, and values with a 1 that sums the weights."""
+    del params, extras
+    ones = jnp.ones((*v.shape[:-1], 1), v.dtype)
+    return Inputs(_features(q), _features(k), jnp.concatenate([v, ones], axis=-1), None, None)
+
+
+def _features(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """`elu(x) + 1`, without rounding what is far below 0 away."""
+    y = x.astype(wide(x.dtype))
+    return jnp.where(y > 0, y + 1, jnp.exp(jnp.minimum(y, 0))).astype(x.dtype)
+
+
+def _mean(params, sums: Float[Array, "B T N V1"], extras=None) -> Float[Array, "B T N V"]:
+    del params, extras
+    total = sums[..., -1:]
+    # What less is divided by could overflow.
+    total = jnp.where(total < 1e-25, 0, total)
+    return jnp.where(total == 0, 0, sums[..., :-1] / nonzero(total))

@@ -1,0 +1,92 @@
+"""The functions of an op that is a linear recurrence between two steps of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from reformax.ops.base import Dims, Extra
+from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.recurrence import Inputs, advance, recurrence, state_after
+from reformax.ops.parts.softmax import wide
+
+OUTPUT_GATE = "output_gate"
+
+
+def recurrent(
+    inputs: Callable[..., Inputs], output: Callable[..., Array], chunk_len: int
+) -> dict[str, Callable]:
+    """`apply`, `init_cache` and `step` of an op. The cache is the state, of constant size.
+
+    Args:
+      inputs: `(params, q, k, v, extras) -> Inputs`, what the recurrence reads.
+      output: `(params, out, extras) -> out`, of the recurrence's output in float32.
+      chunk_len: as in `recurrence`.
+    """
+
+    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, extras=None):
+        del plan, causal, dropout, rng
+        x = contained(inputs, params, q, k, v, extras)
+        out = recurrence(*x, segments=segments, chunk_len=chunk_len)
+        return contained_output(output, params, out, extras).astype(v.dtype)
+
+    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extras=None):
+        del plan, capacity, rng
+        x = contained(inputs, params, q, k, v, extras)
+        return state_after(x, jnp.asarray(lengths), chunk_len=chunk_len)
+
+    def step(params, q, k, v, cache, *, position, extras=None):
+        del position
+        out, cache = advance(cache, *inputs(params, q, k, v, extras))
+        return output(params, out, extras).astype(v.dtype), cache
+
+    return dict(apply=apply, init_cache=init_cache, step=step)
+
+
+def contained(inputs: Callable[..., Inputs], params, q, k, v, extras=None) -> Inputs:
+    """`inputs` of finite numbers, with NaN where what they were made of was not finite."""
+    read = {name: x for name, x in (extras or {}).items() if name != OUTPUT_GATE}
+    of_query, of_key = is_finite(q), is_finite(k, v)
+    of_key = functools.reduce(jnp.logical_and, map(is_finite, read.values()), of_key)
+    x = inputs(params, finite(q), finite(k), finite(v), jax.tree.map(finite, extras))
+    return x._replace(q=jnp.where(of_query, x.q, jnp.nan), k=jnp.where(of_key, x.k, jnp.nan))
+
+
+def contained_output(output: Callable[..., Array], params, out, extras=None) -> Array:
+    """`output` of finite numbers, NaN in rows that are not finite."""
+    gate = (extras or {}).get(OUTPUT_GATE)
+    result = output(params, finite(out), jax.tree.map(finite, extras))
+    return jnp.where(is_finite(out, gate), result, jnp.nan)
+
+
+# What gated recurrences do with their output: each head's is brought to unit root mean square,
+# scaled by channel, and multiplied by a gate (Sun et al. 2023, eq. 8).
+
+
+def output_extras(gated: bool, dims: Dims) -> dict[str, Extra]:
+    """The projection of the output's gate."""
+    return {OUTPUT_GATE: Extra(dims.n_heads, dims.d_v)} if gated else {}
+
+
+def output_params(gated: bool, dims: Dims) -> dict[str, Array]:
+    """The scale of the normalised output."""
+    return {"scale": jnp.ones((dims.n_heads, dims.d_v))} if gated else {}
+
+
+def gated_output(params, out: Float[Array, "B T N V"], extras) -> Float[Array, "B T N V"]:
+    """The output normalised and gated; as it is without a gate."""
+    if OUTPUT_GATE not in (extras or {}):
+        return out
+    out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
+    gate = jax.nn.silu(extras[OUTPUT_GATE].astype(out.dtype))
+    return out * params["scale"].astype(out.dtype) * gate
+
+
+def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Queries over the square root of their size, as logits of a softmax are."""
+    return (q.astype(wide(q.dtype)) * q.shape[-1] ** -0.5).astype(q.dtype)

@@ -1,0 +1,58 @@
+"""Retention: linear attention whose state fades at a fixed rate of each head.
+
+Sun et al. 2023 ("Retentive Network", eq. 5-8): `S_t = g S_{t-1} + k_t v_t^T`, `out_t = S_t^T q_t`,
+with `g = 1 - 2^(-5 - h)` for head h. The output of each head is normalised, and gated by a
+projection of the layer's input. Rotary positions suit it: the paper has them in its eq. 3.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+
+from reformax.declared import Size
+from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.parts.recurrence import Inputs
+from reformax.ops.parts.recurrent import (
+    gated_output,
+    output_extras,
+    output_params,
+    recurrent,
+    scaled,
+)
+from reformax.ops.parts.softmax import wide
+
+
+@named
+def retention(*, gated: bool = True, chunk_len: Size = 64) -> AttentionOp:
+    """Retention of what came before, halved every 22 positions by the first head.
+
+    Each further head keeps it for twice as long. Extras: `output_gate [N, V]`; weights: `scale
+    [N, V]`; both with `gated`.
+
+    Args:
+      gated: whether the output is normalised and gated.
+      chunk_len: positions whose products are computed at once, rounded up to a power of two. It
+        changes no number but by rounding.
+
+    Raises:
+      ValueError: chunk_len below 1.
+      NotImplementedError: at the call, with dropout: weights are never made.
+    """
+    return AttentionOp(
+        init=lambda rng, dims: output_params(gated, dims) or (),
+        plan=no_plan,
+        traits=Traits(bidirectional=False, dropout=False),
+        extras=functools.partial(output_extras, gated),
+        **recurrent(_inputs, gated_output, chunk_len),
+    )
+
+
+def _inputs(params, q, k, v, extras) -> Inputs:
+    del params, extras
+    rates = [math.log1p(-(2.0 ** (-5 - head))) for head in range(q.shape[2])]
+    log_decay = jnp.asarray(rates, wide(q.dtype))[None, None, :, None]
+    log_decay = jnp.broadcast_to(log_decay, (*q.shape[:3], 1))
+    return Inputs(scaled(q), k, v, log_decay, None)

@@ -1,0 +1,77 @@
+"""Linear attention and gated recurrences: what they are equal to, and their gated output."""
+
+import numpy as np
+import pytest
+
+from reformax.ops import dense, gated_delta, gated_linear, linear, retention
+from tests.layers import test_attention as layer_tests
+from tests.ops import inputs
+from tests.ops.rows import Row
+
+GATED = (retention.retention, gated_linear.gated_linear, gated_delta.gated_delta)
+gated = pytest.mark.parametrize("factory", GATED, ids=lambda x: x.__name__)
+MUCH = 1e3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_linear_attention_is_dense_attention_to_other_logits(causal):
+    """Those whose exponentials are the products of features."""
+    op = linear.linear(chunk_len=4)
+    x = inputs.draw(op, length=21)
+    q, k = (np.where(y > 0, y + 1, np.exp(np.minimum(y, 0))) for y in (x.q, x.k))
+    logits = np.log(np.einsum("btnh,bsnh->bnts", q, k))
+    want = dense.dense()(0 * x.q, x.k, x.v, bias=logits, causal=causal)
+    np.testing.assert_allclose(op(*x[:3], causal=causal), want, atol=1e-5)
+
+
+def test_gates_that_forget_nothing():
+    """Gated linear attention then sums all products; the delta rule as well if keys are apart."""
+    x = inputs.draw(gated_linear.gated_linear(gated=False), length=16, d_qk=16)
+    k = np.broadcast_to(np.eye(16, dtype=np.float32)[:, None], x.q.shape)
+    q = x.q / np.linalg.norm(x.q, axis=-1, keepdims=True)
+    x = x._replace(q=q, k=k)
+    want = np.einsum("bnts,bsnv->btnv", np.tril(np.einsum("btnh,bsnh->bnts", q, k)) / 4, x.v)
+    kept = x._replace(extras={"gate": 0 * x.q + MUCH})
+    op = gated_linear.gated_linear(gated=False, chunk_len=8)
+    np.testing.assert_allclose(inputs.call(op, kept, causal=True), want, atol=1e-5)
+    op = gated_delta.gated_delta(gated=False, chunk_len=8)
+    own = inputs.draw(op, length=16, d_qk=16)
+    much = np.full_like(own.extras["beta"], MUCH)
+    whole = x._replace(extras={"beta": much, "keep": much}, params=own.params)
+    np.testing.assert_allclose(inputs.call(op, whole, causal=True), want, atol=1e-5)
+
+
+def test_the_delta_rule_replaces_the_value_of_a_key():
+    op = gated_delta.gated_delta(gated=False)
+    x = inputs.draw(op, length=9)
+    one = np.broadcast_to(x.k[:, :1], x.k.shape)
+    much = np.full_like(x.extras["beta"], MUCH)
+    x = x._replace(q=one, k=one, extras={"beta": much, "keep": much})
+    out = inputs.call(op, x, causal=True)
+    np.testing.assert_allclose(out, x.v / 2, atol=1e-5)  # over the square root of 4
+
+
+@gated
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_gated_output(factory, packed):
+    """The recurrence's output over its root mean square, scaled, by silu of its gate."""
+    plain, op = (factory(gated=each, chunk_len=4) for each in (False, True))
+    x = inputs.draw(op, length=11)
+    x.params["scale"] = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+    gate = x.extras["output_gate"]
+    rest = {name: y for name, y in x.extras.items() if name != "output_gate"}
+    masks = dict(causal=True, segments=np.repeat([[1, 2, 0]], [5, 4, 2], axis=1).repeat(2, axis=0))
+    masks = masks if packed else dict(causal=True)
+    out = inputs.call(plain, x._replace(extras=rest or None), **masks)
+    want = out / np.sqrt(np.mean(out**2, axis=-1, keepdims=True) + 1e-5)
+    want = want * x.params["scale"] * gate / (1 + np.exp(-gate))
+    got = inputs.call(op, x, **masks)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.slow
+@gated
+def test_layers_with_a_gated_output_decode(factory):
+    layer_tests.test_prefill_and_steps_are_apply(
+        Row(factory.__name__, factory, {"chunk_len": (4,)}, holds_keys=False)
+    )
