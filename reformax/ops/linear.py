@@ -68,9 +68,9 @@ def _everything(q, k, v) -> Float[Array, "B T N V"]:
     """`q_i . sum_j k_j v_j^T`, NaN where a vector is not finite."""
     dtype = wide(q.dtype)
     real = is_finite(q) & is_finite(k, v).all(axis=1, keepdims=True)
-    q, k, v = (finite(x) for x in (q, k, v))
-    sums = jnp.einsum("bsnh,bsnv->bnhv", k, v, preferred_element_type=dtype)
-    out = jnp.einsum("btnh,bnhv->btnv", q, sums.astype(q.dtype), preferred_element_type=dtype)
+    # In float32: a CPU multiplies bfloat16 along the last axis alone.
+    q, k, v = (finite(x).astype(dtype) for x in (q, k, v))
+    out = jnp.einsum("btnh,bnhv->btnv", q, jnp.einsum("bsnh,bsnv->bnhv", k, v))
     return jnp.where(real, out, jnp.nan)
 
 
