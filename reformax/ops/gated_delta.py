@@ -75,7 +75,7 @@ def _init(gated: bool, rng, dims):
 
 def _inputs(params, q, k, v, extras) -> Inputs:
     dtype = wide(q.dtype)
-    rate, bias = (params[name].astype(dtype)[:, None] for name in ("rate", "bias"))
+    rate, bias = (params[name].astype(dtype)[None, None, :, None] for name in ("rate", "bias"))
     log_decay = jnp.exp(rate) * jax.nn.log_sigmoid(extras["keep"].astype(dtype) - bias)
     beta = jax.nn.sigmoid(extras["beta"].astype(dtype))
     size = q.shape[-1]

@@ -64,5 +64,5 @@ def gated_linear(
 
 def _inputs(temperature: float, params, q, k, v, extras) -> Inputs:
     dtype = wide(q.dtype)
-    gate = extras["gate"].astype(dtype) + params["bias"].astype(dtype)
+    gate = extras["gate"].astype(dtype) + params["bias"].astype(dtype)[None, None]
     return Inputs(scaled(q), k, v, jax.nn.log_sigmoid(gate) / temperature, None)

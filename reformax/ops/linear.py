@@ -49,10 +49,10 @@ def linear(*, chunk_len: Size = 64) -> AttentionOp:
     )
 
 
-def _apply(causal_apply, chunk_len: int, params, q, k, v, *, segments, causal, **options):
+def _apply(causal_apply, chunk_len: int, params, q, k, v, *, plan, segments, causal, dropout, rng):
     if causal:
-        return causal_apply(params, q, k, v, segments=segments, causal=causal, **options)
-
+        options = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
+        return causal_apply(params, q, k, v, segments=segments, **options)
     x = contained(_inputs, params, q, k, v)
     if segments is None:
         sums = _everything(*x[:3])

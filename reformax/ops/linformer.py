@@ -88,11 +88,8 @@ def _projected(
             f"max_length={length}, or shorten it"
         )
     heads = "n" if weights.ndim == 3 else ""
-    mixtures = jnp.einsum(
-        f"btnh,{heads}tk->bknh",
-        finite(x),
-        weights[..., :length, :].astype(x.dtype),
-        preferred_element_type=wide(x.dtype),
-    ).astype(x.dtype)
+    # In float32: a CPU multiplies bfloat16 along the last axis alone.
+    tokens, weights = (a.astype(wide(x.dtype)) for a in (finite(x), weights[..., :length, :]))
+    mixtures = jnp.einsum(f"btnh,{heads}tk->bknh", tokens, weights).astype(x.dtype)
     # A mixture sees all rows, with weights that may be 0.
     return jnp.where(is_finite(x).all(axis=1, keepdims=True), mixtures, jnp.nan)

@@ -166,6 +166,8 @@ def check(
             counts = asked.counts()
             weights = counts / np.maximum(counts.sum(axis=-1, keepdims=True), 1)
             rounded *= max(1, weights.sum(axis=-2).max())
+        elif equal:  # as if all queries saw one key
+            rounded *= n_queries
         vectors = [scaled.q, np.ones(1) if k is None else scaled.k]
         rounded *= max(np.abs(y).max() for y in vectors) / np.sqrt(d_qk)
         assert out.dtype == dtype

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from reformax.ops.parts.softmax import wide
+
 # Rows whose products by feature are summed one by one; more are split into halves.
 DIRECT = 16
 
 
 def product(spec: str, x: Array, y: Array, dtype: Any) -> Array:
     """`einsum` of arrays rounded to `dtype`, summed in float32, or in float64 for float64."""
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return jnp.einsum(spec, x.astype(dtype), y.astype(dtype), preferred_element_type=wide)
+    return jnp.einsum(spec, x.astype(dtype), y.astype(dtype), preferred_element_type=wide(dtype))
 
 
 def decayed_products(
@@ -75,7 +76,8 @@ def _by_feature(x, y, decay, dtype):
     x, y, decay = (_halves(a) for a in (x, y, decay))
     own = _by_feature(x, y, decay, dtype)
     late, early = _to_the_middle(decay)
-    across = product("...ih,...jh->...ij", x[..., 1, :, :] * late, y[..., 0, :, :] * early, dtype)
+    later, earlier = _met_in_the_middle(x, y, late, early)
+    across = product("...ih,...jh->...ij", later, earlier, dtype)
     return _of_quarters(own[..., 0, :, :], across, own[..., 1, :, :])
 
 
@@ -86,18 +88,29 @@ def _by_feature_vjp(d_out, x, y, decay, dtype):
         for t in range(n):  # terms, for an axis to sum over would be in memory
             row = slice(t, t + 1)
             since = jnp.exp(jnp.minimum(decay - decay[..., row, :], 0))
-            dx = dx + d_out[..., :, row] * y[..., row, :] * since
+            dx = dx + d_out[..., :, row] * y[..., row, :].astype(decay.dtype) * since
             until = jnp.exp(jnp.minimum(decay[..., row, :] - decay, 0))
-            dy = dy + jnp.swapaxes(d_out[..., row, :], -1, -2) * x[..., row, :] * until
+            dy = (
+                dy
+                + jnp.swapaxes(d_out[..., row, :], -1, -2)
+                * x[..., row, :].astype(decay.dtype)
+                * until
+            )
         return dx, dy
     x, y, decay = (_halves(a) for a in (x, y, decay))
     dx, dy = _by_feature_vjp(_diagonal_quarters(d_out), x, y, decay, dtype)
     late, early = _to_the_middle(decay)
+    later, earlier = _met_in_the_middle(x, y, late, early)
     across = d_out[..., n // 2 :, : n // 2]
-    dx_late = product("...ij,...jh->...ih", across, y[..., 0, :, :] * early, dtype) * late
-    dy_early = product("...ij,...ih->...jh", across, x[..., 1, :, :] * late, dtype) * early
+    dx_late = product("...ij,...jh->...ih", across, earlier, dtype) * late
+    dy_early = product("...ij,...ih->...jh", across, later, dtype) * early
     dx = jnp.concatenate([dx[..., 0, :, :], dx[..., 1, :, :] + dx_late], axis=-2)
     return dx, jnp.concatenate([dy[..., 0, :, :] + dy_early, dy[..., 1, :, :]], axis=-2)
+
+
+def _met_in_the_middle(x, y, late, early) -> tuple[Array, Array]:
+    """The later half of x and the earlier half of y, as they are at the row between."""
+    return x[..., 1, :, :].astype(late.dtype) * late, y[..., 0, :, :].astype(early.dtype) * early
 
 
 def _halves(x: Float[Array, "*b L H"]) -> Float[Array, "*b 2 L/2 H"]:

@@ -154,13 +154,15 @@ class _Chunks(NamedTuple):
 
     def from_old(self, x: Float[Array, "C B N L H"]) -> Float[Array, "C B N L H"]:
         """`x` as it meets the state before the chunk."""
-        return jnp.where(self.old, x if self.decay is None else x * jnp.exp(self.decay), 0)
+        if self.decay is not None:
+            x = _wide(x) * jnp.exp(self.decay)
+        return jnp.where(self.old, x, 0)
 
     def to_new(self, x: Float[Array, "C B N L H"]) -> Float[Array, "C B N L H"]:
         """`x` as it is added to the state after the chunk."""
         if self.decay is not None:
             left = self.decay[..., -1:, :] - self.decay
-            x = x * jnp.exp(jnp.where(self.new, left, 0))
+            x = _wide(x) * jnp.exp(jnp.where(self.new, left, 0))
         return jnp.where(self.new, x, 0)
 
     def kept(self) -> Float[Array, "C B N _ 1"]:
@@ -187,7 +189,9 @@ def _solved(x: _Chunks) -> _Solved:
     pairs = decayed_products(x.k, x.k, x.decay, below, jnp.result_type(x.k))
     inverse = chunk_products.inverse(x.beta * pairs)
     keys = x.from_old(x.k)
-    return _Solved(pairs, below, inverse, keys, x.product("ij,jh->ih", inverse, x.beta * keys))
+    return _Solved(
+        pairs, below, inverse, keys, x.product("ij,jh->ih", inverse, x.beta * _wide(keys))
+    )
 
 
 def _states(x: _Chunks) -> tuple[Float[Array, "C B N H V"], Float[Array, "C B N L V"]]:
@@ -202,7 +206,7 @@ def _states(x: _Chunks) -> tuple[Float[Array, "C B N H V"], Float[Array, "C B N 
         after = _forget(kept, state) + x.product("lh,lv->hv", keys, finite(values))
         return after, (state, values)
 
-    values = x.product("ij,jv->iv", solved.inverse, x.beta * x.v)
+    values = x.product("ij,jv->iv", solved.inverse, x.beta * _wide(x.v))
     old = jnp.broadcast_to(x.old, (*values.shape[:2], *x.old.shape[-3:]))
     chunks = x.kept(), x.to_new(x.k), solved.reads, values, old
     state = jnp.zeros((*x.k.shape[1:3], x.k.shape[-1], x.v.shape[-1]), values.dtype)
@@ -227,15 +231,16 @@ def _gradients(x: _Chunks, d_out: Float[Array, "C B N L V"]) -> Inputs:
     dk_new = x.to_new(x.product("lv,hv->lh", values, d_states))
     dk = dk + dk_new
     dv, d_beta = d_values, None
-    dc = None if x.decay is None else x.q * dq - x.k * dk
+    q, k = _wide(x.q), _wide(x.k)
+    dc = None if x.decay is None else q * dq - k * dk
     if solved is not None:
         dv, d_beta, dk_read, dk_written = _solved_vjp(x, solved, states, values, d_values)
         dk = dk + dk_read + dk_written
-        dc = None if dc is None else dc + x.k * (dk_read - dk_written)
+        dc = None if dc is None else dc + k * (dk_read - dk_written)
     if dc is None:
         return Inputs(dq, dk, dv, None, d_beta)
     d_kept = _forget(x.kept(), states * d_states).sum(axis=-1)[..., None, :]
-    at_end = (x.k * dk_new).sum(axis=-2, keepdims=True) + d_kept
+    at_end = (k * dk_new).sum(axis=-2, keepdims=True) + d_kept
     row = lax.broadcasted_iota(jnp.int32, dc.shape, dc.ndim - 2)
     dc = dc + jnp.where(row == dc.shape[-2] - 1, at_end, 0)
     dc = dc if x.decay.shape[-1] > 1 else dc.sum(axis=-1, keepdims=True)
@@ -265,7 +270,7 @@ def _d_states(x: _Chunks, solved: _Solved | None, d_out, d_values):
 def _solved_vjp(x: _Chunks, solved: _Solved, states, values, d_values):
     """The gradients of v, of b, and of the keys where they read and where they are written."""
     d_right = x.product("ij,iv->jv", solved.inverse, d_values)
-    left = x.v - jnp.where(x.old, x.product("lh,hv->lv", solved.keys, states), 0)
+    left = _wide(x.v) - jnp.where(x.old, x.product("lh,hv->lv", solved.keys, states), 0)
     d_below = jnp.where(solved.below, -x.product("iv,jv->ij", d_right, values), 0)
     d_beta = (d_right * left).sum(axis=-1, keepdims=True)
     d_beta = d_beta + (d_below * solved.pairs).sum(axis=-1, keepdims=True)
@@ -278,6 +283,11 @@ def _solved_vjp(x: _Chunks, solved: _Solved, states, values, d_values):
 
 
 # The states.
+
+
+def _wide(x: Array) -> Array:
+    """The same numbers in float32, or float64."""
+    return x.astype(wide(x.dtype))
 
 
 def _forget(kept: Float[Array, "*c H 1"], state: Float[Array, "*c H V"]) -> Array:

@@ -84,7 +84,7 @@ def gated_output(params, out: Float[Array, "B T N V"], extras) -> Float[Array, "
         return out
     out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
     gate = jax.nn.silu(extras[OUTPUT_GATE].astype(out.dtype))
-    return out * params["scale"].astype(out.dtype) * gate
+    return out * params["scale"].astype(out.dtype)[None, None] * gate
 
 
 def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
