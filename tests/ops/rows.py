@@ -422,13 +422,14 @@ ROWS = [
             factory,
             _CHUNKS_OF_STATES | {"gated": (False,)},
             reference=getattr(recurrences, name),
+            rounding=rounding,
             slow=True,
             **_RECURRENT,
         )
-        for name, factory in (
-            ("retention", retention.retention),
-            ("gated_linear", gated_linear.gated_linear),
-            ("gated_delta", gated_delta.gated_delta),
+        for name, factory, rounding in (
+            ("retention", retention.retention, 1),
+            ("gated_linear", gated_linear.gated_linear, 1),
+            ("gated_delta", gated_delta.gated_delta, 3),  # it solves a system in each chunk
         )
     ),
 ]
