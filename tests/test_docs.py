@@ -82,7 +82,8 @@ def _copy_checkout(folder: Path) -> None:
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, folder / name)
-    (folder / "docs").mkdir()  # for plots
+    (folder / "docs").mkdir()  # for plots; tests read the guide
+    shutil.copy(ROOT / "docs" / GUIDE, folder / "docs" / GUIDE)
 
 
 def _write_gin_files(text: str, folder: Path) -> None:

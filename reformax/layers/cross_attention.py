@@ -117,7 +117,7 @@ class CrossAttention(MultiHead):
         q = affine(params, "in", x).reshape(batch, -1, self.n_heads, self.d_qk)
         segments = None
         if memory_segments is not None:
-            segments = jnp.ones(q.shape[:2], bool), memory_segments != 0
+            segments = jnp.ones(q.shape[:2], bool), memory_segments.astype(bool)
         qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in heads))
         plan = self.plan(params, qkv, segments, rng)
         out = self._apply_op(params, qkv, plan, segments)
