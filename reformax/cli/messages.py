@@ -144,8 +144,7 @@ def place(error: Exception) -> Place:
 
 def nearest(name: str, names: Sequence[str], most: int = 1000) -> str:
     """'; did you mean A or B?', or all names where none is near and they are at most so many."""
-    stems = {one.removesuffix(".gin"): one for one in names}  # or all ends would be alike
-    near = difflib.get_close_matches(name.removesuffix(".gin"), stems, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if near:
-        return f"; did you mean {' or '.join(stems[one] for one in near)}?"
+        return f"; did you mean {' or '.join(near)}?"
     return f"; there is {', '.join(names)}" if 0 < len(names) <= most else ""

@@ -28,7 +28,7 @@ from reformax.ops.parts.softmax import nonzero, wide
 def linear(*, chunk_len: Size = 64) -> AttentionOp:
     """Attention with the weights `(elu(q) + 1) . (elu(k) + 1)`, divided by their sum.
 
-    A row all of whose weights are 0 in float32 is zeros.
+    A row whose weights sum up to less than 1e-18 is zeros.
 
     Args:
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
@@ -90,6 +90,6 @@ def _features(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
 def _mean(params, sums: Float[Array, "B T N V1"], extras=None) -> Float[Array, "B T N V"]:
     del params, extras
     total = sums[..., -1:]
-    # What less is divided by could overflow.
-    total = jnp.where(total < 1e-25, 0, total)
+    # The square of less, which a gradient is divided by, would be 0.
+    total = jnp.where(total < 1e-18, 0, total)
     return jnp.where(total == 0, 0, sums[..., :-1] / nonzero(total))
