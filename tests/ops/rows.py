@@ -19,6 +19,7 @@ from reformax.ops import (
     long_short,
     lsh,
     memory_efficient,
+    moba,
     nystromformer,
     performer,
     retention,
@@ -248,6 +249,13 @@ def _own_bucket(options, plan, shape, causal, segments):
     return except_self(visible(shape, causal, segments) * counts)
 
 
+def _chosen_blocks(options, plan, shape, causal, segments):
+    """A query's own block, and those that the plan has for it."""
+    query, key = (x // options["block_size"] for x in np.ogrid[: shape.n_queries, : shape.n_keys])
+    chosen = (np.asarray(plan)[..., None] == key[0]).any(axis=-2)
+    return visible(shape, causal, segments) * (chosen | (query == key))
+
+
 _CHUNKS = {"query_chunk_size": (4, 5, "sqrt", 1024), "key_chunk_size": (8, 7, 3, "sqrt", 4096)}
 _BLOCKS = {"query_block_size": (8, 5, None), "key_block_size": (4, 8, 7, None)}
 _NEIGHBOURHOODS = {
@@ -415,6 +423,7 @@ ROWS = [
         rounding=30,
         slow=True,
     ),
+    Row("moba", moba.moba, {"block_size": (4, 5, 1, 64), "top_k": (2, 3, 1, 50)}, _chosen_blocks),
     Row("linear", linear.linear, _CHUNKS_OF_STATES, reference=recurrences.linear, **_RECURRENT),
     *(
         Row(

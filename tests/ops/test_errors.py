@@ -20,6 +20,7 @@ from reformax.ops import (
     long_short,
     lsh,
     memory_efficient,
+    moba,
     nystromformer,
     performer,
     retention,
@@ -68,6 +69,8 @@ SIZES = [
     (local.local, dict(chunk_len=4, window=6), "window is 6: expected at most 5"),
     (local.local, dict(chunk_len=4, window=10), "raise n_chunks_before to 3"),
     (local.local, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
+    (moba.moba, dict(block_size=0), "block_size is 0: expected at least 1"),
+    (moba.moba, dict(top_k=0), "top_k is 0: expected at least 1"),
     (linformer.linformer, dict(n_projected=0), "n_projected is 0: expected at least 1"),
     (linformer.linformer, dict(max_length=0), "max_length is 0: expected at least 1"),
     (

@@ -1,0 +1,293 @@
+"""Mixture of block attention: each query sees its own block and those whose mean key it likes best.
+
+Lu et al. 2025 ("MoBA: Mixture of Block Attention for Long-Context LLMs", sec. 2.2): keys stand in
+blocks, a block's score is the product of the query and the mean of the block's keys (eq. 6), and a
+softmax goes over the keys of the blocks with the highest scores. The query's own block is always
+among them, and later ones never. Which blocks are chosen has no gradient.
+
+Queries are sorted by the blocks that they chose, so that each block's keys meet tiles of the
+queries that see them (sec. 2.3, algorithm 1). Time is T * top_k * block_size for the softmax and
+T^2 / block_size for the scores; memory is T * top_k.
+
+Letters besides those of `reformax.ops.base`: C blocks, L positions in a block, K blocks that a
+query sees, M tiles of L queries and one block.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.declared import Size
+from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
+from reformax.ops.parts.containment import finite, is_finite, tokens_only
+from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+
+# Queries whose scores are in memory at a time.
+SCORED = 1024
+
+
+@named
+def moba(*, block_size: Size = 512, top_k: Size = 3) -> AttentionOp:
+    """Causal attention to a query's own block and to the best of the earlier ones.
+
+    Dense attention where `top_k` is at least the number of blocks. Blocks are cut by the place in
+    the row. In packed rows the mean of a block is that of the segment of its last token, and
+    queries of other segments do not choose it: of segments that are contiguous, only that one goes
+    on behind the block.
+
+    Args:
+      block_size: positions in a block; 512 in the paper's sec. 3.1.
+      top_k: blocks that a query sees, its own among them; 3 in sec. 3.1.
+
+    Raises:
+      ValueError: a number below 1.
+    """
+    return AttentionOp(
+        init=no_params,
+        plan=functools.partial(_plan, block_size, top_k),
+        apply=functools.partial(_apply, block_size),
+        traits=Traits(bidirectional=False, heads_apart=True),
+        init_cache=functools.partial(_init_cache, block_size),
+        step=functools.partial(_step, block_size, top_k),
+        replace_value=_replace_value,
+    )
+
+
+def _in_blocks(x: Array, block_size: int) -> Array:
+    """`[B, T, ...]` in blocks, `[B, C, L, ...]`, the last one filled up with zeros."""
+    size = min(block_size, x.shape[1])
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
+
+
+def _best(
+    scores: Float[Array, "*rows C"], may: Bool[Array, "*#rows C"], n_best: int
+) -> Int[Array, "*rows K-1"]:
+    """The blocks of the highest scores among those that a query may choose; -1 is none."""
+    may = jnp.broadcast_to(may, scores.shape)
+    _, block = lax.top_k(jnp.where(may, scores, -jnp.inf), n_best)
+    return jnp.where(jnp.take_along_axis(may, block, axis=-1), block, -1)
+
+
+def _plan(
+    block_size, top_k, params, q, k, *, segments, causal, rng, train, length=None
+) -> Int[Array, "B N T K-1"]:
+    """The earlier blocks that each query chooses."""
+    del params, causal, rng, train, length
+    q, k = lax.stop_gradient(q), lax.stop_gradient(k)
+    n_batch, length, n_heads, _ = q.shape
+    ids = jnp.ones((n_batch, length), jnp.int32) if segments is None else jnp.asarray(segments)
+    size, dtype = min(block_size, length), wide(q.dtype)
+    of_block, means = _means(tokens_only(k, ids), ids, block_size)
+    n_best = min(top_k, means.shape[1]) - 1
+    if n_best == 0:
+        return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
+
+    def choose(queries):
+        q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
+        exact = dict(precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+        scores = jnp.einsum("btnh,bcnh->bntc", q.astype(dtype), means, **exact)
+        may = jnp.arange(means.shape[1])[None] < (position // size)[:, None]
+        may = may[None] & (ids[..., None] == of_block[:, None]) & (ids != 0)[..., None]
+        return _best(scores, may[:, None], n_best)
+
+    n_scored = min(SCORED, length)
+    queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
+    chunks = [jnp.moveaxis(_in_blocks(x, n_scored), 1, 0) for x in queries]
+    chosen = lax.map(choose, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
+    chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
+    return chosen[:, :, :length]
+
+
+def _means(
+    k: Float[Array, "B T N H"], ids: Int[Array, "B T"], block_size: int
+) -> tuple[Int[Array, "B C"], Float[Array, "B C N H"]]:
+    """The segment of each block's last token, and the mean of its keys there."""
+    keys, ids = _in_blocks(k.astype(wide(k.dtype)), block_size), _in_blocks(ids, block_size)
+    last = jnp.max(jnp.where(ids != 0, jnp.arange(ids.shape[2])[None, None], 0), axis=2)
+    of_block = jnp.take_along_axis(ids, last[..., None], axis=2)
+    counted = (ids == of_block) & (ids != 0)
+    count = jnp.maximum(counted.sum(axis=2), 1).astype(keys.dtype)
+    total = jnp.where(counted[..., None, None], keys, 0).sum(axis=2)
+    return of_block[..., 0], total / count[..., None, None]
+
+
+class Tiles(NamedTuple):
+    """Pairs of a query and a block that it sees, in tiles of one block each.
+
+    Attributes:
+      block: the block of each tile.
+      query: the queries of each tile; -1 where there is none.
+      place: where each query's K blocks are among all places of the tiles; -1 where it has fewer.
+    """
+
+    block: Int[Array, "B N M"]
+    query: Int[Array, "B N M L"]
+    place: Int[Array, "B N T K"]
+
+
+def _tiles(chosen: Int[Array, "B N T K-1"], size: int) -> Tiles:
+    length = chosen.shape[2]
+    own = jnp.arange(length, dtype=jnp.int32) // size
+    own = jnp.broadcast_to(own[None, None, :, None], (*chosen.shape[:3], 1))
+    blocks = jnp.concatenate([own, chosen.astype(jnp.int32)], axis=-1)
+    n_blocks, n_seen = -(-length // size), blocks.shape[-1]
+    n_tiles = length * n_seen // size + n_blocks  # each block has at most one that is not full
+
+    def of_head(blocks: Int[Array, "T K"]) -> Tiles:
+        block = jnp.where(blocks < 0, n_blocks, blocks).reshape(-1)
+        pair = jnp.arange(block.size, dtype=jnp.int32)
+        in_order, order = lax.sort((block, pair), num_keys=1, is_stable=True)
+        count = jnp.zeros(n_blocks + 1, jnp.int32).at[block].add(1)
+        tiles = -(-count // size)
+        end, tiles_end = jnp.cumsum(count), jnp.cumsum(tiles)
+        place = (tiles_end - tiles)[in_order] * size + pair - (end - count)[in_order]
+        place = jnp.where(in_order < n_blocks, place, n_tiles * size).astype(jnp.int32)
+        query = jnp.full(n_tiles * size, -1, jnp.int32).at[place].set(order // n_seen, mode="drop")
+        of_pair = jnp.zeros(block.size, jnp.int32).at[order].set(place)
+        of_pair = jnp.where(of_pair < n_tiles * size, of_pair, -1)
+        tile = jnp.arange(n_tiles, dtype=jnp.int32)
+        of_tile = jnp.searchsorted(tiles_end[:n_blocks], tile, side="right")
+        of_tile = jnp.minimum(of_tile, n_blocks - 1).astype(jnp.int32)
+        return Tiles(of_tile, query.reshape(n_tiles, size), of_pair.reshape(length, n_seen))
+
+    return jax.vmap(jax.vmap(of_head))(blocks)
+
+
+def _apply(block_size, params, q, k, v, *, plan, segments, causal, dropout, rng):
+    del params, causal
+    n_batch, length, n_heads, _ = q.shape
+    size, dtype = min(block_size, length), wide(q.dtype, v.dtype)
+    tiles = _tiles(plan, size)
+    ids = jnp.ones((n_batch, length), jnp.int32) if segments is None else jnp.asarray(segments)
+    seed = seed_words(rng, n_batch) if dropout > 0.0 else None
+
+    # Everything by tile, with the tiles in front; [M, B, N, L, ...].
+    def of_queries(x: Array) -> Array:  # of [B, N or 1, T, ...]
+        return _by_tile(_taken(x, jnp.maximum(tiles.query, 0)))
+
+    def of_blocks(x: Array) -> Array:  # of [B, T, N or 1, ...]
+        return _by_tile(_taken(jnp.moveaxis(_in_blocks(x, size), 3, 1), tiles.block))
+
+    heads = jnp.swapaxes(q, 1, 2)
+    tokens = (ids[:, :, None], is_finite(k, v)[..., 0])
+    attend = jax.checkpoint(functools.partial(_tile, seed, dropout))
+    acc, top, total, whole = lax.map(
+        lambda tile: attend(*tile),
+        (
+            (_by_tile(tiles.query), of_queries(ids[:, None]), of_queries(is_finite(heads)[..., 0])),
+            (_by_tile(tiles.block), *map(of_blocks, tokens)),
+            of_queries(finite(heads).astype(dtype)),
+            *(of_blocks(finite(x).astype(dtype)) for x in (k, v)),
+        ),
+    )
+
+    # The softmax of each query over the blocks that it sees.
+    exists = tiles.place >= 0
+
+    def of_pairs(x: Array) -> Array:  # [M, B, N, L, ...] -> [B, N, T, K, ...]
+        x = jnp.moveaxis(x, 0, 2)
+        x = x.reshape(n_batch, n_heads, -1, *x.shape[4:])
+        return _taken(x, jnp.maximum(tiles.place, 0))
+
+    acc, top, total, whole = map(of_pairs, (acc, top, total, whole))
+    scale = masked_exp(top, exists, largest(top, exists, axis=-1))
+    out = jnp.sum(acc * scale[..., None], axis=3)
+    out = out / nonzero(jnp.sum(total * scale, axis=-1))[..., None]
+    # A row that sees what is not finite is NaN and has no gradient.
+    out = jnp.where(jnp.all(whole | ~exists, axis=-1)[..., None], out, jnp.nan)
+    return jnp.swapaxes(out, 1, 2).astype(v.dtype)
+
+
+def _taken(x: Array, index: Int[Array, "B N *d"]) -> Array:
+    """`x[b, n, index[b, n]]` of `[B, N or 1, I, ...]`."""
+    x = jnp.broadcast_to(x, (*index.shape[:2], *x.shape[2:]))
+    take = functools.partial(jnp.take, axis=0, mode="clip")
+    return jax.vmap(jax.vmap(take))(x, index)
+
+
+def _by_tile(x: Array) -> Array:
+    """The tiles' axis of `[B, N, M, ...]` in front."""
+    return jnp.moveaxis(x, 2, 0)
+
+
+def _tile(seed, dropout, of_query, of_key, q, k, v):
+    """The softmax of a tile's queries over its block, and whether all that each sees is finite.
+
+    Args:
+      seed: of dropout; None where there is none.
+      dropout: its rate.
+      of_query: the queries' positions, -1 for none, their segments, and whether they are finite.
+      of_key: the block's number, and the same of its keys, whose positions it tells.
+      q, k, v: `[B, N, L, ...]`.
+
+    Returns:
+      The parts of `Softmax`, and a boolean for each query.
+    """
+    query, query_ids, query_fine = (x[..., None] for x in of_query)
+    block, key_ids, key_fine = (x[..., None, :] for x in (of_key[0][..., None], *of_key[1:]))
+    key = block * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
+    mask = (key <= query) & (query_ids == key_ids) & (key_ids != 0)
+    logits = jnp.einsum("bnqh,bnkh->bnqk", q, k) * (1 / math.sqrt(q.shape[-1]))
+    fine = query_fine & key_fine & jnp.isfinite(logits)
+    whole = jnp.all(fine | ~mask, axis=-1)
+    logits, mask = jnp.where(fine, logits, 0), mask & fine
+    top = largest(logits, mask, axis=-1)
+    weights = masked_exp(logits, mask, top)
+    total = weights.sum(axis=-1)
+    if dropout > 0.0:
+        batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
+        weights = weights * dropout_mask(seed, dropout, batch, head, query, key).astype(q.dtype)
+    acc = jnp.einsum("bnqk,bnkv->bnqv", weights, v)
+    finite_acc = jnp.isfinite(acc)
+    return jnp.where(finite_acc, acc, 0), top[..., 0], total, whole & finite_acc.all(axis=-1)
+
+
+class Cache(NamedTuple):
+    """All positions, and the sum of the keys of each block."""
+
+    memory: KeyValues
+    sums: Float[Array, "B N C H"]
+
+
+def _replace_value(cache: Cache, v, position) -> Cache:
+    return cache._replace(memory=replace_value(cache.memory, v, position))
+
+
+def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+    del params, q, plan, rng
+    memory = fill_ring(k, v, lengths, capacity)  # zeros where there is no position yet
+    keys = jnp.swapaxes(memory.keys, 1, 2).astype(wide(k.dtype))
+    return Cache(memory, jnp.swapaxes(_in_blocks(keys, block_size).sum(axis=2), 1, 2))
+
+
+def _step(block_size, top_k, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
+    del params
+    memory = add_to_ring(cache.memory, k, v, position)
+    capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]
+    size = min(block_size, capacity)
+    own = (position // size).astype(jnp.int32)
+    new = k[:, 0].astype(cache.sums.dtype)
+    sums = cache.sums.at[jnp.arange(q.shape[0]), :, own].add(new)
+
+    query = q[:, 0].astype(sums.dtype)
+    scores = jnp.einsum("bnh,bnch->bnc", query, sums / size, precision=lax.Precision.HIGHEST)
+    may = jnp.arange(n_blocks, dtype=jnp.int32)[None, None] < own[:, None, None]
+    chosen = _best(scores, may, min(top_k, n_blocks) - 1)
+    own = jnp.broadcast_to(own[:, None, None], (*chosen.shape[:2], 1))
+    blocks = jnp.concatenate([own, chosen.astype(jnp.int32)], axis=-1)
+    seen = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
+    mask = (seen >= 0) & (seen <= position[:, None, None, None])
+    seen = seen.reshape(*seen.shape[:2], -1)
+    index = jnp.clip(seen, 0, capacity - 1)[..., None]
+    keys, values = (jnp.take_along_axis(x, index, axis=2) for x in memory)
+    return attend_to(q, keys, values, mask.reshape(seen.shape)), Cache(memory, sums)
