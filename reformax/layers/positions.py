@@ -83,9 +83,12 @@ class AxialPositionalEncoding(Layer):
             table = table[: sizes[axis]]
             index = [None] * len(sizes) + [slice(None)]
             index[axis] = slice(None)
-            parts.append(jnp.broadcast_to(table[tuple(index)], (*sizes, table.shape[-1])))
-        embedding = jnp.concatenate(parts, axis=-1).reshape(-1, x.shape[-1])[:length]
-        return x + embedding[None].astype(x.dtype)
+            # One copy for the batch and the other axes: a table's gradient is one sum, of which
+            # devices with rows of their own exchange [n, d], not [T, D].
+            copies = jnp.broadcast_to(table[tuple(index)], (len(x), *sizes, table.shape[-1]))
+            parts.append(copies.astype(x.dtype))
+        embedding = jnp.concatenate(parts, axis=-1).reshape(len(x), -1, x.shape[-1])
+        return x + embedding[:, :length]
 
 
 class SinusoidalPositionalEncoding(Layer):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 from benchmarks.harness.collectives import collectives
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.layers import Attention, CrossAttention
+from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import block_sparse, dense, local, lsh
 from reformax.ops.parts import borders
@@ -48,6 +48,9 @@ OPS = {
     "chunks that fit": (local.local(**LOCAL), True, 64),
     "chunks both ways": (local.local(**LOCAL, n_chunks_before=2, n_chunks_after=1), False, 40),
     "chunks both ways that fit": (local.local(**LOCAL, n_chunks_after=1), False, 64),
+    "long stretches": (local.local(**LOCAL, n_chunks_after=1), False, 128),
+    "long stretches, shared": (local.local(**LOCAL, shared_qk=True), True, 128),
+    "window in long stretches": (local.local(**LOCAL, window=3, n_chunks_after=1), False, 136),
     "window": (local.local(**LOCAL, window=7, n_chunks_before=2), True, 40),
     "window both ways": (local.local(**LOCAL, window=4, n_chunks_after=1), False, 56),
     "window in a kernel": (local.local(**LOCAL, window=4, impl="pallas_interpret"), True, 64),
@@ -65,10 +68,13 @@ OPTIONS = {
     "fewer keys": dict(n_kv_heads=2),
     "local, fewer keys": dict(n_kv_heads=2),
 }
-QUICK = {("window", True), ("lsh", False)}
+QUICK = {("window", True), ("long stretches", True), ("lsh", False)}
 # Every op with packed rows, and of each kind one without.
 CASES = [(name, True) for name in OPS]
-CASES += [(name, False) for name in ("chunks", "chunks both ways that fit", "lsh", "dense")]
+CASES += [
+    (name, False)
+    for name in ("chunks", "long stretches", "chunks both ways that fit", "lsh", "dense")
+]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +158,19 @@ SIZES = dict(
     vocab_size=64, d_model=32, d_ff=64, n_heads=8, d_attention_key=4, d_attention_value=4,
     n_layers=4, dropout=0.1,
 )  # fmt: skip
+
+
+def test_of_axial_positions_the_gradients_of_tables_are_exchanged_alone():
+    layer, mesh = AxialPositionalEncoding((16, 32), (24, 40)), mesh_lib.make({"data": 8})
+    x = jax.ShapeDtypeStruct((8, 500, 64), jnp.bfloat16, sharding=devices.over_tokens(mesh))
+    params = jax.eval_shape(lambda: layer.init_params(jax.random.key(0), x.shape))
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(layer.apply(params, x).astype(jnp.float32)))
+
+    program = jax.jit(devices.on(mesh, jax.grad(loss))).lower(params, x).compile()
+    sent = sum(each.times * each.sent for each in collectives(program.as_text()))
+    assert sent <= 2 * 4 * (16 * 24 + 32 * 40)
 
 
 @pytest.mark.slow

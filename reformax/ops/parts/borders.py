@@ -64,8 +64,9 @@ def attend(
 ) -> Float[Array, "B t N V"]:
     """Attention of a stretch of queries to all that they see.
 
-    Each device attends within its stretch and the borders around it, as if they were a sequence,
-    and keeps the rows of its own queries.
+    Each device attends within its stretch. Where stretches are long and whole units, as they are in
+    use, it then does so again for the rows near its ends, with the borders that they see. Otherwise
+    the stretch and its borders are one sequence, of which it keeps the rows of its own queries.
 
     Args:
       apply: `(q, k, v, segments, share) -> out`, attention within one sequence.
@@ -75,6 +76,43 @@ def attend(
       segments: ids; None: one segment.
       share: which heads these are.
     """
+    length = q.shape[1]
+    before, after = reach.before, reach.after - reach.after % reach.unit
+    if length % reach.unit or length < 2 * (before + after):
+        return _with_borders(apply, reach, axis, q, k, v, segments, share)
+    start = lax.axis_index(axis) * length
+
+    def near_an_end(first: int, last: int) -> Float[Array, "B l N V"]:
+        """Rows first to last of the stretch, with what they see around them."""
+
+        def around(x: Array, exchanged: bool = True) -> Array:
+            inside = x[:, max(first - before, 0) : min(last + after, length)]
+            left, right = max(before - first, 0), max(last + after - length, 0)
+            if not exchanged:
+                return jnp.pad(inside, ((0, 0), (left, right), *[(0, 0)] * (x.ndim - 2)))
+            parts = (border(x, axis, n, ahead=a) for n, a in ((left, False), (right, True)))
+            return jnp.concatenate([next(parts), inside, next(parts)], axis=1)
+
+        ids = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
+        out = apply(
+            around(q, exchanged=k is None),
+            None if k is None else around(k),
+            around(v),
+            around(ids),
+            dataclasses.replace(share, position=start + first - before),
+        )
+        return out[:, before : before + last - first]
+
+    out = apply(q, k, v, segments, dataclasses.replace(share, position=start))
+    if before:
+        out = out.at[:, :before].set(near_an_end(0, before))
+    if after:
+        out = out.at[:, length - after :].set(near_an_end(length - after, length))
+    return out
+
+
+def _with_borders(apply, reach, axis, q, k, v, segments, share):
+    """`attend` in one call, whatever the lengths."""
     length, index = q.shape[1], lax.axis_index(axis)
     # Where stretches are no multiple of a unit, the first own unit began up to `slack` earlier.
     slack = reach.unit - 1 if length % reach.unit else 0
