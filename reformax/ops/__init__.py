@@ -24,6 +24,7 @@ from reformax.ops import (
     performer,
     retention,
     shared_qk,
+    smyrf,
 )
 from reformax.ops.base import AttentionOp, Dims, Traits
 
@@ -47,4 +48,5 @@ __all__ = [
     "performer",
     "retention",
     "shared_qk",
+    "smyrf",
 ]

@@ -24,6 +24,7 @@ from reformax.ops import (
     performer,
     retention,
     shared_qk,
+    smyrf,
 )
 from reformax.ops.base import AttentionOp
 from tests.ops import low_rank, recurrences
@@ -187,6 +188,21 @@ def _hashed(options, plan, shape, causal, segments):
     return except_self(visible(shape, causal, segments) * counts, options.get("own", True))
 
 
+def _clusters(options, plan, shape, causal, segments):
+    counts = visible(shape, causal, segments)
+    if plan is not None:
+        of_query, of_key = (
+            np.argsort(np.asarray(x), axis=-1)[..., : shape.n_keys] // options["chunk_len"]
+            for x in (plan.queries, plan.keys)
+        )
+        rounds = (of_query[..., None] == of_key[..., None, :]).sum(axis=2)
+        counts = counts * (rounds > 0 if options["count_once"] else rounds)
+    if not options["own"]:
+        return counts
+    alone = counts.sum(axis=-1, keepdims=True) == 0
+    return counts + alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segments)
+
+
 def around(place, length: int, chunk_len: int, n_chunks_before: int, n_chunks_after: int):
     """How many times key j is in reach of query i where the rounds' chunks stand in a circle.
 
@@ -311,6 +327,13 @@ _LONG_SHORT = {
     "dual_norm": (True, False),
 }
 
+_CLUSTERS = {
+    "chunk_len": (8, 1, 5),
+    "n_hashes": (3, 1, 2),
+    "count_once": (False, True),
+    "own": (True, False),
+}
+
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
 _CHUNKS_OF_STATES = {"chunk_len": (4, 1, 7, 64)}
@@ -386,6 +409,8 @@ ROWS = [
         padding_counts=True,
         second_order=1,
     ),
+    Row("smyrf", smyrf.smyrf, _CLUSTERS, _clusters, second_order=2),
+    Row("smyrf_pallas", smyrf.smyrf, _CLUSTERS | _KERNEL, _clusters),
     Row(
         "linformer",
         linformer.linformer,

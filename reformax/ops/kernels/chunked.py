@@ -9,8 +9,8 @@ pass:
     maximum and the sum that the rounds before it left at a position, and goes on from there. A
     round reads and writes each position once, so sums have one order and need no atomics.
   * The backward pass computes logits again from the maximum and the sum (Dao et al. 2022, algorithm
-    4). A program takes a block of positions first as keys and then as queries, so that it, too,
-    writes each row once.
+    4). A program takes a block of places first as keys and then as queries, so that it, too,
+    writes each row once. Keys may stand there in an order of their own.
 
 These kernels wait for instructions more than for memory. Row statistics (segments, chunks, maxima)
 are therefore put in order beforehand, and a block reads them side by side.
@@ -71,7 +71,8 @@ class Tiles(NamedTuple):
 class _Inputs(NamedTuple):
     """The arrays that both passes read; None for those that a call does not have.
 
-    Without an order, the axes of heads and rounds have size 1.
+    Without an order, the axes of heads and rounds have size 1. What is said of keys alone is None
+    where they stand at the places of their queries.
     """
 
     q: Array  # [B, T, N, H]
@@ -81,6 +82,15 @@ class _Inputs(NamedTuple):
     packs: Array | None  # [W, B, N, R, Tp], `PackedChunks` of all rounds but the last
     segment: Array | None  # [B, N, R, Tp]
     seed: Array | None  # [5], of dropout
+    key_order: Array | None = None  # [B, N, R, Tp]
+    key_packs: Array | None = None  # [W, B, N, R, Tp]
+    key_segment: Array | None = None  # [B, N, R, Tp]
+
+    def at_keys(self) -> _Inputs:
+        """The inputs whose order is that of the keys."""
+        if self.key_order is None:
+            return self
+        return self._replace(order=self.key_order, packs=self.key_packs, segment=self.key_segment)
 
 
 class _Gradients(NamedTuple):
@@ -354,7 +364,7 @@ def _forward_kernel(x: _Inputs, before: Softmax | None, after: Softmax, *, progr
         logits = hide(product(q, k, transpose_b=True), here.visible(queries, keys))
         return softmax_step(state, logits, v, x.q.shape[3], here.dropped(x, queries, keys))
 
-    acc, top, total = here.over(x, here.keys(), attend, state)
+    acc, top, total = here.over(x.at_keys(), here.keys(), attend, state)
     if here.is_last:
         acc = acc * (1.0 / nonzero(total))[:, None]
         if here.chunks.sees_itself:
@@ -369,7 +379,10 @@ def _backward_kernel(
     x: _Inputs, row: QueryRows, before: _Gradients | None, after: _Gradients, *, program: _Program
 ):
     here = program.here()
-    own = here.block(x, here.start, here.tiles.own)
+    queries_own = here.block(x, here.start, here.tiles.own)
+    own = queries_own
+    if x.key_order is not None:
+        own = here.block(x.at_keys(), here.start, here.tiles.own)
     size = x.q.shape[3]
     scale = 1.0 / math.sqrt(size)
 
@@ -402,13 +415,18 @@ def _backward_kernel(
     if before is not None:
         dv = dv + here.rows(before.v, own)
     here.put_rows(after.v, own, dv)
+    if not here.chunks.shared_qk:
+        dk = dk * scale
+        if before is not None:
+            dk = dk + here.rows(before.k, own)
+        here.put_rows(after.k, own, dk)
 
+    own = queries_own
     q = here.tokens(x.q, own)
     d_out, dot, top, share = queries(own)
     if here.chunks.shared_qk:
         dq = _through_normalization(q, dk, size)
     else:
-        here.put_rows(after.k, own, dk * scale)
         dq = jnp.zeros(q.shape, jnp.float32)
 
     def as_queries(block, dq):
@@ -420,7 +438,7 @@ def _backward_kernel(
         ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
         return dq + product(ds.astype(k.dtype), k)
 
-    dq = here.over(x, here.keys(), as_queries, dq) * scale
+    dq = here.over(x.at_keys(), here.keys(), as_queries, dq) * scale
     if before is not None:
         dq = dq + here.rows(before.q, own)
     here.put_rows(after.q, own, dq)
@@ -473,20 +491,33 @@ def _in_order(x: Array, order: Array | None) -> Array:
 
 
 def _inputs(chunks, q, k, v, order, segments, rng) -> _Inputs:
-    packs = segment = None
+    packs = segment = key_order = key_packs = key_segment = None
+    two_orders = order is not None and order.key_places is not None
     if chunks.count_once and order is not None and order.queries.shape[2] > 1:
-        places = order.with_places().places
-        chunk, packed = places[:, :, :-1] // chunks.chunk_len, PackedChunks.of(chunks)
-        first = range(0, chunk.shape[2], packed.per_pack)
-        packs = (packed.pack(chunk[:, :, r : r + packed.per_pack]) for r in first)
-        # Without a barrier XLA packs again wherever it gathers, round by round.
-        packs = lax.optimization_barrier(tuple(packs))
-        packs = jnp.stack([_in_order(pack, order.queries) for pack in packs])
+        packs = _packs(chunks, order.with_places().places, order.queries)
+        if two_orders:
+            key_packs = _packs(chunks, order.key_places, order.keys)
+    if two_orders:
+        key_order = order.keys
     order = None if order is None else order.queries
     if segments is not None:
         segment = _in_order(segments[:, None], order)
+        key_segment = _in_order(segments[:, None], key_order) if two_orders else None
     seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
-    return _Inputs(q, length_normalize(q) if k is None else k, v, order, packs, segment, seed)
+    k = length_normalize(q) if k is None else k
+    return _Inputs(q, k, v, order, packs, segment, seed, key_order, key_packs, key_segment)
+
+
+def _packs(
+    chunks: Any, places: Int[Array, "B N R Tp"], order: Int[Array, "B N R Tp"]
+) -> Int[Array, "W B N R Tp"]:
+    """The chunks of the position at each place in all rounds but the last."""
+    chunk, packed = places[:, :, :-1] // chunks.chunk_len, PackedChunks.of(chunks)
+    first = range(0, chunk.shape[2], packed.per_pack)
+    packs = (packed.pack(chunk[:, :, r : r + packed.per_pack]) for r in first)
+    # Without a barrier XLA packs again wherever it gathers, round by round.
+    packs = lax.optimization_barrier(tuple(packs))
+    return jnp.stack([_in_order(pack, order) for pack in packs])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

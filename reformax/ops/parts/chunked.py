@@ -2,9 +2,9 @@
 
 A sequence is put in an order and cut into chunks of `L` positions. The queries of a chunk see the
 keys of their own chunk and of its neighbours. Local attention keeps the sequence as it is; LSH
-attention sorts it by bucket, once for each hashing round. All rounds share one softmax, accumulated
-round by round with a running maximum and sum, so a row's output is exactly softmax attention over
-the union of the keys that it sees.
+attention sorts it by bucket, once for each hashing round. Keys may have an order of their own. All
+rounds share one softmax, accumulated round by round with a running maximum and sum, so a row's
+output is exactly softmax attention over the union of the keys that it sees.
 
 The gradient is analytic: from the output, the maximum and the sum it computes the logits again,
 round by round, and stores none (Dao et al. 2022, sec. 3.1 and appendix B.2).
@@ -165,6 +165,12 @@ class _Round(NamedTuple):
     queries: Int[Array, "N B T"] | None
     places: Int[Array, "N B T"] | None
     keys: Int[Array, "N B K"] | None
+    key_places: Int[Array, "N B T"] | None
+
+    @property
+    def empty_border(self) -> bool:
+        """Whether there is no key before the first query's chunk, nor behind the last."""
+        return self.keys is None or self.key_places is not None
 
     def at_queries(self, x: Array) -> Array:
         """Rows of `x`, `[N, B, T, ...]`, at the places of queries, `[N, B, C, L, ...]`."""
@@ -176,7 +182,7 @@ class _Round(NamedTuple):
 
     def bordered(self, x: Array, outside: int = 0) -> Array:
         """`rows_of_keys` with the border, `[N, B, C + border, L, ...]`; `outside` fills it."""
-        return _with_border(x, self.chunks, outside) if self.keys is None else x
+        return _with_border(x, self.chunks, outside) if self.empty_border else x
 
     def at_keys(self, x: Array, outside: int = 0) -> Array:
         """Rows of `x` at the places of keys and in their border, `[N, B, C + border, L, ...]`."""
@@ -194,8 +200,9 @@ class _Round(NamedTuple):
             for n in (self.chunks.n_chunks_before, self.chunks.n_chunks_after)
         )
         n_places = x.shape[2]
-        total = _take(x[:, :, before : n_places - after], self.places)
-        if self.keys is None:
+        places = self.places if self.key_places is None else self.key_places
+        total = _take(x[:, :, before : n_places - after], places)
+        if self.empty_border:
             return total
         border = np.r_[:before, n_places - after : n_places]
         head, batch = np.ogrid[: x.shape[0], : x.shape[1]]
@@ -215,18 +222,16 @@ class _Round(NamedTuple):
         if self.queries is None:
             return self.pair(jnp.arange(length)[None, None], length)
         queries = _split(self.queries, self.chunks)
-        if self.keys is None:
-            keys = _with_border(queries, self.chunks, length)
-        else:
-            keys = _split(self.keys, self.chunks)
+        keys = queries if self.keys is None else _split(self.keys, self.chunks)
+        keys = self.bordered(keys, length)
         return queries[..., :, None], _windows(keys, self.chunks)[..., None, :]
 
 
 def _scan_rounds(body: Callable, carry: Any, chunks: Chunks, order: Order | None) -> Any:
     """`lax.scan` of `body(carry, round)` over the rounds; a single round needs no loop."""
     if order is None:
-        return body(carry, _Round(chunks, jnp.int32(0), None, None, None))
-    of_rounds = order.queries, order.places, order.keys
+        return body(carry, _Round(chunks, jnp.int32(0), None, None, None, None))
+    of_rounds = order.queries, order.places, order.keys, order.key_places
     n_rounds = order.queries.shape[2]
     if n_rounds == 1:
         of_round = jax.tree.map(lambda x: x[:, :, 0], of_rounds)
@@ -267,16 +272,21 @@ def _visible(
         for earlier in range(order.places.shape[2] - 1):
             places = order.places[:, :, earlier]
             if order.first is None:
-                seen = _in_reach(this, places)
+                of_keys = None if order.key_places is None else order.key_places[:, :, earlier]
+                seen = _in_reach(this, places, of_keys)
             else:
                 seen = _shown_from(this, places, order.first[:, :, earlier])
             mask = mask & ~(seen & (earlier < this.index))
     return mask
 
 
-def _in_reach(this: _Round, places: Int[Array, "N B T"]) -> Bool[Array, "N B C L M"]:
+def _in_reach(
+    this: _Round, places: Int[Array, "N B T"], key_places: Int[Array, "N B T"] | None
+) -> Bool[Array, "N B C L M"]:
     """Whether each key's chunk is in reach of the query's, in the round with those places."""
     query_chunk, key_chunk = this.pair(places // this.chunks.chunk_len)
+    if key_places is not None:
+        _, key_chunk = this.pair(key_places // this.chunks.chunk_len)
     distance = key_chunk - query_chunk
     return (distance >= -this.chunks.n_chunks_before) & (distance <= this.chunks.n_chunks_after)
 

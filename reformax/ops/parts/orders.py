@@ -40,11 +40,13 @@ class Chunks(NamedTuple):
       n_chunks_after: how many chunks after its own a query sees.
       causal: whether the future is hidden, by original position.
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
-      own: for `shared_qk`, whether a position that sees nothing else sees itself.
+      own: for `shared_qk` and `two_orders`, whether a position that sees nothing else sees itself.
       window: if set, keys `window` or more positions away are hidden.
       count_once: whether a key that several rounds show counts once (the paper's N_ij) or each
         time.
       dropout: the rate at which attention weights are dropped.
+      two_orders: whether keys stand in an order of their own, in which a query's own chunk need not
+        hold its own key.
     """
 
     length: int
@@ -57,11 +59,12 @@ class Chunks(NamedTuple):
     window: int | None = None
     count_once: bool = True
     dropout: float = 0.0
+    two_orders: bool = False
 
     @property
     def sees_itself(self) -> bool:
         """Whether a position that sees nothing else sees itself."""
-        return self.shared_qk and self.own
+        return self.own and (self.shared_qk or self.two_orders)
 
     @property
     def padding(self) -> int:
@@ -82,6 +85,9 @@ class Order(NamedTuple):
       keys: the position whose key stands at each place, from `n_chunks_before` chunks before the
         first query's to `n_chunks_after` behind the last query's. None is `queries`, with no key
         before or behind them.
+      key_places: the place of each position's key, where the keys have an order of their own:
+        `keys` is then as long as `queries`, with no key before or behind them. None: keys stand
+        where their queries do.
       first: the first place whose key a position's query sees; it then sees none after its own
         place either. None shows it all chunks in reach.
     """
@@ -90,6 +96,7 @@ class Order(NamedTuple):
     places: Int[Array, "B N R T"] | None = None
     keys: Int[Array, "B N R K"] | None = None
     first: Int[Array, "B N R T"] | None = None
+    key_places: Int[Array, "B N R T"] | None = None
 
     def with_places(self) -> Order:
         """The order with the place of each position."""

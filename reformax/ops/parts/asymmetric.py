@@ -1,0 +1,78 @@
+"""Queries and keys as vectors of one length, among which near is what has a large product.
+
+The asymmetric transformations of Smyrf (Daras et al. 2020, "SMYRF: Efficient Attention using
+Asymmetric Clustering", sec. 3.1):
+
+    F(q) = [q; 0; sqrt(M - |q|^2)]    G(k) = [k; sqrt(M - |k|^2); 0]    M = max |q|^2 + max |k|^2
+
+Then `|F(q) - G(k)|^2 = 2 M - 2 q . k`, so a hash of vectors that are near serves queries and keys
+that are not shared. A product with a direction is a sum of two parts: that of the vector, which a
+cache can hold, and that of its last number, which changes with M.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from reformax.ops.parts.share import Share, all_heads, of_heads, rng_of
+
+# In the place of products that are no number. Less than infinity, which marks padding.
+_LARGEST = 3e38
+
+
+def draw_directions(
+    n_heads: int, size: int, n_rounds: int, rng: PRNGKeyArray | Share
+) -> Float[Array, "N H+2 R"]:
+    """Random directions of transformed vectors for each head and round."""
+    shape = all_heads(rng, n_heads), size + 2, n_rounds
+    return of_heads(jax.random.normal(rng_of(rng), shape, jnp.float32), rng, n_heads)
+
+
+def squared_lengths(x: Float[Array, "B T N H"]) -> Float[Array, "B N T"]:
+    """The squared length of each vector."""
+    return jnp.swapaxes(jnp.sum(x.astype(jnp.float32) ** 2, axis=-1), 1, 2)
+
+
+def on_directions(
+    x: Float[Array, "B T N H"], directions: Float[Array, "N H+2 R"]
+) -> Float[Array, "B N R T"]:
+    """The part of a vector itself in the product with each direction."""
+    return jnp.einsum("nhr,btnh->bnrt", directions[:, :-2], x.astype(jnp.float32))
+
+
+def products(
+    part: Float[Array, "B N R T"],
+    squares: Float[Array, "B N T"],
+    most: Float[Array, "B N #T"],
+    last: Float[Array, "N R"],
+) -> Float[Array, "B N R T"]:
+    """The product of transformed vectors with directions.
+
+    Args:
+      part: from `on_directions`.
+      squares: the vectors' squared lengths.
+      most: M.
+      last: the directions' number that meets `sqrt(M - |x|^2)`.
+    """
+    rest = jnp.sqrt(jnp.maximum(most - squares, 0))
+    total = part + last[None, :, :, None] * rest[:, :, None]
+    return jnp.where(jnp.isfinite(total), total, _LARGEST)
+
+
+def largest_of_segment(
+    squares: Float[Array, "B N T"], segments: Int[Array, "B T"] | None
+) -> Float[Array, "B N #T"]:
+    """The largest finite number in each position's segment."""
+    squares = jnp.where(jnp.isfinite(squares), squares, 0)
+    if segments is None:
+        return squares.max(axis=-1, keepdims=True)
+
+    def of_row(x: Float[Array, "N T"], ids: Int[Array, " T"]) -> Float[Array, "N T"]:
+        order = jnp.argsort(ids)
+        changes = jnp.diff(ids[order], prepend=ids[order][:1]) != 0
+        number = jnp.zeros_like(ids).at[order].set(jnp.cumsum(changes).astype(ids.dtype))
+        return jax.ops.segment_max(x.T, number, num_segments=len(ids))[number].T
+
+    return jax.vmap(of_row)(squares, jnp.asarray(segments))

@@ -1,0 +1,234 @@
+"""Smyrf: balanced clusters of queries and of keys (Daras et al. 2020).
+
+"SMYRF: Efficient Attention using Asymmetric Clustering", sec. 3. Asymmetric transformations make
+vectors of queries and keys whose distance is small where their product is large. In each round a
+random direction orders the queries and, apart from them, the keys. Both orders are cut into
+chunks of one length, the clusters, and the queries of cluster i see the keys of cluster i. Queries
+and keys have projections of their own, so a dense model's weights fit without training. Time is
+O(n_hashes * T * chunk_len), besides sorting.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from reformax.declared import Bounds, Size
+from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.parts import asymmetric
+from reformax.ops.parts.cache import (
+    KeyValues,
+    Shared,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_value,
+)
+from reformax.ops.parts.chunked import chunked_attention
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.parts.orders import ChunkSizes, Order, inverse
+
+# Every round orders the whole sequence twice.
+Rounds = Annotated[int, Bounds(1, 1024)]
+
+_take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of `smyrf`, whose arguments they are."""
+
+    chunk_len: int
+    n_hashes: int
+    count_once: bool
+    own: bool
+    impl: str
+
+    def check(self) -> None:
+        """Raises `ValueError` for an unknown implementation."""
+        check_impl(self.impl, *KERNELS)
+
+
+@named
+def smyrf(
+    *,
+    chunk_len: Size = 64,
+    n_hashes: Rounds = 4,
+    count_once: bool = False,
+    own: bool = True,
+    impl: str = "auto",
+) -> AttentionOp:
+    """Attention within balanced clusters of queries and keys.
+
+    It is exact attention over the clusters that the rounds show each query; where one cluster
+    covers the length, these are all keys, as in `dense.dense()`. The clusters are those of the
+    order by hash, without the offset and the rounding of the paper's E2LSH, which sorting makes
+    needless. M is taken over each segment of a row.
+
+    In a causal call later tokens decide what is in a cluster, and a cluster may hold no key that a
+    query may see. A step of decoding computes the last row of attention over the tokens so far.
+
+    Args:
+      chunk_len: queries, and keys, in a cluster.
+      n_hashes: hashing rounds.
+      count_once: False counts a key in each round that shows it, as the paper does when it weighs
+        rounds by their softmax's sums; True counts it once however many rounds show it.
+      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
+        heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
+        takes them where they run.
+
+    Raises:
+      ValueError: sizes out of range or an unknown `impl`.
+      NotImplementedError: at the call, when `impl="pallas"` is asked for what it cannot do.
+    """
+    settings = Settings(**locals())
+    settings.check()
+    return AttentionOp(
+        init=no_params,
+        plan=functools.partial(_plan, settings),
+        apply=functools.partial(_apply, settings),
+        traits=Traits(
+            random_plan=True,
+            causal_plan=False,
+            keeps_padding_out=True,
+            heads_apart=True,
+        ),
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+        replace_value=_replace_value,
+    )
+
+
+def _plan(
+    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+) -> Order | None:
+    """The orders of queries and of keys in each round; None where one cluster has every key."""
+    del params, causal, train, length
+    n_positions, n_heads, size = q.shape[1:]
+    if n_positions <= settings.chunk_len:
+        return None
+    q, k = lax.stop_gradient((q, k))
+    directions = asymmetric.draw_directions(n_heads, size, settings.n_hashes, rng)
+    squares = [asymmetric.squared_lengths(x) for x in (q, k)]
+    most = sum(asymmetric.largest_of_segment(x, segments) for x in squares)
+    n_pad = -n_positions % settings.chunk_len
+    queries, keys = (
+        _sorted(asymmetric.products(part, of, most, last), segments, n_pad)
+        for part, of, last in zip(
+            (asymmetric.on_directions(x, directions) for x in (q, k)),
+            squares,
+            (directions[:, -1], directions[:, -2]),
+            strict=True,
+        )
+    )
+    return Order(queries, inverse(queries), keys, key_places=inverse(keys))
+
+
+def _sorted(
+    hashes: Float[Array, "B N R T"], segments: Int[Array, "B T"] | None, n_pad: int
+) -> Int[Array, "B N R Tp"]:
+    """The order by (segment, hash, position) of a sequence padded by `n_pad`, padding last."""
+    no_pad = ((0, 0),) * 3
+    hashes = jnp.pad(hashes, (*no_pad, (0, n_pad)), constant_values=jnp.inf)
+    position = jnp.broadcast_to(jnp.arange(hashes.shape[-1], dtype=jnp.int32), hashes.shape)
+    if segments is None:
+        return lax.sort((hashes, position), num_keys=1, is_stable=True)[-1]
+    segments = jnp.pad(jnp.asarray(segments, jnp.int32), ((0, 0), (0, n_pad)))
+    segments = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
+    segments = jnp.broadcast_to(segments[:, None, None], hashes.shape)
+    return lax.sort((segments, hashes, position), num_keys=2, is_stable=True)[-1]
+
+
+def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+    del params
+    chunks = ChunkSizes(settings.chunk_len, 0, 0).cut(
+        q.shape[1],
+        causal=causal,
+        shared_qk=False,
+        own=settings.own,
+        count_once=settings.count_once,
+        dropout=dropout,
+        two_orders=True,
+    )
+    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
+    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl)
+
+
+# Decoding. C is the capacity.
+
+
+class Clustered(NamedTuple):
+    """The cache of Smyrf; entries of positions without a token are arbitrary."""
+
+    memory: KeyValues  # by position
+    parts: tuple[Float[Array, "B N R C"], Float[Array, "B N R C"]]  # of queries and of keys
+    squares: tuple[Float[Array, "B N C"], Float[Array, "B N C"]]
+    directions: Shared  # [N, H + 2, R]
+
+
+def _replace_value(cache: Clustered, v, position) -> Clustered:
+    return cache._replace(memory=replace_value(cache.memory, v, position))
+
+
+def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Clustered:
+    del params, plan  # a plan has no hashes
+    directions = asymmetric.draw_directions(q.shape[2], q.shape[3], settings.n_hashes, rng)
+
+    def held(x):
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, capacity - q.shape[1])])
+
+    return Clustered(
+        fill_ring(k, v, lengths, capacity),
+        tuple(held(asymmetric.on_directions(x, directions)) for x in (q, k)),
+        tuple(held(asymmetric.squared_lengths(x)) for x in (q, k)),
+        Shared(directions),
+    )
+
+
+def _step(
+    settings: Settings, params, q, k, v, cache: Clustered, *, position: Int[Array, " B"]
+) -> tuple[Float[Array, "B 1 N V"], Clustered]:
+    del params
+    memory, parts, squares, (directions,) = cache
+    memory = add_to_ring(memory, k, v, position)
+    row = jnp.arange(q.shape[0])
+    parts = tuple(
+        x.at[row, :, :, position].set(asymmetric.on_directions(new, directions)[..., 0])
+        for x, new in zip(parts, (q, k), strict=True)
+    )
+    squares = tuple(
+        x.at[row, :, position].set(asymmetric.squared_lengths(new)[..., 0])
+        for x, new in zip(squares, (q, k), strict=True)
+    )
+    capacity = memory.keys.shape[2]
+    exists = jnp.arange(capacity)[None, None] <= position[:, None, None]
+    most = sum(
+        asymmetric.largest_of_segment(jnp.where(exists, x, 0), segments=None) for x in squares
+    )
+    of_query, of_key = (
+        jnp.where(exists[:, :, None], asymmetric.products(*x, most, last), jnp.inf)
+        for *x, last in zip(parts, squares, (directions[:, -1], directions[:, -2]), strict=True)
+    )
+    # Equal hashes stand by position, and the newest stands behind them.
+    now = position[:, None, None, None]
+    before = (of_query <= _take(of_query, now, axis=-1)) & exists[:, :, None]
+    place = before.sum(axis=-1, keepdims=True) - 1
+    n_seen = min(settings.chunk_len, capacity)
+    place = place // settings.chunk_len * settings.chunk_len
+    place = place + jnp.arange(n_seen)[None, None, None]
+    order = _sorted(of_key, None, 0)
+    seen = _take(order, jnp.minimum(place, capacity - 1), axis=-1)
+    mask = place <= now
+    if settings.count_once:
+        again = (seen[..., None, None] == seen[:, :, None, None]) & mask[:, :, None, None]
+        earlier = jnp.tril(jnp.ones((settings.n_hashes,) * 2, bool), -1)
+        again = again & earlier[None, None, :, None, :, None]
+        mask = mask & ~again.any(axis=(-2, -1))
+    index = seen.reshape(*seen.shape[:2], -1)
+    keys, values = (_take(x, index[..., None], axis=2) for x in memory)
+    out = attend_to(q, keys, values, mask.reshape(index.shape))
+    return out, Clustered(memory, parts, squares, Shared(directions))
