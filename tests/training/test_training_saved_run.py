@@ -99,6 +99,17 @@ def test_a_checkpoint_is_scored_with_its_own_config(run):
     assert band["bits_per_dim"] == pytest.approx(scored()["bits_per_dim"], rel=1e-5)
 
 
+def test_a_dense_model_is_scored_with_clusters_without_training(run):
+    """`--config` names Smyrf: a cluster of all is dense attention, and small ones are not."""
+    smyrf = "--config=lm.TransformerLM.attention_type=@smyrf.smyrf()"
+    scores = []
+    for more in ((), *((smyrf, f"--config=smyrf.smyrf.chunk_len={n}") for n in (32, 2))):
+        assert run(evaluate.main, "--checkpoint=2", *more)[0] == 0
+        scores.append(scored()["bits_per_dim"])
+    assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+    assert abs(scores[2] - scores[0]) > 1e-4 * scores[0]
+
+
 def test_the_other_scripts_take_the_config_too(run):
     own, other = (
         run(generate.main, "--checkpoint=2", "--prompt=abc", "--max_new_tokens=40", *more)[1]
