@@ -18,8 +18,7 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.recurrence import Inputs, recurrence
+from reformax.ops.parts.recurrence import Inputs, everything
 from reformax.ops.parts.recurrent import contained, contained_output, recurrent
 from reformax.ops.parts.softmax import nonzero, wide
 
@@ -54,24 +53,8 @@ def _apply(causal_apply, chunk_len: int, params, q, k, v, *, plan, segments, cau
         options = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
         return causal_apply(params, q, k, v, segments=segments, **options)
     x = contained(_inputs, params, q, k, v)
-    if segments is None:
-        sums = _everything(*x[:3])
-    else:  # what stands before a position and itself, and what stands behind it
-        back = (a[:, ::-1] for a in x[:3])
-        ids = jnp.asarray(segments)[:, ::-1]
-        sums = recurrence(*x, segments=segments, chunk_len=chunk_len)
-        sums = sums + recurrence(*back, segments=ids, chunk_len=chunk_len, strict=True)[:, ::-1]
+    sums = everything(*x[:3], segments=segments, chunk_len=chunk_len)
     return contained_output(_mean, params, sums).astype(v.dtype)
-
-
-def _everything(q, k, v) -> Float[Array, "B T N V"]:
-    """`q_i . sum_j k_j v_j^T`, NaN where a vector is not finite."""
-    dtype = wide(q.dtype)
-    real = is_finite(q) & is_finite(k, v).all(axis=1, keepdims=True)
-    # In float32: a CPU multiplies bfloat16 along the last axis alone.
-    q, k, v = (finite(x).astype(dtype) for x in (q, k, v))
-    out = jnp.einsum("btnh,bnhv->btnv", q, jnp.einsum("bsnh,bsnv->bnhv", k, v))
-    return jnp.where(real, out, jnp.nan)
 
 
 def _inputs(params, q, k, v, extras=None) -> Inputs:

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from reformax.declared import SettingError, Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
+from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.softmax import wide
 
 
 @named
@@ -88,8 +88,7 @@ def _projected(
             f"max_length={length}, or shorten it"
         )
     heads = "n" if weights.ndim == 3 else ""
-    # In float32: a CPU multiplies bfloat16 along the last axis alone.
-    tokens, weights = (a.astype(wide(x.dtype)) for a in (finite(x), weights[..., :length, :]))
-    mixtures = jnp.einsum(f"btnh,{heads}tk->bknh", tokens, weights).astype(x.dtype)
+    spec = f"btnh,{heads}tk->bknh"
+    mixtures = product(spec, finite(x), weights[..., :length, :], x.dtype).astype(x.dtype)
     # A mixture sees all rows, with weights that may be 0.
     return jnp.where(is_finite(x).all(axis=1, keepdims=True), mixtures, jnp.nan)

@@ -26,9 +26,8 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Bounds, Seed, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import Shared
-from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
-from reformax.ops.parts.recurrence import advance, recurrence
+from reformax.ops.parts.recurrence import advance, back, everything, recurrence, side_by_side
 from reformax.ops.parts.softmax import wide
 
 # Less would make quotients whose derivatives float32 cannot hold.
@@ -149,21 +148,7 @@ def _sums(
         return recurrence(queries, keys, values, -rise, segments=segments, chunk_len=chunk_len)
     rest, _ = running_max(lax.stop_gradient(keys.scale), segments, reverse=True)
     keys = keys.x * jnp.exp(keys.scale - jnp.maximum(top, rest))
-    if segments is None:
-        sums = _sums_of_all(queries, keys, values)
-    else:
-        sums = recurrence(queries, keys, values, segments=segments, chunk_len=chunk_len)
-        back = [jnp.flip(x, axis=1) for x in (queries, keys, values, segments)]
-        after = recurrence(*back[:3], segments=back[3], chunk_len=chunk_len, strict=True)
-        sums = sums + jnp.flip(after, axis=1)
-    return jnp.where(is_finite(sums), sums, jnp.nan)  # which leaves no part a gradient
-
-
-def _sums_of_all(queries, keys, values) -> Float[Array, "B T N V1"]:
-    """`_sums` of a sequence whose rows see all of it."""
-    whole = is_finite(keys, values).all(axis=1, keepdims=True)
-    state = jnp.einsum("btnm,btnv->bnmv", finite(keys), finite(values))
-    return jnp.where(whole, jnp.einsum("btnm,bnmv->btnv", queries, state), jnp.nan)
+    return everything(queries, keys, values, segments=segments, chunk_len=chunk_len)
 
 
 def running_max(
@@ -173,14 +158,8 @@ def running_max(
 
     With `reverse` from the row on. The first row of a segment grows by 0.
     """
-    ids = jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments
-    order = jnp.argsort(ids, axis=1, stable=True)
-
-    def taken(y, order):
-        order = order.reshape(order.shape + (1,) * (y.ndim - 2))
-        return jnp.take_along_axis(y, order, axis=1, mode="promise_in_bounds")
-
-    ids, x = taken(ids, order), taken(x, order)
+    order, x, ids = side_by_side(x, segments)
+    ids = jnp.ones(x.shape[:2], jnp.int32) if ids is None else ids
     x, ids = (jnp.flip(y, axis=1) if reverse else y for y in (x, ids))
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     begins = jnp.broadcast_to(begins[..., None, None], x.shape)
@@ -192,7 +171,7 @@ def running_max(
     _, top = lax.associative_scan(larger, (begins, x), axis=1)
     before = jnp.where(begins, x, jnp.pad(top[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))))
     results = (jnp.flip(y, axis=1) if reverse else y for y in (top, top - before))
-    top, rise = (taken(y, jnp.argsort(order, axis=1)) for y in results)
+    top, rise = (back(y, order) for y in results)
     return top, rise
 
 

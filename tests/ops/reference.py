@@ -8,10 +8,8 @@ import numpy as np
 from tests.helpers import with_x64
 from tests.ops import oracle
 from tests.ops.inputs import Inputs
-from tests.ops.rows import Row, Shape, visible
+from tests.ops.rows import LONGEST, Row, Shape, visible
 
-# No sequence of the shared tests is longer.
-LONGEST = 130
 # Of dropout, a query. An op may have other keys besides the positions'.
 ADDRESSES = 2 * LONGEST
 

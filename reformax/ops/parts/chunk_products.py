@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -22,7 +23,10 @@ DIRECT = 16
 
 def product(spec: str, x: Array, y: Array, dtype: Any) -> Array:
     """`einsum` of arrays rounded to `dtype`, summed in float32, or in float64 for float64."""
-    return jnp.einsum(spec, x.astype(dtype), y.astype(dtype), preferred_element_type=wide(dtype))
+    x, y = x.astype(dtype), y.astype(dtype)
+    if jax.default_backend() == "cpu":  # which multiplies bfloat16 along the last axis alone
+        x, y = x.astype(wide(dtype)), y.astype(wide(dtype))
+    return jnp.einsum(spec, x, y, preferred_element_type=wide(dtype))
 
 
 def decayed_products(

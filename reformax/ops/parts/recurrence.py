@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ from reformax.ops.parts.chunk_products import decayed_products, decayed_products
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.softmax import wide
+
+T = TypeVar("T")
 
 
 class Inputs(NamedTuple):
@@ -86,6 +88,31 @@ def recurrence(
     return _recurrence(size, strict, Inputs(q, k, v, log_decay, beta), segments)
 
 
+def everything(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    *,
+    segments: Int[Array, "B T"] | None = None,
+    chunk_len: int = 64,
+) -> Float[Array, "B T N V"]:
+    """`q_t . sum_s k_s v_s^T` over all positions s of the row's segment, before it and behind it.
+
+    Arguments, dtypes and rows that see what is not finite are as in `recurrence`.
+    """
+    if segments is None:
+        dtype = jnp.result_type(q, k, v)
+        real = is_finite(q) & is_finite(k, v).all(axis=1, keepdims=True)
+        state = chunk_products.product("bsnh,bsnv->bnhv", finite(k), finite(v), dtype)
+        out = chunk_products.product("btnh,bnhv->btnv", finite(q), state, dtype)
+        return jnp.where(real, out, jnp.nan)
+    until = recurrence(q, k, v, segments=segments, chunk_len=chunk_len)
+    *behind, ids = (jnp.flip(x, axis=1) for x in (q, k, v, segments))
+    after = recurrence(*behind, segments=ids, chunk_len=chunk_len, strict=True)
+    out = until + jnp.flip(after, axis=1)
+    return jnp.where(is_finite(out), out, jnp.nan)  # which leaves no part a gradient
+
+
 def _chunk_size(chunk_len: int, length: int) -> int:
     return 1 << (min(chunk_len, length) - 1).bit_length()
 
@@ -96,7 +123,7 @@ def _recurrence(size: int, strict: bool, inputs: Inputs, segments):
 
 
 def _forward(size: int, strict: bool, inputs: Inputs, segments):
-    order, here, ids = _side_by_side(inputs, segments)
+    order, here, ids = side_by_side(inputs, segments)
     x = _chunked(here, ids, size, strict)
     states, values = _states(x)
     out = x.product("ij,jv->iv", x.pairs(), finite(values))
@@ -104,7 +131,7 @@ def _forward(size: int, strict: bool, inputs: Inputs, segments):
     out, values = (_joined(a, here.q.shape[1]) for a in (out, values))
     seen = is_finite(*here[1:], values)
     real = is_finite(here.q, out) & ~_so_far(~seen, ids, strict)
-    out = _back(jnp.where(real, out, jnp.nan), order)
+    out = back(jnp.where(real, out, jnp.nan), order)
     return out, (inputs, segments, real)
 
 
@@ -112,12 +139,12 @@ def _backward(size: int, strict: bool, results, d_out):
     results, d_out = first_order((results, d_out))
     # Fenced, or the compiler would keep what the other pass computed.
     inputs, segments, real = lax.optimization_barrier(results)
-    order, here, ids = _side_by_side(inputs, segments)
-    d_out = jnp.where(real, _taken(d_out, order), 0)
+    order, here, ids = side_by_side(inputs, segments)
+    d_out = jnp.where(real, taken(d_out, order), 0)
     gradients = _gradients(_chunked(here, ids, size, strict), _cut(d_out, size))
 
     def as_given(gradient, x):
-        return _back(_joined(gradient, x.shape[1]), order).astype(x.dtype)
+        return back(_joined(gradient, x.shape[1]), order).astype(x.dtype)
 
     return jax.tree.map(as_given, gradients, inputs), None
 
@@ -330,24 +357,30 @@ def _prefix(
 # Layout: segments side by side, and chunks.
 
 
-def _side_by_side(inputs: Inputs, segments):
-    """The order that makes each segment a run, the inputs in it and their ids; None is as it is."""
+def side_by_side(inputs: T, segments: Int[Array, "B T"] | None):
+    """The order that makes each segment a run, arrays `[B, T, ...]` in it and their ids.
+
+    Without segments all is as it is, and order and ids are None.
+    """
     if segments is None:
         return None, inputs, None
+    segments = jnp.asarray(segments)
     order = jnp.argsort(segments, axis=1, stable=True)
-    inputs, segments = jax.tree.map(lambda x: _taken(x, order), (inputs, segments))
+    inputs, segments = jax.tree.map(lambda x: taken(x, order), (inputs, segments))
     return order, inputs, segments
 
 
-def _taken(x: Array, order: Int[Array, "B T"] | None) -> Array:
+def taken(x: Array, order: Int[Array, "B T"] | None) -> Array:
+    """`x` in an order of its positions."""
     if order is None:
         return x
     order = order.reshape(order.shape + (1,) * (x.ndim - 2))
     return jnp.take_along_axis(x, order, axis=1, mode="promise_in_bounds")
 
 
-def _back(x: Array, order: Int[Array, "B T"] | None) -> Array:
-    return x if order is None else _taken(x, jnp.argsort(order, axis=1))
+def back(x: Array, order: Int[Array, "B T"] | None) -> Array:
+    """The inverse of `taken`."""
+    return x if order is None else taken(x, jnp.argsort(order, axis=1))
 
 
 def _cut(x: Float[Array, "B T N H"], size: int) -> Float[Array, "C B N L H"]:
