@@ -56,7 +56,7 @@ def gated_delta(*, gated: bool = True, chunk_len: Size = 64) -> AttentionOp:
     return AttentionOp(
         init=functools.partial(_init, gated),
         plan=no_plan,
-        traits=Traits(bidirectional=False, dropout=False),
+        traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=extras,
         **recurrent(_inputs, gated_output, chunk_len),
     )

@@ -56,7 +56,7 @@ def gated_linear(
     return AttentionOp(
         init=init,
         plan=no_plan,
-        traits=Traits(bidirectional=False, dropout=False),
+        traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=extras,
         **recurrent(functools.partial(_inputs, temperature), gated_output, chunk_len),
     )

@@ -43,7 +43,7 @@ def linear(*, chunk_len: Size = 64) -> AttentionOp:
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, causal_apply, chunk_len),
-        traits=Traits(dropout=False),
+        traits=Traits(dropout=False, heads_apart=True),
         **functions,
     )
 

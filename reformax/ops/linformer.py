@@ -23,6 +23,7 @@ from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.share import of_heads
 
 
 @named
@@ -55,7 +56,7 @@ def linformer(
         init=functools.partial(_init, n_projected=n_projected, share=share, max_length=max_length),
         plan=no_plan,
         apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply),
-        traits=Traits(causal=False, packed=False),
+        traits=Traits(causal=False, packed=False, heads_apart=True),
     )
 
 
@@ -72,6 +73,8 @@ def _init(rng: PRNGKeyArray, dims: Dims, *, n_projected, share, max_length):
 
 def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, attend):
     del segments  # what is at padding is zeros here, and is zeros in what returns
+    if params["e"].ndim == 3:
+        params = {name: of_heads(x, rng, q.shape[2]) for name, x in params.items()}
     keys, values = _projected(k, params["e"]), _projected(v, params.get("f", params["e"]))
     masks = dict(plan=plan, segments=None, causal=causal, dropout=dropout, rng=rng)
     return attend((), q, keys, values, **masks)

@@ -33,6 +33,7 @@ from reformax.ops.parts.cache import (
 )
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.share import of_heads
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 
@@ -91,7 +92,7 @@ def long_short(
         init=functools.partial(_init, settings),
         plan=no_plan,
         apply=functools.partial(_apply, settings),
-        traits=Traits(packed=False, local=rank == 0),
+        traits=Traits(packed=False, local=rank == 0, heads_apart=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
     )
@@ -113,6 +114,10 @@ def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]
 def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
     del plan
     seed = seed_words(rng, len(q)) if dropout else None
+    params = {
+        name: of_heads(x, rng, q.shape[2], axis=0 if name == "projection" else 1)
+        for name, x in params.items()
+    }
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def attend(params, q, k, v) -> Float[Array, "B T N V"]:

@@ -24,6 +24,7 @@ from reformax.declared import SettingError, Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_params, no_plan
 from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.share import of_heads
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 
@@ -61,7 +62,7 @@ def nystromformer(
         init=no_params if conv_size is None else functools.partial(_init, size=conv_size),
         plan=no_plan,
         apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply, **settings),
-        traits=Traits(causal=False, packed=False, dropout=False),
+        traits=Traits(causal=False, packed=False, dropout=False, heads_apart=True),
     )
 
 
@@ -95,7 +96,7 @@ def _apply(
     values = jnp.einsum("bnij,bjnv->binv", inverse, values, precision=jax.lax.Precision.HIGHEST)
     out = attend((), q, keys, values, segments=to_landmarks, **masks)
     if "conv" in params:
-        out = out + convolved(v, params["conv"])
+        out = out + convolved(v, of_heads(params["conv"], rng, v.shape[2]))
     return jnp.where(whole, out, jnp.nan).astype(v.dtype)
 
 

@@ -28,6 +28,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import Shared
 from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
 from reformax.ops.parts.recurrence import advance, back, everything, recurrence, side_by_side
+from reformax.ops.parts.share import rng_of
 from reformax.ops.parts.softmax import wide
 
 # Less would make quotients whose derivatives float32 cannot hold.
@@ -99,7 +100,7 @@ def performer(
         init=no_params,
         plan=no_plan if seed is not None else _plan,
         apply=functools.partial(_apply, settings),
-        traits=Traits(random_plan=seed is None, dropout=False),
+        traits=Traits(random_plan=seed is None, dropout=False, heads_apart=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
     )
@@ -108,7 +109,7 @@ def performer(
 def _plan(params, q, k, *, segments, causal, rng, train, length=None) -> Int[Array, 2]:
     """Two words, of which the features are drawn wherever they are needed."""
     del params, q, k, segments, causal, train, length
-    return jax.random.bits(rng, (2,), jnp.uint32)
+    return jax.random.bits(rng_of(rng), (2,), jnp.uint32)
 
 
 def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):

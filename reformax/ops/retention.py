@@ -8,9 +8,10 @@ projection of the layer's input. Rotary positions suit it: the paper has them in
 from __future__ import annotations
 
 import functools
-import math
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_plan
@@ -44,15 +45,19 @@ def retention(*, gated: bool = True, chunk_len: Size = 64) -> AttentionOp:
     return AttentionOp(
         init=lambda rng, dims: output_params(gated, dims) or (),
         plan=no_plan,
-        traits=Traits(bidirectional=False, dropout=False),
+        traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=functools.partial(output_extras, gated),
-        **recurrent(_inputs, gated_output, chunk_len),
+        **recurrent(_inputs, gated_output, chunk_len, constants=_rates),
     )
 
 
+def _rates(n_heads: int) -> dict[str, Float[np.ndarray, " N"]]:
+    """The logarithm of what each head keeps from one position to the next."""
+    return {"rates": np.log1p(-(2.0 ** (-5.0 - np.arange(n_heads))))}
+
+
 def _inputs(params, q, k, v, extras) -> Inputs:
-    del params, extras
-    rates = [math.log1p(-(2.0 ** (-5 - head))) for head in range(q.shape[2])]
-    log_decay = jnp.asarray(rates, wide(q.dtype))[None, None, :, None]
+    del extras
+    log_decay = jnp.asarray(params["rates"], wide(q.dtype))[None, None, :, None]
     log_decay = jnp.broadcast_to(log_decay, (*q.shape[:3], 1))
     return Inputs(scaled(q), k, v, log_decay, None)

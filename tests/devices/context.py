@@ -17,7 +17,20 @@ from reformax import devices
 from reformax.declared import SettingError
 from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
 from reformax.models import ReformerLM, TransformerLM
-from reformax.ops import block_sparse, dense, local, lsh
+from reformax.ops import (
+    block_sparse,
+    dense,
+    gated_delta,
+    gated_linear,
+    linear,
+    linformer,
+    local,
+    long_short,
+    lsh,
+    nystromformer,
+    performer,
+    retention,
+)
 from reformax.ops.parts import borders
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
@@ -62,6 +75,14 @@ OPS = {
     "biases": (dense.dense(), True, 40),
     "fewer keys": (dense.dense(), True, 40),
     "local, fewer keys": (local.local(**LOCAL), True, 40),
+    "linear": (linear.linear(chunk_len=8), False, 40),
+    "retention": (retention.retention(chunk_len=8), True, 40),
+    "gated_linear": (gated_linear.gated_linear(chunk_len=8), True, 40),
+    "gated_delta": (gated_delta.gated_delta(chunk_len=8), True, 40),
+    "performer": (performer.performer(n_features=8, seed=None, chunk_len=8), True, 40),
+    "linformer": (linformer.linformer(n_projected=5, share="none"), False, 40),
+    "nystromformer": (nystromformer.nystromformer(n_landmarks=5, conv_size=3), False, 40),
+    "long_short": (long_short.long_short(window=6, rank=2, chunk_len=8), True, 40),
 }
 OPTIONS = {
     "biases": dict(position_bias="t5"),
@@ -69,8 +90,8 @@ OPTIONS = {
     "local, fewer keys": dict(n_kv_heads=2),
 }
 QUICK = {("window", True), ("long stretches", True), ("lsh", False)}
-# Every op with packed rows, and of each kind one without.
-CASES = [(name, True) for name in OPS]
+# Every op with packed rows if it tells them apart, and of each kind one without.
+CASES = [(name, op.traits.packed) for name, (op, *_) in OPS.items()]
 CASES += [
     (name, False)
     for name in ("chunks", "long stretches", "chunks both ways that fit", "lsh", "dense")
@@ -86,7 +107,7 @@ CASES += [
 )
 def test_a_layer_is_that_of_one_device(name, packed):
     op, causal, length = OPS[name]
-    rates = dict(attention_dropout=0.2, output_dropout=0.1)
+    rates = dict(attention_dropout=0.2 * op.traits.dropout, output_dropout=0.1)
     sizes = dict(n_heads=8, d_qk=4, d_v=3, masked=packed)
     options = sizes | rates | OPTIONS.get(name, {})
     layer = Attention(op, **options, causal=causal, use_rotary=True)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import lsh
+from reformax.ops.base import given
 from reformax.ops.parts.share import Share
 from tests.ops.rows import ROWS
 
@@ -21,20 +22,33 @@ QUICK = {"lsh", "flash_pallas"}
 )
 def test_some_heads_are_those_of_the_whole(row):
     op, key, causal = row.op(), jax.random.key(0), row.causal()
-    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 11, 3, 4)).astype(np.float32)
+    random = np.random.default_rng(0)
+    q, k, v = random.normal(size=(3, 2, 11, 3, 4)).astype(np.float32)
     k = None if op.traits.shared_qk else k
+    dims = op.dims(q, v)
+    params = jax.tree.map(lambda x: x + random.normal(size=x.shape), op.init(key, dims))
+    extras = {
+        name: random.normal(size=(2, 11, 3, extra.size)).astype(np.float32)
+        for name, extra in op.extras_of(dims).items()
+    }
 
     @jax.jit
-    def attend(rng, q, k, v):
+    def attend(rng, q, k, v, extras):
         masks = dict(segments=None, causal=causal, rng=rng)
-        plan = op.plan((), q, k, **masks, train=True)
-        return op.apply((), q, k, v, plan=plan, **masks, dropout=0.2)
+        plan = op.plan(params, q, k, **masks, train=True)
+        options = masks | dict(dropout=row.dropout(0.2)) | given(extras=extras or None)
+        return op.apply(params, q, k, v, plan=plan, **options)
 
-    whole = np.asarray(attend(key, q, k, v))
-    some = [None if x is None else x[:, :, 1:] for x in (q, k, v)]
-    got = attend(Share(key, head=1, n_heads=3), *some)
-    np.testing.assert_allclose(got, whole[:, :, 1:], atol=1e-6)
-    assert not np.allclose(attend(key, *some), got)
+    def of_heads(heads):
+        return jax.tree.map(lambda x: x[:, :, heads], (q, k, v, extras))
+
+    whole = np.asarray(attend(key, q, k, v, extras))
+    got = attend(Share(key, head=1, n_heads=3), *of_heads(slice(1, 3)))
+    np.testing.assert_allclose(got, whole[:, :, 1:], atol=1e-6 * row.rounding)
+    # Where heads differ by more than what they read, it matters which ones they are.
+    turned = attend(key, *of_heads(slice(None, None, -1)))[:, :, ::-1]
+    others = attend(Share(key, head=0, n_heads=3), *of_heads(slice(1, 3)))
+    assert np.allclose(others, got) == np.allclose(turned, whole)
 
 
 def test_given_rotations_are_those_of_the_heads():

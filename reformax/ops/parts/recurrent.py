@@ -13,13 +13,17 @@ from jaxtyping import Array, Float
 from reformax.ops.base import Dims, Extra
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.recurrence import Inputs, advance, recurrence, state_after
+from reformax.ops.parts.share import all_heads, of_heads
 from reformax.ops.parts.softmax import wide
 
 OUTPUT_GATE = "output_gate"
 
 
 def recurrent(
-    inputs: Callable[..., Inputs], output: Callable[..., Array], chunk_len: int
+    inputs: Callable[..., Inputs],
+    output: Callable[..., Array],
+    chunk_len: int,
+    constants: Callable[[int], dict[str, Array]] = lambda n_heads: {},
 ) -> dict[str, Callable]:
     """`apply`, `init_cache` and `step` of an op. The cache is the state, of constant size.
 
@@ -27,21 +31,31 @@ def recurrent(
       inputs: `(params, q, k, v, extras) -> Inputs`, what the recurrence reads.
       output: `(params, out, extras) -> out`, of the recurrence's output in float32.
       chunk_len: as in `recurrence`.
+      constants: `n_heads -> {name: [N, ...]}`, what `inputs` and `output` get with the weights,
+        whose first axis is the heads too.
     """
 
+    def own(params, n_heads: int, rng=None):
+        """Weights and constants of the heads that the arrays have."""
+        whole = dict(params) | constants(all_heads(rng, n_heads))
+        return {name: of_heads(x, rng, n_heads) for name, x in whole.items()}
+
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, extras=None):
-        del plan, causal, dropout, rng
+        del plan, causal, dropout
+        params = own(params, q.shape[2], rng)
         x = contained(inputs, params, q, k, v, extras)
         out = recurrence(*x, segments=segments, chunk_len=chunk_len)
         return contained_output(output, params, out, extras).astype(v.dtype)
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extras=None):
         del plan, capacity, rng
+        params = own(params, q.shape[2])
         x = contained(inputs, params, q, k, v, extras)
         return state_after(x, jnp.asarray(lengths), chunk_len=chunk_len)
 
     def step(params, q, k, v, cache, *, position, extras=None):
         del position
+        params = own(params, q.shape[2])
         out, cache = advance(cache, *inputs(params, q, k, v, extras))
         return output(params, out, extras).astype(v.dtype), cache
 

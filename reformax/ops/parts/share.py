@@ -48,8 +48,8 @@ def all_heads(rng: PRNGKeyArray | Share | None, n_heads: int) -> int:
     return (rng.n_heads if isinstance(rng, Share) else None) or n_heads
 
 
-def of_heads(x: Array, rng: PRNGKeyArray | Share | None, n_heads: int) -> Array:
-    """From `x` of all heads, `[N, ...]`, the part of the `n_heads` that the arrays have."""
-    if x.shape[0] == n_heads:
+def of_heads(x: Array, rng: PRNGKeyArray | Share | None, n_heads: int, axis: int = 0) -> Array:
+    """From `x`, whose `axis` is all heads, the part of the `n_heads` that the arrays have."""
+    if x.shape[axis] == n_heads:
         return x
-    return lax.dynamic_slice_in_dim(x, rng.head, n_heads)
+    return lax.dynamic_slice_in_dim(x, rng.head, n_heads, axis)
