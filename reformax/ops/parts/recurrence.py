@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from reformax.ops.parts import chunk_products
 from reformax.ops.parts.chunk_products import decayed_products, decayed_products_vjp
@@ -357,7 +357,9 @@ def _prefix(
 # Layout: segments side by side, and chunks.
 
 
-def side_by_side(inputs: T, segments: Int[Array, "B T"] | None):
+def side_by_side(
+    inputs: T, segments: Int[Array, "B T"] | None
+) -> tuple[Int[Array, "B T"] | None, T, Int[Array, "B T"] | None]:
     """The order that makes each segment a run, arrays `[B, T, ...]` in it and their ids.
 
     Without segments all is as it is, and order and ids are None.
@@ -370,7 +372,7 @@ def side_by_side(inputs: T, segments: Int[Array, "B T"] | None):
     return order, inputs, segments
 
 
-def taken(x: Array, order: Int[Array, "B T"] | None) -> Array:
+def taken(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
     """`x` in an order of its positions."""
     if order is None:
         return x
@@ -378,7 +380,7 @@ def taken(x: Array, order: Int[Array, "B T"] | None) -> Array:
     return jnp.take_along_axis(x, order, axis=1, mode="promise_in_bounds")
 
 
-def back(x: Array, order: Int[Array, "B T"] | None) -> Array:
+def back(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
     """The inverse of `taken`."""
     return x if order is None else taken(x, jnp.argsort(order, axis=1))
 
