@@ -10,7 +10,7 @@ queries that see them (sec. 2.3, algorithm 1). Time is T * top_k * block_size fo
 T^2 / block_size for the scores; memory is T * top_k.
 
 Letters besides those of `reformax.ops.base`: C blocks, L positions in a block, K blocks that a
-query sees, M tiles of L queries and one block.
+query sees, M tiles of I queries and one block.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
 from reformax.ops.parts.containment import finite, is_finite, tokens_only
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 # Queries whose scores are in memory at a time.
 SCORED = 1024
+# Queries and keys of a kernel's tile.
+QUERIES, KEYS = 128, 64
 
 
 @named
-def moba(*, block_size: Size = 512, top_k: Size = 3) -> AttentionOp:
+def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "xla") -> AttentionOp:
     """Causal attention to a query's own block and to the best of the earlier ones.
 
     Dense attention where `top_k` is at least the number of blocks. Blocks are cut by the place in
@@ -47,14 +50,19 @@ def moba(*, block_size: Size = 512, top_k: Size = 3) -> AttentionOp:
     Args:
       block_size: positions in a block; 512 in the paper's sec. 3.1.
       top_k: blocks that a query sees, its own among them; 3 in sec. 3.1.
+      impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
+        heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"`
+        takes the kernel where it computes the same function.
 
     Raises:
-      ValueError: a number below 1.
+      ValueError: a number below 1, an unknown `impl`.
+      NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
+    check_impl(impl, *KERNELS)
     return AttentionOp(
         init=no_params,
         plan=functools.partial(_plan, block_size, top_k),
-        apply=functools.partial(_apply, block_size),
+        apply=functools.partial(_apply, block_size, impl),
         traits=Traits(bidirectional=False, heads_apart=True),
         init_cache=functools.partial(_init_cache, block_size),
         step=functools.partial(_step, block_size, top_k),
@@ -126,54 +134,73 @@ class Tiles(NamedTuple):
 
     Attributes:
       block: the block of each tile.
-      query: the queries of each tile; -1 where there is none.
+      pair: each tile's queries; query q that sees a block as its n-th is q K + n. -1 is none.
+      bounds: the first tile of each block, and the end.
       place: where each query's K blocks are among all places of the tiles; -1 where it has fewer.
     """
 
     block: Int[Array, "B N M"]
-    query: Int[Array, "B N M L"]
+    pair: Int[Array, "B N M I"]
+    bounds: Int[Array, "B N C+1"]
     place: Int[Array, "B N T K"]
 
 
-def _tiles(chosen: Int[Array, "B N T K-1"], size: int) -> Tiles:
+def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
+    """The tiles, of `n_rows` queries each, of blocks of `size`."""
     length = chosen.shape[2]
     own = jnp.arange(length, dtype=jnp.int32) // size
     own = jnp.broadcast_to(own[None, None, :, None], (*chosen.shape[:3], 1))
     blocks = jnp.concatenate([own, chosen.astype(jnp.int32)], axis=-1)
     n_blocks, n_seen = -(-length // size), blocks.shape[-1]
-    n_tiles = length * n_seen // size + n_blocks  # each block has at most one that is not full
+    n_tiles = length * n_seen // n_rows + n_blocks  # each block has at most one that is not full
 
     def of_head(blocks: Int[Array, "T K"]) -> Tiles:
         block = jnp.where(blocks < 0, n_blocks, blocks).reshape(-1)
-        pair = jnp.arange(block.size, dtype=jnp.int32)
-        in_order, order = lax.sort((block, pair), num_keys=1, is_stable=True)
+        number, n_places = jnp.arange(block.size, dtype=jnp.int32), n_tiles * n_rows
+        in_order, pair = lax.sort((block, number), num_keys=1, is_stable=True)
         count = jnp.zeros(n_blocks + 1, jnp.int32).at[block].add(1)
-        tiles = -(-count // size)
+        tiles = -(-count // n_rows)
         end, tiles_end = jnp.cumsum(count), jnp.cumsum(tiles)
-        place = (tiles_end - tiles)[in_order] * size + pair - (end - count)[in_order]
-        place = jnp.where(in_order < n_blocks, place, n_tiles * size).astype(jnp.int32)
-        query = jnp.full(n_tiles * size, -1, jnp.int32).at[place].set(order // n_seen, mode="drop")
-        of_pair = jnp.zeros(block.size, jnp.int32).at[order].set(place)
-        of_pair = jnp.where(of_pair < n_tiles * size, of_pair, -1)
+        place = (tiles_end - tiles)[in_order] * n_rows + number - (end - count)[in_order]
+        place = jnp.where(in_order < n_blocks, place, n_places).astype(jnp.int32)
+        pairs = jnp.full(n_places, -1, jnp.int32).at[place].set(pair, mode="drop")
+        of_pair = jnp.zeros(block.size, jnp.int32).at[pair].set(place)
+        of_pair = jnp.where(of_pair < n_places, of_pair, -1).reshape(length, n_seen)
+        bounds = jnp.pad(tiles_end[:n_blocks], (1, 0)).astype(jnp.int32)
         tile = jnp.arange(n_tiles, dtype=jnp.int32)
-        of_tile = jnp.searchsorted(tiles_end[:n_blocks], tile, side="right")
+        of_tile = jnp.searchsorted(bounds[1:], tile, side="right")
         of_tile = jnp.minimum(of_tile, n_blocks - 1).astype(jnp.int32)
-        return Tiles(of_tile, query.reshape(n_tiles, size), of_pair.reshape(length, n_seen))
+        return Tiles(of_tile, pairs.reshape(n_tiles, n_rows), bounds, of_pair)
 
     return jax.vmap(jax.vmap(of_head))(blocks)
 
 
-def _apply(block_size, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(block_size, impl, params, q, k, v, *, plan, segments, causal, dropout, rng):
     del params, causal
+    length, size = q.shape[1], min(block_size, q.shape[1])
+    impl = choose(impl, **kernel_obstacles(q, k, v))
+    if impl == "xla":
+        return _in_arrays(_tiles(plan, size, size), size, q, k, v, segments, dropout, rng)
+    from reformax.ops.kernels import moba as kernel
+
+    tiles = _tiles(plan, size, min(QUERIES, kernel.power_of_two(length)))
+    lists = kernel.Lists(tiles.block, tiles.pair, tiles.bounds, tiles.place >= 0)
+    sizes = kernel.Sizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
+    ids = None if segments is None else jnp.asarray(segments, jnp.int32)
+    return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)
+
+
+def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Array, "B T N V"]:
+    """The op in array operations, a tile of all sequences and heads after the other."""
     n_batch, length, n_heads, _ = q.shape
-    size, dtype = min(block_size, length), wide(q.dtype, v.dtype)
-    tiles = _tiles(plan, size)
+    dtype = wide(q.dtype, v.dtype)
+    query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.place.shape[3])
     ids = jnp.ones((n_batch, length), jnp.int32) if segments is None else jnp.asarray(segments)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
 
     # Everything by tile, with the tiles in front; [M, B, N, L, ...].
     def of_queries(x: Array) -> Array:  # of [B, N or 1, T, ...]
-        return _by_tile(_taken(x, jnp.maximum(tiles.query, 0)))
+        return _by_tile(_taken(x, jnp.maximum(query, 0)))
 
     def of_blocks(x: Array) -> Array:  # of [B, T, N or 1, ...]
         return _by_tile(_taken(jnp.moveaxis(_in_blocks(x, size), 3, 1), tiles.block))
@@ -184,7 +211,7 @@ def _apply(block_size, params, q, k, v, *, plan, segments, causal, dropout, rng)
     acc, top, total, whole = lax.map(
         lambda tile: attend(*tile),
         (
-            (_by_tile(tiles.query), of_queries(ids[:, None]), of_queries(is_finite(heads)[..., 0])),
+            (_by_tile(query), of_queries(ids[:, None]), of_queries(is_finite(heads)[..., 0])),
             (_by_tile(tiles.block), *map(of_blocks, tokens)),
             of_queries(finite(heads).astype(dtype)),
             *(of_blocks(finite(x).astype(dtype)) for x in (k, v)),

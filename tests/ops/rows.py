@@ -337,6 +337,8 @@ _CLUSTERS = {
     "own": (True, False),
 }
 
+_MIXED = {"block_size": (4, 5, 1, 64), "top_k": (2, 3, 1, 50)}
+
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
 _CHUNKS_OF_STATES = {"chunk_len": (4, 1, 7, 64)}
@@ -452,7 +454,8 @@ ROWS = [
         rounding=30,
         slow=True,
     ),
-    Row("moba", moba.moba, {"block_size": (4, 5, 1, 64), "top_k": (2, 3, 1, 50)}, _chosen_blocks),
+    Row("moba", moba.moba, _MIXED, _chosen_blocks),
+    Row("moba_pallas", moba.moba, _MIXED | _KERNEL, _chosen_blocks),
     Row("linear", linear.linear, _CHUNKS_OF_STATES, reference=recurrences.linear, **_RECURRENT),
     *(
         Row(

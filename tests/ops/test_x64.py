@@ -59,4 +59,5 @@ def test_kernels_refuse_float64(row):
     with with_x64():
         x = jnp.ones((1, 9, 2, 4), np.float64)
         with pytest.raises(NotImplementedError, match="dtype=float64: use impl='auto' or 'xla'"):
-            op(x, None if op.traits.shared_qk else x, x, rng=jax.random.key(0))
+            keys = None if op.traits.shared_qk else x
+            op(x, keys, x, causal=row.causal(False), rng=jax.random.key(0))
