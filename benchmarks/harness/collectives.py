@@ -18,6 +18,13 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# A range of devices, in a shape and transposed: `[8,2]T(1,0)`.
+_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+# Groups along axes of a mesh: `mesh['a'=8,'b'=2], device_ids=([2,8]T(1,0)) {'a'}`.
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<order>\S*)\))?"
+    r" \{(?P<along>[^}]*)\}"
+)
 
 
 class Collective(NamedTuple):
@@ -87,16 +94,49 @@ def _of_computation(bodies: dict[str, list[str]], name: str, times: int) -> Iter
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    """Who talks to whom: lists of devices, or a transposed and reshaped range of them."""
+    """Who talks to whom: lists of devices, a range of them transposed and reshaped, or axes.
+
+    Raises:
+      ValueError: groups that are written in no such way.
+    """
     if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
         lists = re.findall(r"\{([\d,]+)\}", found[1])
         return tuple(tuple(map(int, numbers.split(","))) for numbers in lists)
-    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    if not found:
-        return ()
-    shape, source, order = (
-        tuple(map(int, filter(None, (x or "").split(",")))) for x in found.groups()
-    )
-    devices = np.arange(math.prod(source)).reshape(source)
-    devices = devices.transpose(order) if order else devices
-    return tuple(map(tuple, devices.reshape(shape).tolist()))
+    if found := re.search(rf"replica_groups=\[([\d,]+)\]<={_ORDER}", line):
+        groups = _ordered(*found.groups()[1:]).reshape(_numbers(found[1]))
+    elif found := _MESH.search(line):
+        groups = _along(found["axes"], found["order"], found["along"])
+    else:
+        raise ValueError(f"unknown groups of devices in {line.strip()[:400]!r}: teach _groups them")
+    return tuple(map(tuple, groups.tolist()))
+
+
+def _along(axes: str, order: str | None, along: str) -> np.ndarray:
+    """The groups that differ along some axes of a mesh; an axis may be a part of one, `a:(2)4`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    wanted = re.findall(r"'([^':]+)'?(?::\((\d+)\)(\d+))?", along)
+    shape, talking = [], []
+    for axis, size in sizes.items():
+        parts = sorted(
+            (int(before or 1), int(n or size)) for name, before, n in wanted if name == axis
+        )
+        done = 1
+        for before, n in parts:
+            shape += [before // done, n]
+            talking.append(len(shape) - 1)
+            done = before * n
+        shape.append(size // done)
+    ids = re.fullmatch(_ORDER, order) if order else None
+    devices = np.arange(math.prod(shape)) if ids is None else _ordered(*ids.groups())
+    devices = np.moveaxis(devices.reshape(shape), talking, range(-len(talking), 0))
+    return devices.reshape(-1, math.prod(shape[i] for i in talking))
+
+
+def _ordered(source: str, order: str | None) -> np.ndarray:
+    """The numbers of devices: a range in some shape, its axes transposed."""
+    devices = np.arange(math.prod(_numbers(source))).reshape(_numbers(source))
+    return (devices.transpose(_numbers(order)) if order else devices).ravel()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
