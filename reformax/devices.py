@@ -64,6 +64,15 @@ def n_stretches(mesh: Mesh | AbstractMesh | None = None) -> int:
     return 1 if mesh is None else mesh.shape[CONTEXT]
 
 
+def whole_sequences(mesh: Mesh | None) -> Mesh | None:
+    """The same devices, of which those that shared a sequence share the rows."""
+    if mesh is None or n_stretches(mesh) == 1:
+        return mesh
+    n_data, n_fsdp, n_context = mesh.devices.shape
+    grid = mesh.devices.transpose(0, 2, 1).reshape(n_data * n_context, n_fsdp, 1)
+    return Mesh(grid, AXES, axis_types=mesh.axis_types)
+
+
 def by_rows(function: Callable[..., T], rows: tuple, whole: tuple = ()) -> T:
     """`function(*rows, *whole)`, which each device computes for its own rows.
 

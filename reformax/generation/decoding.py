@@ -119,6 +119,7 @@ def stream(
         positions hold.
       NotImplementedError: an attention of the model cannot decode.
     """
+    mesh = devices.whole_sequences(mesh)
     shares = 1 if mesh is None else devices.row_shares(mesh)
     if mesh is not None and len(prompts) < shares and mesh.shape["fsdp"] == 1:
         mesh, shares = None, 1  # some devices would have no row

@@ -56,6 +56,7 @@ class Prepared(NamedTuple):
 
 def prepare(model, params, mesh: Mesh | None = None) -> Prepared:
     """Puts the weights on the device, or on those of a mesh, for many calls of `translate`."""
+    mesh = devices.whole_sequences(mesh)
     _, params = devices.placed(mesh, (), jax.device_put(params) if mesh is None else params)
     return Prepared(params, _for_decoding(model, mesh, params), mesh)
 

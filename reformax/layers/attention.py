@@ -181,7 +181,7 @@ class MultiHead(Layer):
             )
 
         arrays = (segment_ids(tokens.segments), marks), params["op"], _fold_in(rng, PLAN)
-        return context.plan(plan, self.op, qkv, *arrays)
+        return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
 
     def attend(self, params, qkv: QKV, plan, segments=None, rng=None) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
@@ -208,7 +208,7 @@ class MultiHead(Layer):
 
         arrays = qkv, plan, segment_ids(tokens_of(segments).segments), params["op"], rng
         bias = self._bias(params, qkv.q.shape[1])
-        return context.attend(attend, self.op, self.causal, *arrays, bias)
+        return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
 
     def _bias(self, params, length: int) -> Float[Array, "1 N T T"] | None:
         """What is added to the logits, if anything."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Float
@@ -42,7 +43,10 @@ def by_heads(op: AttentionOp) -> bool:
 
 
 def arrange(op: AttentionOp, qkv: T) -> T:
-    """Queries, keys and values as `plan` and `attend` read them: `[B, T, N, H]` all the same.
+    """Queries, keys and values as `plan` and `attend` read them: `[B, T, M, H]`.
+
+    M is the number of heads N, or where devices do not divide them the next multiple: heads of
+    zeros follow, which `attend` takes off again.
 
     Raises:
       SettingError: the devices cannot share the heads.
@@ -55,25 +59,34 @@ def arrange(op: AttentionOp, qkv: T) -> T:
             f"mesh has context={n} and op is {op}, which computes all heads together: use "
             "context=1, or an op whose traits say heads_apart=True"
         )
-    if qkv.v.shape[2] % n:  # heads of keys for several heads of queries
+    n_heads = qkv.q.shape[2]
+    if n_heads % n or qkv.v.shape[2] % n:  # heads of keys for several heads of queries
         k, v = repeat_heads(qkv.q, qkv.k, qkv.v)
         qkv = qkv._replace(k=k, v=v)
-    for x in jax.tree.leaves(qkv):
-        if x.shape[2] % n:
+
+    def filled(x: Array) -> Array:
+        if n_heads % n == 0 == x.shape[2] % n:
+            return x
+        if x.shape[2] % n_heads:
             raise SettingError(
-                f"mesh has context={n} and op is {op} with {x.shape[2]} heads: expected a multiple "
-                f"of {n}, for each device takes a share of the heads"
+                f"mesh has context={n} and op is {op}, which reads {x.shape[2]} heads for "
+                f"{n_heads}: expected a multiple, for each device takes a share of the heads"
             )
+        more = -n_heads % n * (x.shape[2] // n_heads)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0)))
+
+    qkv = jax.tree.map(filled, qkv)
     trade = functools.partial(jax.tree.map, _heads_for_positions)
     return devices.per_shard(trade, (STRETCH,), HEADS)(qkv)
 
 
-def plan(function: Callable[..., T], op: AttentionOp, qkv, tokens, params, rng) -> T:
+def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens, params, rng) -> T:
     """`function(qkv, tokens, params, rng)`, an op's plan, on the devices of the mesh.
 
     Args:
       function: as it is called.
       op: whose plan it is.
+      n_heads: N, of the layer.
       qkv: from `arrange`.
       tokens: a tree of arrays `[B, T]`.
       params: the op's weights.
@@ -83,7 +96,6 @@ def plan(function: Callable[..., T], op: AttentionOp, qkv, tokens, params, rng) 
         return ()
     if not by_heads(op):
         return devices.by_rows(function, (qkv, tokens), (params, rng))
-    n_heads = qkv.q.shape[2]
 
     def of_heads(qkv, tokens, params, rng):
         return function(qkv, tokens, params, _share(rng, qkv, n_heads))
@@ -96,6 +108,7 @@ def attend(
     function: Callable[..., Float[Array, "B T N V"]],
     op: AttentionOp,
     causal: bool,
+    n_heads: int,
     qkv,
     plan,
     segments,
@@ -106,7 +119,6 @@ def attend(
     """`function(qkv, plan, segments, params, rng, bias)`, an op's `apply`, likewise."""
     if devices.n_stretches() == 1:
         return devices.by_rows(function, (qkv, plan, segments), (params, rng, bias))
-    n_heads = qkv.q.shape[2]
 
     def of_heads(qkv, plan, segments, params, rng, bias):
         share = _share(rng, qkv, n_heads)
@@ -122,11 +134,14 @@ def attend(
     if by_heads(op):
         all_heads = bias is not None and bias.shape[1] == n_heads
         of_bias = Spec(None, devices.CONTEXT) if all_heads else Spec()
+        if all_heads:
+            more = qkv.q.shape[2] - n_heads
+            bias = jnp.pad(bias, ((0, 0), (0, more), (0, 0), (0, 0)))
         region, specs = of_heads, (HEADS, OWN, Spec(devices.ROWS), Spec(), Spec(), of_bias)
     else:
         region, specs = of_stretch, (STRETCH, OWN, STRETCH, Spec(), Spec(), Spec())
     region = devices.per_shard(region, specs, STRETCH)
-    return region(qkv, plan, segments, params, rng, bias)
+    return region(qkv, plan, segments, params, rng, bias)[:, :, :n_heads]
 
 
 def _share(rng, qkv, n_heads: int) -> Share:

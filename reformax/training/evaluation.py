@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from reformax import devices, memory
-from reformax.declared import SettingError
+from reformax.declared import SettingError, Size, check
 from reformax.progress import Progress
 from reformax.training import loss as loss_lib
 from reformax.training import mesh as mesh_lib
@@ -68,7 +68,8 @@ def check_positions(
         # Pairs that are longer than a row are scored in longer rows.
         batches = task.eval_batches(split, batch_size, length, stride)
         longest = max((batch.targets.shape[1] for batch in batches), default=length)
-    tokens = jax.ShapeDtypeStruct((batch_size, longest), jax.numpy.int32)
+    n_rows = batch_size if mesh is None else mesh_lib.filled(batch_size, mesh)
+    tokens = jax.ShapeDtypeStruct((n_rows, longest), jax.numpy.int32)
     inputs = tokens
     if task.translation is not None:  # segments are booleans where no row is packed
         first = next(iter(task.eval_batches(split, batch_size, length, stride)))
@@ -79,7 +80,7 @@ def check_positions(
     features = devices.on(mesh, lambda p, t, r: model.features(p, t, rng=r))
     found = jax.eval_shape(features, params, inputs, rng)
     n_features = found.shape[-1]
-    rows = -(-batch_size // (1 if mesh is None else devices.row_shares(mesh)))
+    rows = n_rows // (1 if mesh is None else devices.row_shares(mesh))
     check_features(rows, longest, n_features, "eval_batch_size or eval_length")
     return n_features
 
@@ -121,7 +122,8 @@ def evaluate(
       params: its parameters.
       task: a `reformax.data.base.Task`.
       split: 'train', 'valid' or 'test'.
-      batch_size: windows scored together; a multiple of the number of devices.
+      batch_size: windows scored together. Where devices do not divide them, a device or some have
+        a row less to score.
       length: the context, in tokens.
       stride: tokens that the window moves by. Each window predicts its last `stride` positions, so
         every target but the first few has at least `length - stride` tokens before it. None:
@@ -179,9 +181,9 @@ def evaluate(
 def fitting_mesh(model, task, batch_size: int, length: int, mesh: Mesh | None) -> Mesh:
     """The devices of an evaluation; `ValueError` where its vocabularies or sizes do not fit."""
     check_vocabulary(model, task)
+    check("batch_size", batch_size, Size)
     check_tokens(batch_size, length, "batch_size or length")
     mesh = mesh or mesh_lib.make()
-    mesh_lib.check_batch_size("eval batch_size", batch_size, mesh)
     mesh_lib.check_length("eval length", length, mesh)
     return mesh
 
@@ -196,14 +198,24 @@ def within(max_tokens: int | None, task, split: str) -> tuple[Callable[[int], bo
 
 
 def placed(batches: Iterable, mesh: Mesh, chosen: Callable[[int], bool]) -> Iterator:
-    """The chosen batches with their indices, on the devices."""
+    """The chosen batches with their indices, on the devices.
+
+    Rows that these do not divide are filled up by rows without weight.
+    """
     rows = devices.over_tokens(mesh)
 
     def one(batch) -> Any:
-        def rows_of(numbers: np.ndarray | None) -> Any:
-            return take(tuple(batch), numbers)
+        n_rows = len(batch.targets)
+        n_filled = mesh_lib.filled(n_rows, mesh)
 
-        return place_batch(rows_of, len(batch.targets), rows)
+        def rows_of(numbers: np.ndarray | None) -> Any:
+            if n_filled == n_rows:
+                return take(tuple(batch), numbers)
+            numbers = np.arange(n_filled) if numbers is None else numbers
+            inputs, targets, weights = take(tuple(batch), numbers % n_rows)
+            return inputs, targets, weights * (numbers < n_rows)[:, None]
+
+        return place_batch(rows_of, n_filled, rows)
 
     return ((index, one(batch)) for index, batch in enumerate(batches) if chosen(index))
 

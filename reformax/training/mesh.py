@@ -101,6 +101,12 @@ def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1
         )
 
 
+def filled(n_rows: int, mesh: Mesh) -> int:
+    """The least number of rows, `n_rows` or more, that the devices divide."""
+    n = row_shares(mesh)
+    return -(-n_rows // n) * n
+
+
 def check_length(name: str, length: int, mesh: Mesh) -> None:
     """Raises `SettingError` unless devices that share a sequence get stretches of one length."""
     n = n_stretches(mesh)

@@ -81,7 +81,6 @@ def check_sizes(settings: Settings, mesh: Mesh) -> None:
         mesh_lib.check_batch_size("batch_size", stage.batch_size, mesh, settings.accumulate)
         evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
     sizes = settings.eval_sizes
-    mesh_lib.check_batch_size("eval_batch_size", sizes["batch_size"], mesh)
     mesh_lib.check_length("eval_length", sizes["length"], mesh)
     evaluation.check_tokens(sizes["batch_size"], sizes["length"], "eval_batch_size or eval_length")
 

@@ -72,6 +72,9 @@ OPS = {
     "circle": (local.local(**LOCAL, wrap=True), True, 40),
     "lsh": (lsh.lsh(chunk_len=4, n_hashes=2), True, 40),
     "dense": (dense.dense(), False, 40),
+    "lsh, 11 heads": (lsh.lsh(chunk_len=4, n_hashes=2), True, 40),
+    "biases, 6 heads": (dense.dense(), True, 40),
+    "fewer keys, 12 heads": (dense.dense(), True, 40),
     "biases": (dense.dense(), True, 40),
     "fewer keys": (dense.dense(), True, 40),
     "local, fewer keys": (local.local(**LOCAL), True, 40),
@@ -86,10 +89,13 @@ OPS = {
 }
 OPTIONS = {
     "biases": dict(position_bias="t5"),
+    "lsh, 11 heads": dict(n_heads=11),
+    "biases, 6 heads": dict(n_heads=6, position_bias="t5"),
+    "fewer keys, 12 heads": dict(n_heads=12, n_kv_heads=4),
     "fewer keys": dict(n_kv_heads=2),
     "local, fewer keys": dict(n_kv_heads=2),
 }
-QUICK = {("window", True), ("long stretches", True), ("lsh", False)}
+QUICK = {("window", True), ("long stretches", True), ("lsh, 11 heads", True)}
 # Every op with packed rows if it tells them apart, and of each kind one without.
 CASES = [(name, op.traits.packed) for name, (op, *_) in OPS.items()]
 CASES += [
@@ -150,7 +156,6 @@ def test_cross_attention_is_that_of_one_device():
 @pytest.mark.parametrize(
     "op, n_heads, message",
     [
-        (lsh.lsh(), 6, "context=8 and op is lsh.* with 6 heads: expected a multiple of 8"),
         (
             block_sparse.block_sparse(pattern=np.ones((8, 1, 1), bool)),
             8,

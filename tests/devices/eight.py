@@ -21,6 +21,7 @@ from reformax.ops.block_patterns import local_global
 from reformax.training import dry_run, loop
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
+from reformax.training.evaluation import evaluate
 from tests.helpers import assert_trees_close
 from tests.ops.toys import counting
 from tests.training import tiny, worker
@@ -107,6 +108,11 @@ def batch_of(is_pairs):
     return pairs, pairs.target, weights * (segments > 0)
 
 
+def on_axes(sizes):
+    """The mesh of these sizes."""
+    return mesh_lib.make(dict(zip(devices.AXES, sizes, strict=True)))
+
+
 def step_on(mesh, name):
     """(nats, gradient) of a step."""
     model, sgd = model_of(name), optax.sgd(RATE)
@@ -142,7 +148,7 @@ CASES += [(name, CONTEXT) for name in ("reformer chunks", "reformer slots", "tra
 def test_a_step_is_that_of_one_device(monkeypatch, name, sizes):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
     assert len(jax.devices()) == 8
-    mesh = mesh_lib.make(dict(zip(devices.AXES, sizes, strict=True)))
+    mesh = on_axes(sizes)
     (nats, gradient), (want_nats, want) = step_on(mesh, name), on_one(name)
     assert np.isclose(nats, want_nats, rtol=1e-5)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(want))
@@ -220,10 +226,10 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1)])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), CONTEXT])
 def test_generated_text_is_that_of_one_device(monkeypatch, sizes):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
-    mesh = mesh_lib.make(dict(zip(devices.AXES, sizes, strict=True)))
+    mesh = on_axes(sizes)
     options = dict(attention_type=both(lsh.lsh, **HASHES), n_layers=2, mode="eval")
     model = ReformerLM(**LM | options)
     params = jax.device_get(model.init_params(KEY, (1, LENGTH)))
@@ -246,6 +252,19 @@ def test_translations_are_those_of_one_device(monkeypatch):
     several = translate(model, params, sources, mesh=FSDP, **options)
     assert [x.tokens for x in one] == [x.tokens for x in several]
     np.testing.assert_allclose([x.score for x in one], [x.score for x in several], rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 1, 4)])
+def test_an_evaluation_is_that_of_one_device(sizes):
+    """Rows that devices do not divide are filled up, and a sequence lies on several."""
+    model = TransformerLM(**LM, n_layers=1, attention_type=local.local(chunk_len=8), mode="eval")
+    params = model.init_params(KEY, (1, LENGTH))
+    task = tiny.counting(n_valid=100)
+    options = dict(batch_size=3, length=LENGTH, stride=9)
+    meshes = mesh_lib.make(devices=jax.devices()[:1]), on_axes(sizes)
+    want, got = (evaluate(model, params, task, **options, mesh=mesh) for mesh in meshes)
+    assert got.pop("bits_per_dim") == pytest.approx(want.pop("bits_per_dim"), rel=1e-5)
+    assert got == pytest.approx(want)
 
 
 def test_a_dry_run_says_what_a_device_needs(monkeypatch):

@@ -14,17 +14,29 @@ from reformax import devices
 from reformax.declared import SettingError, check
 from reformax.training import mesh as mesh_lib
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+DEFAULT_MESH = "evaluation", "carried", "data"
+
+
+def on_eight_devices(*arguments):
+    """Runs tests in a process that sees eight devices."""
+    flags = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *map(str, arguments)]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
 
 
 @pytest.mark.parametrize("kind", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_eight_devices_compute_what_one_does(kind):
-    flags = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    files = [str(Path(__file__).with_name(name)) for name in ("eight.py", "context.py")]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", kind, *files]
-    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    on_eight_devices("-m", kind, *(HERE / name for name in ("eight.py", "context.py")))
+
+
+@pytest.mark.slow
+def test_tests_of_one_device_pass_where_there_are_eight():
+    """Those that build no mesh, and so get one of all devices."""
+    on_eight_devices(*(ROOT / "tests/training" / f"test_training_{x}.py" for x in DEFAULT_MESH))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.training import tiny
 
 steps = 3
 loop.train.steps = %steps
-loop.train.batch_size = 2
+loop.train.batch_size = 8
 loop.train.length = 16
 loop.train.log_every = 1
 loop.train.optimizer = @optimizer.adam()

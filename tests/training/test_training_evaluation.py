@@ -153,7 +153,11 @@ def test_a_task_that_forgets_targets_is_told():
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"stride": 11}, "stride=11"), ({"stride": 0}, "stride=0"), ({"batch_size": 0}, "=0 cannot")],
+    [
+        ({"stride": 11}, "stride=11"),
+        ({"stride": 0}, "stride=0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+    ],
 )
 def test_bad_sizes_are_told(options, message):
     with pytest.raises(ValueError, match=message):

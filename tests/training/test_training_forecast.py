@@ -47,7 +47,7 @@ class Wide(tiny.TinyLM):
 
 
 # A hidden layer of 8 rows of 16 tokens takes 2 MiB; state and gradient take less than one.
-WIDE = worker.arguments(steps=2) | {"model": Wide}
+WIDE = worker.arguments(steps=2, batch_size=8 * jax.device_count()) | {"model": Wide}
 
 
 @pytest.mark.parametrize("which", ["largest product of a step", "compiled step"])

@@ -279,12 +279,15 @@ def test_a_batch_that_devices_cannot_share_is_told(tmp_path):
 
 def test_micro_batches_give_the_gradient_of_the_whole(tmp_path):
     bits = [
-        [line["bits_per_dim"] for line in run(tmp_path / str(n), accumulate=n, steps=8)[1]]
+        [
+            line["bits_per_dim"]
+            for line in run(tmp_path / str(n), accumulate=n, batch_size=32, steps=8)[1]
+        ]
         for n in (1, 4)
     ]
     np.testing.assert_allclose(*bits, atol=1e-5)
     # With dropout each micro-batch draws its own, so accumulating is not without effect.
-    dropout = {"steps": 4, "model": {"dropout": 0.5}}
+    dropout = {"steps": 4, "batch_size": 16, "model": {"dropout": 0.5}}
     one, two = (run(tmp_path / f"dropout{n}", accumulate=n, **dropout)[1] for n in (1, 2))
     assert one != two
 
@@ -369,10 +372,10 @@ def test_scores_of_one_budget_are_compared_and_the_last_is_whole(tmp_path):
 
 def test_train_lines_have_tokens_and_the_time_of_all_resumptions(tmp_path):
     run(tmp_path, steps=8, max_minutes=None)
-    run(tmp_path, steps=16, batch_size=4)
+    run(tmp_path, steps=16, batch_size=16)
     lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     tokens = {x["step"]: x["tokens"] for x in lines if x["split"] == "train"}
-    assert tokens == {4: 512, 8: 1024, 12: 1280, 16: 1536}
+    assert tokens == {4: 512, 8: 1024, 12: 2048, 16: 3072}
     seconds = [x["timing"]["seconds"] for x in lines]
     assert seconds == sorted(seconds) and seconds[0] > 0
 
@@ -424,7 +427,7 @@ def test_a_line_is_the_mean_since_the_last(tmp_path):
 def test_the_learning_rate_of_each_lines_step_is_in_the_record(tmp_path):
     """Over an interruption too, and only if the optimizer has a schedule."""
     schedule = optimizer.cosine(max_value=3e-2, steps=12, warmup_steps=6)
-    settings = {"optimizer": optimizer.adamw(schedule), "accumulate": 2}
+    settings = {"optimizer": optimizer.adamw(schedule), "batch_size": 16, "accumulate": 2}
     run(tmp_path / "known", steps=6, **settings)
     _, lines = run(tmp_path / "known", steps=12, **settings)
     rates = {x["step"]: x.pop("learning_rate") for x in lines if x["split"] == "train"}
@@ -438,7 +441,7 @@ def test_the_learning_rate_of_each_lines_step_is_in_the_record(tmp_path):
 
 
 def test_the_seed_the_batch_and_the_length_matter(tmp_path):
-    variants = [{}, {"seed": 1}, {"batch_size": 4}, {"length": 8}]
+    variants = [{}, {"seed": 1}, {"batch_size": 16}, {"length": 8}]
     bits = [
         run(tmp_path / str(i), steps=4, **v)[1][0]["bits_per_dim"] for i, v in enumerate(variants)
     ]
@@ -447,10 +450,10 @@ def test_the_seed_the_batch_and_the_length_matter(tmp_path):
 
 def test_stages_are_runs_that_go_on_from_one_another(tmp_path):
     """Other batches and another model, and one optimizer; evaluations are the run's own."""
-    first = dict(batch_size=4, length=8, eval_length=16, eval_batch_size=8, model={"dropout": 0.5})
+    first = dict(batch_size=16, length=8, eval_length=16, eval_batch_size=8, model={"dropout": 0.5})
     run(tmp_path / "parts", steps=10, **first)
     run(tmp_path / "parts", steps=20)
-    stage = stages.Stage(until=10, batch_size=4, length=8, model=partial(tiny.TinyLM, dropout=0.5))
+    stage = stages.Stage(until=10, batch_size=16, length=8, model=partial(tiny.TinyLM, dropout=0.5))
     _, record = run(tmp_path / "whole", steps=20, stages=(stage,))
     np.testing.assert_array_equal(params(tmp_path / "whole", 20), params(tmp_path / "parts", 20))
     # A part's last line is of its last steps.

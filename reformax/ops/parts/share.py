@@ -11,7 +11,7 @@ import dataclasses
 import functools
 
 import jax
-from jax import lax
+import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
 
@@ -49,7 +49,10 @@ def all_heads(rng: PRNGKeyArray | Share | None, n_heads: int) -> int:
 
 
 def of_heads(x: Array, rng: PRNGKeyArray | Share | None, n_heads: int, axis: int = 0) -> Array:
-    """From `x`, whose `axis` is all heads, the part of the `n_heads` that the arrays have."""
+    """From `x`, whose `axis` is all heads, the part of the `n_heads` that the arrays have.
+
+    Heads that fill up the last shares, behind all of `x`, have that of its last one.
+    """
     if x.shape[axis] == n_heads:
         return x
-    return lax.dynamic_slice_in_dim(x, rng.head, n_heads, axis)
+    return jnp.take(x, rng.head + jnp.arange(n_heads), axis=axis, mode="clip")
