@@ -16,7 +16,7 @@ from reformax.training import mesh as mesh_lib
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-DEFAULT_MESH = "evaluation", "carried", "data"
+DEFAULT_MESH = "evaluation", "carried"
 
 
 def on_eight_devices(*arguments):
