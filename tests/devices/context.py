@@ -74,6 +74,7 @@ OPS = {
     "dense": (dense.dense(), False, 40),
     "lsh, 11 heads": (lsh.lsh(chunk_len=4, n_hashes=2), True, 40),
     "biases, 6 heads": (dense.dense(), True, 40),
+    "gated_delta, 6 heads": (gated_delta.gated_delta(chunk_len=8), True, 40),
     "fewer keys, 12 heads": (dense.dense(), True, 40),
     "biases": (dense.dense(), True, 40),
     "fewer keys": (dense.dense(), True, 40),
@@ -90,6 +91,7 @@ OPS = {
 OPTIONS = {
     "biases": dict(position_bias="t5"),
     "lsh, 11 heads": dict(n_heads=11),
+    "gated_delta, 6 heads": dict(n_heads=6),
     "biases, 6 heads": dict(n_heads=6, position_bias="t5"),
     "fewer keys, 12 heads": dict(n_heads=12, n_kv_heads=4),
     "fewer keys": dict(n_kv_heads=2),
