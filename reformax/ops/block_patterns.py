@@ -112,8 +112,7 @@ def fixed(*, stride: Size = 8, n_summary: Size = 1) -> Pattern:
 def local_global(*, n_before: Count = 1, n_after: Count = 1, n_global: Count = 1) -> Pattern:
     """A sliding window and some global blocks (Longformer, Beltagy et al. 2020, sec. 3.1).
 
-    The first blocks are global: they see all and are seen by all. This is also BigBird (Zaheer et
-    al. 2020, sec. 2) without its random blocks.
+    The first blocks are global: they see all and are seen by all. `bigbird` adds random blocks.
 
     Args:
       n_before: how many blocks before its own a block sees.
@@ -129,6 +128,84 @@ def local_global(*, n_before: Count = 1, n_after: Count = 1, n_global: Count = 1
         return near | _global(query, key, n_global)
 
     return _blockwise(rule)
+
+
+@_named
+def bigbird(
+    *,
+    n_before: Count = 1,
+    n_after: Count = 1,
+    n_global: Count = 2,
+    n_random: Count = 3,
+    seed: Count = 0,
+) -> Pattern:
+    """A sliding window, global blocks and random ones (BigBird, Zaheer et al. 2020, sec. 2).
+
+    The first blocks are global. In the paper's ITC form they hold the first tokens of the sequence,
+    in its ETC form tokens that are put in front of it; the mask is the same.
+
+    The paper lets each block of queries draw from all blocks, so that a longer sequence would draw
+    others. Here each block draws from those before it, outside of its window and of the global
+    ones, and a pair that is drawn sees each other. In causal attention a block sees `n_random`
+    drawn blocks, or all where there are fewer. In both directions it sees twice as many on average,
+    the first blocks more than the last.
+
+    Args:
+      n_before: how many blocks before its own a block sees.
+      n_after: how many blocks after its own a block sees; useful if not causal.
+      n_global: how many of the first blocks are global.
+      n_random: the paper's r: how many of the blocks before it each block draws.
+      seed: of the draws. Layers that are to see different blocks have different seeds.
+
+    Raises:
+      ValueError: a number below 0.
+    """
+    near = local_global(n_before=n_before, n_after=n_after, n_global=n_global)
+    n_near = max(n_before, n_after)
+
+    def pattern(n_blocks_q: int, n_blocks_k: int) -> Bool[np.ndarray, "n_blocks_q n_blocks_k"]:
+        mask = near(n_blocks_q, n_blocks_k)
+        later, earlier = _drawn(max(n_blocks_q, n_blocks_k), n_global, n_near, n_random, seed)
+        for query, key in ((later, earlier), (earlier, later)):
+            here = (query < n_blocks_q) & (key < n_blocks_k)
+            mask[query[here], key[here]] = True
+        return mask
+
+    return pattern
+
+
+def _drawn(n_blocks: int, n_global: int, n_near: int, n_random: int, seed: int):
+    """Pairs of a block and one that it draws, of those from `n_global` to `n_near` before it.
+
+    This is Floyd's algorithm for a uniform choice of `n_random` without repetition, of all blocks
+    at once: a choice that repeats becomes the largest that was allowed.
+    """
+    block = np.arange(n_blocks)
+    n_candidates = np.maximum(block - n_near - n_global, 0)
+    drawn = np.full((n_blocks, n_random), -1)
+    for place in range(n_random):
+        last = n_candidates - n_random + place
+        choice = (
+            _scrambled(seed, block, place) % np.maximum(last + 1, 1).astype(np.uint64)
+        ).astype(int)
+        repeats = (drawn == choice[:, None]).any(axis=1)
+        drawn[:, place] = np.where(last < 0, -1, np.where(repeats, last, choice))
+    later, place = np.nonzero(drawn >= 0)
+    return later, drawn[later, place] + n_global
+
+
+def _scrambled(seed: int, block: np.ndarray, place: int) -> np.ndarray:
+    """64 bits that look random for each block: splitmix64 (Steele et al. 2014) of the arguments.
+
+    NumPy's generators may change with its version, and a trained model must see what it saw.
+    """
+    x = block.astype(np.uint64)
+    for number in (seed % 2**64, place):
+        x = (x ^ np.uint64(number)) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return x
 
 
 def _global(query, key, n_global: int):

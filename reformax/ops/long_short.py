@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
@@ -32,7 +32,8 @@ from reformax.ops.parts.cache import (
     positions_by_slot,
 )
 from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.dropout import seed_words
+from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
 from reformax.ops.parts.share import of_heads
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
@@ -132,49 +133,16 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     return attend(params, q, k, v)
 
 
-# One softmax over keys of two kinds. Queries lie in blocks: letters C blocks of L queries, M keys.
-
-
-class Keys(NamedTuple):
-    """The keys of one kind, as the blocks of queries see them."""
-
-    logits: Float[Array, "B N C L M"]
-    values: Float[Array, "B _ M N V"]  # of each block, or one for all
-    mask: Bool[Array, "#B #N C L M"]
-    finite: Bool[Array, "#B #N _ _ M"]
-    address: Int[Array, "_ M"]  # of dropout
+# Queries lie in blocks: letters C blocks of L queries, M keys.
 
 
 def _attend(kinds: list[Keys], q, dropout: float, seed) -> Float[Array, "B T N V"]:
-    """The softmax over all kinds. A row that sees what is not finite is NaN, without a gradient."""
+    """The softmax over both kinds of keys."""
     n_batch, length, n_heads, _ = q.shape
-    tops = [
-        largest(jnp.where(each.finite, each.logits, jnp.nan), each.mask, axis=-1) for each in kinds
-    ]
-    top = functools.reduce(jnp.maximum, tops)
-    whole = jnp.isfinite(top)
-    weights = [masked_exp(x.logits, x.mask & whole, jnp.where(whole, top, 0)) for x in kinds]
-    total = nonzero(sum(x.sum(axis=-1, keepdims=True) for x in weights))
-    n_blocks, size = top.shape[2:4]
-    out = 0
-    for each, weight in zip(kinds, weights, strict=True):
-        weight = weight / total
-        if dropout:
-            example, head, block, row = jnp.ogrid[:n_batch, :n_heads, :n_blocks, :size]
-            query = (block * size + row)[..., None]
-            address = jnp.broadcast_to(each.address, (n_blocks, each.address.shape[-1]))
-            of_weights = example[..., None], head[..., None], query, address[None, None, :, None]
-            weight = weight * dropout_mask(seed, dropout, *of_weights)
-        values = jnp.broadcast_to(each.values, (n_batch, n_blocks, *each.values.shape[2:]))
-        out += jnp.einsum(
-            "bnclm,bcmnv->bclnv",
-            weight.astype(values.dtype),
-            values,
-            preferred_element_type=weight.dtype,
-        )
-    out = jnp.where(jnp.moveaxis(whole, 1, 3), out, jnp.nan)
-    out = out.reshape(n_batch, n_blocks * size, n_heads, -1)[:, :length]
-    return jnp.where(is_finite(q), out, jnp.nan)
+    n_blocks, size = kinds[0].logits.shape[2:4]
+    query = jnp.arange(n_blocks * size).reshape(1, n_blocks, size)
+    out = attend_to_kinds(kinds, _blocks(q, size), query, dropout, seed, jnp.arange(n_heads))
+    return out.reshape(n_batch, n_blocks * size, n_heads, -1)[:, :length]
 
 
 def _near(settings: Settings, params, q, k, v, real, causal: bool) -> Keys:
@@ -202,11 +170,11 @@ def _near(settings: Settings, params, q, k, v, real, causal: bool) -> Keys:
         values = layer_norm(values, params["near_values"])
     keys = windows(keys)
     return Keys(
-        logits=_logits("bclnh,bcmnh->bnclm", _blocks(finite(q), size), keys),
+        logits=scaled_logits("bclnh,bcmnh->bnclm", _blocks(finite(q), size), keys),
         values=windows(values),
         mask=mask,
         finite=jnp.moveaxis(near, 3, 1)[:, :, :, None],
-        address=2 * key[:, 0],
+        address=2 * key[None, :, 0],
     )
 
 
@@ -222,23 +190,17 @@ def _far(settings: Settings, params, q, k, v, real, chunk_len: int, causal: bool
         chunk = jnp.arange(queries.shape[1] * size).reshape(1, 1, -1, size, 1) // chunk_len
         mask = mask & (number.reshape(1, 1, 1, 1, -1) // settings.rank < chunk)
     return Keys(
-        logits=_logits("bclnh,bsnh->bncls", queries, far.keys),
+        logits=scaled_logits("bclnh,bsnh->bncls", queries, far.keys),
         values=far.values[:, None],
         mask=jnp.broadcast_to(mask, (*mask.shape[:2], *queries.shape[1:3], len(number))),
         finite=jnp.moveaxis(far.finite, 2, 1)[:, :, None, None],
-        address=2 * number[None] + 1,
+        address=2 * number[None, None] + 1,
     )
 
 
 def _blocks(x: Float[Array, "B T N H"], size: int) -> Float[Array, "B C L N H"]:
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
     return x.reshape(x.shape[0], -1, size, *x.shape[2:])
-
-
-def _logits(axes: str, queries, keys) -> Float[Array, "B N C L M"]:
-    dtype = wide(queries.dtype)
-    logits = jnp.einsum(axes, queries, keys, preferred_element_type=dtype)
-    return logits / math.sqrt(queries.shape[-1])
 
 
 def mixtures(

@@ -17,6 +17,7 @@ from reformax.ops import (
     linformer,
     local,
     long_short,
+    longformer,
     lsh,
     memory_efficient,
     moba,
@@ -24,6 +25,7 @@ from reformax.ops import (
     performer,
     retention,
     shared_qk,
+    sinks,
     smyrf,
 )
 from reformax.ops.base import AttentionOp
@@ -176,6 +178,21 @@ def _window(options, plan, shape, causal, segments):
     return visible(shape, causal, segments) * (abs(query - key) < options["window"])
 
 
+def _dilated(options, plan, shape, causal, segments):
+    query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
+    step = options["dilation"]
+    near = (abs(query - key) < options["window"] * step) & ((query - key) % step == 0)
+    return visible(shape, causal, segments) * near
+
+
+def _window_and_first(options, plan, shape, causal, segments):
+    query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
+    near = np.broadcast_to(abs(query - key) < options["window"], (shape.batch, 1, *shape[1:3]))
+    real = np.ones((shape.batch, shape.n_keys)) if segments is None else np.asarray(segments) != 0
+    first = real * (np.cumsum(real, axis=1) <= options["n_sinks"])
+    return visible(shape, causal, segments) * (near | (first[:, None, None] > 0))
+
+
 def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
     """How many of an LSH plan's rounds bring each key within reach of each query."""
     if plan is None:  # One chunk shows all there is.
@@ -305,6 +322,7 @@ _PATTERNS = (
     block_patterns.strided(stride=3),
     block_patterns.fixed(stride=3),
     block_patterns.local_global(),
+    block_patterns.bigbird(n_global=1, n_random=1),
     _odd_blocks,
 )
 _SPARSE = {"pattern": _PATTERNS, "block_size": (4, (4, 3), (5, 8), 1)}
@@ -443,6 +461,21 @@ ROWS = [
         n_held=6,
         reference=low_rank.long_short,
         slow=True,
+    ),
+    Row(
+        "longformer",
+        longformer.longformer,
+        {"window": (6, 1, 9), "dilation": (1, 2, 3)},
+        _dilated,
+        relative=True,
+        n_held=6,
+    ),
+    Row(
+        "sinks",
+        sinks.sinks,
+        {"window": (6, 1, 9), "n_sinks": (2, 0, 1, 40)},
+        _window_and_first,
+        n_held=6,
     ),
     Row(
         "performer",

@@ -18,12 +18,14 @@ from reformax.ops import (
     linformer,
     local,
     long_short,
+    longformer,
     lsh,
     memory_efficient,
     moba,
     nystromformer,
     performer,
     retention,
+    sinks,
 )
 from reformax.ops.base import given
 from tests.ops.inputs import draw
@@ -103,6 +105,14 @@ SIZES = [
     ),
     (block_sparse.block_sparse, dict(pattern=[True]), "pattern has shape (1,) and dtype bool"),
     (block_sparse.block_sparse, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla', "),
+    (block_patterns.bigbird, dict(n_random=-1), "n_random is -1: expected at least 0"),
+    (sinks.sinks, dict(n_sinks=-1), "n_sinks is -1: expected at least 0"),
+    (longformer.longformer, dict(window=0), "window is 0: expected at least 1"),
+    (
+        longformer.longformer,
+        dict(dilation=(1, 0)),
+        "dilation is (1, 0): expected a number of at least 1, or one for each head",
+    ),
     (block_patterns.butterfly, dict(n_factors=0), "n_factors is 0: expected at least 1"),
     (block_patterns.butterfly, dict(n_global=-1), "n_global is -1: expected at least 0"),
     (block_patterns.strided, dict(stride=0), "stride is 0: expected at least 1"),

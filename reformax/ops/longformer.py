@@ -1,0 +1,141 @@
+"""Longformer: a sliding window for every token, and all of the sequence for a few global ones.
+
+Beltagy et al. 2020, sec. 3. Each head has a window, which may be dilated. Tokens that are marked
+as global attend to all others and are attended to by all (sec. 3.1). What a global token reads has
+projections of its own, `Q_g`, `K_g` and `V_g`; other tokens read global ones by the projections
+that they read their window by. Time is O(T (window + G)) for G global tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from reformax.declared import Called, Count, SettingError, Size
+from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named, no_params
+from reformax.ops.parts import band
+from reformax.ops.parts.dropout import seed_words
+
+STEPS = "a number of at least 1, or one for each head"
+Dilation = Annotated[Size | tuple[int, ...], Called(STEPS)]
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of `longformer`, whose arguments they are."""
+
+    window: int
+    dilation: int | tuple[int, ...]
+    n_global: int
+    own_projections: bool
+
+    def bands(self, n_heads: int, causal: bool) -> tuple[band.Band, ...]:
+        """The band of each head, or one for all."""
+        each = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
+        if len(each) not in (1, n_heads):
+            raise SettingError(
+                f"dilation is {self.dilation}: expected one number, or one for each of "
+                f"{n_heads} heads"
+            )
+        return tuple(band.Band(self.window, n, causal) for n in each)
+
+
+@named
+def longformer(
+    *,
+    window: Size = 257,
+    dilation: Dilation = 1,
+    n_global: Count = 0,
+    own_projections: bool = True,
+) -> AttentionOp:
+    """Attention to a window, and of global tokens to and from everything.
+
+    `marks` above 0 say which tokens are global. In causal attention a global token sees all before
+    it, and is seen by all after it. In decoding tokens of the prompt may be global, later ones are
+    not.
+
+    Further projections of the input with `n_global` and `own_projections`: `global_q`, `global_k`,
+    `global_v`.
+
+    Args:
+      window: a position sees those less than `window` steps away, before it and, if not causal,
+        after it. The paper's w, which counts both sides, is `2 * (window - 1)`.
+      dilation: positions of a step, for all heads or for each (sec. 3.1).
+      n_global: how many tokens of a row can be global, its first marked ones. Of 0 none are, and
+        marks are refused.
+      own_projections: whether what global tokens read has projections of its own.
+
+    Raises:
+      ValueError: a size out of range; at the call, a dilation for another number of heads.
+    """
+    if isinstance(dilation, tuple) and not (dilation and min(dilation) >= 1):
+        raise SettingError(f"dilation is {dilation}: expected {STEPS}")
+    settings = Settings(window, dilation, n_global, own_projections)
+    return AttentionOp(
+        init=no_params,
+        plan=functools.partial(_plan, settings),
+        apply=functools.partial(_apply, settings),
+        traits=Traits(
+            marks=n_global > 0,
+            local=n_global == 0,
+            heads_apart=isinstance(dilation, int) and n_global == 0,
+        ),
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+        extras=functools.partial(_extras, settings),
+    )
+
+
+def _extras(settings: Settings, dims: Dims) -> dict[str, Extra]:
+    if not (settings.n_global and settings.own_projections):
+        return {}
+    vectors = Extra(dims.n_heads, dims.d_qk, rotated=True)
+    return {
+        "global_q": vectors,
+        "global_k": vectors,
+        "global_v": Extra(dims.n_heads, dims.d_v),
+    }
+
+
+def _plan(
+    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None, marks=None
+) -> Int[Array, "B G"] | None:
+    """The positions of global tokens, if there are any."""
+    del params, k, causal, rng, train, length
+    if marks is None or not settings.n_global:
+        return None
+    marked = marks > 0 if segments is None else (marks > 0) & (segments != 0)
+    return band.first_where(marked, settings.n_global)
+
+
+def _apply(
+    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng, extras=None
+) -> Array:
+    del params
+    seed = seed_words(rng, len(q)) if dropout else None
+    bands = settings.bands(q.shape[2], causal)
+    out = band.attend(bands, q, k, v, plan, segments, dropout, seed)
+    if plan is None:
+        return out
+    if extras:
+        q, k, v = (extras[f"global_{name}"] for name in "qkv")
+    rows = band.rows_of_few(
+        band.rows_at(q, plan), k, v, plan, segments, causal, dropout, seed
+    ).astype(out.dtype)
+    return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
+
+
+def _init_cache(
+    settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extras=None
+) -> band.Cache:
+    del params, rng, extras
+    few = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
+    few = jnp.where(few < lengths[:, None], few, band.NOWHERE)
+    return band.fill(settings.bands(q.shape[2], True), k, v, few, lengths, capacity)
+
+
+def _step(settings: Settings, params, q, k, v, cache: band.Cache, *, position, extras=None):
+    del params, extras
+    return band.step(settings.bands(q.shape[2], True), q, k, v, cache, position)

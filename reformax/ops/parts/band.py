@@ -1,0 +1,247 @@
+"""Attention to a band of neighbours and to a few keys anywhere, in one softmax.
+
+The neighbours are `window` positions on either side, or every `dilation`-th of so many times more.
+The sequence is laid out by its position modulo the dilation, so that a band is contiguous, and cut
+into blocks as long as the window: a block sees itself and its neighbours. The few keys, such as
+global tokens or attention sinks, are at positions that may differ between rows of a batch; one in
+the band counts once. Time and memory of the logits are O(T (window + G)).
+
+Letters besides those of `reformax.ops.base`: G few keys, C blocks of L queries, M keys of a window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.ops.parts.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    positions_by_slot,
+)
+from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
+
+# Logits that are in memory at a time; of more, heads are computed one after the other.
+LOGITS_AT_A_TIME = 2**29
+# The position of a key that is not there.
+NOWHERE = np.iinfo(np.int32).max
+
+
+class Band(NamedTuple):
+    """Which neighbours a position sees."""
+
+    window: int  # those less than so many steps away
+    dilation: int  # positions of a step
+    causal: bool
+
+    def shows(self, query, key) -> Bool[Array, "*d"]:
+        """Whether positions `query` see positions `key`, which broadcast."""
+        ahead = key - query
+        near = (jnp.abs(ahead) < self.window * self.dilation) & (ahead % self.dilation == 0)
+        return near & (ahead <= 0) if self.causal else near
+
+
+def attend(
+    bands: tuple[Band, ...],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    few: Int[Array, "#B G"] | None,
+    segments: Int[Array, "B T"] | None,
+    dropout: float,
+    seed: Int[Array, 5] | None,
+) -> Float[Array, "B T N V"]:
+    """Softmax attention of each head to its band and to the few keys.
+
+    Args:
+      bands: that of each head, or one for all.
+      q, k, v: queries, keys and values.
+      few: the positions of the keys that all queries see; `NOWHERE` for none.
+      segments: ids; a position sees its own id only, and 0 is padding.
+      dropout: the rate at which weights are dropped.
+      seed: of dropout.
+    """
+    n_heads = q.shape[2]
+    ids = jnp.ones((1, q.shape[1]), jnp.int32) if segments is None else segments
+    if len(set(bands)) == 1:
+        return _of_heads(bands[0], q, k, v, few, ids, dropout, seed, np.arange(n_heads))
+    out = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
+    for band in dict.fromkeys(bands):
+        heads = np.array([i for i, other in enumerate(bands) if other == band])
+        arrays = (x[:, :, heads] for x in (q, k, v))
+        of_heads = _of_heads(band, *arrays, few, ids, dropout, seed, heads)
+        out = out.at[:, :, heads].set(of_heads)
+    return out
+
+
+def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
+    """`attend` of heads with one band; heads after each other where logits of all are too many."""
+
+    @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+    def some(q, k, v, heads):
+        return _attend(band, q, k, v, few, ids, dropout, seed, heads)
+
+    n_seen = 3 * min(band.window, q.shape[1]) + (0 if few is None else few.shape[1])
+    if q.shape[0] * q.shape[1] * q.shape[2] * n_seen <= LOGITS_AT_A_TIME:
+        return some(q, k, v, heads)
+    each = (jnp.moveaxis(x, 2, 0)[..., None, :] for x in (q, k, v))
+    out = lax.map(lambda x: some(*x), (*each, jnp.asarray(heads)[:, None]))
+    return jnp.moveaxis(out[..., 0, :], 0, 2)
+
+
+def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
+    n_batch, length, n_heads, _ = q.shape
+    step = band.dilation
+    size = min(band.window, -(-length // step))
+    n_steps = -(-length // (step * size)) * size
+    after = 0 if band.causal else 1
+
+    def blocks(x):  # [B, T, ...] -> [B, C, L, ...]
+        pad = [(0, 0), (0, n_steps * step - length)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, pad).reshape(x.shape[0], n_steps, step, *x.shape[2:])
+        return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], -1, size, *x.shape[3:])
+
+    def windows(x):  # [B, C, L, ...] -> [B, C, M, ...]
+        n_blocks = x.shape[1]
+        x = jnp.pad(x, [(0, 0), (1, after)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
+
+    place = jnp.arange(n_steps * step).reshape(n_steps, step).T.reshape(1, -1, size)
+    queries, of_query = blocks(finite(q)), blocks(ids)
+    whole = is_finite(k, v)[..., 0]
+    key, of_key = windows(place), windows(of_query)
+    mask = band.shows(place[..., None], key[:, :, None]) & (of_key != 0)[:, :, None]
+    mask = mask & (of_query[..., None] == of_key[:, :, None])
+    kinds = [
+        Keys(
+            logits=scaled_logits("bclnh,bcmnh->bnclm", queries, windows(blocks(finite(k)))),
+            values=windows(blocks(finite(v))),
+            mask=mask[:, None],
+            finite=jnp.moveaxis(windows(blocks(whole)), 3, 1)[:, :, :, None],
+            address=key,
+        )
+    ]
+    if few is not None:
+        of_few = ids_at(ids, few)[:, None, None]
+        at = few[:, None, None]
+        mask = (of_few == of_query[..., None]) & (of_few != 0)
+        mask = mask & ~band.shows(place[..., None], at)
+        if band.causal:
+            mask = mask & (at <= place[..., None])
+        keys, values, whole = (rows_at(x, few) for x in (finite(k), finite(v), whole))
+        kinds.append(
+            Keys(
+                logits=scaled_logits("bclnh,bgnh->bnclg", queries, keys),
+                values=values[:, None],
+                mask=mask[:, None],
+                finite=jnp.moveaxis(whole, 2, 1)[:, :, None, None],
+                address=few[:, None],
+            )
+        )
+    out = attend_to_kinds(kinds, blocks(q), place, dropout, seed, heads).astype(v.dtype)
+    out = out.reshape(n_batch, step, n_steps, n_heads, -1)
+    return jnp.swapaxes(out, 1, 2).reshape(n_batch, -1, n_heads, v.shape[3])[:, :length]
+
+
+def rows_of_few(
+    q: Float[Array, "B G N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    few: Int[Array, "B G"],
+    segments: Int[Array, "B T"] | None,
+    causal: bool,
+    dropout: float,
+    seed: Int[Array, 5] | None,
+) -> Float[Array, "B G N V"]:
+    """Attention of a few queries, at positions `few`, to all keys."""
+
+    @jax.checkpoint
+    def rows(q, k, v):
+        ids = jnp.ones((1, k.shape[1]), jnp.int32) if segments is None else segments
+        key, of_query = jnp.arange(k.shape[1]), ids_at(ids, few)
+        mask = (of_query[..., None] == ids[:, None]) & (ids != 0)[:, None]
+        if causal:
+            mask = mask & (key <= few[..., None])
+        all_keys = Keys(
+            logits=scaled_logits("bclnh,bsnh->bncls", finite(q)[:, None], finite(k)),
+            values=finite(v)[:, None],
+            mask=mask[:, None, None],
+            finite=jnp.moveaxis(is_finite(k, v)[..., 0], 2, 1)[:, :, None, None],
+            address=key[None, None],
+        )
+        heads = jnp.arange(q.shape[2])
+        out = attend_to_kinds([all_keys], q[:, None], few[:, None], dropout, seed, heads)
+        return out[:, 0].astype(v.dtype)
+
+    return rows(q, k, v)
+
+
+def rows_at(x: Array, few: Int[Array, "#B G"]) -> Array:
+    """Rows of `x`, `[B, T, ...]`, at some positions; any row for `NOWHERE`."""
+    index = jnp.minimum(few, x.shape[1] - 1)
+    if index.shape[0] == 1:
+        return x[:, index[0]]
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def ids_at(ids: Int[Array, "#B T"], few: Int[Array, "#B G"]) -> Int[Array, "#B G"]:
+    """The segments at some positions; 0 for `NOWHERE`."""
+    if ids.shape[0] == 1:
+        ids = jnp.broadcast_to(ids, (few.shape[0], ids.shape[1]))
+    return jnp.where(few < ids.shape[1], rows_at(ids, few), 0)
+
+
+def first_where(real: Bool[Array, "B T"], n: int) -> Int[Array, "B G"]:
+    """The first `n` positions where `real` is True; `NOWHERE` for the missing ones."""
+    found = jnp.sort(jnp.where(real, jnp.arange(real.shape[1])[None], NOWHERE), axis=1)[:, :n]
+    return jnp.pad(found, ((0, 0), (0, n - found.shape[1])), constant_values=NOWHERE)
+
+
+# Decoding
+
+
+class Cache(NamedTuple):
+    """The last positions, and the few keys. A position that is still to come has its slot."""
+
+    ring: KeyValues
+    few: KeyValues
+    places: Int[Array, "B G"]
+
+
+def fill(
+    bands: tuple[Band, ...], k: Array, v: Array, few: Int[Array, "B G"], lengths, capacity: int
+) -> Cache:
+    """The cache after the first `lengths` positions."""
+    reach = max((band.window - 1) * band.dilation + 1 for band in bands)
+    here = (few < lengths[:, None])[:, None, :, None]
+    rows = (jnp.swapaxes(rows_at(x, few), 1, 2) for x in (k, v))
+    held = KeyValues(*(jnp.where(here, x, 0) for x in rows))
+    return Cache(fill_ring(k, v, lengths, min(reach, capacity)), held, few)
+
+
+def step(bands: tuple[Band, ...], q, k, v, cache: Cache, position) -> tuple[Any, Cache]:
+    """Attention of one more position."""
+    ring, places = add_to_ring(cache.ring, k, v, position), cache.places
+    now = (places == position[:, None])[:, None, :, None]
+    few = KeyValues(
+        *(
+            jnp.where(now, jnp.swapaxes(new, 1, 2), x)
+            for x, new in zip(cache.few, (k, v), strict=True)
+        )
+    )
+    held = positions_by_slot(position, ring.keys.shape[2])
+    masks = []
+    for band in bands:
+        near = band.shows(position[:, None], held) & (held >= 0)
+        far = (places <= position[:, None]) & ~band.shows(position[:, None], places)
+        masks.append(jnp.concatenate([near, far], axis=1))
+    both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, few, strict=True))
+    return attend_to(q, *both, jnp.stack(masks, axis=1)), Cache(ring, few, places)

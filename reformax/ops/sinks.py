@@ -1,0 +1,70 @@
+"""A sliding window with attention sinks: the last positions, and the very first.
+
+Xiao et al. 2023 ("Efficient Streaming Language Models with Attention Sinks", sec. 3): a softmax
+gives what it has no use for to the first tokens, so a model whose window has left them behind
+fails. Keeping a few of them lets it run on for as long as one likes, with a cache of constant size.
+Time is O(T (window + n_sinks)).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from reformax.declared import Count, Size
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.parts import band
+from reformax.ops.parts.dropout import seed_words
+
+
+@named
+def sinks(*, window: Size = 256, n_sinks: Count = 4) -> AttentionOp:
+    """Attention to a window and to the first tokens of the sequence.
+
+    The paper numbers positions by their place in the cache (sec. 3.2). Here rotations go by the
+    place in the sequence, as everywhere, so a sink's distance grows. Packed sequences are refused,
+    for each would have sinks of its own.
+
+    Args:
+      window: a position sees those less than `window` positions away, before it and, if not causal,
+        after it.
+      n_sinks: how many of the first tokens it sees besides.
+
+    Raises:
+      ValueError: a size out of range.
+      NotImplementedError: at the call, with several segments in a row.
+    """
+    return AttentionOp(
+        init=no_params,
+        plan=no_plan,
+        apply=functools.partial(_apply, window, n_sinks),
+        traits=Traits(packed=False, local=n_sinks == 0, heads_apart=True),
+        init_cache=functools.partial(_init_cache, window, n_sinks),
+        step=functools.partial(_step, window),
+    )
+
+
+def _apply(
+    window: int, n_sinks: int, params, q, k, v, *, plan, segments, causal, dropout, rng
+) -> Array:
+    del params, plan
+    seed = seed_words(rng, len(q)) if dropout else None
+    real = jnp.ones((1, q.shape[1]), bool) if segments is None else segments != 0
+    few = band.first_where(real, n_sinks) if n_sinks else None
+    bands = (band.Band(window, 1, causal),)
+    return band.attend(bands, q, k, v, few, segments, dropout, seed)
+
+
+def _init_cache(
+    window: int, n_sinks: int, params, q, k, v, *, plan, lengths, capacity, rng
+) -> band.Cache:
+    del params, q, plan, rng
+    few: Int[Array, "B G"] = jnp.tile(jnp.arange(n_sinks)[None], (len(k), 1))
+    return band.fill((band.Band(window, 1, True),), k, v, few, lengths, capacity)
+
+
+def _step(window: int, params, q, k, v, cache: band.Cache, *, position):
+    del params
+    return band.step((band.Band(window, 1, True),), q, k, v, cache, position)

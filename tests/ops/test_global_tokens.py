@@ -1,0 +1,124 @@
+"""Global tokens, given by marks, against attention in NumPy float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.layers import Attention
+from reformax.ops import longformer
+from reformax.ops.parts import band
+from reformax.ops.parts.dropout import full_dropout_mask
+from reformax.ops.parts.masks import Tokens
+from tests.helpers import assert_trees_close
+from tests.ops import inputs, oracle
+from tests.ops.rows import Shape, visible
+
+LENGTH = 23
+MARKED = (3, 4, 17, 22)
+SEGMENTS = np.repeat([[1, 2, 0], [3, 0, 0]], [9, 11, 3], axis=1)
+
+
+def _counts(shape, causal, segments, marks, window, dilation, n_global):
+    """Which keys each query sees, and which queries are global."""
+    query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
+    steps = np.broadcast_to(dilation, shape.n_heads)[:, None, None]
+    near = (abs(query - key) < window * steps) & ((query - key) % steps == 0)
+    marked = (marks > 0) & (True if segments is None else segments != 0)
+    chosen = marked & (np.cumsum(marked, axis=1) <= n_global)
+    mask = visible(shape, causal, segments)
+    return mask * (near[None] | chosen[:, None, None]), mask, chosen
+
+
+@pytest.mark.parametrize(
+    "causal, segments, dilation, n_global, own, dropout",
+    [
+        (False, None, 1, 6, True, 0.0),
+        (True, SEGMENTS, (1, 3), 4, True, 0.3),
+        pytest.param(False, SEGMENTS, (2, 1), 2, True, 0.3, marks=pytest.mark.slow),
+        pytest.param(True, None, 2, 3, False, 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_outputs_and_gradients(causal, segments, dilation, n_global, own, dropout):
+    options = dict(window=4, dilation=dilation, n_global=n_global)
+    op = longformer.longformer(**options, own_projections=own)
+    x = inputs.draw(op, length=LENGTH, d_v=3)
+    marks = np.zeros((2, LENGTH), np.int32)
+    marks[:, MARKED] = 1
+    marks[1, 0] = 2
+    rng = jax.random.key(3)
+    d_out = np.random.default_rng(5).normal(size=x.v.shape).astype(np.float32)
+    masks = dict(causal=causal, segments=segments, marks=marks, dropout=dropout, rng=rng)
+    out, vjp = jax.vjp(jax.jit(lambda x: inputs.call(op, x, **masks)), x)
+    (got,) = vjp(d_out)
+
+    shape = Shape(2, LENGTH, LENGTH, 2)
+    near, everything, chosen = _counts(shape, causal, segments, marks, **options)
+    keep = np.asarray(full_dropout_mask(rng, dropout, (2, 2, LENGTH, LENGTH)))
+    wide = x.map(lambda y: y.astype(np.float64))
+    read = [wide.extras[f"global_{name}"] for name in "qkv"] if own else wide[:3]
+    row = chosen[..., None, None]
+    want, of_near = oracle.attention(*wide[:3], near, keep, np.where(row, 0, d_out))
+    far, of_far = oracle.attention(*read, everything, keep, np.where(row, d_out, 0))
+    assert_trees_close({"out": out}, {"out": np.where(row, far, want)}, 1e-5)
+    if own:
+        of_extras = dict(zip(("global_q", "global_k", "global_v"), of_far[:3], strict=True))
+        assert_trees_close(got.extras, of_extras, 1e-5)
+    else:
+        of_near = [a + b for a, b in zip(of_near, of_far, strict=True)]
+    for name, mine, wanted in zip("qkv", got[:3], of_near, strict=False):
+        assert_trees_close({f"d{name}": mine}, {f"d{name}": wanted}, 1e-5)
+
+
+def test_a_step_sees_the_global_tokens_of_the_prompt():
+    op = longformer.longformer(window=3, dilation=(1, 2), n_global=3)
+    x = inputs.draw(op, length=LENGTH)
+    marks = np.zeros((2, LENGTH), np.int32)
+    marks[0, 1], marks[1, [0, 5]] = 1, 1
+    whole = inputs.call(op, x, causal=True, marks=marks)
+    prompt = x.at(slice(None), slice(0, 9))
+    lengths = np.array([9, 7])
+    marks = marks[:, :9]
+    masks = dict(segments=None, causal=True, rng=None, train=False, length=LENGTH)
+    plan = inputs.plan(op, prompt, **masks, marks=marks)
+    cache = inputs.init_cache(op, prompt, plan=plan, lengths=lengths, capacity=LENGTH, rng=None)
+    step = jax.jit(lambda x, cache, position: inputs.step(op, x, cache, position=position))
+    row = np.arange(2)[:, None]
+    for n in range(14):
+        position = lengths + n
+        out, cache = step(x.at(row, position[:, None]), cache, position)
+        np.testing.assert_allclose(out, whole[row, position[:, None]], atol=1e-5)
+    assert cache.ring.keys.shape[2] == 5  # the window of the head of two positions a step
+
+
+def test_heads_one_after_the_other_compute_the_same(monkeypatch):
+    op = longformer.longformer(window=4, n_global=2)
+    x = inputs.draw(op, length=LENGTH, n_heads=3)
+    marks = np.zeros((2, LENGTH), np.int32)
+    marks[:, 7] = 1
+
+    def run(x):  # not the op's call, which is compiled once
+        plan = inputs.plan(op, x, segments=None, causal=True, rng=None, train=True, marks=marks)
+        out = inputs.apply(
+            op, x, plan=plan, segments=None, causal=True, dropout=0.2, rng=jax.random.key(0)
+        )
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), gradient = jax.value_and_grad(run, has_aux=True)(x)
+    monkeypatch.setattr(band, "LOGITS_AT_A_TIME", 1)
+    (_, got), got_gradient = jax.value_and_grad(run, has_aux=True)(x)
+    np.testing.assert_allclose(got, out, atol=1e-6)
+    assert_trees_close(got_gradient.extras, gradient.extras, 1e-5)
+
+
+def test_a_layer_gives_a_global_token_projections_of_its_own():
+    layer = Attention(longformer.longformer(window=3, n_global=1), n_heads=2, d_qk=4, d_v=4)
+    params = layer.init_params(jax.random.key(0), (1, LENGTH, 8))
+    x = np.random.default_rng(0).normal(size=(1, LENGTH, 8)).astype(np.float32)
+    marks = np.zeros((1, LENGTH), np.int32)
+    marks[0, 5] = 1
+    run = jax.jit(lambda params: layer.apply(params, x, Tokens(None, marks), rng=None))
+    before = run(params)
+    after = run(params | {"w_global_q": -params["w_global_q"]})
+    changed = np.any(np.asarray(before != after), axis=-1)[0]
+    np.testing.assert_array_equal(np.nonzero(changed)[0], [5])
