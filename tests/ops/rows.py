@@ -476,6 +476,7 @@ ROWS = [
         {"window": (6, 1, 9), "n_sinks": (2, 0, 1, 40)},
         _window_and_first,
         n_held=6,
+        slow=True,
     ),
     Row(
         "performer",
