@@ -20,7 +20,8 @@ delta rule becomes the first recurrence with other values u, for which a triangu
 Only states at the borders pass from chunk to chunk. Time is O(T L), and memory O(T). The gradient
 computes all of this again, and keeps nothing but the inputs between the passes.
 
-Inside this module arrays are `[C, B, N, L, ...]`, chunks first.
+Inside this module arrays are `[C, B, N, L, ...]`, chunks first. On NVIDIA GPUs
+`kernels.recurrence` computes the same function.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from reformax.ops.parts import chunk_products
 from reformax.ops.parts.chunk_products import decayed_products, decayed_products_vjp
 from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.softmax import wide
 
@@ -63,6 +65,7 @@ def recurrence(
     segments: Int[Array, "B T"] | None = None,
     chunk_len: int = 64,
     strict: bool = False,
+    impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
     """The outputs of a linear recurrence, causal, from a state of zeros at each segment's begin.
 
@@ -80,12 +83,21 @@ def recurrence(
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       strict: whether a position is hidden from itself; not with `beta`.
+      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, with
+        chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is `"xla"`.
 
     Returns:
       The outputs in float32, or float64 for float64 inputs.
+
+    Raises:
+      SettingError: an unknown `impl`.
+      NotImplementedError: the kernel cannot compute the call.
     """
-    size = _chunk_size(chunk_len, q.shape[1])
-    return _recurrence(size, strict, Inputs(q, k, v, log_decay, beta), segments)
+    check_impl(impl, *KERNELS)
+    obstacles = kernel_obstacles(q, k, v)
+    impl = choose("xla" if impl == "auto" else impl, **obstacles)
+    x = Inputs(q, k, v, log_decay, beta)
+    return _recurrence(_chunk_size(chunk_len, q.shape[1]), strict, impl, x, segments)
 
 
 def everything(
@@ -117,36 +129,45 @@ def _chunk_size(chunk_len: int, length: int) -> int:
     return 1 << (min(chunk_len, length) - 1).bit_length()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recurrence(size: int, strict: bool, inputs: Inputs, segments):
-    return _forward(size, strict, inputs, segments)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _recurrence(size: int, strict: bool, impl: str, inputs: Inputs, segments):
+    return _forward(size, strict, impl, inputs, segments)[0]
 
 
-def _forward(size: int, strict: bool, inputs: Inputs, segments):
+def _forward(size: int, strict: bool, impl: str, inputs: Inputs, segments):
     order, here, ids = side_by_side(inputs, segments)
-    x = _chunked(here, ids, size, strict)
-    states, values = _states(x)
-    out = x.product("ij,jv->iv", x.pairs(), finite(values))
-    out = out + jnp.where(x.old, x.product("ih,hv->iv", x.from_old(x.q), states), 0)
-    out, values = (_joined(a, here.q.shape[1]) for a in (out, values))
+    if impl in KERNELS:
+        from reformax.ops.kernels import recurrence as kernel
+
+        options = dict(strict=strict, interpret=impl == "pallas_interpret")
+        out, values = kernel.forward(*here, ids, **options)
+    else:
+        x = _chunked(here, ids, size, strict)
+        states, values = _states(x)
+        out = x.product("ij,jv->iv", x.pairs(), finite(values))
+        out = out + jnp.where(x.old, x.product("ih,hv->iv", x.from_old(x.q), states), 0)
+        out, values = (_joined(a, here.q.shape[1]) for a in (out, values))
     seen = is_finite(*here[1:], values)
     real = is_finite(here.q, out) & ~_so_far(~seen, ids, strict)
     out = back(jnp.where(real, out, jnp.nan), order)
     return out, (inputs, segments, real)
 
 
-def _backward(size: int, strict: bool, results, d_out):
+def _backward(size: int, strict: bool, impl: str, results, d_out):
     results, d_out = first_order((results, d_out))
     # Fenced, or the compiler would keep what the other pass computed.
     inputs, segments, real = lax.optimization_barrier(results)
     order, here, ids = side_by_side(inputs, segments)
     d_out = jnp.where(real, taken(d_out, order), 0)
-    gradients = _gradients(_chunked(here, ids, size, strict), _cut(d_out, size))
+    if impl in KERNELS:
+        from reformax.ops.kernels import recurrence as kernel
 
-    def as_given(gradient, x):
-        return back(_joined(gradient, x.shape[1]), order).astype(x.dtype)
-
-    return jax.tree.map(as_given, gradients, inputs), None
+        options = dict(strict=strict, interpret=impl == "pallas_interpret")
+        gradients = Inputs(*kernel.backward(*here, ids, d_out, **options))
+    else:
+        gradients = _gradients(_chunked(here, ids, size, strict), _cut(d_out, size))
+        gradients = jax.tree.map(lambda g: _joined(g, d_out.shape[1]), gradients)
+    return jax.tree.map(lambda g, x: back(g, order).astype(x.dtype), gradients, inputs), None
 
 
 _recurrence.defvjp(_forward, _backward)

@@ -1,0 +1,99 @@
+"""The kernels of linear recurrences, interpreted, against a loop over positions in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.ops.kernels import recurrence as kernel
+from reformax.ops.parts.recurrence import Inputs, recurrence
+from tests.helpers import assert_trees_close, assert_trees_equal, lower_for_gpu, with_gradients
+from tests.ops.test_recurrence import KINDS, compare, draw, runs
+
+SLOW = ("head", "delta", "feature", "feature delta")  # an interpreted kernel compiles slowly
+LENGTH = 150  # two chunks, and a third that is not full
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in KINDS]
+)
+def test_the_loop_over_positions(kind):
+    inputs = draw(kind, LENGTH, batch=1, size=5)
+    compare(inputs, np.float32, 4e-6, runs(LENGTH, 1), impl="pallas_interpret")
+
+
+@pytest.mark.slow
+def test_without_segments_in_bfloat16():
+    inputs = draw("gated delta", LENGTH, batch=1, dtype=jnp.bfloat16)
+    compare(inputs, jnp.bfloat16, 2e-2, impl="pallas_interpret")
+
+
+@pytest.mark.slow
+def test_strict_and_wide_values():
+    """A state of two blocks, the second not full."""
+    inputs = draw("feature", 70, batch=1, n_heads=1, size=16, d_v=65)
+    compare(inputs, np.float32, 4e-6, runs(70, 1), strict=True, impl="pallas_interpret")
+
+
+@pytest.mark.slow
+def test_decays_that_forget_all():
+    inputs = draw("feature", 70, batch=1, least=-80.0)
+    compare(inputs, np.float32, 1e-4, impl="pallas_interpret")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, packed", [("head", True), ("feature", False)])
+def test_groups_of_chunks_are_one_sequence(kind, packed):
+    """Three groups of two chunks, of which there are five, against one group."""
+    length = 300
+    inputs = Inputs(*jax.tree.map(np.float32, draw(kind, length, batch=1, n_heads=1)))
+    ids = np.sort(runs(length, 1), axis=1) if packed else None
+    d_out = np.random.default_rng(3).normal(size=inputs.v.shape).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(groups):
+        options = dict(strict=False, interpret=True, groups=groups)
+        return kernel.forward(*inputs, ids, **options)[0], kernel.backward(
+            *inputs, ids, d_out, **options
+        )
+
+    assert_trees_close(run(3), run(1), 2e-6)
+
+
+@pytest.mark.slow
+def test_what_a_segment_holds_stays_there():
+    inputs = jax.tree.map(np.float32, draw("gated delta", 80, batch=1, n_heads=1))
+    other = np.zeros((1, 80, 1, 1), bool)
+    other[:, 20:67] = True
+    ids = np.where(other, 2, 1)[..., 0, 0]
+    run = with_gradients(functools.partial(recurrence, segments=ids, impl="pallas_interpret"))
+    d_out = np.where(other, 0, np.ones_like(inputs[2]))
+    out, gradients = run(d_out, *inputs)
+    bad = [None if x is None else np.where(other, np.nan, x) for x in inputs]
+    got, got_gradients = run(d_out, *bad)
+    assert_trees_equal(np.where(other, 0, got), np.where(other, 0, out))
+    for x, y in zip(got_gradients, gradients, strict=True):
+        assert x is None or np.array_equal(x, np.where(other, 0, y))
+    assert np.isnan(got[other[..., 0, 0]]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_lowers_for_a_gpu(kind, dtype):
+    """What the interpreter takes and Triton does not would show here, without a GPU."""
+    length, n_heads = 4000, 2
+    f32, long = jnp.float32, (1, length, n_heads)
+    q, v = (jax.ShapeDtypeStruct((*long, size), dtype) for size in (64, 80))
+    decay = {"head": 1, "gated delta": 1, "feature": 64, "feature delta": 64}.get(kind)
+    decay = None if decay is None else jax.ShapeDtypeStruct((*long, decay), f32)
+    beta = jax.ShapeDtypeStruct((*long, 1), f32) if "delta" in kind else None
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def run(ids, d_out, *inputs):
+        out = kernel.forward(*inputs, ids, strict=False)
+        return out, kernel.backward(*inputs, ids, d_out, strict=False)
+
+    lowered = lower_for_gpu(run, ids, v, q, q, v, decay, beta)
+    assert lowered.count("triton") >= 5
