@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks.harness import command_line
-from benchmarks.harness.calls import MIB, attempt, exit_if, in_turn
+from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, in_turn
 from benchmarks.harness.language_models import TINY
 from benchmarks.harness.output import Table
 from reformax import devices
@@ -104,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = tiny() if args.tiny else from_config(args.config_file, args.config)
     n_steps = 1 if args.tiny else args.steps
     axes = [None, *(args.mesh or ("data", "fsdp"))]
-    found = {axis: attempt(prepare, settings, axis, n_steps) for axis in axes}
+    found = attempt_each(
+        lambda axis: prepare(settings, axis, n_steps), {axis: axis for axis in axes}, COMPILERS
+    )
     ready = {axis: x for axis, x in found.items() if isinstance(x, Candidate)}
     seconds = in_turn({axis: x.run for axis, x in ready.items()}, args.repeats)
     speeds = {axis: ready[axis].tokens / seconds[axis] for axis in ready}
