@@ -8,6 +8,7 @@ Importing this package needs JAX alone.
 """
 
 from reformax.ops import (
+    asymmetric_lsh,
     block_sparse,
     dense,
     flash,
@@ -29,6 +30,7 @@ from reformax.ops import (
 from reformax.ops.base import AttentionOp, Dims, Traits
 
 __all__ = [
+    "asymmetric_lsh",
     "AttentionOp",
     "Dims",
     "Traits",

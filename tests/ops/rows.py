@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import (
+    asymmetric_lsh,
     block_patterns,
     block_sparse,
     dense,
@@ -215,7 +216,9 @@ def _clusters(options, plan, shape, causal, segments):
             np.argsort(np.asarray(x), axis=-1)[..., : shape.n_keys] // options["chunk_len"]
             for x in (plan.queries, plan.keys)
         )
-        rounds = (of_query[..., None] == of_key[..., None, :]).sum(axis=2)
+        ahead = of_key[..., None, :] - of_query[..., None]
+        before, after = (options.get(f"n_chunks_{x}", 0) for x in ("before", "after"))
+        rounds = ((ahead >= -before) & (ahead <= after)).sum(axis=2)
         counts = counts * (rounds > 0 if options["count_once"] else rounds)
     if not options["own"]:
         return counts
@@ -356,6 +359,15 @@ _CLUSTERS = {
 }
 
 _MIXED = {"block_size": (4, 5, 1, 64), "top_k": (2, 3, 1, 50)}
+_SEPARATE = {
+    "chunk_len": (4, 1, 5),
+    "n_hashes": (3, 1, 2),
+    "n_buckets": (4, "auto", (4, 2)),
+    "n_chunks_before": (1, 0, 2),
+    "n_chunks_after": (0, 1),
+    "count_once": (True, False),
+    "own": (True, False),
+}
 
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
@@ -433,6 +445,22 @@ ROWS = [
         second_order=1,
     ),
     Row("smyrf", smyrf.smyrf, _CLUSTERS, _clusters, second_order=2),
+    Row(
+        "asymmetric_lsh",
+        asymmetric_lsh.asymmetric_lsh,
+        _SEPARATE,
+        _clusters,
+        no_step="a longer vector changes all hashes",
+        second_order=2,
+        slow=True,
+    ),
+    Row(
+        "asymmetric_lsh_pallas",
+        asymmetric_lsh.asymmetric_lsh,
+        _SEPARATE | _KERNEL,
+        _clusters,
+        no_step="a longer vector changes all hashes",
+    ),
     Row("smyrf_pallas", smyrf.smyrf, _CLUSTERS | _KERNEL, _clusters),
     Row(
         "linformer",

@@ -76,3 +76,19 @@ def largest_of_segment(
         return jax.ops.segment_max(x.T, number, num_segments=len(ids))[number].T
 
     return jax.vmap(of_row)(squares, jnp.asarray(segments))
+
+
+def transformed(
+    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
+) -> tuple[Float[Array, "B T N H+2"], Float[Array, "B T N H+2"]]:
+    """F(q) and G(k), float32, with M of each segment."""
+    squares = [squared_lengths(x) for x in (q, k)]
+    most = sum(largest_of_segment(x, segments) for x in squares)
+    rest = (jnp.sqrt(jnp.maximum(most - x, 0)) for x in squares)
+    of_query, of_key = (jnp.swapaxes(x, 1, 2)[..., None] for x in rest)
+    nothing = jnp.zeros_like(of_query)
+    f32 = [x.astype(jnp.float32) for x in (q, k)]
+    return (
+        jnp.concatenate([f32[0], nothing, of_query], axis=-1),
+        jnp.concatenate([f32[1], of_key, nothing], axis=-1),
+    )
