@@ -9,6 +9,7 @@ that they read their window by. Time is O(T (window + G)) for G global tokens.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from reformax.ops.parts import band
 from reformax.ops.parts.dropout import seed_words
 
 STEPS = "a number of at least 1, or one for each head"
-Dilation = Annotated[Size | tuple[int, ...], Called(STEPS)]
+Dilation = Annotated[Size | Sequence[Size], Called(STEPS)]
 
 
 class Settings(NamedTuple):
@@ -70,8 +71,10 @@ def longformer(
     Raises:
       ValueError: a size out of range; at the call, a dilation for another number of heads.
     """
-    if isinstance(dilation, tuple) and not (dilation and min(dilation) >= 1):
-        raise SettingError(f"dilation is {dilation}: expected {STEPS}")
+    if isinstance(dilation, Sequence):
+        dilation = tuple(dilation)
+        if not dilation:
+            raise SettingError(f"dilation is {dilation}: expected {STEPS}")
     settings = Settings(window, dilation, n_global, own_projections)
     return AttentionOp(
         init=no_params,

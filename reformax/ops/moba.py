@@ -39,7 +39,7 @@ QUERIES, KEYS = 128, 64
 
 
 @named
-def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "xla") -> AttentionOp:
+def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> AttentionOp:
     """Causal attention to a query's own block and to the best of the earlier ones.
 
     Dense attention where `top_k` is at least the number of blocks. Blocks are cut by the place in
