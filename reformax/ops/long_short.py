@@ -31,6 +31,7 @@ from reformax.ops.parts.cache import (
     fill_ring,
     positions_by_slot,
 )
+from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
@@ -220,12 +221,7 @@ def mixtures(
 
     k, v, real, unfit = (chunks(x) for x in (finite(k), finite(v), real, unfit))
     dtype = wide(k.dtype, v.dtype)
-    scores = jnp.einsum(
-        "bclnh,nhr->bcrnl",
-        k,
-        params["projection"].astype(k.dtype),
-        preferred_element_type=dtype,
-    )
+    scores = product("bclnh,nhr->bcrnl", k, params["projection"], k.dtype)
     mask = real[:, :, None, None]
     top = largest(scores, mask, axis=-1)
     fit = jnp.isfinite(top)

@@ -76,7 +76,7 @@ def test_evaluation_is_a_fixed_set_that_training_never_draws():
     [
         (lambda: associative_recall(15, (2,)), "length=15 must be even and at least 8"),
         (lambda: associative_recall(16, (2, 5)), "length=16 must be even and at least 20"),
-        (lambda: associative_recall(16, ()), "n_pairs is \(\): give the numbers of pairs"),
+        (lambda: associative_recall(16, ()), r"n_pairs is \(\): give the numbers of pairs"),
         (lambda: associative_recall(16, (0,)), "each a whole number of at least 1"),
         (lambda: associative_recall(64, (9,), 18), "vocab_size=18 must be at least 20"),
         (lambda: associative_recall(64, (9,), power=0), "power is 0: expected above 0"),

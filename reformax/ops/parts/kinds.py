@@ -14,9 +14,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import is_finite
 from reformax.ops.parts.dropout import dropout_mask
-from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+from reformax.ops.parts.softmax import largest, masked_exp, nonzero
 
 
 class Keys(NamedTuple):
@@ -65,18 +66,12 @@ def attend_to_kinds(
             of_weights = example, head, query[:, None, ..., None], each.address[:, None, :, None]
             weight = weight * dropout_mask(seed, dropout, *of_weights)
         values = jnp.broadcast_to(each.values, (n_batch, n_blocks, *each.values.shape[2:]))
-        out += jnp.einsum(
-            "bnclm,bcmnv->bclnv",
-            weight.astype(values.dtype),
-            values,
-            preferred_element_type=weight.dtype,
-        )
+        out += product("bnclm,bcmnv->bclnv", weight, values, values.dtype)
     out = jnp.where(jnp.moveaxis(whole, 1, 3), out, jnp.nan)
     return jnp.where(is_finite(q), out, jnp.nan)
 
 
 def scaled_logits(axes: str, queries: Array, keys: Array) -> Float[Array, "B N C L M"]:
     """Products of queries and keys, divided by sqrt(H)."""
-    dtype = wide(queries.dtype)
-    logits = jnp.einsum(axes, queries, keys, preferred_element_type=dtype)
+    logits = product(axes, queries, keys, queries.dtype)
     return logits / math.sqrt(queries.shape[-1])
