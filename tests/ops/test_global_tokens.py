@@ -91,6 +91,7 @@ def test_a_step_sees_the_global_tokens_of_the_prompt():
     assert cache.ring.keys.shape[2] == 5  # the window of the head of two positions a step
 
 
+@pytest.mark.slow
 def test_heads_one_after_the_other_compute_the_same(monkeypatch):
     op = longformer.longformer(window=4, n_global=2)
     x = inputs.draw(op, length=LENGTH, n_heads=3)
