@@ -17,13 +17,12 @@ from typing import NamedTuple
 from jax import lax
 
 from reformax.declared import Size
-from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.base import AttentionOp, named, no_params
 from reformax.ops.lsh import Buckets, Rounds
 from reformax.ops.parts import asymmetric
-from reformax.ops.parts.chunked import chunked_attention
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
-from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order, inverse
+from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order
 from reformax.ops.parts.sorting import sort_by_bucket
 
 
@@ -92,12 +91,7 @@ def asymmetric_lsh(
         init=no_params,
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=Traits(
-            random_plan=True,
-            causal_plan=False,
-            keeps_padding_out=True,
-            heads_apart=True,
-        ),
+        traits=asymmetric.TRAITS,
     )
 
 
@@ -117,20 +111,10 @@ def _plan(
         sort_by_bucket(hash_by(rotations, x, factors), math.prod(factors), segments, n_pad).queries
         for x in vectors
     )
-    return Order(queries, inverse(queries), keys, key_places=inverse(keys))
+    return asymmetric.two_orders(queries, keys)
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(settings: Settings, params, q, k, v, **call):
     del params
-    sizes = settings.chunk_len, settings.n_chunks_before, settings.n_chunks_after
-    chunks = ChunkSizes(*sizes).cut(
-        q.shape[1],
-        causal=causal,
-        shared_qk=False,
-        own=settings.own,
-        count_once=settings.count_once,
-        dropout=dropout,
-        two_orders=True,
-    )
-    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
-    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl)
+    sizes = ChunkSizes(settings.chunk_len, settings.n_chunks_before, settings.n_chunks_after)
+    return asymmetric.attend(sizes, settings, q, k, v, **call)

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, Size
-from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.base import AttentionOp, named, no_params
 from reformax.ops.parts import asymmetric
 from reformax.ops.parts.cache import (
     KeyValues,
@@ -28,9 +28,8 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_value,
 )
-from reformax.ops.parts.chunked import chunked_attention
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.orders import ChunkSizes, Order, inverse
+from reformax.ops.parts.dispatch import KERNELS, check_impl
+from reformax.ops.parts.orders import ChunkSizes, Order
 
 # Every round orders the whole sequence twice.
 Rounds = Annotated[int, Bounds(1, 1024)]
@@ -91,12 +90,7 @@ def smyrf(
         init=no_params,
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=Traits(
-            random_plan=True,
-            causal_plan=False,
-            keeps_padding_out=True,
-            heads_apart=True,
-        ),
+        traits=asymmetric.TRAITS,
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
         replace_value=_replace_value,
@@ -113,8 +107,7 @@ def _plan(
         return None
     q, k = lax.stop_gradient((q, k))
     directions = asymmetric.draw_directions(n_heads, size, settings.n_hashes, rng)
-    squares = [asymmetric.squared_lengths(x) for x in (q, k)]
-    most = sum(asymmetric.largest_of_segment(x, segments) for x in squares)
+    squares, most = asymmetric.lengths(q, k, segments)
     n_pad = -n_positions % settings.chunk_len
     queries, keys = (
         _sorted(asymmetric.products(part, of, most, last), segments, n_pad)
@@ -125,7 +118,7 @@ def _plan(
             strict=True,
         )
     )
-    return Order(queries, inverse(queries), keys, key_places=inverse(keys))
+    return asymmetric.two_orders(queries, keys)
 
 
 def _sorted(
@@ -143,19 +136,10 @@ def _sorted(
     return lax.sort((segments, hashes, position), num_keys=2, is_stable=True)[-1]
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(settings: Settings, params, q, k, v, **call):
     del params
-    chunks = ChunkSizes(settings.chunk_len, 0, 0).cut(
-        q.shape[1],
-        causal=causal,
-        shared_qk=False,
-        own=settings.own,
-        count_once=settings.count_once,
-        dropout=dropout,
-        two_orders=True,
-    )
-    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
-    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl)
+    sizes = ChunkSizes(settings.chunk_len, 0, 0)
+    return asymmetric.attend(sizes, settings, q, k, v, **call)
 
 
 # Decoding. C is the capacity.

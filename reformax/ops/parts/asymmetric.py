@@ -12,11 +12,20 @@ cache can hold, and that of its last number, which changes with M.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from reformax.ops.base import Traits
+from reformax.ops.parts.chunked import chunked_attention
+from reformax.ops.parts.dispatch import choose, kernel_obstacles
+from reformax.ops.parts.orders import ChunkSizes, Order, inverse
 from reformax.ops.parts.share import Share, all_heads, of_heads, rng_of
+
+# Of algorithms that sort queries and keys by such hashes.
+TRAITS = Traits(random_plan=True, causal_plan=False, keeps_padding_out=True, heads_apart=True)
 
 # In the place of products that are no number. Less than infinity, which marks padding.
 _LARGEST = 3e38
@@ -56,9 +65,21 @@ def products(
       most: M.
       last: the directions' number that meets `sqrt(M - |x|^2)`.
     """
-    rest = jnp.sqrt(jnp.maximum(most - squares, 0))
+    rest = _last_number(squares, most)
     total = part + last[None, :, :, None] * rest[:, :, None]
     return jnp.where(jnp.isfinite(total), total, _LARGEST)
+
+
+def _last_number(squares: Float[Array, "B N T"], most: Float[Array, "B N #T"]) -> Array:
+    return jnp.sqrt(jnp.maximum(most - squares, 0))
+
+
+def lengths(
+    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
+) -> tuple[list[Float[Array, "B N T"]], Float[Array, "B N #T"]]:
+    """The squared lengths of queries and of keys, and M of each segment."""
+    squares = [squared_lengths(x) for x in (q, k)]
+    return squares, sum(largest_of_segment(x, segments) for x in squares)
 
 
 def largest_of_segment(
@@ -82,13 +103,33 @@ def transformed(
     q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
 ) -> tuple[Float[Array, "B T N H+2"], Float[Array, "B T N H+2"]]:
     """F(q) and G(k), float32, with M of each segment."""
-    squares = [squared_lengths(x) for x in (q, k)]
-    most = sum(largest_of_segment(x, segments) for x in squares)
-    rest = (jnp.sqrt(jnp.maximum(most - x, 0)) for x in squares)
-    of_query, of_key = (jnp.swapaxes(x, 1, 2)[..., None] for x in rest)
+    squares, most = lengths(q, k, segments)
+    of_query, of_key = (jnp.swapaxes(_last_number(x, most), 1, 2)[..., None] for x in squares)
     nothing = jnp.zeros_like(of_query)
     f32 = [x.astype(jnp.float32) for x in (q, k)]
     return (
         jnp.concatenate([f32[0], nothing, of_query], axis=-1),
         jnp.concatenate([f32[1], of_key, nothing], axis=-1),
     )
+
+
+def two_orders(queries: Int[Array, "B N R T"], keys: Int[Array, "B N R T"]) -> Order:
+    """The positions whose query, and whose key, stands at each place, as a plan."""
+    return Order(queries, inverse(queries), keys, key_places=inverse(keys))
+
+
+def attend(
+    sizes: ChunkSizes, settings: Any, q, k, v, *, plan, segments, causal, dropout, rng
+) -> Float[Array, "B T N V"]:
+    """Attention by `two_orders` in chunks of `sizes`; `settings` has own, count_once and impl."""
+    chunks = sizes.cut(
+        q.shape[1],
+        causal=causal,
+        shared_qk=False,
+        own=settings.own,
+        count_once=settings.count_once,
+        dropout=dropout,
+        two_orders=True,
+    )
+    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
+    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl)

@@ -77,69 +77,45 @@ def attend(
       share: which heads these are.
     """
     length = q.shape[1]
-    before, after = reach.before, reach.after - reach.after % reach.unit
-    if length % reach.unit or length < 2 * (before + after):
-        return _with_borders(apply, reach, axis, q, k, v, segments, share)
-    start = lax.axis_index(axis) * length
-
-    def near_an_end(first: int, last: int) -> Float[Array, "B l N V"]:
-        """Rows first to last of the stretch, with what they see around them."""
-
-        def around(x: Array, exchanged: bool = True) -> Array:
-            inside = x[:, max(first - before, 0) : min(last + after, length)]
-            left, right = max(before - first, 0), max(last + after - length, 0)
-            if not exchanged:
-                return jnp.pad(inside, ((0, 0), (left, right), *[(0, 0)] * (x.ndim - 2)))
-            parts = (border(x, axis, n, ahead=a) for n, a in ((left, False), (right, True)))
-            return jnp.concatenate([next(parts), inside, next(parts)], axis=1)
-
-        ids = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
-        out = apply(
-            around(q, exchanged=k is None),
-            None if k is None else around(k),
-            around(v),
-            around(ids),
-            dataclasses.replace(share, position=start + first - before),
-        )
-        return out[:, before : before + last - first]
-
-    out = apply(q, k, v, segments, dataclasses.replace(share, position=start))
-    if before:
-        out = out.at[:, :before].set(near_an_end(0, before))
-    if after:
-        out = out.at[:, length - after :].set(near_an_end(length - after, length))
-    return out
-
-
-def _with_borders(apply, reach, axis, q, k, v, segments, share):
-    """`attend` in one call, whatever the lengths."""
-    length, index = q.shape[1], lax.axis_index(axis)
     # Where stretches are no multiple of a unit, the first own unit began up to `slack` earlier.
     slack = reach.unit - 1 if length % reach.unit else 0
     before, after = reach.before + slack, reach.after
     if not slack:
         after -= after % reach.unit
-    start = index * length
+    start = lax.axis_index(axis) * length
     begun = start % reach.unit if slack else 0
 
-    def around(x: Array, exchanged: bool = True) -> Array:
+    def around(x: Array, first: int, last: int, exchanged: bool = True) -> Array:
+        """Positions `first` to `last` of the stretch, and what they see around them."""
+        left, right = max(before - first, 0), max(last + after - length, 0)
+        inside = x[:, max(first - before, 0) : min(last + after, length)]
         if exchanged:
-            left, right = (border(x, axis, n, ahead=a) for n, a in ((before, False), (after, True)))
-            x = jnp.concatenate([left, x, right], axis=1)
+            ends = border(x, axis, left, ahead=False), border(x, axis, right, ahead=True)
+            x = jnp.concatenate([ends[0], inside, ends[1]], axis=1)
         else:
-            x = jnp.pad(x, ((0, 0), (before, after), *[(0, 0)] * (x.ndim - 2)))
+            x = jnp.pad(inside, ((0, 0), (left, right), *[(0, 0)] * (x.ndim - 2)))
         if not slack:
             return x
         x = jnp.pad(x, ((0, 0), (0, slack), *[(0, 0)] * (x.ndim - 2)))
         return lax.dynamic_slice_in_dim(x, slack - begun, x.shape[1] - slack, axis=1)
 
-    if segments is None:
-        segments = jnp.ones(q.shape[:2], jnp.int32)
-    out = apply(
-        around(q, exchanged=k is None),
-        None if k is None else around(k),
-        around(v),
-        around(segments),
-        dataclasses.replace(share, position=start - begun - reach.before),
-    )
-    return lax.dynamic_slice_in_dim(out, reach.before + begun, length, axis=1)
+    def rows(first: int, last: int) -> Float[Array, "B l N V"]:
+        """The outputs at positions `first` to `last`, with the borders that they see."""
+        ids = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
+        out = apply(
+            around(q, first, last, exchanged=k is None),
+            None if k is None else around(k, first, last),
+            around(v, first, last),
+            around(ids, first, last),
+            dataclasses.replace(share, position=start + first - begun - reach.before),
+        )
+        return lax.dynamic_slice_in_dim(out, reach.before + begun, last - first, axis=1)
+
+    if slack or length < 2 * (before + after):
+        return rows(0, length)
+    out = apply(q, k, v, segments, dataclasses.replace(share, position=start))
+    if before:
+        out = out.at[:, :before].set(rows(0, before))
+    if after:
+        out = out.at[:, length - after :].set(rows(length - after, length))
+    return out
