@@ -36,6 +36,7 @@ def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.St
         print("stopped", file=sys.stderr)
         return joining.leave("stopped", 130)
     except Exception as error:
+        joining.settle()
         line = one_line(error)
         if line is None or TRACEBACK in sys.argv:
             if not joining.joined():

@@ -73,11 +73,11 @@ def join(args: argparse.Namespace) -> None:
         )
     # It would swallow SIGTERM; the run itself agrees with the others on when to stop.
     jax.config.update("jax_enable_preemption_service", False)
+    timeout = args.heartbeat_timeout or HEARTBEAT
     try:
+        # Our own watchers are to tell of a death first: JAX would abort, with a stack of C++.
         jax.distributed.initialize(
-            **given,
-            initialization_timeout=WAIT,
-            heartbeat_timeout_seconds=args.heartbeat_timeout or HEARTBEAT,
+            **given, initialization_timeout=WAIT, heartbeat_timeout_seconds=2 * timeout
         )
     except ValueError as error:
         raise SettingError(
@@ -86,7 +86,7 @@ def join(args: argparse.Namespace) -> None:
         ) from None
     from reformax.training import processes
 
-    processes.watch()
+    processes.watch(timeout)
 
 
 def joined() -> bool:
@@ -102,6 +102,14 @@ def first() -> bool:
     import jax
 
     return jax.process_index() == 0
+
+
+def settle() -> None:
+    """Returns if the other processes of the run live; see `reformax.training.processes.settle`."""
+    if joined():
+        from reformax.training import processes
+
+        processes.settle()
 
 
 def leave(line: str, code: int) -> int:

@@ -11,9 +11,12 @@ One process decides by itself, and nothing here does anything.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
+import secrets
+import subprocess
 import sys
 import threading
 import time
@@ -25,6 +28,7 @@ import jax
 
 from reformax import durable
 from reformax.declared import SettingError
+from reformax.training import watcher
 from reformax.training.lock import Lost
 
 T = TypeVar("T")
@@ -35,7 +39,11 @@ _KEPT = 1_000
 _END = "reformax/end"
 _LOOK = 0.5  # seconds between looks at whether another process ended
 _GRACE = 2.0  # seconds for a process to tell of its own error before it tells another's
+_SETTLED = 0.5  # seconds in which a watcher hears of a death
+_WATCHER = "reformax/watcher"
+_MEETING = 300  # seconds to wait for the watcher of process 0
 _numbers = itertools.count()
+_watcher: subprocess.Popen | None = None
 
 
 class Processes:
@@ -187,9 +195,62 @@ def _opened(text: str, who: str) -> Any:
 # The end of a process.
 
 
-def watch() -> None:
-    """Ends this process when another one ends by an error that it could still tell."""
+def watch(timeout: float) -> None:
+    """Ends this process when another one ends, by an error that it tells, or dies.
+
+    Args:
+      timeout: seconds without a sign of life after which a machine counts as failed.
+
+    Raises:
+      OSError: the other machines cannot be reached.
+    """
+    _start_watcher(timeout)
     threading.Thread(target=_watch, name="other processes", daemon=True).start()
+
+
+def _start_watcher(timeout: float) -> None:
+    """Starts the program of `watcher`, beside this process, and joins it to that of process 0."""
+    global _watcher
+    index, client = _index(), _client()
+    token, where = secrets.token_hex(8), ["0"]
+    if index:
+        token, port = client.blocking_key_value_get(_WATCHER, 1_000 * _MEETING).split()
+        where = [port, _host()]
+    command = [sys.executable, "-I", watcher.__file__, str(index), str(timeout), token, *where]
+    _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    said = _watcher.stdout.readline().decode().strip()
+    if not said:
+        raise OSError(
+            f"process {index} cannot reach port {where[0]} of {where[-1]}, at which process 0 "
+            "listens: let the processes reach each other at all ports"
+        )
+    if not index:
+        client.key_value_set(_WATCHER, f"{token} {said}")
+    atexit.register(_release)
+
+
+def _host() -> str:
+    """The machine of process 0."""
+    from jax._src import distributed
+
+    return distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
+
+
+def _release() -> None:
+    """Tells the watcher that this process ends by itself."""
+    if _watcher is not None:
+        with suppress(OSError, ValueError):
+            _watcher.stdin.write(b"done\n")
+            _watcher.stdin.close()
+
+
+def settle() -> None:
+    """Returns if the other processes live: an error may follow from the death of one.
+
+    The watcher of this process knows of that as soon as it does, and ends it with a better line.
+    """
+    if _watcher is not None:
+        time.sleep(_SETTLED)
 
 
 def _watch() -> None:
@@ -223,6 +284,7 @@ def leave(line: str, code: int) -> None:
         time.sleep(2 * _GRACE)  # the others hear it from the service that ends with this process
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    _release()
     os._exit(code)
 
 

@@ -37,7 +37,7 @@ def test_training_evaluation_and_generation(name):
     run = step.step_fn(
         model,
         adam,
-        mesh.make(),
+        mesh.make(devices=jax.devices()[:1]),
         accumulate=2,
         loss_chunk_len=5,
         label_smoothing=0.1,
