@@ -52,6 +52,11 @@ SMALL = {
 SMALL_OF = {
     "stdlib": {"stdlib.stdlib.max_bytes": 20_000},
     "reverse": {"reverse.reverse.n_eval": 4},
+    "listops": {
+        "listops.listops.min_length": 5,
+        "listops.listops.max_length": 60,
+        "listops.listops.n_eval": 4,
+    },
     "text_pairs": {"vocab_size": 30},
     "wmt": {"vocab_size": 30},
     "enwik8": {"scan_layers": True},

@@ -1,7 +1,7 @@
 """Scores a trained model on every target of a split: `reformax evaluate --output_dir=DIR`.
 
 Prints bits per dim, of pieces per token and of a text per byte, and writes the same to
-DIR/evaluation_SPLIT.json.
+DIR/evaluation_SPLIT.json. Of a task of classes it prints bits per label.
 The model and the task are those of the checkpoint's own config; settings such as the number of
 hashes can be overridden with --config. A config that names other code than that of this package is
 refused, unless --trust_config says that it may run.
@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         reason = f"the task {task.name} is a translation, whose rows are sentences"
         flags.refuse(args, {"by_position"}, reason)
+    if loss.labels_of(task) is not None:
+        flags.refuse(args, {"by_position"}, f"the task {task.name} has one target a row, its class")
     vocabulary = loss.vocabulary_of(task)
     if vocabulary is not None:
         saved_run.keep_vocabulary(args, vocabulary, saved)
@@ -194,16 +196,20 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
 
 
 def _print(result: dict[str, Any], where: str, task) -> None:
+    from reformax.training.loss import labels_of
+
     context = f"at most {result['length']} tokens (stride {result['stride']})"
     if task.translation is not None:
         context = "its source and the tokens before it"
+    if labels_of(task) is not None:
+        context = f"a row of at most {result['length']} tokens"
     part = "" if result["whole"] else f" of {task.n_targets(result['split']):,}, evenly spread"
     print(
         f"{result['split']}: {result['n_targets']:,} targets{part}, each predicted once from "
         f"{context}, {saved_run.named(result['checkpoint_steps'])}, {where}"
     )
     print(f"accuracy: {result['accuracy']:.4f}")
-    for name in ("bits_per_dim", "bits_per_token", "bits_per_byte"):
+    for name in ("bits_per_dim", "bits_per_token", "bits_per_label", "bits_per_byte"):
         if name in result:
             print(f"{name}: {result[name]:.4f}", flush=True)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reformax.cli import compilation_cache, flags, prompts, report, saved_run
-from reformax.declared import AnySeed, Count, NonNegative, Samples, Size, TopP
+from reformax.declared import AnySeed, Count, NonNegative, Samples, SettingError, Size, TopP
 
 # The flags of continuing a prompt and their values where they are not given.
 CONTINUE = {
@@ -39,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(saved.model, EncoderDecoder):
         flags.refuse(args, CONTINUE, "this run's model translates and takes no such setting")
         return _translate(args, saved)
+    if getattr(saved.model, "task_kind", "text") != "text":
+        raise SettingError(
+            f"output_dir={args.output_dir} is of {type(saved.model).__name__}, which does not "
+            "write text: give a run of a language model or of translation, or score this one with "
+            "evaluate.py"
+        )
     flags.refuse(args, flags.SEARCH, "this run's model does not translate")
     return _continue(args, saved)
 

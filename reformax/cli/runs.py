@@ -22,7 +22,7 @@ from reformax.training import curves, record_lines
 
 LONGEST = 40  # letters of a setting in the table
 ABSENT = "-"
-METRICS = ("bits_per_dim", "bits_per_token")
+METRICS = ("bits_per_dim", "bits_per_token", "bits_per_label")
 # Settings that change no figure of a run, and what they are of.
 LEFT_OUT = ("loop.train.config_text", "loop.train.progress")
 

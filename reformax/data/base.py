@@ -40,15 +40,25 @@ class SentencePairs(NamedTuple):
     target_segments: Int32[np.ndarray, "B T"] | Bool[np.ndarray, "B T"]
 
 
+class DocumentPairs(NamedTuple):
+    """Rows of tokens in pairs, of which each has one label. 0 is padding, at the end."""
+
+    first: Int32[np.ndarray, "B T"]
+    second: Int32[np.ndarray, "B T"]
+
+
 class Batch(NamedTuple):
     """A batch: position t predicts targets[t] from inputs[<t] of its own segment.
 
     The model shifts the inputs. So `inputs` (in translation `inputs.target`) and `targets` are the
     same array: do not write to it.
+
+    Where a task has labels, a row has one target, its class. Where tokens are masked, `inputs` have
+    them hidden, position t predicts targets[t] from all inputs, and nothing is shifted.
     """
 
-    inputs: Int32[np.ndarray, "B T"] | SentencePairs
-    targets: Int32[np.ndarray, "B T"]
+    inputs: Int32[np.ndarray, "B T"] | SentencePairs | DocumentPairs
+    targets: Int32[np.ndarray, "B T"]  # with labels [B, 1]
     weights: Float32[np.ndarray, "B T"]  # 1 where the loss counts, 0 elsewhere
 
 
@@ -100,6 +110,13 @@ class Translation(NamedTuple):
     sentences: Callable[[str], tuple[list[str], list[str]]]
 
 
+class Labels(NamedTuple):
+    """The classes that the rows of a task have, or its pairs of rows."""
+
+    n_classes: int
+    pairs: bool = False  # the inputs are `DocumentPairs`
+
+
 class Task(NamedTuple):
     """The data that a model is trained on and scored on.
 
@@ -127,6 +144,19 @@ class Task(NamedTuple):
     # (seed, step, batch_size, length, rows) -> these rows of the batch of that step, by number, and
     # no others: what one of several processes loads. None: it makes the batch and takes its rows.
     train_rows: Callable[[int, int, int, int, np.ndarray], Batch] | None = None
+    # set if a row's target is its class
+    labels: Labels | None = None
+    # whether the inputs hide tokens, which are the targets
+    masked: bool = False
+
+    @property
+    def kind(self) -> str:
+        """'text', 'translation', 'labels', 'pairs' or 'masked'; a model is for tasks of one."""
+        if self.labels is not None:
+            return "pairs" if self.labels.pairs else "labels"
+        if self.masked:
+            return "masked"
+        return "text" if self.translation is None else "translation"
 
 
 def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[np.ndarray, " n"]]:

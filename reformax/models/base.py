@@ -110,6 +110,7 @@ class Model(Layer):
     mode: Literal["train", "eval"] = "train"
 
     n_inputs = 1  # arrays of tokens that the model reads
+    task_kind = "text"  # the kind of tasks that it is for: see `reformax.data.base.Task.kind`
 
     def __post_init__(self):
         super().__init__(n_in=self.n_inputs)

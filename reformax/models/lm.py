@@ -14,23 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax import devices
-from reformax.declared import Depth, SettingError, Size, VocabSize
-from reformax.layers import LayerNorm
-from reformax.layers.dropout import dropout
-from reformax.layers.positions import EMBEDDING_SCALE
-from reformax.models.base import (
-    AttentionType,
-    Model,
-    Residual,
-    Reversible,
-    check_capacity,
-)
-from reformax.models.logits import logits_product
+from reformax.declared import SettingError
+from reformax.models.backbone import Backbone
+from reformax.models.base import AttentionType, Residual, Reversible, check_capacity
+from reformax.models.logits import affine, affine_params
 from reformax.ops import dense, local, lsh
-from reformax.ops.parts.masks import Ids, Tokens
-
-glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
 
 
 class Decoding(NamedTuple):
@@ -41,85 +29,26 @@ class Decoding(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class LanguageModel(Model):
-    """Embedding, positions, a stack of layers, a norm, and logits.
+class LanguageModel(Backbone):
+    """A causal backbone and logits: `[B, T] -> [B, T, vocab_size]`, float32.
 
-    `[B, T] -> [B, T, vocab_size]`, float32. `apply` is `logits(features)`; the two are apart so
-    that a loss can take the logits in chunks of the sequence. More arguments are those of `Model`.
-
-    Args:
-      vocab_size: number of tokens.
-      n_layers: number of layers, a multiple of the cycle's length.
-      attention_type: an algorithm, or a cycle of them over the layers.
+    `apply` is `logits(features)`; the two are apart so that a loss can take the logits in chunks of
+    the sequence. Its arguments are those of `Backbone` and `Model`.
     """
 
-    vocab_size: VocabSize = dataclasses.field(kw_only=False)
-    n_layers: Depth = 6
-    attention_type: AttentionType
-    d_attention_key: Size | None = 64
-    d_attention_value: Size | None = 64
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._layers = self._stack(self._blocks("attention_type"), self.n_layers)
-        # The gradient of a mean over many targets underflows in float16: features are float32.
-        narrow = self.dtype == "float16"
-        self._norm = LayerNorm(self.norm_epsilon, "float32" if narrow else self.dtype)
-
     def init_params(self, rng, shape):
-        rng_e, rng_p, rng_s, rng_l = jax.random.split(rng, 4)
-        hidden, n_streams = (*shape, self.d_model), self._layers.n_out
-        d_features = n_streams * self.d_model
-        embedding = jax.random.normal(rng_e, (self.vocab_size, self.d_model))
-        params = {
-            "embedding": EMBEDDING_SCALE * embedding,
-            "stack": self._layers.init_params(rng_s, *[hidden] * n_streams),
-            "norm": self._norm.init_params(None, (d_features,)),
-            "logits": {
-                "w": glorot(rng_l, (d_features, self.vocab_size)),
-                "b": jnp.zeros(self.vocab_size),
-            },
+        *rngs, rng_l = jax.random.split(rng, 4)
+        return self.init_backbone(rngs, shape) | {
+            "logits": affine_params(rng_l, self.d_features, self.vocab_size)
         }
-        if self._positions is not None:
-            params["positions"] = self._positions.init_params(rng_p, hidden)
-        return params
 
     def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
-        """The input of `logits`; D is twice `d_model` if the model has two streams."""
+        """The input of `logits`: `encode` of the tokens shifted to the right, with 0 in front."""
         return self.encode(params, jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1], rng=rng)
-
-    def encode(
-        self,
-        params,
-        inputs: Int[Array, "B T"],
-        segments: Ids | Tokens | None = None,
-        rng=None,
-    ) -> Float[Array, "B T D"]:
-        """The features of inputs that are not shifted: position t has read those up to t.
-
-        Args:
-          params: the weights.
-          inputs: tokens; `features` gives them shifted to the right, with 0 in front.
-          segments: ids; a position sees its own id only, and 0 is padding. `Tokens` have marks too.
-          rng: the source of hashes and of dropout.
-        """
-        rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
-        x = dropout(self._embed(params, inputs), self._dropout_rate, rng_e)
-        streams = self._layers.apply(
-            params["stack"], *[x] * self._layers.n_out, segments, rng=rng_s
-        )
-        x = jnp.concatenate(streams, axis=-1) if self._layers.n_out > 1 else streams
-        return dropout(self._norm.apply(params["norm"], x), self._dropout_rate, rng_f)
-
-    def _embed(self, params, inputs: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = devices.gathered(params["embedding"])[inputs]
-        return x if self._positions is None else self._positions.apply(params["positions"], x)
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32; their product is computed in `dtype`."""
-        w, b = params["logits"]["w"], params["logits"]["b"]
-        product = logits_product(features, w.T, self.dtype)
-        return product + jnp.expand_dims(b, tuple(range(product.ndim - 1)))
+        return affine(params["logits"], features, self.dtype)
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
@@ -194,7 +123,7 @@ class LanguageModel(Model):
 class ReformerLM(Reversible, LanguageModel):
     """A reversible Transformer whose layers cycle through attention algorithms.
 
-    Its arguments are those of `LanguageModel`, `Reversible` and `Model`.
+    Its arguments are those of `Backbone`, `Reversible` and `Model`.
     """
 
     attention_type: AttentionType = (local.local(), lsh.lsh())
@@ -204,7 +133,7 @@ class ReformerLM(Reversible, LanguageModel):
 class TransformerLM(Residual, LanguageModel):
     """A pre-norm Transformer decoder: the baseline.
 
-    Its arguments are those of `LanguageModel`, `Residual` and `Model`.
+    Its arguments are those of `Backbone`, `Residual` and `Model`.
     """
 
     attention_type: AttentionType = dense.dense()

@@ -1,4 +1,4 @@
-"""The product of features and a table of vectors, one a token, that makes logits."""
+"""Logits: the product of features and a table of vectors, one a token, and maybe biases."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -37,3 +39,14 @@ def _backward(dtype, inputs, gradient):
 
 
 logits_product.defvjp(_forward, _backward)
+
+
+def affine_params(rng, d_in: int, d_out: int) -> dict[str, Array]:
+    """Weights of `affine`: `w [d_in, d_out]`, drawn after Glorot, and `b [d_out]`, zeros."""
+    return {"w": glorot(rng, (d_in, d_out)), "b": jnp.zeros(d_out)}
+
+
+def affine(params, x: Float[Array, "*d D"], dtype: str) -> Float[Array, "*d V"]:
+    """`x w + b`, float32, whose product is that of `logits_product`."""
+    product = logits_product(x, params["w"].T, dtype)
+    return product + jnp.expand_dims(params["b"], tuple(range(product.ndim - 1)))

@@ -93,6 +93,7 @@ class EncoderDecoder(Model):
     pos_type: PosType = "sinusoidal"
 
     n_inputs = 2
+    task_kind = "translation"
     final_norm = True  # whether a norm follows either stack
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Bits per dim or token of a split: every target predicted exactly once, with a stated context."""
+"""The bits of a target of a split: each is predicted exactly once, with a stated context."""
 
 from __future__ import annotations
 
@@ -28,8 +28,38 @@ _TOKEN_BYTES = 4 + 4 + 4 + 8
 _LARGE = 2**20
 
 
-def check_vocabulary(model, task) -> None:
-    """Raises `SettingError` if the task has ids that the model has no embeddings for."""
+# What a model does, and which models do it, by the kind of its tasks.
+_KINDS = {
+    "text": ("continues text", "a language model, such as lm.TransformerLM"),
+    "translation": ("translates", "an encoder-decoder, such as seq2seq.Transformer"),
+    "labels": ("names the class of a row", "a classifier, such as encoder.TransformerEncoder"),
+    "pairs": (
+        "names the class of a pair of documents",
+        "a classifier with pairs=True, such as encoder.TransformerEncoder",
+    ),
+    "masked": ("fills in hidden tokens", "a model such as encoder.TransformerMaskedLM"),
+}
+
+
+def check_model(model, task) -> None:
+    """Raises `SettingError` for a model of other tasks, or with too few ids or other classes.
+
+    A model without `task_kind`, or a task without `kind`, is taken to fit.
+    """
+    kind = getattr(task, "kind", None)
+    does = getattr(model, "task_kind", kind)
+    if kind is not None and does != kind:
+        wanted, fix = _KINDS[kind]
+        raise SettingError(
+            f"task {task.name} is for a model that {wanted}, and model {type(model).__name__} "
+            f"{_KINDS[does][0]}: set loop.train.model to {fix}"
+        )
+    labels = loss_lib.labels_of(task)
+    if labels is not None and model.n_classes != labels.n_classes:
+        raise SettingError(
+            f"task {task.name} has {labels.n_classes} classes and the model "
+            f"n_classes={model.n_classes}: set the model's n_classes={labels.n_classes}"
+        )
     sizes = {"vocab_size": model.vocab_size}
     if task.translation is not None:
         sizes["input_vocab_size"] = model.source_vocab_size
@@ -71,7 +101,8 @@ def check_positions(
     n_rows = batch_size if mesh is None else mesh_lib.filled(batch_size, mesh)
     tokens = jax.ShapeDtypeStruct((n_rows, longest), jax.numpy.int32)
     inputs = tokens
-    if task.translation is not None:  # segments are booleans where no row is packed
+    if task.translation is not None or loss_lib.labels_of(task) is not None:
+        # Documents may be two; segments are booleans where no row is packed.
         first = next(iter(task.eval_batches(split, batch_size, length, stride)))
         inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tokens.shape, x.dtype), first.inputs)
     rng = jax.ShapeDtypeStruct((2,), jax.numpy.uint32)
@@ -139,10 +170,10 @@ def evaluate(
       should_stop: called after each batch; True abandons the evaluation.
 
     Returns:
-      bits_per_dim (bits_per_token of pieces, with bits_per_byte where they are of one text),
-      accuracy, n_targets scored, `whole`: whether these are all, length, stride and split. With
-      `all_as_well`, where these are not all, under `whole_split` the same of the whole split. None
-      if abandoned.
+      bits_per_dim (bits_per_token of pieces, with bits_per_byte where they are of one text;
+      bits_per_label of classes), accuracy, n_targets scored, `whole`: whether these are all,
+      length, stride and split. With `all_as_well`, where these are not all, under `whole_split` the
+      same of the whole split. None if abandoned.
 
     Raises:
       ValueError: sizes or vocabularies that do not fit together.
@@ -163,7 +194,8 @@ def evaluate(
     batches = task.eval_batches(split, batch_size, length, stride)
     on_device = placed(batches, mesh, (lambda index: True) if all_as_well else chosen)
     # A window has about `stride` targets: close enough for a bar.
-    expected = -(-(n_targets if all_as_well else budget) // (stride * batch_size))
+    a_row = stride if loss_lib.labels_of(task) is None else 1
+    expected = -(-(n_targets if all_as_well else budget) // (a_row * batch_size))
     unit = loss_lib.metric_name(task).replace("_per_", "/")
     with Progress(split, expected, side_channels.stderr(), shown=progress) as bar:
         score = partial(_sums, model, loss_chunk_len, mesh, params, key)
@@ -180,12 +212,22 @@ def evaluate(
 
 def fitting_mesh(model, task, batch_size: int, length: int, mesh: Mesh | None) -> Mesh:
     """The devices of an evaluation; `ValueError` where its vocabularies or sizes do not fit."""
-    check_vocabulary(model, task)
+    check_model(model, task)
     check("batch_size", batch_size, Size)
     check_tokens(batch_size, length, "batch_size or length")
     mesh = mesh or mesh_lib.make()
     mesh_lib.check_length("eval length", length, mesh)
+    check_mesh(task, mesh)
     return mesh
+
+
+def check_mesh(task, mesh: Mesh) -> None:
+    """Raises `SettingError` where devices share a row's positions and its target is one class."""
+    if loss_lib.labels_of(task) is not None and (n := devices.n_stretches(mesh)) > 1:
+        raise SettingError(
+            f"task {task.name} has one target a row, which context={n} devices cannot share: leave "
+            "context out of the mesh"
+        )
 
 
 def within(max_tokens: int | None, task, split: str) -> tuple[Callable[[int], bool], int]:

@@ -204,8 +204,18 @@ def vocabulary_of(task) -> Any:
     return getattr(task, "vocabulary", None)
 
 
+def labels_of(task) -> Any:
+    """The `reformax.data.base.Labels` of a task whose rows have classes; None for others."""
+    return getattr(task, "labels", None)
+
+
 def metric_name(task) -> str:
-    """The name of the mean `-log2 p` of a target: 'bits_per_token' if targets are pieces."""
+    """The name of the mean `-log2 p` of a target.
+
+    It is 'bits_per_label' if targets are classes, 'bits_per_token' if they are pieces.
+    """
+    if labels_of(task) is not None:
+        return "bits_per_label"
     return "bits_per_dim" if vocabulary_of(task) is None else "bits_per_token"
 
 

@@ -65,17 +65,18 @@ class Begun(NamedTuple):
 
 
 def models_of(settings: Settings) -> Models:
-    """Builds the models; raises `SettingError` where they lack ids of the task."""
+    """Builds the models; raises `SettingError` where they do not fit the task."""
     models = Models(
         [build(stage.model, "train") for stage in settings.all_stages], settings.built("eval")
     )
     for model in models.train:
-        evaluation.check_vocabulary(model, settings.task)
+        evaluation.check_model(model, settings.task)
     return models
 
 
 def check_sizes(settings: Settings, mesh: Mesh) -> None:
     """Raises `SettingError` for batches that do not fit the devices."""
+    evaluation.check_mesh(settings.task, mesh)
     for stage in settings.all_stages:
         mesh_lib.check_length("length", stage.length, mesh)
         mesh_lib.check_batch_size("batch_size", stage.batch_size, mesh, settings.accumulate)

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from reformax.training import evaluation
-from reformax.training.loss import metric_name
+from reformax.training.loss import labels_of, metric_name
 from reformax.training.settings import Settings
 
 
@@ -102,4 +102,6 @@ class Scores:
 
     def _bits(self, score: Mapping[str, Any]) -> str:
         names = [name for name in (self.metric, "bits_per_byte") if name in score]
-        return ", ".join(f"{score[name]:.4f} {name.replace('_', ' ')}" for name in names)
+        words = ", ".join(f"{score[name]:.4f} {name.replace('_', ' ')}" for name in names)
+        is_class = labels_of(self._settings.task) is not None
+        return words + f", accuracy {score['accuracy']:.4f}" * is_class

@@ -1,0 +1,120 @@
+"""Tasks of naming the class of a row, or of a pair of rows, out of a fixed set of examples.
+
+Letters in the shapes: n examples, L the longest of them, B batch, T length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from reformax.data.base import (
+    Batch,
+    DocumentPairs,
+    Labels,
+    Task,
+    check_sizes,
+    check_split,
+    generator,
+)
+from reformax.declared import SettingError
+
+# Tokens, and the classes, of examples by number.
+Examples = Callable[
+    [str, Int[np.ndarray, " n"]],
+    tuple[Int[np.ndarray, "n L"] | tuple[Int[np.ndarray, "n L"], ...], Int[np.ndarray, " n"]],
+]
+
+
+def labelled_task(
+    name: str,
+    *,
+    vocab_size: int,
+    labels: Labels,
+    sizes: Mapping[str, int],
+    examples: Examples,
+    made_by: Callable[[str], str],
+    longest: int | None = None,
+) -> Task:
+    """The task of predicting the class of each example of a split, each with weight 1.
+
+    A step of training draws its examples uniformly, with replacement, by (seed, step).
+
+    Args:
+      name: the task's name in logs and errors.
+      vocab_size: tokens are below it; 0 is padding.
+      labels: the classes; their `pairs` says that an example is two rows.
+      sizes: split -> its examples.
+      examples: (split, numbers) -> tokens `[n, L]`, or those of both documents, with 0 behind
+        shorter ones, and labels `[n]`.
+      made_by: split -> what its data is, in words.
+      longest: tokens of the longest example; a shorter length of batches is refused. None: what is
+        longer than a batch is cut.
+
+    Raises:
+      ValueError: by the task's functions, for an unknown split, a length below `longest`, a stride
+        that is not the length, and a size below 1.
+    """
+
+    def check_length(length: int, stride: int) -> None:
+        if longest is not None and length < longest:
+            raise SettingError(f"length={length} must be at least {longest}, the longest of {name}")
+        if stride != length:
+            raise SettingError(f"stride={stride} must be length={length}: examples stand apart")
+
+    def size(split: str) -> int:
+        check_split(name, split, tuple(sizes))
+        return sizes[split]
+
+    def batch(split: str, numbers: np.ndarray, batch_size: int, length: int) -> Batch:
+        tokens, classes = examples(split, numbers)
+        fill = batch_size - len(numbers)
+        rows = [_fitted(x, fill, length) for x in (tokens if labels.pairs else (tokens,))]
+        targets = np.pad(classes.astype(np.int32), (0, fill))[:, None]
+        weights = np.pad(np.ones(len(numbers), np.float32), (0, fill))[:, None]
+        return Batch(DocumentPairs(*rows) if labels.pairs else rows[0], targets, weights)
+
+    def train_rows(
+        seed: int, step: int, batch_size: int, length: int, rows: np.ndarray | slice
+    ) -> Batch:
+        check_sizes(batch_size=batch_size, length=length)
+        check_length(length, length)
+        numbers = generator(seed, step).integers(size("train"), size=batch_size)[rows]
+        return batch("train", numbers, len(numbers), length)
+
+    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
+        return train_rows(seed, step, batch_size, length, slice(None))
+
+    def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
+        check_sizes(batch_size=batch_size, length=length, stride=stride)
+        check_length(length, stride)
+        n = size(split)
+        parts = (np.arange(i, min(i + batch_size, n)) for i in range(0, n, batch_size))
+        return (batch(split, numbers, batch_size, length) for numbers in parts)
+
+    return Task(
+        name,
+        vocab_size,
+        train_batch,
+        eval_batches,
+        size,
+        fingerprint=made_by,
+        train_rows=train_rows,
+        labels=labels,
+    )
+
+
+def padded(rows: list[UInt8[np.ndarray, " _"]]) -> Int[np.ndarray, "n L"]:
+    """Rows of several lengths as one array, with 0 behind the shorter ones."""
+    tokens = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
+    for into, row in zip(tokens, rows, strict=True):
+        into[: len(row)] = row
+    return tokens
+
+
+def _fitted(tokens: Int[np.ndarray, "n L"], fill: int, length: int) -> Int[np.ndarray, "B T"]:
+    """Tokens cut or padded to a length, with `fill` rows of padding."""
+    tokens = tokens[:, :length].astype(np.int32)
+    return np.pad(tokens, ((0, fill), (0, length - tokens.shape[1])))

@@ -1,0 +1,226 @@
+"""Encoders: they read a whole row, and name its class or the tokens that were hidden in it.
+
+A row is tokens `[B, T]` with padding, token 0, at its end. Every position sees the whole row but
+its padding. Names of arguments are those of `trax.models.TransformerEncoder`.
+
+Tay et al. 2020, "Long Range Arena: A Benchmark for Efficient Transformers", have the classifiers,
+for one document and for two; Devlin et al. 2018, "BERT", section 3.1, the masked language model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.declared import Bounds, Count, SettingError, Size
+from reformax.layers import LayerNorm
+from reformax.models.backbone import Backbone
+from reformax.models.base import AttentionType, Residual, Reversible
+from reformax.models.logits import affine, affine_params, logits_product
+from reformax.models.packing import token_segments
+from reformax.ops import dense, local, lsh
+from reformax.ops.base import AttentionOp
+from reformax.ops.parts.masks import Tokens
+
+Classes = Annotated[int, Bounds(2)]
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class Encoder(Backbone):
+    """A backbone that sees whole rows. Its arguments are those of `Backbone` and `Model`, and
+
+    Args:
+      n_global: the first so many tokens of a row are marked, which algorithms with the trait
+        `marks` let see all and be seen by all, as Longformer's global attention.
+    """
+
+    n_global: Count = 0
+
+    causal = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        cycle = self.attention_type
+        cycle = [cycle] if isinstance(cycle, AttentionOp) else cycle
+        if self.n_global and not any(op.traits.marks for op in cycle):
+            raise SettingError(
+                f"n_global is {self.n_global} and no op of attention_type reads marks: leave it "
+                f"out, or take one that does, as longformer.longformer(n_global={self.n_global})"
+            )
+
+    def read(
+        self, params, tokens: Int[Array, "B T"], rng=None
+    ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"]]:
+        """The features of rows, arbitrary at padding, and which positions are tokens."""
+        segments = token_segments(tokens, None)
+        if not self.n_global:
+            return self.encode(params, tokens, segments, rng), segments
+        first = jnp.arange(tokens.shape[1])[None] < self.n_global
+        marks = (first & segments).astype(jnp.int32)
+        return self.encode(params, tokens, Tokens(segments, marks), rng), segments
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class Classifier(Encoder):
+    """The class of a row or of a pair of rows: `[B, T] -> [B, 1, n_classes]`, logits in float32.
+
+    The features of a row are pooled to one vector, x. A pair has two, x and y, of two towers with
+    the same weights, and is told by [x, y, x * y, x - y] (Mou et al. 2015, "Natural Language
+    Inference by Tree-Based Convolution and Heuristic Matching"). `apply` is `logits(features)`.
+    More arguments are those of `Encoder`, `Backbone` and `Model`.
+
+    Args:
+      n_classes: number of classes.
+      pooling: "mean" over the row's tokens, or the "first" token's features.
+      pairs: whether the model reads two documents, `[B, T]` and `[B, S]`.
+      d_classifier: the width of a hidden layer with a relu before the classes; None: there is none.
+      causal: whether a position sees only itself and what came before it, for algorithms that
+        cannot show the future, such as recurrences. The mean then sees the whole row.
+    """
+
+    n_classes: Classes = dataclasses.field(default=10, kw_only=False)
+    pooling: Literal["mean", "first"] = "mean"
+    pairs: bool = False
+    d_classifier: Size | None = None
+    causal: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.causal and self.pooling == "first":
+            raise SettingError(
+                "pooling is 'first' and causal is True, so that the first token sees no other: "
+                "set pooling='mean'"
+            )
+
+    @property
+    def n_inputs(self) -> int:
+        return 2 if self.pairs else 1
+
+    @property
+    def task_kind(self) -> str:
+        return "pairs" if self.pairs else "labels"
+
+    def init_params(self, rng, shape, *shapes):
+        *rngs, rng_h, rng_l = jax.random.split(rng, 5)
+        params, d_in = self.init_backbone(rngs, shape), self.d_features * (4 if self.pairs else 1)
+        if self.d_classifier is not None:
+            params["hidden"] = affine_params(rng_h, d_in, self.d_classifier)
+            d_in = self.d_classifier
+        return params | {"logits": affine_params(rng_l, d_in, self.n_classes)}
+
+    def features(self, params, inputs, rng=None) -> Float[Array, "B 1 D"]:
+        """The input of `logits`: one vector for each row, or for each pair of rows.
+
+        Args:
+          params: the weights.
+          inputs: tokens `[B, T]`, or for `pairs` the tokens of two documents, of one length.
+          rng: the source of hashes and of dropout.
+        """
+        if not self.pairs:
+            return self._pooled(params, inputs, rng)[:, None]
+        first, second = inputs
+        # A pair stays together, on one device.
+        rows = jnp.stack([first, second], axis=1).reshape(-1, first.shape[1])
+        x, y = jnp.moveaxis(self._pooled(params, rows, rng).reshape(len(first), 2, -1), 1, 0)
+        return jnp.concatenate([x, y, x * y, x - y], axis=-1)[:, None]
+
+    def _pooled(self, params, tokens: Int[Array, "B T"], rng) -> Float[Array, "B D"]:
+        """One float32 vector a row; zeros where a mean has no token."""
+        x, is_token = self.read(params, tokens, rng)
+        x = x.astype(jnp.float32)
+        if self.pooling == "first":
+            return x[:, 0]
+        total = jnp.sum(jnp.where(is_token[..., None], x, 0.0), axis=1)
+        return total / jnp.maximum(jnp.sum(is_token, axis=1, keepdims=True), 1).astype(x.dtype)
+
+    def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d C"]:
+        """Unnormalised log-probabilities of the classes; products are computed in `dtype`."""
+        if self.d_classifier is not None:
+            features = jax.nn.relu(affine(params["hidden"], features, self.dtype))
+        return affine(params["logits"], features, self.dtype)
+
+    def apply(self, params, *inputs: Int[Array, "B T"], rng=None) -> Float[Array, "B 1 C"]:
+        read = inputs if self.pairs else inputs[0]
+        return self.logits(params, self.features(params, read, rng))
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class MaskedLanguageModel(Encoder):
+    """The tokens at every position of a row: `[B, T] -> [B, T, vocab_size]`, float32.
+
+    The loss counts those that were hidden. The head is BERT's: a hidden layer of `d_model` with a
+    gelu and a norm; logits are its products with the embedding, and biases. Its arguments are those
+    of `Encoder`, `Backbone` and `Model`.
+    """
+
+    task_kind = "masked"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._head_norm = LayerNorm(self.norm_epsilon)
+
+    def init_params(self, rng, shape):
+        *rngs, rng_h = jax.random.split(rng, 4)
+        return self.init_backbone(rngs, shape) | {
+            "hidden": affine_params(rng_h, self.d_features, self.d_model),
+            "head_norm": self._head_norm.init_params(None, (self.d_model,)),
+            "logits": {"b": jnp.zeros(self.vocab_size)},
+        }
+
+    def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
+        """The input of `logits`; at padding arbitrary."""
+        return self.read(params, tokens, rng)[0]
+
+    def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
+        """Unnormalised log-probabilities; products are computed in `dtype`."""
+        x = jax.nn.gelu(affine(params["hidden"], features, self.dtype), approximate=False)
+        x = self._head_norm.apply(params["head_norm"], x)
+        product = logits_product(x, params["embedding"], self.dtype)
+        return product + jnp.expand_dims(params["logits"]["b"], tuple(range(product.ndim - 1)))
+
+    def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
+        return self.logits(params, self.features(params, tokens, rng))
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class TransformerEncoder(Residual, Classifier):
+    """A pre-norm Transformer that names the class of a row.
+
+    Its arguments are those of `Classifier`, `Encoder`, `Backbone`, `Residual` and `Model`.
+    """
+
+    attention_type: AttentionType = dense.dense()
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class ReformerEncoder(Reversible, Classifier):
+    """A reversible Transformer that names the class of a row.
+
+    Its arguments are those of `Classifier`, `Encoder`, `Backbone`, `Reversible` and `Model`.
+    """
+
+    attention_type: AttentionType = (local.local(), lsh.lsh())
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class TransformerMaskedLM(Residual, MaskedLanguageModel):
+    """A pre-norm Transformer that fills in hidden tokens.
+
+    Its arguments are those of `Encoder`, `Backbone`, `Residual` and `Model`.
+    """
+
+    attention_type: AttentionType = dense.dense()
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class ReformerMaskedLM(Reversible, MaskedLanguageModel):
+    """A reversible Transformer that fills in hidden tokens.
+
+    Its arguments are those of `Encoder`, `Backbone`, `Reversible` and `Model`.
+    """
+
+    attention_type: AttentionType = (local.local(), lsh.lsh())

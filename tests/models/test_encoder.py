@@ -1,0 +1,196 @@
+"""Encoders: whole rows seen, padding never; pooling, pairs and hidden tokens by their equations."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.models import (
+    ReformerEncoder,
+    ReformerMaskedLM,
+    TransformerEncoder,
+    TransformerMaskedLM,
+    encoder,
+)
+from reformax.ops import dense, gated_linear, local, longformer, lsh
+from tests.layers import plain
+from tests.ops.rows import ROWS
+
+RNG = jax.random.PRNGKey(4)
+SMALL = dict(
+    vocab_size=16,
+    d_model=8,
+    d_ff=12,
+    d_attention_key=4,
+    d_attention_value=4,
+    n_layers=2,
+    n_heads=2,
+    mode="eval",
+)
+CYCLE = dict(
+    attention_type=(local.local(chunk_len=4), lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4))
+)
+LENGTHS = 11, 6
+FIRST = [next(rows) for _, rows in itertools.groupby(ROWS, lambda row: row.factory)]
+
+
+def some_rows(length=11, seed=0):
+    """Two rows of tokens, with padding behind."""
+    rows = np.random.default_rng(seed).integers(1, 16, (2, length), np.int32)
+    return rows * (np.arange(length) < np.array(LENGTHS)[:, None])
+
+
+def padded(rows, n=5):
+    return np.pad(rows, ((0, 0), (0, n)))
+
+
+def outputs(model, *inputs, params=None):
+    params = plain.init(model, *[x.shape for x in inputs]) if params is None else params
+    return np.asarray(jax.jit(lambda p, *x: model.apply(p, *x, rng=RNG))(params, *inputs)), params
+
+
+def numpy_logits(params, x, hidden):
+    if hidden:
+        x = np.maximum(x @ params["hidden"]["w"] + params["hidden"]["b"], 0)
+    return x @ params["logits"]["w"] + params["logits"]["b"]
+
+
+def check_padding(model):
+    rows = some_rows()
+    params = plain.init(model, padded(rows).shape)  # weights of Linformer are of the longest
+    got, _ = outputs(model, rows, params=params)
+    assert got.shape == (2, 1, 10) and got.dtype == np.float32
+    more, _ = outputs(model, padded(rows), params=params)
+    np.testing.assert_allclose(more, got, atol=2e-6)
+    other = rows.copy()
+    other[0, -1] = rows[0, -1] % 15 + 1
+    changed, _ = outputs(model, other, params=params)
+    assert np.abs(changed[0] - got[0]).max() > 1e-6  # the last token counts
+    np.testing.assert_array_equal(changed[1], got[1])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_a_row_is_read_whole_and_its_padding_is_not(pooling):
+    check_padding(TransformerEncoder(**SMALL, pooling=pooling))
+
+
+def test_a_reversible_row_too():
+    check_padding(ReformerEncoder(**SMALL, **CYCLE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [row for row in FIRST if not (row.padding_counts or row.in_kernel)],
+    ids=lambda row: row.name,
+)
+def test_with_every_attention(row):
+    check_padding(
+        TransformerEncoder(**SMALL, attention_type=row.op(), causal=row.causal(causal=False))
+    )
+
+
+@pytest.mark.parametrize("d_classifier", [None, 5])
+def test_pooling_and_pairs_are_their_equations(d_classifier):
+    options = dict(n_classes=3, d_classifier=d_classifier)
+    first, second = some_rows(), some_rows(seed=1)
+    pair = TransformerEncoder(**SMALL, **options, pairs=True)
+    got, params = outputs(pair, first, second)
+    host = jax.tree.map(np.asarray, params)
+    means = []
+    for rows in (first, second):
+        features, is_token = pair.read(params, rows, RNG)
+        np.testing.assert_array_equal(is_token, rows != 0)
+        parts = zip(np.asarray(features), LENGTHS, strict=True)
+        means.append(np.stack([x[:n].mean(axis=0) for x, n in parts]))
+    x, y = means
+    told = np.concatenate([x, y, x * y, x - y], axis=1)
+    np.testing.assert_allclose(got[:, 0], numpy_logits(host, told, d_classifier), atol=2e-6)
+
+    single = TransformerEncoder(**SMALL, **options, pooling="first")
+    got, params = outputs(single, first)
+    host = jax.tree.map(np.asarray, params)
+    x = np.asarray(single.read(params, first, RNG)[0])[:, 0]
+    np.testing.assert_allclose(got[:, 0], numpy_logits(host, x, d_classifier), atol=2e-6)
+
+
+def test_a_row_of_padding_alone_has_the_logits_of_zeros():
+    model = TransformerEncoder(**SMALL)
+    rows = some_rows() * np.array([[0], [1]], np.int32)
+    got, params = outputs(model, rows)
+    np.testing.assert_array_equal(got[0, 0], params["logits"]["b"])
+
+
+@pytest.mark.parametrize("model_fn", [TransformerMaskedLM, ReformerMaskedLM])
+def test_hidden_tokens_are_filled_in_from_both_sides(model_fn):
+    model = model_fn(**SMALL, **(CYCLE if model_fn is ReformerMaskedLM else {}))
+    rows = some_rows()
+    got, params = outputs(model, rows)
+    assert got.shape == (2, 11, 16) and got.dtype == np.float32
+    more, _ = outputs(model, padded(rows), params=params)
+    np.testing.assert_allclose(more[0, :11], got[0], atol=2e-6)
+    np.testing.assert_allclose(more[1, :6], got[1, :6], atol=2e-6)
+    for changed, read in ((10, 9), (0, 1)):  # the token behind, and the one before
+        other = rows.copy()
+        other[0, changed] = rows[0, changed] % 15 + 1
+        logits, _ = outputs(model, other, params=params)
+        assert np.abs(logits[0, read] - got[0, read]).max() > 1e-6
+
+    host = jax.tree.map(np.asarray, params)
+    x = np.asarray(model.features(params, rows, RNG), np.float64)
+    x = x @ host["hidden"]["w"] + host["hidden"]["b"]
+    x = np.asarray(jax.nn.gelu(jnp.asarray(x, jnp.float32), approximate=False), np.float64)
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    x = x * host["head_norm"]["scale"] + host["head_norm"]["bias"]
+    want = x @ host["embedding"].T + host["logits"]["b"]
+    np.testing.assert_allclose(got[0], want[0], atol=1e-5)
+
+
+def test_the_first_tokens_see_all_and_are_seen():
+    options = dict(attention_type=longformer.longformer(window=2, n_global=1), pooling="first")
+    rows = some_rows()
+    other = rows.copy()
+    other[0, 8] = rows[0, 8] % 15 + 1
+    for n_global, reaches in ((0, False), (1, True)):  # two windows of 2 reach 2 positions
+        model = TransformerEncoder(**SMALL, **options, n_global=n_global)
+        got, params = outputs(model, rows)
+        changed, _ = outputs(model, other, params=params)
+        assert (np.abs(changed[0] - got[0]).max() > 1e-6) == reaches
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(n_classes=1), "n_classes is 1: expected at least 2"),
+        (dict(pooling="max"), "pooling is 'max': expected"),
+        (dict(pooling="first", causal=True), "the first token sees no other: set pooling='mean'"),
+        (dict(n_global=1), "n_global is 1 and no op of attention_type reads marks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        encoder.TransformerEncoder(**SMALL, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_algorithm_that_hides_the_future_is_told_to_be_causal():
+    model = TransformerEncoder(**SMALL, attention_type=gated_linear.gated_linear())
+    with pytest.raises(NotImplementedError, match="causal"):
+        outputs(model, some_rows())
+
+
+def test_gradients_reach_every_weight():
+    model = TransformerEncoder(
+        **SMALL, attention_type=dense.dense(), pairs=True, d_classifier=6, pos_type="axial",
+        pos_axial_shape=(3, 4), pos_d_axial_embs=(3, 5),
+    )  # fmt: skip
+    rows = some_rows(), some_rows(seed=1)
+    params = plain.init(model, rows[0].shape, rows[1].shape)
+
+    def loss(params):
+        return -jnp.mean(jax.nn.log_softmax(model.apply(params, *rows))[..., 0])
+
+    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(params)):
+        assert np.abs(np.asarray(gradient)).max() > 0, path
