@@ -17,14 +17,18 @@ as a table, in the same file and in DIR/by_position_SPLIT.png.
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
 command or its config is wrong.
+
+Several processes score together as they train, by the same flags; one prints and writes. They do
+not translate.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from reformax.cli import compilation_cache, config, flags, report, results, saved_run
-from reformax.declared import AnySeed, PathName, Size
+from reformax.cli import compilation_cache, config, flags, joining, report, results, saved_run
+from reformax.declared import AnySeed, PathName, SettingError, Size
 
 # The settings of the run that an evaluation reads besides those of its model.
 READ = (
@@ -40,9 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Flags, then gin, then one call."""
     args = parser().parse_args(argv)
     _check_search(args)
-    files = results.Files(args.output_dir)
+    joining.join(args)
+    with contextlib.nullcontext() if joining.first() else contextlib.redirect_stdout(None):
+        return _evaluate(args)
+
+
+def _evaluate(args) -> int:
+    """Scores what the flags say, prints and writes."""
+    files = results.Files(args.output_dir, writes=joining.first())
     compilation_cache.use()
     saved = saved_run.restore(args, args.data_dir)
+    joining.agree("the checkpoint", saved.steps)
     from reformax.training import loop, loss
     from reformax.training.evaluation import evaluate
 
@@ -53,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         reason = f"the task {task.name} is a translation, whose rows are sentences"
         flags.refuse(args, {"by_position"}, reason)
+        if joining.joined() and args.beam_size != 0:
+            raise SettingError(
+                f"the task {task.name} is a translation, and several processes do not translate: "
+                "give --beam_size=0, or evaluate in one process"
+            )
     if loss.labels_of(task) is not None:
         flags.refuse(args, {"by_position"}, f"the task {task.name} has one target a row, its class")
     vocabulary = loss.vocabulary_of(task)
@@ -60,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         saved_run.keep_vocabulary(args, vocabulary, saved)
     changed = saved_run.changed_data(args, task, saved)
     options = {"seed": args.seed, "loss_chunk_len": run.get("loss_chunk_len")}
-    options |= {"progress": not args.quiet, "mesh": saved.mesh}
+    options |= {"progress": not args.quiet and joining.first(), "mesh": saved.mesh}
     sizes = _sizes(args, run | saved.run)
     options["max_tokens"] = args.tokens
     result = evaluate(saved.model, saved.params, task, args.split, **sizes, **options)
@@ -115,6 +132,7 @@ def parser():
     parser.add_argument("--data_dir", type=flags.of(PathName), help="where the task finds its data")
     flags.add_changed_data(parser)
     flags.add_search(parser)
+    joining.add_flags(parser)
     flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser

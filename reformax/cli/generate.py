@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from reformax.cli import compilation_cache, flags, prompts, report, saved_run
+from reformax.cli import compilation_cache, flags, joining, prompts, report, saved_run
 from reformax.declared import AnySeed, Count, NonNegative, Samples, SettingError, Size, TopP
 
 # The flags of continuing a prompt and their values where they are not given.
@@ -32,6 +32,7 @@ CONTINUE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Flags, then gin, then one call."""
     args = parser().parse_args(argv)
+    joining.refuse(args, "text is written by one process, on all devices that it sees")
     compilation_cache.use()
     saved = saved_run.restore(args)  # no task: no data is needed
     from reformax.models import EncoderDecoder
@@ -74,6 +75,7 @@ def parser():
         "numbers of hash buckets go (default: the run's length, or what is needed if that is more)",
     )
     flags.add_search(parser)
+    joining.add_flags(parser)
     flags.add_quiet(parser)
     flags.add_traceback(parser)
     return parser

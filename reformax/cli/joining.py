@@ -31,6 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--distributed",
         action="store_true",
+        default=None,
         help="join the processes that Slurm or Open MPI started, as JAX finds them",
     )
     group.add_argument(
@@ -87,6 +88,30 @@ def join(args: argparse.Namespace) -> None:
     from reformax.training import processes
 
     processes.watch(timeout)
+
+
+def refuse(args: argparse.Namespace, why: str) -> None:
+    """Raises `SettingError` where the flags, of `add_flags`, ask for several processes."""
+    flags.refuse(args, [*_NAMES, "distributed", "heartbeat_timeout"], why)
+
+
+def agree(name: str, value: object) -> None:
+    """Raises `SettingError` unless all processes of the run have the same value, which JSON holds.
+
+    All of them call it, equally often.
+    """
+    if not joined():
+        return
+    from reformax.training.processes import Processes
+
+    processes = Processes.of_jax()
+
+    def check(of_first: object) -> None:
+        if of_first != value:
+            raise SettingError(f"{name} is {value} here and {of_first} in process 0: try again")
+
+    of_first = processes.same(lambda: value)
+    processes.by_all(lambda: check(of_first))
 
 
 def joined() -> bool:

@@ -15,11 +15,16 @@ from reformax import durable
 class Files:
     """Writes files whole or not at all, and remembers those that could not be written."""
 
-    def __init__(self, folder: str | os.PathLike):
-        """Says at once if the folder exists and cannot be written."""
-        self._folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike, writes: bool = True):
+        """Says at once if the folder exists and cannot be written.
+
+        Args:
+          folder: of the files.
+          writes: whether there are any; of several processes one writes.
+        """
+        self._folder, self._writes = Path(folder), writes
         self._failed: dict[str, str] = {}
-        if not self._folder.is_dir():  # reading the run says what is wrong
+        if not writes or not self._folder.is_dir():  # reading the run says what is wrong
             return
         try:
             with tempfile.TemporaryFile(dir=self._folder):
@@ -41,6 +46,8 @@ class Files:
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file; a later one replaces it."""
+        if not self._writes:
+            return
         try:
             durable.write(self._folder / name, data)
             self._failed.pop(name, None)

@@ -1,5 +1,6 @@
 """Several processes that train one run: real ones, of four simulated devices each."""
 
+import json
 import os
 import random
 import re
@@ -20,6 +21,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import evaluate
+import generate
 import train
 from reformax.cli import joining
 from reformax.data import base
@@ -56,7 +59,7 @@ loop.train.keep = 3
 class Launch:
     """A command in two processes of four devices each."""
 
-    def __init__(self, commands: list[list[str]], folder: Path, heartbeat: int = 100):
+    def __init__(self, commands: list[list[str]], folder: Path, script: str = "train.py"):
         flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
         environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -65,9 +68,9 @@ class Launch:
             subprocess.Popen(
                 [
                     sys.executable,
-                    str(ROOT / "train.py"),
+                    str(ROOT / script),
                     *command,
-                    f"--heartbeat_timeout={heartbeat}",
+                    "--heartbeat_timeout=100",
                 ],
                 cwd=folder,
                 env=environment,
@@ -157,6 +160,7 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
     assert "next: " in first and not second
     assert Path("runs/two/checkpoints/4/arrays.1.npz").is_file()  # what the second one held
     alone("runs/two", 6)
+    evaluate_together("runs/two", monkeypatch, capsys)
 
     one, two = Path("runs/one"), Path("runs/two")
     for split, names in (("train", ("bits_per_dim", "grad_norm")), ("valid", ("bits_per_dim",))):
@@ -169,6 +173,35 @@ def test_the_page_trains_in_two_processes_what_one_trains(tmp_path, monkeypatch,
             for name in names:
                 if line["step"] in expected:
                     assert line[name] == pytest.approx(expected[line["step"]][name], abs=1e-5)
+
+
+def evaluate_together(folder: str, monkeypatch, capsys) -> None:
+    """Two processes score what one does; `generate` refuses them."""
+    options = [f"--output_dir={folder}", "--tokens=2000", "--by_position", "--quiet"]
+    options += ["--config=loop.train.mesh={}", "--checkpoint=latest"]
+    code, told, err = call(evaluate.main, monkeypatch, capsys, *options)
+    assert code == 0, err
+    kept = Path(folder) / "evaluation_valid.json"
+    alone, _ = json.loads(kept.read_text()), kept.unlink()
+    address = f"localhost:{port()}"
+    commands = [[*options, *flags(address, index)] for index in range(2)]
+    with Launch(commands, Path.cwd(), "evaluate.py") as launched:
+        assert launched.codes() == [0, 0], launched.said
+    first, second = launched.said
+    assert re.findall(r"[a-z].*", first)[0] == told.splitlines()[0] and not second
+    together = json.loads(kept.read_text())
+    bands = zip(together.pop("by_position"), alone.pop("by_position"), strict=True)
+    assert all(one == pytest.approx(other, abs=1e-5) for one, other in bands)
+    assert together.keys() == alone.keys() and together["n_targets"] == alone["n_targets"]
+    assert together["bits_per_dim"] == pytest.approx(alone["bits_per_dim"], abs=1e-5)
+
+
+def test_generation_refuses_several_processes_in_a_line(monkeypatch, capsys):
+    for given in (flags("here:1", 0), ["--distributed"]):
+        code, _, err = call(
+            generate.main, monkeypatch, capsys, "--output_dir=x", "--prompt=a", *given
+        )
+        assert code == 2 and "text is written by one process" in err and err.count("\n") == 1
 
 
 @pytest.mark.slow
