@@ -1,0 +1,225 @@
+"""The share of a trained model's attention weight that falls on the keys that an op would show.
+
+An op is asked for nothing but its plan and its arithmetic. Values that are rows of the identity
+make its output the matrix of its attention. Queries of zeros make all logits equal: what is above 0
+is then seen, however small its weight would be. So any op can be asked whose attention is a softmax
+over the keys that its plan shows.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from reformax.carried import advanced, trained
+from reformax.declared import SettingError, Unsupported
+from reformax.ops.base import AttentionOp, Dims
+from reformax.ops.parts.normalization import length_normalize
+
+# Columns of the matrix of attention in memory at a time: values of a size that kernels take.
+COLUMNS = 128
+# How often an op's carried weights, such as running means, see a layer's vectors first.
+N_ADVANCED = 50
+
+
+class Layer(NamedTuple):
+    """What the attention of a layer has read: float32, of one sequence."""
+
+    number: int
+    op: AttentionOp
+    q: Float[Array, "1 T N H"]
+    k: Float[Array, "1 T G H"] | None
+
+
+class Found(NamedTuple):
+    """What an op shows of a layer's attention, by head."""
+
+    weight: Float[Array, " N"]  # the share of the weight
+    keys: Float[Array, " N"]  # the mean number of keys that a query sees
+
+
+def cycle(model: Any) -> tuple[AttentionOp, ...]:
+    """The algorithms that the layers of a language model cycle through."""
+    ops = model.attention_type
+    return (ops,) if isinstance(ops, AttentionOp) else tuple(ops)
+
+
+def layers(model: Any, params: Any, tokens: Int[Array, "1 T"], rng: PRNGKeyArray) -> list[Layer]:
+    """The queries and keys of the layers whose attention sees every key.
+
+    Args:
+      model: a language model, built for evaluation.
+      params: its weights.
+      tokens: a sequence.
+      rng: of the model's own hashes.
+
+    Raises:
+      SettingError: the model has no such layer.
+    """
+    ops, read = cycle(model), []
+    exact = [i for i, op in enumerate(ops) if op.traits.exact]
+    if not exact:
+        raise SettingError(
+            f"the run's attention is {', '.join(map(repr, ops))}: expected layers that see every "
+            "key, such as dense.dense(), for their attention is the true one"
+        )
+    watched = [_watched(op, read) if op.traits.exact else op for op in ops]
+    model = dataclasses.replace(model, attention_type=tuple(watched))
+    jax.block_until_ready(jax.jit(model.features)(params, tokens, rng=rng))
+    jax.effects_barrier()
+    numbers = (n for n in range(model.n_layers) if n % len(ops) in exact)
+    return [Layer(n, ops[n % len(ops)], *arrays) for n, arrays in zip(numbers, read, strict=True)]
+
+
+def _watched(op: AttentionOp, read: list) -> AttentionOp:
+    """`op`, each call of which appends its queries and its keys, as NumPy arrays, to `read`."""
+
+    def apply(params, q, k, v, **options):
+        arrays = [x.astype(jnp.float32) for x in (q, k) if x is not None]
+        jax.debug.callback(
+            lambda *x: read.append((*map(np.array, x), None)[:2]), *arrays, ordered=True
+        )
+        return op.apply(params, q, k, v, **options)
+
+    return op._replace(apply=apply)
+
+
+def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:
+    """Weights of an op in a layer's place: what it carries has seen the layer's vectors.
+
+    Raises:
+      Unsupported: the op does not fit the layer, or has weights to train.
+    """
+    if op.traits.shared_qk and not layer.op.traits.shared_qk:
+        raise Unsupported(f"{op} makes its keys of the queries, and layer {layer.number} has keys")
+    q, k = _vectors(op, layer)
+    params = op.init(rng, Dims(q.shape[2], q.shape[3], q.shape[3], q.shape[1]))
+    if jax.tree.leaves(trained(params)):
+        raise Unsupported(f"{op} has weights of its own, which the run has not trained")
+    if not jax.tree.leaves(params):
+        return params
+
+    @jax.jit
+    def change(params):
+        def total(params):
+            options = dict(segments=None, causal=True, rng=rng)
+            plan = op.plan(params, q, k, **options, train=True)
+            return op.apply(params, q, k, q, plan=plan, dropout=0.0, **options).sum()
+
+        return advanced(params, jax.grad(total)(params))
+
+    for _ in range(N_ADVANCED):
+        params = change(params)
+    return params
+
+
+def _vectors(op: AttentionOp, layer: Layer) -> tuple[Array, Array | None]:
+    """A layer's queries and keys as `op` takes them."""
+    if op.traits.shared_qk:
+        return layer.q, None
+    # What the queries are shared as: a query's own vector, of the length that a key has.
+    return layer.q, length_normalize(layer.q) if layer.k is None else layer.k
+
+
+def found(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Found:
+    """What `op` would show of a layer's causal attention, with hashes of `rng`."""
+    params, own = own_weights(op, layer, rng), layer.op.init(rng, Dims(1, 1, 1, 1))
+    arrays = (params, own), _vectors(op, layer), (layer.q, layer.k), rng
+    return Found(*jax.device_get(_sums(op, layer.op, *arrays)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sums(op, of_layer, params, vectors, own_vectors, rng):
+    length = own_vectors[0].shape[1]
+
+    def matrix(op, params, q, k, seen: bool):
+        options = dict(segments=None, causal=True, rng=rng)
+        plan = op.plan(params, q, k, **options, train=False)
+        if seen:
+            q, k = jnp.zeros_like(q), None if k is None else jnp.zeros_like(k)
+        n_heads = q.shape[2] if k is None else k.shape[2]
+
+        def columns(first: Int[Array, ""]) -> Float[Array, "T N S"]:
+            key = first + jnp.arange(COLUMNS)
+            v = (jnp.arange(length)[:, None] == key[None]).astype(q.dtype)
+            v = jnp.broadcast_to(v[None, :, None], (1, length, n_heads, COLUMNS))
+            return op.apply(params, q, k, v, plan=plan, dropout=0.0, **options)[0]
+
+        return columns
+
+    shown = matrix(op, params[0], *vectors, seen=True)
+    visible, true = (matrix(of_layer, params[1], *own_vectors, seen=x) for x in (True, False))
+
+    def sums(first):
+        sees = (shown(first) > 0) & (visible(first) > 0)
+        weight = true(first)
+        return jnp.stack([x.sum(axis=(0, 2)) for x in (weight, jnp.where(sees, weight, 0), sees)])
+
+    total, weight, keys = jax.lax.map(sums, jnp.arange(0, length, COLUMNS)).sum(axis=0)
+    return weight / total, keys / length
+
+
+def instead(model: Any, op: AttentionOp) -> Any:
+    """The model with `op` in the place of each attention that sees every key.
+
+    Raises:
+      Unsupported: the weights of a layer do not fit it.
+    """
+    ops = cycle(model)
+    for own in ops:
+        if own.traits.exact and op.traits.shared_qk != own.traits.shared_qk:
+            raise Unsupported(f"{op} and {own} have other projections")
+    if jax.tree.leaves(op.init(jax.random.key(0), Dims(1, 1, 1, 1))):
+        raise Unsupported(f"{op} has weights of its own, which the run has not")
+    ops = tuple(op if own.traits.exact else own for own in ops)
+    return dataclasses.replace(model, attention_type=ops)
+
+
+def ops_of(text: str) -> dict[str, AttentionOp]:
+    """The ops of a call such as "lsh.lsh(chunk_len=64, n_hashes={1, 2})", by their own texts.
+
+    A set is the values of an option to try one after the other. Values are literals.
+
+    Raises:
+      SettingError: the text is no such call, or an option is wrong.
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        module, name = call.func.value.id, call.func.attr
+        options = {x.arg: list(_values(x.value)) for x in call.keywords}
+        if call.args or None in options:
+            raise ValueError(text)
+        factory = getattr(importlib.import_module(f"reformax.ops.{module}"), name)
+    except (SyntaxError, ValueError, AttributeError, ImportError):
+        raise SettingError(
+            f"op is {text!r}: expected a call such as 'lsh.lsh(chunk_len=64, n_hashes={{1, 2}})'"
+        ) from None
+    try:
+        found = [
+            factory(**dict(zip(options, values, strict=True)))
+            for values in itertools.product(*options.values())
+        ]
+    except TypeError as error:
+        raise SettingError(f"op is {text!r}: {error}") from None
+    return {f"{module}.{op}": op for op in found}
+
+
+def _values(node: ast.expr) -> Iterator[Any]:
+    return map(ast.literal_eval, node.elts if isinstance(node, ast.Set) else [node])
+
+
+def at_equal_keys(points: Sequence[tuple[float, float]], n_keys: Sequence[int]) -> dict[int, float]:
+    """The second numbers of `points` where the first are `n_keys`, on lines between the points."""
+    first, second = zip(*sorted(points), strict=True)
+    inside = [n for n in n_keys if first[0] <= n <= first[-1]]
+    return dict(zip(inside, map(float, np.interp(inside, first, second)), strict=True))

@@ -1,0 +1,105 @@
+"""The share of a model's attention weight that an op's plan covers: `benchmarks.recall --run`."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import recall
+from benchmarks.harness import coverage
+from reformax.convert import run_folder
+from reformax.convert.spec import Op, Spec
+from reformax.declared import SettingError
+from reformax.ops import dense, linformer, shared_qk
+from reformax.ops.parts.normalization import length_normalize
+from tests.convert.test_command import random_params
+from tests.ops.rows import ROWS, Shape, except_self
+
+LENGTH = 40
+BYTES = Spec.make(
+    "TransformerLM",
+    [Op("local", dict(chunk_len=4)), Op("dense", {})],
+    **dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=4),
+    vocab_size=256,
+)
+
+
+def layer_of(op, n_heads=2):
+    q, k = 3 * jax.random.normal(jax.random.key(1), (2, 1, LENGTH, n_heads, 8))
+    return coverage.Layer(0, op, q, None if op.traits.shared_qk else k)
+
+
+@pytest.mark.parametrize(
+    "name, of_layer, n_own",
+    [
+        ("moba", dense.dense(), 1),
+        pytest.param("smyrf", dense.dense(), 1, marks=pytest.mark.slow),
+        pytest.param("lsh", shared_qk.shared_qk(own=False), 0, marks=pytest.mark.slow),
+        pytest.param("smyrf", shared_qk.shared_qk(own=False), 0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own):
+    """Against the mask that the op's row states, of its plan, and weights in NumPy."""
+    (row,) = (row for row in ROWS if row.name == name)
+    op, layer, rng = row.op(), layer_of(of_layer), jax.random.key(2)
+    q, k = coverage._vectors(op, layer)
+    options = dict(segments=None, causal=True, rng=rng, train=False)
+    plan = op.plan((), q, k, **options)
+    shape = Shape(1, LENGTH, LENGTH, 2)
+    shown = row.counts(row.first, plan, shape, True, None) > 0
+
+    keys = length_normalize(layer.q) if layer.k is None else layer.k
+    logits = np.einsum("btnh,bsnh->bnts", *(np.asarray(x, float) for x in (layer.q, keys)))
+    visible = np.tril(np.ones((LENGTH, LENGTH)))[None, None]
+    if not n_own:
+        visible = except_self(visible, own=False)
+    weights = np.exp(logits / np.sqrt(8)) * visible
+    weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+
+    found = coverage.found(op, layer, rng)
+    share = (weights * shown).sum(axis=(0, 2, 3)) / weights.sum(axis=(0, 2, 3))
+    np.testing.assert_allclose(found.weight, share, atol=1e-5)
+    assert np.all(share < 0.999)
+    np.testing.assert_allclose(found.keys, (visible * shown).sum(axis=(0, 2, 3)) / LENGTH)
+
+
+def test_what_an_op_cannot_show_is_said():
+    rng = jax.random.key(0)
+    with pytest.raises(NotImplementedError, match="has weights of its own"):
+        coverage.found(linformer.linformer(), layer_of(dense.dense()), rng)
+    with pytest.raises(NotImplementedError, match="makes its keys of the queries"):
+        coverage.found(shared_qk.shared_qk(), layer_of(dense.dense()), rng)
+
+
+def test_ops_are_calls_with_values_to_try():
+    found = coverage.ops_of("local.local(chunk_len={8, 64}, n_chunks_after=2)")
+    assert [f"local.{op}" for op in found.values()] == list(found)
+    assert list(found) == [f"local.local({x}n_chunks_after=2)" for x in ("chunk_len=8, ", "")]
+    for text in ("local", "local.local(8)", "local.local(**{})", "none.none()", "local.local(x=1)"):
+        with pytest.raises(SettingError, match="op is "):
+            coverage.ops_of(text)
+
+
+def test_lines_between_points():
+    points = [(16.0, 0.75), (4.0, 0.25)]
+    assert coverage.at_equal_keys(points, [2, 4, 7, 16, 20]) == {4: 0.25, 7: 0.375, 16: 0.75}
+
+
+@pytest.mark.slow
+def test_recall_and_bits_of_a_run(tmp_path, capsys):
+    """Dense attention shows all of itself and loses nothing; hashing shows no more than it sees."""
+    run_folder.write(tmp_path / "run", BYTES, random_params(BYTES), {}, "A note.")
+    (tmp_path / "text").write_text("one line of a text.\n" * 500)
+    ops = ["dense.dense()", "smyrf.smyrf(chunk_len=8, n_hashes={1, 4})", "lsh.lsh()"]
+    flags = [f"--run={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=64"]
+    flags += [f"--plot={tmp_path / 'a.png'}", "--bits=100", "--sequences=1"]
+    recall.main(flags + [f"--op={op}" for op in ops])
+    printed = capsys.readouterr().out
+    exact = r"`dense.dense\(\)` \| 32\.5 \| 1\.000 \| 1\.000 \| 1\.000 \| [\d.]+ \| [+-]0\.0000 \|"
+    assert re.search(exact, printed)
+    shares = re.findall(r"`smyrf.smyrf\(chunk_len=8.*\)` \| [\d.]+ \| (0\.\d+)", printed)
+    assert 0 < float(shares[0]) < float(shares[1]) < 1
+    assert "| `lsh.lsh()` | Unsupported: lsh() makes its keys of the queries" in printed
+    assert re.findall(r"`dense.dense\(\)` \| (\d) \| 1\.000 \| 1\.000 \|", printed) == ["1", "3"]
+    assert (tmp_path / "a.png").stat().st_size
