@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
+from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.recurrence import Inputs
 from reformax.ops.parts.recurrent import (
@@ -33,7 +34,7 @@ from reformax.ops.parts.softmax import wide
 
 
 @named
-def gated_delta(*, gated: bool = True, chunk_len: Size = 64) -> AttentionOp:
+def gated_delta(*, gated: bool = True, chunk_len: Size = 64, impl: str = "auto") -> AttentionOp:
     """Gated DeltaNet's attention.
 
     Extras: `beta [N, 1]`, `keep [N, 1]`; with `gated` also `output_gate [N, V]`. Weights: `rate
@@ -43,11 +44,17 @@ def gated_delta(*, gated: bool = True, chunk_len: Size = 64) -> AttentionOp:
       gated: whether the output is normalised and gated.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
+      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
+        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
+        the faster one of those that can compute the call.
 
     Raises:
-      ValueError: chunk_len below 1.
-      NotImplementedError: at the call, with dropout: weights are never made.
+      ValueError: chunk_len below 1, an unknown `impl`.
+      NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
+        for cannot compute the call.
     """
+
+    check_impl(impl, *KERNELS)
 
     def extras(dims):
         one = Extra(dims.n_heads, 1)
@@ -58,7 +65,7 @@ def gated_delta(*, gated: bool = True, chunk_len: Size = 64) -> AttentionOp:
         plan=no_plan,
         traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=extras,
-        **recurrent(_inputs, gated_output, chunk_len),
+        **recurrent(_inputs, gated_output, chunk_len, impl),
     )
 
 

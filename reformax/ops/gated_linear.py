@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from reformax.declared import Positive, Size
 from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
+from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.recurrence import Inputs
 from reformax.ops.parts.recurrent import (
     gated_output,
@@ -28,7 +29,11 @@ from reformax.ops.parts.softmax import wide
 
 @named
 def gated_linear(
-    *, gated: bool = True, temperature: Positive = 16.0, chunk_len: Size = 64
+    *,
+    gated: bool = True,
+    temperature: Positive = 16.0,
+    chunk_len: Size = 64,
+    impl: str = "auto",
 ) -> AttentionOp:
     """Linear attention that forgets by feature.
 
@@ -40,11 +45,17 @@ def gated_linear(
       temperature: the root that is taken of the gates. The larger, the slower they forget.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
+      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
+        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
+        the faster one of those that can compute the call.
 
     Raises:
-      ValueError: a setting out of range.
-      NotImplementedError: at the call, with dropout: weights are never made.
+      ValueError: a setting out of range, an unknown `impl`.
+      NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
+        for cannot compute the call.
     """
+
+    check_impl(impl, *KERNELS)
 
     def init(rng, dims):
         del rng
@@ -58,7 +69,7 @@ def gated_linear(
         plan=no_plan,
         traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=extras,
-        **recurrent(functools.partial(_inputs, temperature), gated_output, chunk_len),
+        **recurrent(functools.partial(_inputs, temperature), gated_output, chunk_len, impl),
     )
 
 

@@ -18,13 +18,14 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.recurrence import Inputs, everything
 from reformax.ops.parts.recurrent import contained, contained_output, recurrent
 from reformax.ops.parts.softmax import nonzero, wide
 
 
 @named
-def linear(*, chunk_len: Size = 64) -> AttentionOp:
+def linear(*, chunk_len: Size = 64, impl: str = "auto") -> AttentionOp:
     """Attention with the weights `(elu(q) + 1) . (elu(k) + 1)`, divided by their sum.
 
     A row whose weights sum up to less than 1e-18 is zeros.
@@ -32,12 +33,18 @@ def linear(*, chunk_len: Size = 64) -> AttentionOp:
     Args:
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
+      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
+        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
+        the faster one of those that can compute the call. Attention that is not causal has no
+        recurrence: its sums are products of matrices, whatever `impl` is.
 
     Raises:
-      ValueError: chunk_len below 1.
-      NotImplementedError: at the call, with dropout: weights are never made.
+      ValueError: chunk_len below 1, an unknown `impl`.
+      NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
+        for cannot compute the call.
     """
-    functions = recurrent(_inputs, _mean, chunk_len)
+    check_impl(impl, *KERNELS)
+    functions = recurrent(_inputs, _mean, chunk_len, impl)
     causal_apply = functions.pop("apply")
     return AttentionOp(
         init=no_params,

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Bounds, Seed, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import Shared
+from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
 from reformax.ops.parts.recurrence import advance, back, everything, recurrence, side_by_side
 from reformax.ops.parts.share import rng_of
@@ -42,6 +43,7 @@ class Settings(NamedTuple):
     seed: int | None
     epsilon: float
     chunk_len: int
+    impl: str
 
     def directions(self, plan: Any, size: int) -> Float[Array, "M H"]:
         """Those of all heads; constants where there is a seed."""
@@ -78,6 +80,7 @@ def performer(
     seed: Seed | None = 0,
     epsilon: Epsilon = 1e-4,
     chunk_len: Size = 64,
+    impl: str = "auto",
 ) -> AttentionOp:
     """Attention whose weights are products of positive orthogonal random features.
 
@@ -90,12 +93,18 @@ def performer(
         rounded to 1e-7 of one over it.
       chunk_len: positions whose products are computed at once, in causal attention and with
         segments. It changes no number but by rounding.
+      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
+        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
+        the faster one of those that can compute the call. Attention that is not causal has no
+        recurrence: its sums are products of matrices, whatever `impl` is.
 
     Raises:
-      ValueError: a setting out of range.
-      NotImplementedError: at the call, with dropout: the weights are never made.
+      ValueError: a setting out of range, an unknown `impl`.
+      NotImplementedError: at the call, with dropout: the weights are never made; where the kernel
+        asked for cannot compute the call.
     """
-    settings = Settings(n_features, seed, epsilon, chunk_len)
+    check_impl(impl, *KERNELS)
+    settings = Settings(n_features, seed, epsilon, chunk_len, impl)
     return AttentionOp(
         init=no_params,
         plan=no_plan if seed is not None else _plan,
@@ -118,7 +127,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     @jax.checkpoint  # the gradient computes the features again instead of keeping them
     def attend(q, k, v) -> Float[Array, "B T N V"]:
         queries, keys = settings.features(plan, q, k)
-        sums = _sums(queries.x, keys, _with_ones(v), segments, causal, settings.chunk_len)
+        sums = _sums(queries.x, keys, _with_ones(v), segments, causal, settings)
         return _quotient(sums).astype(v.dtype)
 
     return attend(q, k, v)
@@ -140,16 +149,17 @@ def _sums(
     values: Float[Array, "B T N V1"],
     segments: Int[Array, "B T"] | None,
     causal: bool,
-    chunk_len: int,
+    settings: Settings,
 ) -> Float[Array, "B T N V1"]:
     """`sum_j phi(q_i) . phi(k_j) v_j`, up to a factor of the row, which the quotient is without."""
+    options = dict(segments=segments, chunk_len=settings.chunk_len)
     top, rise = running_max(lax.stop_gradient(keys.scale), segments)
     if causal:
         keys = keys.x * jnp.exp(keys.scale - top)
-        return recurrence(queries, keys, values, -rise, segments=segments, chunk_len=chunk_len)
+        return recurrence(queries, keys, values, -rise, impl=settings.impl, **options)
     rest, _ = running_max(lax.stop_gradient(keys.scale), segments, reverse=True)
     keys = keys.x * jnp.exp(keys.scale - jnp.maximum(top, rest))
-    return everything(queries, keys, values, segments=segments, chunk_len=chunk_len)
+    return everything(queries, keys, values, **options)
 
 
 def running_max(

@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.recurrence import Inputs
 from reformax.ops.parts.recurrent import (
     gated_output,
@@ -27,7 +28,7 @@ from reformax.ops.parts.softmax import wide
 
 
 @named
-def retention(*, gated: bool = True, chunk_len: Size = 64) -> AttentionOp:
+def retention(*, gated: bool = True, chunk_len: Size = 64, impl: str = "auto") -> AttentionOp:
     """Retention of what came before, halved every 22 positions by the first head.
 
     Each further head keeps it for twice as long. Extras: `output_gate [N, V]`; weights: `scale
@@ -37,17 +38,22 @@ def retention(*, gated: bool = True, chunk_len: Size = 64) -> AttentionOp:
       gated: whether the output is normalised and gated.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
+      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
+        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
+        the faster one of those that can compute the call.
 
     Raises:
-      ValueError: chunk_len below 1.
-      NotImplementedError: at the call, with dropout: weights are never made.
+      ValueError: chunk_len below 1, an unknown `impl`.
+      NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
+        for cannot compute the call.
     """
+    check_impl(impl, *KERNELS)
     return AttentionOp(
         init=lambda rng, dims: output_params(gated, dims) or (),
         plan=no_plan,
         traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=functools.partial(output_extras, gated),
-        **recurrent(_inputs, gated_output, chunk_len, constants=_rates),
+        **recurrent(_inputs, gated_output, chunk_len, impl, constants=_rates),
     )
 
 

@@ -519,6 +519,7 @@ ROWS = [
     Row("moba", moba.moba, _MIXED, _chosen_blocks),
     Row("moba_pallas", moba.moba, _MIXED | _KERNEL, _chosen_blocks),
     Row("linear", linear.linear, _CHUNKS_OF_STATES, reference=recurrences.linear, **_RECURRENT),
+    Row("linear_pallas", linear.linear, _KERNEL, reference=recurrences.linear, **_RECURRENT),
     *(
         Row(
             name,

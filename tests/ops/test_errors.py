@@ -41,6 +41,11 @@ def x(*shape):
 SIZES = [
     (linear.linear, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (retention.retention, dict(gated=1), "gated is 1: expected True or False"),
+    (retention.retention, dict(impl="cudnn"), "impl is 'cudnn': expected"),
+    (linear.linear, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla', 'pallas' or"),
+    (gated_linear.gated_linear, dict(impl="triton"), "impl is 'triton': expected"),
+    (gated_delta.gated_delta, dict(impl="triton"), "impl is 'triton': expected"),
+    (performer.performer, dict(impl="triton"), "impl is 'triton': expected"),
     (gated_linear.gated_linear, dict(temperature=0.0), "temperature is 0.0: expected a number"),
     (gated_delta.gated_delta, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (lsh.lsh, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from reformax.ops import dense, gated_delta, gated_linear, linear, retention
+from reformax.ops import dense, gated_delta, gated_linear, linear, performer, retention
 from tests.layers import test_attention as layer_tests
 from tests.ops import inputs
 from tests.ops.rows import Row
 
 GATED = (retention.retention, gated_linear.gated_linear, gated_delta.gated_delta)
 gated = pytest.mark.parametrize("factory", GATED, ids=lambda x: x.__name__)
+KERNELS = (linear.linear, *GATED, performer.performer)
 MUCH = 1e3
 
 
@@ -75,3 +76,26 @@ def test_layers_with_a_gated_output_decode(factory):
     layer_tests.test_prefill_and_steps_are_apply(
         Row(factory.__name__, factory, {"chunk_len": (4,)}, holds_keys=False)
     )
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x is not retention.retention)) for x in KERNELS],
+    ids=lambda x: x.__name__,
+)
+def test_kernels_compute_the_same(factory):
+    """`test_recurrence_kernel.py` has their gradients."""
+    op = factory(impl="pallas_interpret")
+    x = inputs.draw(op, length=70, batch=1)
+    masks = dict(causal=True, segments=np.repeat([[1, 2, 0]], [30, 35, 5], axis=1))
+    want = inputs.call(factory(impl="xla"), x, **masks)
+    np.testing.assert_allclose(inputs.call(op, x, **masks), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("factory", KERNELS[:3], ids=lambda x: x.__name__)
+def test_a_kernel_that_cannot_run_is_refused(factory):
+    op = factory(impl="pallas_interpret")
+    x = inputs.draw(op, length=3, dtype=np.float16)
+    mixed = x._replace(k=x.k.astype(np.float32))
+    with pytest.raises(NotImplementedError, match="^impl='pallas_interpret' with dtypes="):
+        inputs.call(op, mixed, causal=True)

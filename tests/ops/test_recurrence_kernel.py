@@ -55,9 +55,8 @@ def test_groups_of_chunks_are_one_sequence(kind, packed):
     @functools.partial(jax.jit, static_argnums=0)
     def run(groups):
         options = dict(strict=False, interpret=True, groups=groups)
-        return kernel.forward(*inputs, ids, **options)[0], kernel.backward(
-            *inputs, ids, d_out, **options
-        )
+        out = kernel.forward(inputs, ids, **options)[0]
+        return out, kernel.backward(inputs, ids, d_out, **options)
 
     assert_trees_close(run(3), run(1), 2e-6)
 
@@ -92,8 +91,9 @@ def test_it_lowers_for_a_gpu(kind, dtype):
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def run(ids, d_out, *inputs):
-        out = kernel.forward(*inputs, ids, strict=False)
-        return out, kernel.backward(*inputs, ids, d_out, strict=False)
+        inputs = Inputs(*inputs)
+        out = kernel.forward(inputs, ids, strict=False)
+        return out, kernel.backward(inputs, ids, d_out, strict=False)
 
     lowered = lower_for_gpu(run, ids, v, q, q, v, decay, beta)
     assert lowered.count("triton") >= 5

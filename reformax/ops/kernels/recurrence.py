@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.kernels.common import launch, load, power_of_two
 from reformax.ops.parts.containment import finite
+from reformax.ops.parts.recurrence import Inputs
 
 L = 64  # rows of a chunk
 SUB = 16  # rows of a part of it
@@ -37,7 +38,7 @@ SUB = 16  # rows of a part of it
 PROGRAMS, LEAST_CHUNKS = 264, 16
 
 
-class Inputs(NamedTuple):
+class _Read(NamedTuple):
     """What the kernels read, arrays or references to them."""
 
     q: Array  # [B, T, N, H]
@@ -48,7 +49,7 @@ class Inputs(NamedTuple):
     ids: Array | None  # [B, Tp]; rows of one id are side by side
 
 
-class Solved(NamedTuple):
+class _Solved(NamedTuple):
     """The delta rule as a recurrence of other values: `u = values - reads S`."""
 
     pairs: Array  # [B, N, Tp, L], e^(c_i - c_j) k_i . k_j below the diagonal
@@ -76,7 +77,7 @@ class _Rows(NamedTuple):
     """A chunk of one head, as a program reads it."""
 
     plan: _Plan
-    x: Inputs
+    x: _Read
     batch: Any
     head: Any
     start: Any  # its first position
@@ -262,7 +263,7 @@ def _and(mask, other, shape):
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
-def _chunk(plan: _Plan, x: Inputs) -> _Rows:
+def _chunk(plan: _Plan, x: _Read) -> _Rows:
     """The chunk of a program of the grid (C, N, B)."""
     batch, head, chunk = pl.program_id(2), pl.program_id(1), pl.program_id(0)
     return _Rows(plan, x, batch, head, chunk * L)
@@ -286,7 +287,7 @@ class _Blocks(NamedTuple):
         return pl.cdiv(d_k, self.h) * pl.cdiv(d_v, self.v)
 
 
-def _block(plan: _Plan, x: Inputs, blocks: _Blocks):
+def _block(plan: _Plan, x: _Read, blocks: _Blocks):
     """The first chunk of a program of the grid (blocks, N, B x groups), and its block."""
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block, last = pl.program_id(0), pl.program_id(2)
@@ -587,20 +588,20 @@ def _gradients_kernel(x, given, states, d_states, values, d_out, out, d_decay, *
 # Launches.
 
 
-def _plan(q, k, v, strict: bool, delta: bool, interpret: bool, groups: int | None) -> _Plan:
-    batch, length, n_heads, size = k.shape
+def _plan(x: Inputs, strict: bool, interpret: bool, groups: int | None) -> _Plan:
+    (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
-    blocks = _Blocks.of(size, v.shape[3], delta).grid(size, v.shape[3])
+    blocks = _Blocks.of(size, d_v, delta).grid(size, d_v)
     if groups is None:
         groups = max(1, min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS))
     # A state of the delta rule passes a group by a matrix: its chunks go one after the other.
     groups = 1 if delta else groups
-    dtype = jnp.result_type(q, k, v)
+    dtype = jnp.result_type(x.q, x.k, x.v)
     n_chunks = pl.cdiv(n_chunks, groups)
     return _Plan(length, groups, n_chunks, strict, dtype, interpret)
 
 
-def _inputs(plan: _Plan, q, k, v, log_decay, beta, ids) -> Inputs:
+def _read(plan: _Plan, x: Inputs, ids) -> _Read:
     more = plan.padded - plan.length
 
     def numbers(x):
@@ -609,14 +610,14 @@ def _inputs(plan: _Plan, q, k, v, log_decay, beta, ids) -> Inputs:
 
     ids = None if ids is None else jnp.pad(ids, ((0, 0), (0, more)), mode="edge")
     decay = None
-    if log_decay is not None:
+    if x.log_decay is not None:
         # As in `ops.parts.recurrence`.
         least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
-        decay = jnp.maximum(finite(log_decay.astype(jnp.float32)), least)
+        decay = jnp.maximum(finite(x.log_decay.astype(jnp.float32)), least)
         decay = jnp.pad(decay, ((0, 0), (0, more), (0, 0), (0, 0)))
         decay = _summed(decay, ids, "ij,jnh->inh")
-        decay = decay if log_decay.shape[3] > 1 else jnp.moveaxis(decay[..., 0], 1, 2)
-    return Inputs(q, k, v, decay, None if beta is None else numbers(beta), ids)
+        decay = decay if x.log_decay.shape[3] > 1 else jnp.moveaxis(decay[..., 0], 1, 2)
+    return _Read(x.q, x.k, x.v, decay, None if x.beta is None else numbers(x.beta), ids)
 
 
 def _summed(x: Float[Array, "B Tp N _"], ids, spec: str) -> Float[Array, "B Tp N _"]:
@@ -654,7 +655,7 @@ class _Launches(NamedTuple):
     """The kernels of a call."""
 
     plan: _Plan
-    x: Inputs
+    x: _Read
 
     @property
     def _chunks(self):
@@ -686,7 +687,7 @@ class _Launches(NamedTuple):
             _pairs_kernel, (self.x.q, self.x.k), (self._square(),), strict=self.plan.strict
         )[0]
 
-    def solved(self) -> Solved | None:
+    def solved(self) -> _Solved | None:
         x = self.x
         if x.beta is None:
             return None
@@ -694,7 +695,7 @@ class _Launches(NamedTuple):
         (pairs,) = self._each(_pairs_kernel, (x.k, x.k), (square,), strict=True)
         (inverse,) = self._each(_inverse_kernel, (pairs,), (self._square(),), warps=1)
         shapes = self._like(x.k), self._like(x.v)
-        return Solved(pairs, inverse, *self._each(_solve_kernel, (inverse,), shapes))
+        return _Solved(pairs, inverse, *self._each(_solve_kernel, (inverse,), shapes))
 
     def states(self, solved) -> tuple[Array, Array]:
         """The state before each chunk, `[B, N, C, H, V]`, and the values that are written."""
@@ -766,11 +767,8 @@ class _Launches(NamedTuple):
         shape = self._like(self.x.v, jnp.float32)
         return self._each(_output_kernel, (self.pairs(), states, values), (shape,))[0]
 
-    def gradients(self, d_out):
-        """`(dq, dk, dv, d_log_decay [B, Tp, N, _], d_beta [B, N, Tp])`, the latter None or padded.
-
-        The gradient of a decay is that of its sums, in the chunk.
-        """
+    def gradients(self, d_out) -> Inputs:
+        """Those of the inputs, that of the decays `[B, Tp, N, _]` and of beta `[B, N, Tp]`."""
         x, wide = self.x, jnp.float32
         d_out = d_out.astype(self.plan.dtype)
         solved, pairs = self.solved(), self.pairs()
@@ -799,7 +797,7 @@ class _Launches(NamedTuple):
         if dc is not None:
             dc = dc if self.by_feature else jnp.moveaxis(dc, 1, 2)[..., None]
             dc = _summed(dc, x.ids, "ij,inh->jnh")
-        return out.q, out.k, dv if out.v is None else out.v, dc, d_beta
+        return Inputs(out.q, out.k, dv if out.v is None else out.v, dc, d_beta)
 
     def _numbers(self):
         batch, _, n_heads, _ = self.x.k.shape
@@ -814,17 +812,13 @@ class _Of(NamedTuple):
     v: Any
 
 
-def _launches(q, k, v, log_decay, beta, ids, strict, interpret, groups) -> _Launches:
-    plan = _plan(q, k, v, strict, beta is not None, interpret, groups)
-    return _Launches(plan, _inputs(plan, q, k, v, log_decay, beta, ids))
+def _launches(x: Inputs, ids, strict: bool, interpret: bool, groups: int | None) -> _Launches:
+    plan = _plan(x, strict, interpret, groups)
+    return _Launches(plan, _read(plan, x, ids))
 
 
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N V"],
-    log_decay: Float[Array, "B T N _"] | None,
-    beta: Float[Array, "B T N 1"] | None,
+    x: Inputs,
     ids: Int[Array, "B T"] | None,
     *,
     strict: bool,
@@ -836,35 +830,31 @@ def forward(
     Zeros stand for what is not finite.
 
     Args:
-      q, k, v, log_decay, beta, strict: as in `ops.parts.recurrence.recurrence`.
+      x, strict: as in `ops.parts.recurrence.recurrence`.
       ids: segments, each of them side by side.
       interpret: whether to run it anywhere, slowly.
       groups: of chunks, side by side; None: as many as fill a GPU.
     """
-    launches = _launches(q, k, v, log_decay, beta, ids, strict, interpret, groups)
+    launches = _launches(x, ids, strict, interpret, groups)
     states, values = launches.states(launches.solved())
     return launches.output(states, values), values
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N V"],
-    log_decay: Float[Array, "B T N _"] | None,
-    beta: Float[Array, "B T N 1"] | None,
+    x: Inputs,
     ids: Int[Array, "B T"] | None,
     d_out: Float[Array, "B T N V"],
     *,
     strict: bool,
     interpret: bool = False,
     groups: int | None = None,
-) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """The gradients of the first five; arguments as in `forward`, `d_out` that of the outputs."""
-    launches = _launches(q, k, v, log_decay, beta, ids, strict, interpret, groups)
-    *gradients, d_log_decay, d_beta = launches.gradients(d_out)
-    length = q.shape[1]
-    if d_log_decay is not None:
-        d_log_decay = d_log_decay[:, :length]
-    if d_beta is not None:
-        d_beta = jnp.moveaxis(d_beta[:, :, :length], 1, 2)[..., None]
-    return *gradients, d_log_decay, d_beta
+) -> Inputs:
+    """The gradients of `x`; arguments as in `forward`, `d_out` that of the outputs."""
+    gradients = _launches(x, ids, strict, interpret, groups).gradients(d_out)
+    length = x.q.shape[1]
+    if gradients.log_decay is not None:
+        gradients = gradients._replace(log_decay=gradients.log_decay[:, :length])
+    if gradients.beta is not None:
+        beta = jnp.moveaxis(gradients.beta[:, :, :length], 1, 2)[..., None]
+        gradients = gradients._replace(beta=beta)
+    return gradients

@@ -84,7 +84,8 @@ def recurrence(
         changes no number but by rounding.
       strict: whether a position is hidden from itself; not with `beta`.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, with
-        chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is `"xla"`.
+        chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` takes them
+        where they can compute the call: they are faster at every length.
 
     Returns:
       The outputs in float32, or float64 for float64 inputs.
@@ -94,10 +95,19 @@ def recurrence(
       NotImplementedError: the kernel cannot compute the call.
     """
     check_impl(impl, *KERNELS)
-    obstacles = kernel_obstacles(q, k, v)
-    impl = choose("xla" if impl == "auto" else impl, **obstacles)
     x = Inputs(q, k, v, log_decay, beta)
+    obstacles = kernel_obstacles(q, k, v)
+    impl = choose(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
     return _recurrence(_chunk_size(chunk_len, q.shape[1]), strict, impl, x, segments)
+
+
+def _chip_obstacle(x: Inputs) -> str | None:
+    """What a GPU's chip cannot hold beside that which `kernel_obstacles` knows."""
+    size = max(x.k.shape[-1], x.v.shape[-1])
+    by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
+    if x.beta is None or not by_feature or size <= 64 or x.q.dtype != jnp.float32:
+        return None
+    return f"beta, decays by feature and head size {size}, which is above 64, in float32"
 
 
 def everything(
@@ -118,11 +128,47 @@ def everything(
         state = chunk_products.product("bsnh,bsnv->bnhv", finite(k), finite(v), dtype)
         out = chunk_products.product("btnh,bnhv->btnv", finite(q), state, dtype)
         return jnp.where(real, out, jnp.nan)
-    until = recurrence(q, k, v, segments=segments, chunk_len=chunk_len)
-    *behind, ids = (jnp.flip(x, axis=1) for x in (q, k, v, segments))
-    after = recurrence(*behind, segments=ids, chunk_len=chunk_len, strict=True)
-    out = until + jnp.flip(after, axis=1)
-    return jnp.where(is_finite(out), out, jnp.nan)  # which leaves no part a gradient
+    order, here, ids = side_by_side((q, k, v), segments)
+    out = _of_segment(_chunk_size(chunk_len, q.shape[1]), here, ids)
+    bad = ~is_finite(*here[1:])
+    behind = _so_far(jnp.flip(bad, axis=1), jnp.flip(ids, axis=1), strict=False)
+    sees_bad = _so_far(bad, ids, strict=False) | jnp.flip(behind, axis=1)
+    real = is_finite(here[0], out) & ~sees_bad
+    return back(jnp.where(real, out, jnp.nan), order)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_segment(size: int, qkv: tuple[Array, Array, Array], ids: Int[Array, "B T"]) -> Array:
+    """`q_t . sum_s k_s v_s^T` over the row's segment, where those are side by side.
+
+    A chunk reads a state of what came before it and one of what follows, whose rows are of the
+    segments that it begins and ends in.
+    """
+    x = _chunked(Inputs(*qkv, None, None), ids, size, strict=False)
+    same = x.so_far | jnp.swapaxes(x.so_far, -1, -2)
+    pairs = jnp.where(same, x.product("ih,jh->ij", x.q, x.k), 0)
+    to_next, to_last = (
+        x.product("lh,lv->hv", jnp.where(rows, x.k, 0), x.v) for rows in (x.new, x.old)
+    )
+    before = _prefix(x.kept(), to_next)
+    behind = _prefix(x.kept()[::-1], to_last[::-1])[::-1]
+    out = x.product("ij,jv->iv", pairs, x.v)
+    out = out + x.product("ih,hv->iv", jnp.where(x.old, x.q, 0), before)
+    out = out + x.product("ih,hv->iv", jnp.where(x.new, x.q, 0), behind)
+    return _joined(out, qkv[0].shape[1])
+
+
+def _of_segment_backward(size: int, results, d_out):
+    """The function is linear in each of the three, and its derivatives are of its own form."""
+    ((q, k, v), ids), d = first_order((results, d_out))
+    d = d.astype(jnp.result_type(q, k, v))
+    gradients = (_of_segment(size, x, ids) for x in ((d, v, k), (v, d, q), (k, q, d)))
+    return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None
+
+
+_of_segment.defvjp(
+    lambda size, qkv, ids: (_of_segment(size, qkv, ids), (qkv, ids)), _of_segment_backward
+)
 
 
 def _chunk_size(chunk_len: int, length: int) -> int:
@@ -135,12 +181,12 @@ def _recurrence(size: int, strict: bool, impl: str, inputs: Inputs, segments):
 
 
 def _forward(size: int, strict: bool, impl: str, inputs: Inputs, segments):
-    order, here, ids = side_by_side(inputs, segments)
+    order, here, ids = side_by_side(first_order(inputs), segments)
     if impl in KERNELS:
         from reformax.ops.kernels import recurrence as kernel
 
         options = dict(strict=strict, interpret=impl == "pallas_interpret")
-        out, values = kernel.forward(*here, ids, **options)
+        out, values = kernel.forward(here, ids, **options)
     else:
         x = _chunked(here, ids, size, strict)
         states, values = _states(x)
@@ -163,7 +209,7 @@ def _backward(size: int, strict: bool, impl: str, results, d_out):
         from reformax.ops.kernels import recurrence as kernel
 
         options = dict(strict=strict, interpret=impl == "pallas_interpret")
-        gradients = Inputs(*kernel.backward(*here, ids, d_out, **options))
+        gradients = kernel.backward(here, ids, d_out, **options)
     else:
         gradients = _gradients(_chunked(here, ids, size, strict), _cut(d_out, size))
         gradients = jax.tree.map(lambda g: _joined(g, d_out.shape[1]), gradients)

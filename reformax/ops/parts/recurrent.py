@@ -23,6 +23,7 @@ def recurrent(
     inputs: Callable[..., Inputs],
     output: Callable[..., Array],
     chunk_len: int,
+    impl: str,
     constants: Callable[[int], dict[str, Array]] = lambda n_heads: {},
 ) -> dict[str, Callable]:
     """`apply`, `init_cache` and `step` of an op. The cache is the state, of constant size.
@@ -30,7 +31,7 @@ def recurrent(
     Args:
       inputs: `(params, q, k, v, extras) -> Inputs`, what the recurrence reads.
       output: `(params, out, extras) -> out`, of the recurrence's output in float32.
-      chunk_len: as in `recurrence`.
+      chunk_len, impl: as in `recurrence`.
       constants: `n_heads -> {name: [N, ...]}`, what `inputs` and `output` get with the weights,
         whose first axis is the heads too.
     """
@@ -44,7 +45,7 @@ def recurrent(
         del plan, causal, dropout
         params = own(params, q.shape[2], rng)
         x = contained(inputs, params, q, k, v, extras)
-        out = recurrence(*x, segments=segments, chunk_len=chunk_len)
+        out = recurrence(*x, segments=segments, chunk_len=chunk_len, impl=impl)
         return contained_output(output, params, out, extras).astype(v.dtype)
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extras=None):
