@@ -119,7 +119,7 @@ class MultiHead(Layer):
         both = {"q": Extra(n, h, rotated=True), "k": Extra(n_kv, h, rotated=True)}
         if self.op.traits.shared_qk:
             del both["k"]
-        return both | {"v": Extra(n_kv, v)} | self.op.extras_of(Dims(n, h, v, 0))
+        return both | {"v": Extra(n_kv, v)} | self.op.extras_of(Dims(n, h, v, 0, n_kv))
 
     def init_params(self, rng, shape, *shapes):
         *_, length, d_model = shape
@@ -139,7 +139,7 @@ class MultiHead(Layer):
                 params[f"b_{name}"] = jnp.zeros((to.n_heads, to.size))
         if self.output_bias:
             params["b_o"] = jnp.zeros(d_model)
-        params["op"] = self.op.init(rng_op, Dims(n, h, v, length))
+        params["op"] = self.op.init(rng_op, Dims(n, h, v, length, self.n_kv_heads))
         return params
 
     def _heads(self, params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T _ _"]:

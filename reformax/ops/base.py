@@ -64,6 +64,12 @@ class Dims(NamedTuple):
     d_qk: int
     d_v: int
     length: int
+    n_kv_heads: int | None = None  # G; None: N
+
+    @property
+    def key_heads(self) -> int:
+        """G, the number of heads of keys and values."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
 
 class Extra(NamedTuple):
@@ -124,7 +130,7 @@ class AttentionOp(NamedTuple):
 
     def dims(self, q: Float[Array, "B T N H"], v: Float[Array, "B S N V"]) -> Dims:
         """The sizes of a call of these arrays, which `init` and `extras` take."""
-        return Dims(n_heads=q.shape[2], d_qk=q.shape[3], d_v=v.shape[3], length=q.shape[1])
+        return Dims(q.shape[2], q.shape[3], v.shape[3], q.shape[1], n_kv_heads=v.shape[2])
 
     def extras_of(self, dims: Dims) -> dict[str, Extra]:
         """The further projections that the algorithm reads, by name."""

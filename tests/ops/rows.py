@@ -22,6 +22,7 @@ from reformax.ops import (
     lsh,
     memory_efficient,
     moba,
+    nsa,
     nystromformer,
     performer,
     retention,
@@ -30,7 +31,7 @@ from reformax.ops import (
     smyrf,
 )
 from reformax.ops.base import AttentionOp
-from tests.ops import low_rank, recurrences
+from tests.ops import low_rank, native_sparse, recurrences
 
 # No sequence of the shared tests is longer.
 LONGEST = 130
@@ -71,6 +72,8 @@ class Row(NamedTuple):
         others are refused.
       contains: whether what is not finite reaches no row that does not see it.
       rounding: how many times the error of softmax attention the op's rounding may have.
+      group_chooses: whether the heads of one key head choose together where they look, so that
+        repeated keys are another function.
       slow: whether its tests are slow, though it is the first row of its factory.
     """
 
@@ -87,6 +90,7 @@ class Row(NamedTuple):
     contains: bool = True
     rounding: float = 1.0
     reference: Callable[..., Any] | None = None
+    group_chooses: bool = False
     slow: bool = False
 
     @property
@@ -359,6 +363,16 @@ _CLUSTERS = {
 }
 
 _MIXED = {"block_size": (4, 5, 1, 64), "top_k": (2, 3, 1, 50)}
+_NATIVE = {
+    "compress_len": (4, 8),
+    "compress_stride": (2, 4, 1),
+    "block_size": (4, 8, 16),
+    "n_selected": (3, 1, 4, 50),
+    "window": (6, 1, 9),
+    "compression": ("mlp", "mean"),
+    "own_projections": (True, False),
+    "impl": ("xla",),
+}
 _SEPARATE = {
     "chunk_len": (4, 1, 5),
     "n_hashes": (3, 1, 2),
@@ -518,6 +532,15 @@ ROWS = [
     ),
     Row("moba", moba.moba, _MIXED, _chosen_blocks),
     Row("moba_pallas", moba.moba, _MIXED | _KERNEL, _chosen_blocks),
+    Row(
+        "nsa",
+        nsa.nsa,
+        _NATIVE,
+        reference=native_sparse.nsa,
+        second_order=2,
+        group_chooses=True,
+        slow=True,
+    ),
     Row("linear", linear.linear, _CHUNKS_OF_STATES, reference=recurrences.linear, **_RECURRENT),
     Row("linear_pallas", linear.linear, _KERNEL, reference=recurrences.linear, **_RECURRENT),
     *(
