@@ -22,6 +22,7 @@ from reformax.ops import (
     lsh,
     memory_efficient,
     moba,
+    nsa,
     nystromformer,
     performer,
     retention,
@@ -78,6 +79,18 @@ SIZES = [
     (local.local, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
     (moba.moba, dict(block_size=0), "block_size is 0: expected at least 1"),
     (moba.moba, dict(top_k=0), "top_k is 0: expected at least 1"),
+    (nsa.nsa, dict(n_selected=0), "n_selected is 0: expected at least 1"),
+    (nsa.nsa, dict(compression="sum"), "compression is 'sum': expected 'mlp' or 'mean'"),
+    (
+        nsa.nsa,
+        dict(compress_len=24),
+        "compress_len is 24: expected a multiple of compress_stride, 16",
+    ),
+    (
+        nsa.nsa,
+        dict(block_size=40),
+        "block_size is 40: expected a multiple of compress_stride, 16",
+    ),
     (linformer.linformer, dict(n_projected=0), "n_projected is 0: expected at least 1"),
     (linformer.linformer, dict(max_length=0), "max_length is 0: expected at least 1"),
     (
