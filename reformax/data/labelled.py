@@ -37,10 +37,12 @@ def labelled_task(
     examples: Examples,
     made_by: Callable[[str], str],
     longest: int | None = None,
+    in_order: bool = False,
 ) -> Task:
     """The task of predicting the class of each example of a split, each with weight 1.
 
-    A step of training draws its examples uniformly, with replacement, by (seed, step).
+    A step of training draws its examples uniformly, with replacement, by (seed, step). With
+    `in_order` it takes the next `batch_size`, from a place that goes by the seed, round and round.
 
     Args:
       name: the task's name in logs and errors.
@@ -52,6 +54,7 @@ def labelled_task(
       made_by: split -> what its data is, in words.
       longest: tokens of the longest example; a shorter length of batches is refused. None: what is
         longer than a batch is cut.
+      in_order: for examples that are drawn alike, and made many at once when they are first read.
 
     Raises:
       ValueError: by the task's functions, for an unknown split, a length below `longest`, a stride
@@ -81,7 +84,13 @@ def labelled_task(
     ) -> Batch:
         check_sizes(batch_size=batch_size, length=length)
         check_length(length, length)
-        numbers = generator(seed, step).integers(size("train"), size=batch_size)[rows]
+        n = size("train")
+        if in_order:
+            first = int(generator(seed, 0).integers(n)) + step * batch_size
+            numbers = (first % n + np.arange(batch_size)) % n
+        else:
+            numbers = generator(seed, step).integers(n, size=batch_size)
+        numbers = numbers[rows]
         return batch("train", numbers, len(numbers), length)
 
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:

@@ -104,6 +104,7 @@ def listops(
         examples=examples,
         made_by=lambda split: f"{sizes[split]} examples of {made_by}",
         longest=max_length - 1,
+        in_order=True,
     )
 
 

@@ -9,7 +9,7 @@ from reformax.data.labelled import labelled_task, padded
 SIZES = {"train": 9, "valid": 5}
 
 
-def task(pairs=False, longest=None):
+def task(pairs=False, longest=None, in_order=False):
     """Example i of a split is i + 1 tokens i + 1, and its class is i % 3."""
 
     def examples(split, numbers):
@@ -19,6 +19,7 @@ def task(pairs=False, longest=None):
     return labelled_task(
         "counts", vocab_size=20, labels=Labels(3, pairs), sizes=SIZES, examples=examples,
         made_by=lambda split: f"{SIZES[split]} counts", longest=longest,
+        in_order=in_order,
     )  # fmt: skip
 
 
@@ -54,6 +55,14 @@ def test_a_step_draws_uniformly_and_a_process_makes_its_rows():
     drawn = made.train_batch(0, 0, 4500, 9).inputs[:, 0]
     counts = np.bincount(drawn, minlength=10)[1:]
     assert counts.sum() == 4500 and np.abs(counts - 500).max() < 5 * np.sqrt(500)
+
+
+def test_steps_in_order_go_round():
+    made = task(in_order=True)
+    steps = [made.train_batch(7, step, 6, 9) for step in range(3)]
+    numbers = np.concatenate([batch.inputs[:, 0] for batch in steps]) - 1
+    np.testing.assert_array_equal(numbers, (numbers[0] + np.arange(18)) % 9)
+    assert len({int(made.train_batch(s, 0, 1, 9).inputs[0, 0]) for s in range(20)}) > 3
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,9 @@ def test_a_row_of_padding_alone_has_the_logits_of_zeros():
     np.testing.assert_array_equal(got[0, 0], params["logits"]["b"])
 
 
-@pytest.mark.parametrize("model_fn", [TransformerMaskedLM, ReformerMaskedLM])
+@pytest.mark.parametrize(
+    "model_fn", [TransformerMaskedLM, pytest.param(ReformerMaskedLM, marks=pytest.mark.slow)]
+)
 def test_hidden_tokens_are_filled_in_from_both_sides(model_fn):
     model = model_fn(**SMALL, **(CYCLE if model_fn is ReformerMaskedLM else {}))
     rows = some_rows()

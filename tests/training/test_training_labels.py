@@ -60,7 +60,7 @@ def first_token(pairs=False, n_classes=4):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_learns_classes_and_says_how_many_are_right(pairs, tmp_path, monkeypatch, capsys):
     (tmp_path / "run.gin").write_text(RUN)
     monkeypatch.chdir(tmp_path)

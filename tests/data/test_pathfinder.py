@@ -1,0 +1,112 @@
+"""Pathfinder: curves of dashes that keep apart, dots at their ends, and what is painted of them."""
+
+import numpy as np
+import pytest
+
+from reformax.data import pathfinder
+from reformax.data.pathfinder import LOOKS, drawn, painted
+
+LENGTH = 5
+
+
+@pytest.fixture(scope="module", params=[32, 64, 128])
+def images(request):
+    size = request.param
+    return size, LOOKS[size], drawn(np.random.default_rng(3), 12, size, LOOKS[size], LENGTH)
+
+
+def points(dash):
+    """Points of a dash, a tenth of its length apart."""
+    return dash[0] + np.linspace(0, 1, 11)[:, None] * (dash[1] - dash[0])
+
+
+def distance(one, other):
+    return np.linalg.norm(points(one)[:, None] - points(other)[None], axis=-1).min()
+
+
+def test_curves_bend_so_far_and_keep_apart(images):
+    size, look, lines = images
+    assert lines.dashes.shape == (12, 2 * LENGTH + look.n_distractors, 2, 2)
+    for dashes in lines.dashes:
+        there = ~np.isnan(dashes[:, 0, 0])
+        assert there[: 2 * LENGTH].all() and there.sum() > 2 * LENGTH
+        assert (np.abs(dashes[there] - (size - 1) / 2) <= size / 2).all()
+        ways = dashes[:, 1] - dashes[:, 0]
+        np.testing.assert_allclose(np.linalg.norm(ways[there], axis=-1), look.dash, rtol=1e-5)
+        margins = set()
+        for curve in (range(LENGTH), range(LENGTH, 2 * LENGTH)):
+            for a, b in zip(curve, curve[1:], strict=False):
+                cosine = ways[a] @ ways[b] / look.dash**2
+                assert cosine > np.cos(np.pi / 2 / look.continuity) - 1e-4
+                # The gap bends half before the joint and half behind it.
+                half = (dashes[b, 0] - dashes[a, 1]) @ ways[a] / look.dash / (1 + cosine)
+                margins.add(round(float(half), 3))
+        (margin,) = margins
+        assert margin in look.margins
+        for i in np.flatnonzero(there):
+            for j in np.flatnonzero(there[:i]):
+                follows = i == j + 1 and i not in (LENGTH, 2 * LENGTH)
+                if not follows:  # pixels are whole, hence the rounding
+                    assert distance(dashes[i], dashes[j]) > 2 * margin - np.sqrt(2)
+
+
+def test_the_class_says_whether_the_dots_end_one_curve(images):
+    lines = images[2]
+    for dashes, dots, connected in zip(*lines, strict=True):
+        ends = [dashes[at, side] for at, side in ((0, 0), (LENGTH, 0))]
+        ends += [dashes[at, side] for at, side in ((LENGTH - 1, 1), (2 * LENGTH - 1, 1))]
+        gaps = np.linalg.norm(np.array(ends)[None] - dots[:, None], axis=-1)
+        begin, end = gaps.argmin(axis=1)
+        assert gaps.min(axis=1).max() < 1e-5
+        assert begin < 2 <= end and connected == (begin == end - 2)
+    assert 0 < lines.connected.sum() < 12
+
+
+def test_what_is_painted_is_near_a_line(images):
+    size, look, lines = images
+    greys = painted(lines, size, look)
+    assert greys.shape == (12, size, size) and greys.dtype == np.uint8
+    grid = np.stack(np.meshgrid(np.arange(size), np.arange(size), indexing="ij"), axis=-1)
+    for grey, dashes, dots in zip(greys, lines.dashes, lines.dots, strict=True):
+        fine = [points(x) for x in dashes if not np.isnan(x).any()]
+        far = np.min([np.linalg.norm(grid[:, :, None] - x, axis=-1).min(-1) for x in fine], axis=0)
+        to_dot = np.linalg.norm(grid[:, :, None] - dots, axis=-1).min(-1)
+        want = np.minimum(look.contrast * np.clip(0.5 + look.thickness / 2 - far, 0, 1), 1)
+        want = np.maximum(want, np.clip(0.5 + look.radius - to_dot, 0, 1))
+        # Ten points of a dash stand for the line.
+        assert np.abs(grey / 255 - want).max() < 0.1 * look.dash * look.contrast
+        assert (grey[to_dot < look.radius - 0.5] == 255).all()
+
+
+SMALL = dict(length=3, n_train=8, n_eval=4)
+
+
+def test_a_task_of_pixels(tmp_path):
+    task = pathfinder.pathfinder(**SMALL)
+    assert task.kind == "labels" and task.labels.n_classes == 2 and task.vocab_size == 257
+    batch = task.train_batch(0, 0, 5, 1030)
+    assert batch.inputs.shape == (5, 1030)
+    assert batch.inputs[:, :1024].min() >= 1 and not batch.inputs[:, 1024:].any()
+    assert batch.inputs.max() == 256
+    kept = pathfinder.pathfinder(**SMALL, data_dir=str(tmp_path / "lines"))
+    for _ in range(2):  # drawn, and read
+        again = kept.train_batch(0, 0, 5, 1030)
+        np.testing.assert_array_equal(again.inputs, batch.inputs)
+        np.testing.assert_array_equal(again.targets, batch.targets)
+        kept = pathfinder.pathfinder(**SMALL, data_dir=str(tmp_path / "lines"))
+    (path,) = (tmp_path / "lines").iterdir()
+    for damaged in (b"", path.read_bytes()[:-50]):
+        path.write_bytes(damaged)
+        fresh = pathfinder.pathfinder(**SMALL, data_dir=str(tmp_path / "lines"))
+        with pytest.raises(ValueError, match="is damaged: delete it, and it is drawn again"):
+            fresh.train_batch(0, 0, 5, 1030)
+
+
+def test_a_curve_that_has_no_room_is_refused(monkeypatch):
+    monkeypatch.setattr(pathfinder, "_DRAWS", 2)
+    with pytest.raises(ValueError, match="length=60: hardly any image of 32 pixels has room"):
+        pathfinder.drawn(np.random.default_rng(0), 4, 32, LOOKS[32], 60)
+    with pytest.raises(ValueError, match="size is 33: expected one of 32, 64, 128"):
+        pathfinder.pathfinder(33)
+    with pytest.raises(ValueError, match="length=1024 must be at least 4096"):
+        pathfinder.pathfinder(64).train_batch(0, 0, 1, 1024)
