@@ -1,158 +1,392 @@
 """Which attentions look keys up: multi-query associative recall, against the size of their state.
 
-    python -m benchmarks.associative_recall
+    python -m benchmarks.associative_recall --out recall.jsonl
 
 trains two-layer language models on `reformax.data.associative_recall` with each attention and
 prints, for each number of pairs, the share of values that it names (Arora et al. 2023, "Zoology",
-section 4). The state is what decoding keeps of a row in a layer, once it has read the row. Of
-several learning rates a model's best counts.
+section 4). The state is what decoding keeps of a row in a layer, once it has read the row; an
+attention without a step of decoding has none. Of several learning rates a model's best counts. A
+training ends before its last step, and no further rate is tried, once a model names `ENOUGH` of the
+values of a stretch of steps, which it has not seen before.
+
+With `--out` each model is a line of a file, and the same command goes on after an interruption:
+what the file has is not trained again. All models see the same batches. `--threads` compiles and
+trains several side by side. Positions are rotary; with `--pos_type=axial` learned, as in the paper.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from benchmarks.harness import command_line
+from benchmarks.harness.calls import attempt, exit_if
 from benchmarks.harness.output import Table, plot
-from benchmarks.harness.training import train
 from reformax.data.associative_recall import associative_recall
 from reformax.models import TransformerLM
 from reformax.ops import (
+    asymmetric_lsh,
+    block_patterns,
+    block_sparse,
     flash,
     gated_delta,
     gated_linear,
     linear,
     local,
     long_short,
+    longformer,
     lsh,
+    moba,
     performer,
     retention,
     shared_qk,
+    sinks,
+    smyrf,
 )
-from reformax.training.evaluation import evaluate
+from reformax.training import loss, optimizer
 
 N_LAYERS, N_HEADS, VOCAB_SIZE = 2, 2, 8192
 N_PAIRS = (4, 8, 16, 32, 64)
 WINDOW = 64
+ENOUGH = 0.995
+KEY = jax.random.key(0)
 
 
-def attentions() -> dict[str, dict[str, Any]]:
-    """The arguments of a model by the name of its attention.
+def attentions() -> dict[str, Any]:
+    """The attention of a model, or the cycle of its layers, by name.
 
-    Linformer and Nystromformer are left out: they mix the future in, and cannot decode.
+    Linformer and Nystromformer are left out: they mix the future in. So are other algorithms for
+    dense attention, which compute what flash does, and Longformer's global tokens, which no task
+    without marked tokens has.
     """
     window = local.local(window=WINDOW, chunk_len=WINDOW, n_chunks_before=1)
+    hashes = {n: lsh.lsh(chunk_len=32, n_hashes=n) for n in (1, 4, 8)}
+    blocks = functools.partial(block_sparse.block_sparse, block_size=16)
+    delta, gla = gated_delta.gated_delta(), gated_linear.gated_linear()
     return {
-        "flash": dict(attention_type=flash.flash()),
-        "shared-QK": dict(attention_type=shared_qk.shared_qk()),
-        f"local, window {WINDOW}": dict(attention_type=window),
-        "LSH, 4 hashes": dict(attention_type=lsh.lsh(chunk_len=32, n_hashes=4)),
-        "LSH, 1 hash": dict(attention_type=lsh.lsh(chunk_len=32, n_hashes=1)),
-        "local and LSH": dict(attention_type=(window, lsh.lsh(chunk_len=32, n_hashes=4))),
-        "linear": dict(attention_type=linear.linear()),
-        "performer": dict(attention_type=performer.performer(n_features=128)),
-        "retention": dict(attention_type=retention.retention()),
-        "gated_linear": dict(attention_type=gated_linear.gated_linear()),
-        "gated_delta": dict(attention_type=gated_delta.gated_delta()),
-        "local and gated_delta": dict(attention_type=(window, gated_delta.gated_delta())),
-        "long_short": dict(
-            attention_type=long_short.long_short(window=WINDOW, chunk_len=WINDOW, rank=4)
-        ),
+        "flash": flash.flash(),
+        "shared-QK": shared_qk.shared_qk(),
+        f"local, window {WINDOW}": window,
+        f"sinks, window {WINDOW}": sinks.sinks(window=WINDOW),
+        "longformer, dilations 1 and 4": longformer.longformer(window=WINDOW, dilation=(1, 4)),
+        "LSH, 1 hash": hashes[1],
+        "LSH, 4 hashes": hashes[4],
+        "LSH, 8 hashes": hashes[8],
+        "local and LSH": (window, hashes[4]),
+        "asymmetric LSH": asymmetric_lsh.asymmetric_lsh(chunk_len=32),
+        "smyrf": smyrf.smyrf(chunk_len=32),
+        "moba": moba.moba(block_size=32),
+        "bigbird": blocks(pattern=block_patterns.bigbird()),
+        "sparse, fixed": blocks(pattern=block_patterns.fixed()),
+        "sparse, strided": blocks(pattern=block_patterns.strided()),
+        "linear": linear.linear(),
+        "performer": performer.performer(n_features=128),
+        "retention": retention.retention(),
+        "gated_linear": gla,
+        "gated_delta": delta,
+        "local and gated_linear": (window, gla),
+        "local and gated_delta": (window, delta),
+        "long_short": long_short.long_short(window=WINDOW, chunk_len=WINDOW, rank=4),
     }
 
 
-def build(options: Mapping[str, Any], d_model: int, length: int, mode: str) -> TransformerLM:
-    """A language model with a learned embedding of each position."""
+class Sizes(NamedTuple):
+    """What a model is trained with, beside its attention."""
+
+    d_model: int
+    length: int
+    batch_size: int
+    steps: int
+    rates: tuple[float, ...]
+    pos_type: str
+    stretch: int  # steps compiled as one, after which a training may end
+    n_eval: int
+
+    def n_pairs(self, of: Sequence[int] = N_PAIRS) -> tuple[int, ...]:
+        """The numbers of pairs that fit in the length."""
+        return tuple(n for n in of if 4 * n <= self.length)
+
+
+class Rows(NamedTuple):
+    """Examples, and the places of the values that are asked for, filled up with weight 0."""
+
+    tokens: Any  # [..., B, T]
+    places: Any  # [..., B, M]
+    weights: Any  # [..., B, M]
+
+
+class Batches:
+    """The batches of a training, drawn once for all models: a stretch of steps at a time."""
+
+    def __init__(self, sizes: Sizes, n_pairs: Sequence[int]):
+        self._sizes, self._most = sizes, max(n_pairs)
+        self._task = associative_recall(sizes.length, n_pairs, VOCAB_SIZE, n_eval=sizes.n_eval)
+        self._drawn: dict[int, Rows] = {}
+        self._lock = threading.Lock()
+
+    def stretch(self, number: int) -> Rows:
+        """`[steps, B, ...]`, for training."""
+        with self._lock:
+            if number not in self._drawn:
+                steps, rows, length = (
+                    self._sizes.stretch,
+                    self._sizes.batch_size,
+                    self._sizes.length,
+                )
+                batch = self._task.train_batch(0, number, steps * rows, length)
+                drawn = self._rows(batch.inputs, batch.weights)
+                parts = (x.reshape(steps, rows, *x.shape[1:]) for x in drawn)
+                self._drawn[number] = Rows(*parts)
+            return self._drawn[number]
+
+    def evaluation(self) -> Rows:
+        """`[n_eval, ...]`, of examples that no training draws."""
+        (batch,) = self._task.eval_batches("valid", self._sizes.n_eval, *[self._sizes.length] * 2)
+        return self._rows(batch.inputs, batch.weights)
+
+    def _rows(self, tokens: np.ndarray, weights: np.ndarray) -> Rows:
+        places = np.argsort(-weights, axis=-1, kind="stable")[:, : self._most]
+        weights = np.take_along_axis(weights, places, axis=-1)
+        return Rows(tokens.astype(np.uint16), places.astype(np.uint16), weights)
+
+
+def build(attention: Any, sizes: Sizes, mode: str) -> TransformerLM:
+    """A language model. With rotary positions the windows of a cycle alone have them."""
+    positions: dict[str, Any] = {"pos_type": sizes.pos_type}
+    if sizes.pos_type == "axial":  # a learned embedding of each
+        positions |= dict(pos_axial_shape=(sizes.length,), pos_d_axial_embs=(sizes.d_model,))
+    elif isinstance(attention, tuple):
+        positions["pos_type"] = "rotary_local"
     return TransformerLM(
         vocab_size=VOCAB_SIZE,
-        d_model=d_model,
-        d_ff=2 * d_model,
+        d_model=sizes.d_model,
+        d_ff=2 * sizes.d_model,
         n_heads=N_HEADS,
-        d_attention_key=d_model // N_HEADS,
-        d_attention_value=d_model // N_HEADS,
+        d_attention_key=sizes.d_model // N_HEADS,
+        d_attention_value=sizes.d_model // N_HEADS,
         n_layers=N_LAYERS,
+        attention_type=attention,
         dropout=0.0,
-        pos_type="axial",
-        pos_axial_shape=(length,),
-        pos_d_axial_embs=(d_model,),
         mode=mode,
-        **options,
+        **positions,
     )
 
 
-def state_bytes(model: TransformerLM, length: int) -> float:
+def state_bytes(model: TransformerLM, length: int) -> float | None:
     """The bytes that decoding keeps of a row in a layer, after `length - 1` tokens."""
 
     def read(tokens):
-        rng = jax.random.key(0)
-        params = model.init_params(rng, tokens.shape)
-        _, decoding = model.prefill(params, tokens, jnp.full(1, length - 1), length, rng)
+        params = model.init_params(KEY, tokens.shape)
+        _, decoding = model.prefill(params, tokens, jnp.full(1, length - 1), length, KEY)
         return decoding.caches
 
-    caches = jax.eval_shape(read, jnp.zeros((1, length - 1), jnp.int32))
+    try:
+        caches = jax.eval_shape(read, jnp.zeros((1, length - 1), jnp.int32))
+    except NotImplementedError:
+        return None
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) / N_LAYERS
 
 
-def accuracies(
-    builder: Any, steps: int, rates: Sequence[float], tasks: Mapping[int, Any], **sizes: int
-) -> tuple[dict[int, float], float]:
-    """The best model's accuracy by the number of pairs, and the seconds of a training."""
-    found, start = [], time.perf_counter()
-    mixed = associative_recall(sizes["length"], tuple(tasks), VOCAB_SIZE)
-    model = builder(mode="eval")
-    for rate in rates:
-        params = train(builder, mixed, steps, rate, **sizes)
-        found.append(
-            {n: evaluate(model, params, task, **sizes)["accuracy"] for n, task in tasks.items()}
-        )
-    seconds = (time.perf_counter() - start) / len(rates)
-    return max(found, key=lambda one: sum(one.values())), seconds
+def sums(model: TransformerLM, params, rows: Rows, rng) -> loss.Sums:
+    """The loss of the values asked for; no logits are computed of other places."""
+    tokens, places = rows.tokens.astype(jnp.int32), rows.places.astype(jnp.int32)
+    features = model.features(params, tokens, rng=rng)
+    features = jnp.take_along_axis(features, places[..., None], axis=1)
+    targets = jnp.take_along_axis(tokens, places, axis=1)
+    return loss.cross_entropy(model.logits, params, features, targets, rows.weights)
+
+
+def adamw(rate: Any, steps: int) -> optax.GradientTransformation:
+    """The rate rises over a tenth of the steps, and falls as a cosine."""
+    shape = optimizer.cosine(1.0, steps, steps // 10)
+    return optimizer.adamw(lambda count: rate * shape(count))
+
+
+def trainer(model: TransformerLM, steps: int) -> Callable[..., Any]:
+    """A program (params, opt_state, first step, rate, batches) -> (params, opt_state, accuracy)."""
+
+    def mean(params, rows, rng):
+        found = sums(model, params, rows, rng)
+        return found.loss / found.weight, found.correct / found.weight
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def run(params, opt_state, first, rate, batches: Rows):
+        update = adamw(rate, steps).update
+
+        def step(carry, numbered):
+            (params, opt_state), (number, rows) = carry, numbered
+            rng = jax.random.fold_in(KEY, number)
+            gradients, accuracy = jax.grad(mean, has_aux=True)(params, rows, rng)
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                updates, opt_state = update(gradients, opt_state, params)
+                params = optax.apply_updates(params, updates)
+            return (params, opt_state), accuracy
+
+        numbers = first + jnp.arange(batches.tokens.shape[0])
+        carry, accuracies = jax.lax.scan(step, (params, opt_state), (numbers, batches))
+        return *carry, jnp.mean(accuracies)
+
+    return run
+
+
+def accuracies(sizes: Sizes, batches: Batches, tests: Mapping[int, Rows], attention: Any) -> dict:
+    """The best model's accuracy by the number of pairs; its rate and steps, and all seconds."""
+    model, start = build(attention, sizes, "train"), time.perf_counter()
+    run = trainer(model, sizes.steps)
+    correct = jax.jit(functools.partial(sums, build(attention, sizes, "eval")))
+    found = []
+    for rate in sizes.rates:
+        shape = sizes.batch_size, sizes.length
+        params = jax.jit(model.init_params, static_argnums=1)(KEY, shape)
+        opt_state = adamw(rate, sizes.steps).init(params)
+        accuracy, step = 0.0, 0
+        while step < sizes.steps and accuracy < ENOUGH:
+            rows = batches.stretch(step // sizes.stretch)
+            params, opt_state, accuracy = run(params, opt_state, step, rate, rows)
+            accuracy, step = float(accuracy), step + sizes.stretch
+        named = {}
+        for n, rows in tests.items():
+            n_batches = -(-len(rows.tokens) // sizes.batch_size)
+            parts = zip(*(np.array_split(x, n_batches) for x in rows), strict=True)
+            totals = [correct(params, Rows(*part), KEY) for part in parts]
+            named[n] = float(sum(x.correct for x in totals) / sum(x.weight for x in totals))
+        found.append({"accuracy": named, "rate": rate, "ended_after": step})
+        if accuracy >= ENOUGH:
+            break
+    best = max(found, key=lambda one: sum(one["accuracy"].values()))
+    return best | {"seconds": time.perf_counter() - start}
+
+
+def recorded(path: Path | None) -> list[dict[str, Any]]:
+    """The models of a file; a last line that an interruption cut is left out."""
+    if path is None or not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def trained(
+    rows: Mapping[tuple[str, Sizes], Any], path: Path | None, threads: int, only_known: bool
+) -> Iterator[tuple[tuple[str, Sizes], Any]]:
+    """The record of each model, or the exception in its place, in order.
+
+    Args:
+      rows: attentions by name and sizes.
+      path: of the file of records.
+      threads: models trained side by side.
+      only_known: whether those that the file lacks are left out.
+    """
+    drawn: dict[Sizes, tuple[Batches, dict[int, Rows]]] = {}
+    lock = threading.Lock()
+    before = recorded(path)
+
+    def one(name: str, sizes: Sizes, attention: Any) -> dict[str, Any] | None:
+        wanted = json.loads(json.dumps({"attention": name} | sizes._asdict()))
+        for record in before:
+            if wanted.items() <= record.items():
+                return record
+        if only_known:
+            return None
+        same = sizes._replace(d_model=0, rates=(), pos_type="")
+        with lock:
+            if same not in drawn:
+                n_pairs = sizes.n_pairs()
+                tests = {n: Batches(sizes, (n,)).evaluation() for n in n_pairs}
+                drawn[same] = Batches(sizes, n_pairs), tests
+        known = accuracies(sizes, *drawn[same], attention)
+        state = state_bytes(build(attention, sizes, "eval"), sizes.length)
+        record = wanted | {"state_bytes": state, "device": command_line.machine()} | known
+        if path is not None:
+            with lock, path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        return json.loads(json.dumps(record))
+
+    with ThreadPoolExecutor(threads) as pool:
+        found = {key: pool.submit(attempt, one, *key, rows[key]) for key in rows}
+        for key, future in found.items():
+            if (record := future.result()) is not None:
+                yield key, record
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, plot=Path("docs/associative_recall.png"))
-    for name, default in dict(length=512, batch_size=64, steps=2000).items():
-        text = f"default: {default}"
+    for name, default in dict(tokens=32768, steps=2000, threads=1).items():
+        text = f"default: {default:,}"
         parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)
-    rates, d_models = [1e-3, 3e-3], [64, 128]
-    parser.add_argument("--learning_rate", type=float, nargs="+", default=rates)
-    parser.add_argument("--d_model", type=command_line.positive, nargs="+", default=d_models)
+    several = dict(
+        length=(command_line.positive, [512], "tokens of an example"),
+        d_model=(command_line.positive, [64, 128], "sizes of the model"),
+        learning_rate=(float, [1e-3, 3e-3], "each is tried until one is enough"),
+    )
+    for name, (kind, default, text) in several.items():
+        text = f"{text} (default: {' '.join(map(str, default))})"
+        parser.add_argument(f"--{name}", type=kind, nargs="+", default=default, help=text)
     known = attentions()
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="these attentions")
+    parser.add_argument("--pos_type", choices=("rotary", "axial"), default="rotary")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="lines of JSON, a model each")
+    text = "train nothing: show what the file has"
+    parser.add_argument("--only_known", action="store_true", help=text)
     args = parser.parse_args(argv)
-    rows = {name: known[name] for name in args.only}
-    n_pairs = N_PAIRS
+    n_eval = 256
     if args.tiny:
-        args.length, args.batch_size, args.steps, args.d_model = 128, 2, 2, [8]
-        args.learning_rate, n_pairs = [1e-3], (4, 8)
-    n_eval = 4 if args.tiny else 256
-    tasks = {
-        n: associative_recall(args.length, (n,), VOCAB_SIZE, n_eval=n_eval)
-        for n in n_pairs
-        if 4 * n <= args.length
-    }
-    table = Table("attention", "d_model", "state, KiB", *(f"{n} pairs" for n in tasks), "seconds")
-    most = max(tasks)
-    lines: dict[str, dict[int, float]] = {}
-    for name, options in rows.items():
-        for d_model in args.d_model:
-            builder = functools.partial(build, options, d_model, args.length)
-            kib = state_bytes(builder(mode="eval"), args.length) / 1024
-            sizes = dict(batch_size=args.batch_size, length=args.length)
-            found, seconds = accuracies(builder, args.steps, args.learning_rate, tasks, **sizes)
-            shares = (f"{100 * share:.1f}%" for share in found.values())
-            table.row(name, str(d_model), f"{kib:.1f}", *shares, f"{seconds:.0f}")
-            lines.setdefault(name, {})[round(kib)] = found[most]
-    label = f"accuracy with {most} pairs in {args.length} tokens"
+        args.length, args.tokens, args.steps, args.d_model = [32], 64, 2, [8]
+        args.learning_rate, n_eval = [1e-3], 4
+    print(command_line.machine())
+    rows = {}
+    for length, d_model, name in itertools.product(args.length, args.d_model, args.only):
+        sizes = Sizes(
+            d_model=d_model,
+            length=length,
+            batch_size=max(1, args.tokens // length),
+            steps=args.steps,
+            rates=tuple(args.learning_rate),
+            pos_type=args.pos_type,
+            stretch=min(100, args.steps),
+            n_eval=n_eval,
+        )
+        rows[name, sizes] = known[name]
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    failed = []
+    for (name, sizes), one in trained(rows, args.out, args.threads, args.only_known):
+        n_pairs = sizes.n_pairs()
+        label = f"accuracy with {n_pairs[-1]} pairs in {sizes.length:,} tokens"
+        if label not in panels:
+            pairs = (f"{n} pairs" for n in n_pairs)
+            columns = "d_model", "state, KiB", *pairs, "rate", "steps", "seconds"
+            table = Table("attention", *columns, title=f"{sizes.length:,} tokens")
+        lines = panels.setdefault(label, {})
+        table.result(name, str(sizes.d_model), known=one, cells=cells)
+        if isinstance(one, Exception):
+            failed.append(f"{name}, d_model={sizes.d_model}, length={sizes.length}")
+        elif one["state_bytes"] is not None:
+            kib = round(one["state_bytes"] / 1024)
+            lines.setdefault(name, {})[kib] = one["accuracy"][str(n_pairs[-1])]
     axes = dict(yscale="linear", xlabel="state of a layer, KiB", ylim=(0, 1.02))
-    plot(args.plot, {label: lines}, **axes)
+    if panels:
+        plot(args.plot, panels, **axes)
+    exit_if(failed)
+
+
+def cells(record: Mapping[str, Any]) -> list[str]:
+    """The columns of a row from its state on."""
+    state = record["state_bytes"]
+    shares = (f"{100 * share:.1f}%" for share in record["accuracy"].values())
+    kib = "-" if state is None else f"{state / 1024:,.1f}"
+    last = f"{record['rate']:g}", f"{record['ended_after']:,}", f"{record['seconds']:.0f}"
+    return [kib, *shares, *last]
 
 
 if __name__ == "__main__":

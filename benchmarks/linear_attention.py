@@ -5,23 +5,33 @@
 
 prints a table for each length N of one sequence:
 
-  * forward, and gradient (forward and backward, with respect to every input, gates too), in
-    milliseconds: the median of calls waited for one by one and, in parentheses, the mean of 20
-    queued calls;
+  * forward, and gradient (forward and backward, with respect to every input, gates and weights
+    too), in milliseconds: the median of calls waited for one by one and, in parentheses, the mean
+    of 20 queued calls. Of slow calls there are fewer;
   * temporary memory of the gradient as compiled; of a peer in PyTorch its peak allocation,
 
 and then the exponent e of time ~ N^e, fitted to the queued gradients of lengths from a 16th of the
-longest on. What runs out of memory is recorded so. All are causal, but those that cannot be.
+longest on. What runs out of memory is recorded so; where a gradient took more than `SLOW` seconds,
+longer sequences are left out. Rows are causal but linformer, nystromformer,
+which cannot be, and those named `all`.
 
-`--peers` adds flash-linear-attention's kernels, performer-pytorch, linformer,
-linear-attention-transformer and nystrom-attention. Peers that are layers project their input too.
+A row gets no time before its output and gradients agree with those of array operations in float32
+on the CPU, at the shortest length. `--peers` adds flash-linear-attention's kernels,
+performer-pytorch, linformer, linear-attention-transformer and nystrom-attention, which get the same
+inputs and weights, and are checked against the same numbers. linear-attention-transformer's alone
+computes something else, without the nearest keys: it is checked to be finite. Projections are taken
+out of peers that have them. flash-linear-attention is given features and gates, which ours compute
+themselves; in rows named `from inputs` it computes them too. A last table has the peers' times over
+ours.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # PyTorch's process shares the GPU.
@@ -38,11 +48,11 @@ from benchmarks.harness.calls import (
     attempt_each,
     compiled,
     exit_if,
-    reason,
     time_calls,
 )
 from benchmarks.harness.output import Table, plot
-from benchmarks.harness.rows import Known, Result
+from benchmarks.harness.processes import alone, ask
+from benchmarks.harness.rows import Result
 from reformax.ops import (
     AttentionOp,
     flash,
@@ -55,8 +65,14 @@ from reformax.ops import (
     performer,
     retention,
 )
+from reformax.ops.parts.random_features import orthogonal_directions
 
-COLUMNS = ("forward ms", "gradient ms", "temp MiB")
+COLUMNS = ("forward ms", "gradient ms", "temp MiB", "error", "of gradient")
+# Of the largest number of each array or 1.
+TOLERANCE = {"bfloat16": 5e-2, "float32": 1e-3}
+MOST = 2.0  # seconds of the calls of a pass
+SLOW = 0.5
+N_FEATURES = 256
 
 
 class Shape(NamedTuple):
@@ -75,48 +91,168 @@ SHAPES = {
 }
 
 
-def algorithms() -> dict[str, AttentionOp]:
-    """The ops by name, and exact attention beside them."""
+class Row(NamedTuple):
+    """An attention in the tables."""
+
+    op: AttentionOp
+    causal: bool = True
+
+
+def algorithms(impl: str, epsilon: float = 1e-4) -> dict[str, Row]:
+    """The ops by name, and exact attention beside them. epsilon: Performer's."""
+    features = performer.performer(n_features=N_FEATURES, epsilon=epsilon, impl=impl)
+    low_rank = linformer.linformer(n_projected=256, impl=impl)
+    landmarks = nystromformer.nystromformer(n_landmarks=64, impl=impl)
     return {
-        "flash": flash.flash(),
-        "linear": linear.linear(),
-        "retention": retention.retention(gated=False),
-        "gated_linear": gated_linear.gated_linear(gated=False),
-        "gated_delta": gated_delta.gated_delta(gated=False),
-        "performer": performer.performer(n_features=256),
-        "linformer": linformer.linformer(n_projected=256),
-        "nystromformer": nystromformer.nystromformer(n_landmarks=64),
-        "long_short": long_short.long_short(),
+        "flash": Row(flash.flash(impl=impl)),
+        "linear": Row(linear.linear(impl=impl)),
+        "retention": Row(retention.retention(gated=False, impl=impl)),
+        "gated_linear": Row(gated_linear.gated_linear(gated=False, impl=impl)),
+        "gated_delta": Row(gated_delta.gated_delta(gated=False, impl=impl)),
+        "performer": Row(features),
+        "performer, all": Row(features, causal=False),
+        "linformer": Row(low_rank, causal=False),
+        "nystromformer": Row(landmarks, causal=False),
+        "long_short": Row(long_short.long_short()),
     }
 
 
-def compile_op(shape: Shape, row: tuple[AttentionOp, int]) -> tuple[Any, Any, float]:
-    """Calls of an op's forward pass and gradient at a length, and the gradient's `temp_mib`."""
-    op, length = row
+def inputs_of(op: AttentionOp, shape: Shape, length: int) -> dict[str, Any]:
+    """Random inputs and the op's own weights by name, and the cotangent `d_out`."""
     q, k, v, d_out = rows.inputs(1, length, shape.n_heads, shape.d_head, dtype=shape.dtype)
     dims = op.dims(q, v)
-    params = jax.jit(op.init, static_argnums=1)(rows.KEY, dims)
-    extras = {
-        name: jax.random.normal(rows.KEY, (1, length, extra.n_heads, extra.size), shape.dtype)
-        for name, extra in op.extras_of(dims).items()
+    extras = op.extras_of(dims)
+    drawn = {
+        name: jax.random.normal(jax.random.fold_in(rows.KEY, i), (1, length, x.n_heads, x.size))
+        for i, (name, x) in enumerate(extras.items())
     }
-
-    def attend(params, q, k, v, extras):
-        return op(q, k, v, causal=op.traits.causal, params=params, extras=extras or None)
-
-    def gradient(d_out, *args):
-        return jax.grad(lambda args: jnp.sum(attend(*args) * d_out))(args)
-
-    args = params, q, k, v, extras
-    forward = functools.partial(jax.jit(attend).lower(*args).compile(), *args)
-    program = compiled(jax.jit(gradient).lower(d_out, *args))
-    return forward, functools.partial(program.call, d_out, *args), program.temp_mib
+    own = dict(op.init(rows.KEY, dims) or {})
+    return (
+        {"q": q, "k": k, "v": v, "d_out": d_out}
+        | jax.tree.map(lambda x: x.astype(shape.dtype), drawn)
+        | own
+    )
 
 
-def measure(forward, gradient, temp_mib: float, repeats: int) -> Result:
+def functions(row: Row, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """`attend(inputs)`, and `gradient(d_out, inputs)` with respect to each of the inputs."""
+    op, causal = row
+    extras_of = op.extras_of(op.dims(inputs["q"], inputs["v"]))
+
+    def attend(inputs):
+        extras = {name: inputs[name] for name in extras_of}
+        params = {n: x for n, x in inputs.items() if n not in (*"qkv", *extras)}
+        qkv = (inputs[name] for name in "qkv")
+        return op(*qkv, causal=causal, params=params or (), extras=extras or None)
+
+    def gradient(d_out, inputs):
+        return jax.grad(lambda x: jnp.sum(attend(x) * d_out))(inputs)
+
+    return attend, gradient
+
+
+class Programs(NamedTuple):
+    """The compiled passes of a row at a length."""
+
+    forward: Any
+    gradient: Any
+    temp_mib: float
+
+
+def compile_row(shape: Shape, row_and_length: tuple[Row, int]) -> Programs:
+    row, length = row_and_length
+    inputs = jax.eval_shape(functools.partial(inputs_of, row.op, shape, length))
+    d_out = inputs.pop("d_out")
+    attend, gradient = functions(row, inputs)
+    program = compiled(jax.jit(gradient).lower(d_out, inputs))
+    return Programs(jax.jit(attend).lower(inputs).compile(), program.call, program.temp_mib)
+
+
+# What is right.
+
+
+def expected(shape: Shape, length: int, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+    """The inputs of each row, its output `out` and its gradients, such as `d q`.
+
+    They are computed by array operations in float32 on the CPU, of inputs rounded to the dtype.
+    """
+
+    cpu = jax.local_devices(backend="cpu")[0]
+
+    def one(row: Row) -> dict[str, np.ndarray]:
+        with jax.default_device(cpu):
+            given = inputs_of(row.op, shape, length)
+            inputs = jax.tree.map(lambda x: x.astype(jnp.float32), given)
+            d_out = inputs.pop("d_out")
+            attend, gradient = functions(row, inputs)
+            found = {"d_out": d_out} | inputs | {"out": jax.jit(attend)(inputs)}
+            gradients = jax.jit(gradient)(d_out, inputs)
+            found |= {f"d {name}": x for name, x in gradients.items()}
+        return jax.tree.map(np.asarray, found)
+
+    wanted = {name: algorithms("xla")[name] for name in names}
+    # Peers add their epsilon to other features than ours: they agree without it.
+    plain = algorithms("xla", epsilon=1e-12)
+    wanted |= {f"{n}, no epsilon": plain[n] for n in names if n.startswith("performer")}
+    found = attempt_each(one, wanted, COMPILERS)
+    with jax.default_device(cpu):
+        key = jax.random.key(0, impl="threefry2x32")  # Performer's own seed
+        directions = np.asarray(orthogonal_directions(key, N_FEATURES, shape.d_head))
+    for name, arrays in found.items():
+        if name.endswith("no epsilon") and not isinstance(arrays, Exception):
+            arrays["directions"] = directions
+    return found
+
+
+def errors(got: Mapping[str, Any], want: Mapping[str, Any], dtype: str) -> list[float]:
+    """The errors of a row's output and of its gradients.
+
+    Raises:
+      ArithmeticError: one is more than `TOLERANCE`.
+    """
+    found = [rows.relative_error(got["out"], want["out"])]
+    gradients = (n for n in want if n.startswith("d "))
+    found.append(max(rows.relative_error(got[name], want[name]) for name in gradients))
+    for what, error in zip(("output", "gradient"), found, strict=True):
+        if not error <= TOLERANCE[dtype]:
+            raise ArithmeticError(
+                f"the {what} in {dtype} is {error:.2g} off, more than {TOLERANCE[dtype]:g}"
+            )
+    return found
+
+
+def check(
+    programs: Programs, row: Row, shape: Shape, length: int, want: Mapping[str, Any]
+) -> list[float]:
+    """The errors of a row as compiled for the shortest length."""
+    like = jax.eval_shape(functools.partial(inputs_of, row.op, shape, length))
+    inputs = {name: jnp.asarray(want[name], x.dtype) for name, x in like.items()}
+    d_out = inputs.pop("d_out")
+    gradients = programs.gradient(d_out, inputs)
+    got = {"out": programs.forward(inputs)} | {f"d {name}": x for name, x in gradients.items()}
+    return errors(got, want, shape.dtype)
+
+
+# Times.
+
+
+class Checked(NamedTuple):
+    """The figures of a row, and its errors where they are known: of output and gradient."""
+
+    result: Result
+    errors: Sequence[float]
+
+
+def measure(programs: Programs, row: Row, shape: Shape, length: int, repeats: int) -> Result:
     """The figures of a row."""
-    times = [time_calls(call, jax.block_until_ready, repeats) for call in (forward, gradient)]
-    return Result(*times, temp_mib)
+    inputs = inputs_of(row.op, shape, length)
+    d_out = inputs.pop("d_out")
+    calls = (
+        functools.partial(programs.forward, inputs),
+        functools.partial(programs.gradient, d_out, inputs),
+    )
+    times = [time_calls(call, jax.block_until_ready, repeats, MOST) for call in calls]
+    return Result(*times, programs.temp_mib)
 
 
 def exponent(times: Mapping[int, float]) -> float:
@@ -127,48 +263,95 @@ def exponent(times: Mapping[int, float]) -> float:
     return float(np.polyfit(np.log(list(long)), np.log(list(long.values())), 1)[0])
 
 
-def cells(known: Known) -> list[str]:
+def slow(known: Any) -> bool:
+    """Whether longer sequences are left out."""
+    return isinstance(known, Checked) and known.result.gradient.ms > SLOW * 1e3
+
+
+def cells(known: Checked) -> list[str]:
     """The columns of a row."""
-    if isinstance(known, Exception):
-        return [reason(known)]
-    temp = "-" if known.temp_mib is None else f"{known.temp_mib:,.0f}"
-    return [str(known.forward), str(known.gradient), temp]
+    forward, gradient, temp_mib = known.result
+    temp = "-" if temp_mib is None else f"{temp_mib:,.0f}"
+    return [str(forward), str(gradient), temp, *(f"{x:.1e}" for x in known.errors)]
+
+
+def speedups(results: Mapping[str, Mapping[int, Any]], of: Mapping[str, str]) -> None:
+    """Prints the peers' times over ours, means of queued calls: forward, gradient."""
+    lengths = next(iter(results.values())).keys()
+    columns = (f"{length:,}" for length in lengths)
+    table = Table("peer", "ours", *columns, title="Times of peers over ours: forward, gradient")
+    for peer, ours in of.items():
+        both = [(results[peer].get(n), results[ours].get(n)) for n in lengths]
+        shares = (
+            ", ".join(
+                f"{theirs.queued_ms / own.queued_ms:.2f}"
+                for theirs, own in zip(one.result[:2], other.result[:2], strict=True)
+            )
+            if isinstance(one, Checked) and isinstance(other, Checked)
+            else "-"
+            for one, other in both
+        )
+        table.row(peer, ours, *shares)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, repeats=5, peers="add PyTorch's rows", plot=True)
-    known = algorithms()
+    known = algorithms("auto")
     parser.add_argument("--lengths", type=command_line.positive, nargs="+", help="of the sequence")
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="these attentions")
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)
-    shape = shape._replace(lengths=tuple(args.lengths or shape.lengths))
-    results: dict[str, dict[int, Known]] = {}
+    shape = shape._replace(lengths=tuple(sorted(args.lengths or shape.lengths)))
+    results: dict[str, dict[int, Any]] = {name: {} for name in args.only}
+    peer_of: dict[str, str] = {}
+    shortest = min(shape.lengths)
+    want = expected(shape, shortest, args.only)
+    calls = {
+        (name, n): want[name] if isinstance(want[name], Exception) else (known[name], n)
+        for name in args.only
+        for n in shape.lengths
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        answers, lock = iter(()), Path(folder) / "lock"
+        with alone(lock):  # peers check themselves and tune their kernels meanwhile
+            if args.peers:
+                answers = ask_peers(args.peers, shape, args.repeats, want, lock)
+            ready = attempt_each(functools.partial(compile_row, shape), calls, COMPILERS)
+        for answer in answers:
+            name = answer.get("name", "peers in PyTorch")
+            one = rows.figures(answer)
+            if isinstance(one, Result):
+                one = Checked(one, answer["errors"])
+                peer_of[name] = answer["of"]
+            results.setdefault(name, {})[answer.get("length", shortest)] = one
+    found: dict[str, Any] = {}
     for length in shape.lengths:
         table = Table("attention", *COLUMNS, title=f"1 x {length:,} tokens")
-        calls = {name: (known[name], length) for name in args.only}
-        ready = attempt_each(functools.partial(compile_op, shape), calls, COMPILERS)
-        for name in calls:
-            one = ready.pop(name)
-            if not isinstance(one, Exception):
-                one = attempt(measure, *one, args.repeats)
-            results.setdefault(name, {})[length] = one
-            table.result(name, known=one, cells=cells)
-    if args.peers:
-        table = Table("peer, length", *COLUMNS, title="Peers in PyTorch")
-        request = dict(shape._asdict(), repeats=args.repeats)
-        for name, one in rows.measure_peers(args.peers, "linear_torch.by_length", **request):
-            table.result(name, known=one, cells=cells)
-            name, _, length = name.rpartition(", ")
-            if name:
-                results.setdefault(name, {})[int(length)] = one
+        for name in results:
+            if name in args.only:
+                one = ready.pop((name, length))
+                if length == shortest and not isinstance(one, Exception):
+                    found[name] = attempt(check, one, known[name], shape, length, want[name])
+                if isinstance(error := found.get(name), Exception):
+                    one = error
+                if any(slow(known) for known in results[name].values()):
+                    one = TimeoutError("left out")
+                if not isinstance(one, Exception):
+                    one = attempt(measure, one, known[name], shape, length, args.repeats)
+                if isinstance(one, Result):
+                    one = Checked(one, found[name])
+                results[name][length] = one
+            if length in results[name]:
+                table.result(name, known=results[name][length], cells=cells)
     lines = {
-        name: {n: one.gradient.queued_ms for n, one in by.items() if isinstance(one, Result)}
+        name: {n: x.result.gradient.queued_ms for n, x in by.items() if isinstance(x, Checked)}
         for name, by in results.items()
     }
     table = Table("attention", "time ~ N^e, e =", title="Growth of the gradient's time")
     for name, times in lines.items():
         table.row(name, f"{exponent(times):.2f}" if times else "-")
+    if peer_of:
+        speedups(results, peer_of)
     if args.plot:
         title = (
             f"{command_line.machine()}, one sequence, {shape.n_heads} heads of {shape.d_head}, "
@@ -177,6 +360,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         label = "forward and backward, ms, mean of queued calls"
         plot(args.plot, {label: {n: x for n, x in lines.items() if x}}, title, xlabel="length")
     exit_if(n for n in args.only if not lines[n])
+
+
+def ask_peers(
+    python: str, shape: Shape, repeats: int, want: Mapping[str, Any], lock: Path
+) -> Iterator[dict[str, Any]]:
+    """Starts the peers of rows, which wait for the lock before they time anything."""
+    right = {name: arrays for name, arrays in want.items() if not isinstance(arrays, Exception)}
+    file = lock.with_name("rows.npz")
+    np.savez(
+        file, **{f"{n}/{part}": x for n, arrays in right.items() for part, x in arrays.items()}
+    )
+    request = dict(lengths=shape.lengths, dtype=shape.dtype, repeats=repeats)
+    request |= dict(most=MOST, slow=SLOW)
+    return ask(python, "linear_torch.by_length", file=str(file), lock=str(lock), **request)
 
 
 if __name__ == "__main__":

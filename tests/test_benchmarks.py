@@ -47,7 +47,7 @@ LINES = "one\n\ntwo words and more\nthree words here\n" * 4
 # A command's flags, and the text that it prints once it has done everything. Every kind that the
 # pages have is here; neither their tests nor `.ci/walk` run it again.
 COMMANDS = [
-    ("associative_recall", "--only=flash --plot={path}/a.png", "| flash | 8 | 8.0 |"),
+    ("associative_recall", "--only=flash --plot={path}/a.png", "| flash | 8 | 2.0 |"),
     ("attention", "--plot={path}/a.png --peers", "| peers in PyTorch | ImportError: none here |"),
     ("attention", "--exact", "Rabe and Staats, as printed | 0."),
     ("block_sparse", "--plot={path}/a.png --peers", "| all | 16 | 100.00% |"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 MIB = 2**20
 N_QUEUED = 20
-COMPILERS = min(8, os.cpu_count() or 1)  # threads
+COMPILERS = min(16, os.cpu_count() or 1)  # threads
 
 
 class PeerError(Exception):
@@ -90,20 +91,33 @@ class Times(NamedTuple):
         return f"{self.ms:.3f} ({self.queued_ms:.3f})"
 
 
-def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> Times:
-    """Times `call`, which starts work whose result `wait` waits for, after two rounds."""
-    for _ in range(2):
-        wait(call())
+def time_calls(
+    call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int, most: float = math.inf
+) -> Times:
+    """Times `call`, which starts work whose result `wait` waits for, after two rounds.
+
+    Where all calls would take more than `most` seconds, fewer are made; at worst the second alone
+    is both figures.
+    """
+    wait(call())
+    start = time.perf_counter()
+    wait(call())
+    taken = time.perf_counter() - start
+    if taken > most / 2:
+        return Times(taken * 1e3, taken * 1e3)
+    n_queued = N_QUEUED
+    if taken * (repeats + n_queued) > most:
+        repeats = n_queued = int(most / 2 / taken)
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         wait(call())
         seconds.append(time.perf_counter() - start)
     start = time.perf_counter()
-    for _ in range(N_QUEUED):
+    for _ in range(n_queued):
         result = call()
     wait(result)
-    queued = (time.perf_counter() - start) / N_QUEUED
+    queued = (time.perf_counter() - start) / n_queued
     return Times(statistics.median(seconds) * 1e3, queued * 1e3)
 
 

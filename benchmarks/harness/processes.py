@@ -5,6 +5,8 @@ Two frameworks in one process would share CUDA libraries, and each wants its own
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -20,16 +22,27 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def ask(python: str, peer: str, **request: Any) -> Iterator[dict[str, Any]]:
-    """The answers of a peer, as they come. The last is an `error` if the process failed.
+    """Starts a peer: its answers, as they come. The last is an `error` if the process failed.
 
     A peer is a function that yields answers, as `module.function` of `benchmarks.peers`, and
     `request` its arguments. The interpreter `python` runs it.
     """
     command = [python, "-m", "benchmarks.harness.processes", peer, json.dumps(request)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return _answers(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+
+
+def _answers(process: subprocess.Popen) -> Iterator[dict[str, Any]]:
     yield from map(json.loads, process.stdout)
     if status := process.wait():
         yield {"error": f"ended with status {status}"}
+
+
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Waits for the processes that hold this file, and holds it."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def main(peer: str, request: str) -> None:

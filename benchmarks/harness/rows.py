@@ -235,12 +235,15 @@ def measure_rows(
 def measure_peers(python: str, peer: str, **request: Any) -> Iterator[tuple[str, Known]]:
     """The name and the figures of each row of a peer, as they come."""
     for answer in ask(python, peer, **request):
-        name = answer.pop("name", "peers in PyTorch")
-        if "error" in answer:
-            yield name, PeerError(answer["error"])
-        else:
-            times = Times(*answer["forward"]), Times(*answer["gradient"])
-            yield name, Result(*times, answer["temp_mib"])
+        yield answer.get("name", "peers in PyTorch"), figures(answer)
+
+
+def figures(answer: Mapping[str, Any]) -> Known:
+    """The figures of a peer's answer."""
+    if "error" in answer:
+        return PeerError(answer["error"])
+    times = Times(*answer["forward"]), Times(*answer["gradient"])
+    return Result(*times, answer["temp_mib"])
 
 
 COLUMNS = ("forward ms", "gradient ms", "temp MiB", "dense / it, forward", "gradient")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -135,8 +136,11 @@ def by_mask(masks: str, shape: dict[str, Any], repeats: int) -> Iterator[dict[st
 # Times.
 
 
-def measure(peer: Peer, repeats: int) -> dict[str, Any]:
-    """Times of both passes and, on a GPU, the gradient's peak allocation less the gradient."""
+def measure(peer: Peer, repeats: int, most: float = math.inf) -> dict[str, Any]:
+    """Times of both passes and, on a GPU, the gradient's peak allocation less the gradient.
+
+    most: seconds of the calls of a pass, as in `time_calls`.
+    """
 
     def forward():
         with torch.no_grad():
@@ -148,7 +152,9 @@ def measure(peer: Peer, repeats: int) -> dict[str, Any]:
         return torch.autograd.grad(peer.attend(*peer.inputs), peer.inputs, d_out)
 
     passes = {"forward": forward, "gradient": gradient}
-    result: dict[str, Any] = {n: time_calls(call, wait, repeats) for n, call in passes.items()}
+    result: dict[str, Any] = {
+        n: time_calls(call, wait, repeats, most) for n, call in passes.items()
+    }
     result["temp_mib"] = None
     if DEVICE == "cuda":
         before = torch.cuda.memory_allocated()

@@ -3,132 +3,314 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
-from benchmarks.harness.processes import answers
-from benchmarks.peers.attention_torch import Peer, leaves, measure
+from benchmarks.harness.calls import attempt
+from benchmarks.harness.processes import alone, answers
+from benchmarks.peers.attention_torch import Peer, measure
 from benchmarks.peers.torch_calls import DEVICE
 
+Given = Mapping[str, torch.Tensor]  # the inputs and weights of our row, by name
 
-def heads_first(length: int, n_heads: int, d_head: int, dtype: str) -> tuple[Any, ...]:
-    """q, k and v as `[1, N, T, H]`."""
-    return leaves(3, 1, n_heads, length, d_head, dtype=dtype)
-
-
-def heads_last(length: int, n_heads: int, d_head: int, dtype: str) -> tuple[Any, ...]:
-    """q, k and v as `[1, T, N, H]`, as flash-linear-attention reads them."""
-    return leaves(3, 1, length, n_heads, d_head, dtype=dtype)
+# The largest error of a peer's output or gradient, of the largest number of an array or 1.
+TOLERANCE = {"bfloat16": 5e-2, "float32": 2e-3}
 
 
-def log_gate(*size: int, dtype: str) -> Any:
-    """The logarithms of gates near 1."""
-    (x,) = leaves(1, *size, dtype=dtype)
-    return (functional.logsigmoid(x.detach()) / 16).requires_grad_()
-
-
-def fla_linear(**sizes: Any) -> Peer:
+def fla_linear(given: Given) -> Peer:
     from fla.ops.linear_attn import chunk_linear_attn
 
-    def attend(q, k, v):
-        return chunk_linear_attn(functional.elu(q) + 1, functional.elu(k) + 1, v)[0]
+    features = (functional.elu(given[name].float()) + 1 for name in "qk")
+    inputs = *(x.to(given["v"].dtype) for x in features), given["v"]
+    return Peer(lambda *qkv: chunk_linear_attn(*qkv)[0], inputs)
 
-    return Peer(attend, heads_last(**sizes))
 
-
-def fla_retention(**sizes: Any) -> Peer:
+def fla_retention(given: Given) -> Peer:
     from fla.ops.retention import chunk_retention
 
-    return Peer(lambda *qkv: chunk_retention(*qkv)[0], heads_last(**sizes))
+    return Peer(lambda *qkv: chunk_retention(*qkv)[0], tuple(given[name] for name in "qkv"))
 
 
-def fla_gated_linear(**sizes: Any) -> Peer:
+def fla_gated_linear(given: Given) -> Peer:
     from fla.ops.gla import chunk_gla
 
-    gate = log_gate(1, sizes["length"], sizes["n_heads"], sizes["d_head"], dtype=sizes["dtype"])
-    return Peer(lambda *qkvg: chunk_gla(*qkvg)[0], (*heads_last(**sizes), gate))
+    gate = functional.logsigmoid((given["gate"] + given["bias"]).float()) / 16
+    inputs = *(given[name] for name in "qkv"), gate.to(given["v"].dtype)
+    return Peer(lambda *qkvg: chunk_gla(*qkvg)[0], inputs)
 
 
-def fla_gated_delta(**sizes: Any) -> Peer:
+def fla_gated_delta(given: Given) -> Peer:
+    """It refuses the gradient on Hopper GPUs with Triton 3.4 to 3.7: `check` tells its error."""
+    from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    size = 1, sizes["length"], sizes["n_heads"]
-    (beta,) = leaves(1, *size, dtype=sizes["dtype"])
-    beta = beta.detach().sigmoid().requires_grad_()
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+
+    keep, beta = (given[name][..., 0].float() for name in ("keep", "beta"))
+    gate = given["rate"].float().exp() * functional.logsigmoid(keep - given["bias"])
 
     def attend(*inputs):
         return chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)[0]
 
-    return Peer(attend, (*heads_last(**sizes), log_gate(*size, dtype="float32"), beta))
+    beta = beta.sigmoid().to(given["v"].dtype)
+    return Peer(attend, (*(given[name] for name in "qkv"), gate, beta))
 
 
-def lucidrains_linear(**sizes: Any) -> Peer:
+def from_inputs(make: Callable[[Given], Peer]) -> Callable[[Given], Peer]:
+    """A peer whose features or gates are computed in the call."""
+
+    def whole(given: Given) -> Peer:
+        def attend(*inputs):
+            peer = make(dict(zip(given, inputs, strict=True)))
+            return peer.attend(*peer.inputs)
+
+        return Peer(attend, tuple(given.values()))
+
+    return whole
+
+
+def heads_first(given: Given) -> tuple[torch.Tensor, ...]:
+    """q, k and v as `[1, N, T, H]`."""
+    return tuple(given[name].transpose(1, 2) for name in "qkv")
+
+
+def lucidrains_linear(given: Given) -> Peer:
     from linear_attention_transformer.linear_attention_transformer import causal_linear_attn
 
-    return Peer(causal_linear_attn, heads_first(**sizes))
+    return Peer(causal_linear_attn, heads_first(given))
 
 
-def lucidrains_performer(causal: bool, **sizes: Any) -> Peer:
+def lucidrains_performer(causal: bool, given: Given) -> Peer:
     """Its causal attention without fast_transformers' kernel, which no registry has built."""
-    from performer_pytorch.performer_pytorch import (
-        FastAttention,
-        causal_linear_attention_noncuda,
-    )
+    from performer_pytorch import performer_pytorch as code
 
-    layer = FastAttention(sizes["d_head"], nb_features=256, causal=causal)
-    layer = layer.to(DEVICE, getattr(torch, sizes["dtype"]))
-    if causal:
-        layer.causal_linear_fn = causal_linear_attention_noncuda
-    return Peer(layer, heads_first(**sizes))
+    prefix_sums = functools.partial(code.causal_linear_attention_noncuda, eps=0.0)
+    sums = prefix_sums if causal else code.linear_attention
+    options = dict(projection_matrix=given["directions"].detach(), eps=0.0)
 
+    def attend(q, k, v):
+        queries = code.softmax_kernel(q, is_query=True, **options)
+        return sums(queries, code.softmax_kernel(k, is_query=False, **options), v)
 
-def of_layer(make: Callable[..., Any], length: int, n_heads: int, d_head: int, dtype: str) -> Peer:
-    """A layer that projects its input."""
-    layer = make(dim=n_heads * d_head, heads=n_heads, dim_head=d_head)
-    layer = layer.to(DEVICE, getattr(torch, dtype))
-    return Peer(layer, leaves(1, 1, length, n_heads * d_head, dtype=dtype))
+    return Peer(attend, heads_first(given))
 
 
-def lucidrains_linformer(**sizes: Any) -> Peer:
+class Third(nn.Module):
+    """In the place of a projection: queries, keys or values, side by side in the input."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        self.index = index
+
+    def forward(self, x):
+        return x.chunk(3, dim=-1)[self.index]
+
+
+def side_by_side(given: Given) -> torch.Tensor:
+    """q, k and v as `[1, T, 3 N H]`."""
+    return torch.cat([given[name].flatten(2) for name in "qkv"], dim=-1)
+
+
+def lucidrains_linformer(given: Given) -> Peer:
     from linformer import LinformerSelfAttention
 
-    make = functools.partial(LinformerSelfAttention, seq_len=sizes["length"], k=256)
-    return of_layer(make, **sizes)
+    length, n_heads, d_head = given["q"].shape[1:]
+    n_projected = given["e"].shape[1]
+    layer = LinformerSelfAttention(n_heads * d_head, 1, k=n_projected, heads=n_heads)
+    layer.seq_len, layer.to_out = length, nn.Identity()
+    layer.to_q, layer.to_k, layer.to_v = map(Third, range(3))
+    del layer.proj_k, layer.proj_v
+
+    def attend(x, e, f):
+        layer.proj_k, layer.proj_v = e, f
+        return layer(x)
+
+    return Peer(attend, (side_by_side(given), given["e"], given["f"]))
 
 
-def lucidrains_nystrom(**sizes: Any) -> Peer:
+def lucidrains_nystrom(given: Given) -> Peer:
     from nystrom_attention import NystromAttention
 
-    return of_layer(functools.partial(NystromAttention, num_landmarks=64, residual=False), **sizes)
+    n_heads, d_head = given["q"].shape[2:]
+    sizes = dict(dim_head=d_head, heads=n_heads, num_landmarks=64, residual=False)
+    layer = NystromAttention(n_heads * d_head, **sizes)
+    layer.to_qkv = layer.to_out = nn.Identity()
+    return Peer(layer, (side_by_side(given),))
+
+
+class Case(NamedTuple):
+    """A peer.
+
+    Attributes:
+      of: our row, which computes the same.
+      make: the attention and its inputs, made of our row's. It keeps the order of positions and
+        heads, and may merge heads or have them before positions.
+      same: False where it computes something else, of the same inputs.
+      dtype: the only one that it runs in; None for any.
+      checked: the dtype that it is checked in; None for the one that it is timed in.
+      numbers: those of our row that it is given and checked against, where not `of`.
+      by_head: whether it is checked with one head alone, because heads share something.
+      any_gradient: whether it is timed even where its gradients are wrong, with their error.
+    """
+
+    of: str
+    make: Callable[[Given], Peer]
+    same: bool = True
+    dtype: str | None = None
+    checked: str | None = None
+    numbers: str | None = None
+    by_head: bool = False
+    any_gradient: bool = False
 
 
 PEERS = {
-    "fla linear": fla_linear,
-    "fla retention": fla_retention,
-    "fla gated_linear": fla_gated_linear,
-    "fla gated_delta": fla_gated_delta,
-    "linear-attention-transformer": lucidrains_linear,
-    "performer-pytorch": functools.partial(lucidrains_performer, True),
-    "performer-pytorch not causal": functools.partial(lucidrains_performer, False),
-    "linformer with projections": lucidrains_linformer,
-    "nystrom-attention with projections": lucidrains_nystrom,
+    "fla linear": Case("linear", fla_linear),
+    "fla linear, from inputs": Case("linear", from_inputs(fla_linear)),
+    "fla retention": Case("retention", fla_retention),
+    "fla gated_linear": Case("gated_linear", fla_gated_linear),
+    "fla gated_linear, from inputs": Case("gated_linear", from_inputs(fla_gated_linear)),
+    "fla gated_delta": Case("gated_delta", fla_gated_delta, any_gradient=True),
+    "fla gated_delta, from inputs": Case(
+        "gated_delta", from_inputs(fla_gated_delta), any_gradient=True
+    ),
+    "linear-attention-transformer": Case("linear", lucidrains_linear, same=False),
+    "performer-pytorch": Case(
+        "performer",
+        functools.partial(lucidrains_performer, True),
+        checked="float32",
+        numbers="performer, no epsilon",
+    ),
+    "performer-pytorch, all": Case(
+        "performer, all",
+        functools.partial(lucidrains_performer, False),
+        checked="float32",
+        numbers="performer, all, no epsilon",
+    ),
+    "linformer, PyTorch": Case("linformer", lucidrains_linformer),
+    # Its pseudo-inverse begins with the largest norm of all heads, and is in float32.
+    "nystrom-attention, float32": Case(
+        "nystromformer", lucidrains_nystrom, dtype="float32", by_head=True
+    ),
 }
 
 
-def by_length(lengths: Sequence[int], repeats: int, **sizes: Any) -> Iterator[dict[str, Any]]:
-    """The rows of all lengths, named `peer, length`. sizes: n_heads, d_head and dtype."""
+def tensors(arrays: Mapping[str, np.ndarray], dtype: str) -> dict[str, torch.Tensor]:
+    """Leaves of which gradients can be taken."""
+    options = dict(device=DEVICE, dtype=getattr(torch, dtype))
+    return {name: torch.tensor(x, **options).requires_grad_() for name, x in arrays.items()}
 
-    def measured(make: Callable[..., Peer], length: int) -> dict[str, Any]:
-        torch.manual_seed(0)
-        return measure(make(length=length, **sizes), repeats)
 
-    return answers(
-        {
-            f"{name}, {length}": functools.partial(measured, make, length)
-            for length in lengths
-            for name, make in PEERS.items()
-        }
-    )
+def check(case: Case, known: Mapping[str, np.ndarray], dtype: str) -> list[float]:
+    """The errors of the output and of the gradients, where a peer computes what our row does.
+
+    Raises:
+      ArithmeticError: an error is more than `TOLERANCE`, or a number is not finite.
+    """
+    if case.by_head:
+        known = {name: x[:, :, :1] for name, x in known.items()}
+    given = tensors({n: known[n] for n in inputs_of(known)}, dtype)
+    d_out = torch.tensor(known["d_out"], device=DEVICE, dtype=getattr(torch, dtype))
+    peer = case.make(given)
+    out = peer.attend(*peer.inputs)
+    if out.ndim == 3:
+        out = out.unflatten(-1, d_out.shape[2:])
+    elif out.shape != d_out.shape:
+        out = out.transpose(1, 2)
+    gradients = torch.autograd.grad(out, tuple(given.values()), d_out, allow_unused=True)
+    got = {f"d {n}": x for n, x in zip(given, gradients, strict=True) if x is not None}
+    if out.shape != d_out.shape or not all(x.isfinite().all() for x in (out, *got.values())):
+        raise ArithmeticError(f"shape {tuple(out.shape)}, or a number that is not finite")
+    if not case.same:
+        return []
+    if missing := [name for name in known if name.startswith("d ") and name not in got]:
+        raise ArithmeticError(f"no gradient: {', '.join(missing)}")
+
+    def error(got: torch.Tensor, want: np.ndarray) -> float:
+        difference = np.abs(got.detach().double().cpu().numpy() - want).max()
+        return float(difference / max(1.0, np.abs(want).max()))
+
+    errors = [error(out, known["out"]), max(error(x, known[name]) for name, x in got.items())]
+    if not max(errors[:1] if case.any_gradient else errors) <= TOLERANCE[dtype]:
+        raise ArithmeticError(f"{dtype}: {errors} off, more than {TOLERANCE[dtype]:g}")
+    return errors
+
+
+def inputs_of(known: Mapping[str, np.ndarray]) -> list[str]:
+    """The names of the inputs and weights among the arrays of a row."""
+    return [n for n in known if n not in ("d_out", "out") and not n.startswith("d ")]
+
+
+def longer(x: np.ndarray, length: int, new_length: int) -> np.ndarray:
+    """Random numbers of the size of x, whose axis of positions has another length."""
+    if new_length == length or length not in x.shape:
+        return x
+    size = [new_length if n == length else n for n in x.shape]
+    return np.random.default_rng(0).standard_normal(size, np.float32) * x.std()
+
+
+def by_length(
+    file: str,
+    lock: str,
+    lengths: Sequence[int],
+    dtype: str,
+    repeats: int,
+    most: float,
+    slow: float,
+) -> Iterator[dict[str, Any]]:
+    """The rows of all lengths.
+
+    Args:
+      file: inputs, weights, output and gradients of our rows at the shortest length, `row/array`.
+      lock: a file, held while nothing may be timed.
+      lengths: the lengths, ascending.
+      dtype: of the inputs.
+      repeats: timed calls.
+      most: seconds of the calls of a pass.
+      slow: seconds of a gradient, above which longer sequences are left out.
+    """
+    known: dict[str, dict[str, np.ndarray]] = {}
+    with np.load(file) as arrays:
+        for key in arrays:
+            row, name = key.split("/")
+            known.setdefault(row, {})[name] = arrays[key]
+    cases = {name: case for name, case in PEERS.items() if (case.numbers or case.of) in known}
+    checked = {
+        name: attempt(
+            check, case, known[case.numbers or case.of], case.checked or case.dtype or dtype
+        )
+        for name, case in cases.items()
+    }
+
+    left_out: set[str] = set()
+
+    def measured(name: str, length: int) -> dict[str, Any]:
+        case = cases[name]
+        if isinstance(checked[name], Exception):
+            raise checked[name]
+        if name in left_out:
+            raise TimeoutError("left out")
+        arrays = known[case.numbers or case.of]
+        arrays = {n: longer(arrays[n], lengths[0], length) for n in inputs_of(arrays)}
+        made = case.make(tensors(arrays, case.dtype or dtype))
+        inputs = tuple(x.detach().contiguous().requires_grad_() for x in made.inputs)
+        try:
+            found = measure(Peer(made.attend, inputs), repeats, most)
+        finally:
+            del made, inputs
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
+        if found["gradient"].ms > slow * 1e3:
+            left_out.add(name)
+        return found | {"errors": checked[name], "of": case.of}
+
+    with alone(Path(lock)):
+        for length in lengths:
+            rows = {name: functools.partial(measured, name, length) for name in cases}
+            for answer in answers(rows):
+                yield answer | {"length": length}

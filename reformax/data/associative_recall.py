@@ -63,7 +63,7 @@ def associative_recall(
     def examples(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
         pairs = rng.choice(np.asarray(n_pairs), size=(n, 1))
         keys, values = (
-            first + np.stack([rng.choice(size, most, replace=False) for _ in range(n)])
+            first + distinct(rng, size, n, most)
             for first, size in ((1, n_keys), (vocab_size // 2, n_values))
         )
         steps = np.arange(length // 2 - min(n_pairs))
@@ -91,6 +91,20 @@ def associative_recall(
         examples=examples,
         made_by=made_by,
     )
+
+
+def distinct(rng: np.random.Generator, size: int, n_rows: int, n: int) -> np.ndarray:
+    """`n` different numbers below `size` in each row, in any order with the same probability.
+
+    Floyd's algorithm (Bentley and Floyd 1987, "A sample of brilliance"), for all rows at once: the
+    i-th draw is below `size - n + i + 1`, and is the largest of these where it was drawn before.
+    """
+    found = np.empty((n_rows, n), np.int64)
+    for i, largest in enumerate(range(size - n, size)):
+        drawn = rng.integers(largest + 1, size=n_rows)
+        before = (found[:, :i] == drawn[:, None]).any(axis=1)
+        found[:, i] = np.where(before, largest, drawn)
+    return rng.permuted(found, axis=1)
 
 
 def without_replacement(rng: np.random.Generator, likely: np.ndarray, n: int) -> np.ndarray:

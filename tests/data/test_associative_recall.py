@@ -5,7 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reformax.data.associative_recall import associative_recall, without_replacement
+from reformax.data.associative_recall import (
+    associative_recall,
+    distinct,
+    without_replacement,
+)
 
 
 @given(
@@ -54,6 +58,18 @@ def test_draws_without_replacement_are_one_after_another():
     first, second = draws[:, 0], draws[:, 1]
     assert abs(np.mean(first == 0) - 0.6) < 0.02
     assert abs(np.mean(second[first == 0] == 1) - 0.75) < 0.02
+
+
+def test_distinct_numbers_are_every_ordered_choice_alike():
+    """12 ordered pairs of 4 numbers, each as often as the others, to five standard errors."""
+    n = 12_000
+    drawn = distinct(np.random.default_rng(0), 4, n, 2)
+    counts = np.bincount(4 * drawn[:, 0] + drawn[:, 1], minlength=16).reshape(4, 4)
+    assert (np.diag(counts) == 0).all()
+    others = counts[~np.eye(4, dtype=bool)]
+    assert (np.abs(others - n / 12) < 5 * np.sqrt(n / 12)).all()
+    whole = distinct(np.random.default_rng(0), 6, 3, 6)
+    assert (np.sort(whole, axis=1) == np.arange(6)).all()
 
 
 def test_evaluation_is_a_fixed_set_that_training_never_draws():
