@@ -270,11 +270,14 @@ def accuracies(sizes: Sizes, batches: Batches, tests: Mapping[int, Rows], attent
 
 
 def recorded(path: Path | None) -> list[dict[str, Any]]:
-    """The models of a file; a last line that an interruption cut is left out."""
+    """The models of a file. A last line that an interruption cut is taken away."""
     if path is None or not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    text = path.read_text()
+    whole, newline, cut = text.rpartition("\n")
+    if cut:
+        path.write_text(whole + newline)
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def trained(
@@ -372,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(one, Exception):
             failed.append(f"{name}, d_model={sizes.d_model}, length={sizes.length}")
         elif one["state_bytes"] is not None:
-            kib = round(one["state_bytes"] / 1024)
+            kib = max(1, round(one["state_bytes"] / 1024))
             lines.setdefault(name, {})[kib] = one["accuracy"][str(n_pairs[-1])]
     axes = dict(yscale="linear", xlabel="state of a layer, KiB", ylim=(0, 1.02))
     if panels:

@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    associative_recall,
     attention,
     block_sparse,
     exact_attention,
     generation,
+    linear_attention,
     recall,
     reversible,
     step,
@@ -462,6 +464,78 @@ def test_a_process_of_peers_that_fails_is_an_error(tmp_path):
         {"name": "x"},
         {"error": "ended with status 3"},
     ]
+
+
+@pytest.mark.parametrize(
+    "seconds, most, n_calls, figures",
+    [
+        (1, 1000, 2 + 5 + 20, (1000, 1000)),
+        (1, 12, 2 + 6 + 6, (1000, 1000)),
+        (7, 12, 2, (7000, 7000)),
+    ],
+)
+def test_of_slow_calls_fewer_are_timed(monkeypatch, seconds, most, n_calls, figures):
+    clock, made = [0.0], []
+
+    def call():
+        made.append(0)
+        clock[0] += seconds
+
+    monkeypatch.setattr(calls.time, "perf_counter", lambda: clock[0])
+    assert calls.time_calls(call, lambda result: None, 5, most) == figures
+    assert len(made) == n_calls
+
+
+def test_one_process_at_a_time_holds_a_lock(tmp_path):
+    lock, order = tmp_path / "lock", []
+
+    def later():
+        with processes.alone(lock):
+            order.append("second")
+
+    with processes.alone(lock):
+        waiting = threading.Thread(target=later)
+        waiting.start()
+        waiting.join(0.1)
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "second"]
+
+
+def test_growth_is_fitted_to_long_sequences():
+    times = {1: 100.0, 16: 2.0, 64: 8.0, 256: 32.0}
+    assert linear_attention.exponent(times) == pytest.approx(1)
+    assert math.isnan(linear_attention.exponent({4: 1.0}))
+
+
+def test_a_row_that_is_off_is_no_row():
+    shape = linear_attention.SHAPES["tiny"]._replace(lengths=(16,))
+    row = linear_attention.algorithms("xla")["linear"]
+    (want,) = linear_attention.expected(shape, 16, ["linear"]).values()
+    programs = linear_attention.compile_row(shape, (row, 16))
+    assert max(linear_attention.check(programs, row, shape, 16, want)) < 1e-5
+    want["d k"] = want["d k"] + 0.1
+    with pytest.raises(ArithmeticError, match="the gradient in float32 is 0.1 off"):
+        linear_attention.check(programs, row, shape, 16, want)
+
+
+def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
+    """What the file has is not trained again; a line that an interruption cut is."""
+    flags = ["--tiny", f"--out={tmp_path / 'out'}", f"--plot={tmp_path / 'a.png'}", "--only"]
+    trained = []
+
+    def accuracies(sizes, batches, tests, attention):
+        trained.append(sizes.d_model)
+        return {"accuracy": {"4": 0.5, "8": 0.25}, "rate": 1e-3, "ended_after": 2, "seconds": 1.0}
+
+    monkeypatch.setattr(associative_recall, "accuracies", accuracies)
+    associative_recall.main([*flags, "flash"])
+    (tmp_path / "out").open("a").write('{"attention": "linear"')
+    associative_recall.main([*flags, "flash", "linear", "--only_known"])
+    assert len(trained) == 1 and "| linear |" not in capsys.readouterr().out
+    associative_recall.main([*flags, "flash", "linear"])
+    assert len(trained) == 2
+    assert "| linear | 8 | 0.2 | 50.0% | 25.0% | 0.001 | 2 | 1 |" in capsys.readouterr().out
 
 
 def test_a_reason_fits_a_cell():
