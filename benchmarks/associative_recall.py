@@ -242,7 +242,10 @@ def trainer(model: TransformerLM, steps: int) -> Callable[..., Any]:
 
 
 def accuracies(sizes: Sizes, batches: Batches, tests: Mapping[int, Rows], attention: Any) -> dict:
-    """The best model's accuracy by the number of pairs; its rate and steps, and all seconds."""
+    """The best model's accuracy by the number of pairs, its rate and steps; all rates' seconds.
+
+    `learning` is its accuracy in each stretch of steps.
+    """
     model, start = build(attention, sizes, "train"), time.perf_counter()
     run = trainer(model, sizes.steps)
     correct = jax.jit(functools.partial(sums, build(attention, sizes, "eval")))
@@ -251,18 +254,19 @@ def accuracies(sizes: Sizes, batches: Batches, tests: Mapping[int, Rows], attent
         shape = sizes.batch_size, sizes.length
         params = jax.jit(model.init_params, static_argnums=1)(KEY, shape)
         opt_state = adamw(rate, sizes.steps).init(params)
-        accuracy, step = 0.0, 0
+        accuracy, step, learning = 0.0, 0, []
         while step < sizes.steps and accuracy < ENOUGH:
             rows = batches.stretch(step // sizes.stretch)
             params, opt_state, accuracy = run(params, opt_state, step, rate, rows)
             accuracy, step = float(accuracy), step + sizes.stretch
+            learning.append(round(accuracy, 4))
         named = {}
         for n, rows in tests.items():
             n_batches = -(-len(rows.tokens) // sizes.batch_size)
             parts = zip(*(np.array_split(x, n_batches) for x in rows), strict=True)
             totals = [correct(params, Rows(*part), KEY) for part in parts]
             named[n] = float(sum(x.correct for x in totals) / sum(x.weight for x in totals))
-        found.append({"accuracy": named, "rate": rate, "ended_after": step})
+        found.append({"accuracy": named, "rate": rate, "ended_after": step, "learning": learning})
         if accuracy >= ENOUGH:
             break
     best = max(found, key=lambda one: sum(one["accuracy"].values()))
