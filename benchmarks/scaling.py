@@ -7,13 +7,20 @@ Prints a table with a row for one device and one for each mesh: tokens a second,
 those of one device they are, and the MiB of state and of temporary memory of a device. The tokens
 of a device are those of the config's step. Over `data` and `fsdp` a step has more rows; over
 `context` it has longer ones. The meshes' steps take turns, so that other load slows all alike.
+
+    python -m benchmarks.scaling --saved=docs/scaling.jsonl --plot=docs/scaling.png
+
+draws results that earlier runs saved. With a config a run first adds its own. `--profile=FOLDER`
+writes a trace of each mesh's steps, which TensorBoard and Perfetto show.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +28,7 @@ import jax
 from benchmarks.harness import command_line
 from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, in_turn
 from benchmarks.harness.language_models import TINY
-from benchmarks.harness.output import Table
+from benchmarks.harness.output import Table, plot
 from reformax import devices
 from reformax.data import stdlib
 from reformax.models import ReformerLM
@@ -90,17 +97,48 @@ def prepare(settings: Settings, axis: str | None, n_steps: int) -> Candidate:
     return Candidate(run, tokens, mesh_lib.bytes_stored(state, mesh) / MIB, temp / MIB)
 
 
+def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Adds results to a file, one a line."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(result) + "\n" for result in results)
+
+
+def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """How many times one device's speed several have, by their number; the last result counts."""
+    most = max(result["devices"] for result in results)
+    lines: dict[str, dict[int, float]] = {"linear": {1: 1.0, most: float(most)}}
+    for result in results:
+        line = lines.setdefault(f"{result['name']}, {result['mesh']}", {1: 1.0})
+        line[result["devices"]] = result["times"]
+    machines = ", ".join(dict.fromkeys(result["machine"] for result in results))
+    styles = {"linear": dict(color="grey", linestyle="--")}
+    label = "tokens a second, times one device"
+    plot(path, {label: lines}, machines, "linear", styles, xlabel="devices")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser(__doc__, repeats=5)
+    parser = command_line.parser(__doc__, repeats=5, plot=True)
     parser.add_argument("--config_file", action="append", help="a gin file; may be repeated")
     parser.add_argument("--config", action="append", default=[], help="an override")
     parser.add_argument(
         "--mesh", action="append", choices=devices.AXES, help="an axis that takes all devices"
     )
     parser.add_argument("--steps", type=command_line.positive, default=10, help="of a timed call")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to and to draw")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="where to write traces")
     args = parser.parse_args(argv)
-    if not (args.tiny or args.config_file):
-        parser.error("nothing to do: give --config_file, or --tiny")
+    if args.plot and not args.saved:
+        parser.error("--plot draws what --saved names: give both")
+    if args.tiny or args.config_file:
+        measure(args)
+    elif not args.plot:
+        parser.error("nothing to do: give --config_file, or --tiny, or --saved and --plot")
+    if args.plot:
+        draw(args.plot, [json.loads(line) for line in args.saved.read_text().splitlines()])
+
+
+def measure(args: Any) -> None:
+    """Prints the table, and saves it; exits if a mesh failed."""
     settings = tiny() if args.tiny else from_config(args.config_file, args.config)
     n_steps = 1 if args.tiny else args.steps
     axes = [None, *(args.mesh or ("data", "fsdp"))]
@@ -115,6 +153,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         *("mesh", "tokens/s", "times one device", "state, MiB", "temporary, MiB"),
         title=f"{command_line.machine()}, {len(jax.devices())} devices, {shape}",
     )
+    if args.profile:
+        for axis, x in ready.items():
+            with jax.profiler.trace(args.profile / (axis or "one")):
+                x.run()
     for axis, candidate in found.items():
 
         def cells(x: Candidate, axis=axis) -> list[str]:
@@ -124,6 +166,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         name = "one device" if axis is None else f"{axis} {len(jax.devices())}"
         table.result(name, known=candidate, cells=cells)
+    if args.saved and None in ready:
+        named = "tiny" if args.tiny else Path(args.config_file[-1]).stem
+        sizes = f"{settings.batch_size} x {settings.length:,}"
+        shared = dict(machine=command_line.machine(), name=f"{named} {sizes}")
+        shared |= dict(devices=len(jax.devices()))
+        save(
+            args.saved,
+            [
+                shared
+                | dict(
+                    mesh=axis,
+                    tokens_per_second=round(speeds[axis]),
+                    times=round(speeds[axis] / speeds[None], 3),
+                    state_mib=round(x.state_mib),
+                    temp_mib=round(x.temp_mib),
+                )
+                for axis, x in ready.items()
+                if axis is not None
+            ],
+        )
     exit_if(str(axis) for axis in axes if axis not in ready)
 
 

@@ -186,6 +186,16 @@ def gathered(tree: T) -> T:
     return tree if mesh is None or mesh.shape["fsdp"] == 1 else jax.tree.map(_gathered, tree)
 
 
+def looked_up(table: Any, ids: Any) -> Any:
+    """`table[ids]` for ids `[B, T]` and a table of weights, which is gathered.
+
+    Each device sums up its own tokens' gradients, and devices exchange sums of the table's size.
+    XLA by itself also weighs to split that sum along the features, as the table is stored, which
+    takes the gradients of all tokens to every device, and it warns of that.
+    """
+    return by_positions(lambda _, ids, table: table[ids], (ids,), (gathered(table),))
+
+
 @jax.custom_vjp
 def _gathered(x):
     # First as it is stored: otherwise XLA may gather all layers before the loop over them.

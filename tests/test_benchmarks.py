@@ -61,7 +61,7 @@ COMMANDS = [
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
     ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
     ("reversible", "--options", "| float32 | True | 1 | 1 | 0 |"),
-    ("scaling", "", "| fsdp 1 | "),
+    ("scaling", "--saved={path}/a.jsonl --plot={path}/a.png", "| fsdp 1 | "),
     ("step", "", "| reformax TransformerLM, dense | "),
     ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),
@@ -79,6 +79,18 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     importlib.import_module(f"benchmarks.{name}").main(flags)
     assert last in capsys.readouterr().out
     assert "--plot" not in flags or os.path.getsize(tmp_path / "a.png")
+
+
+@pytest.mark.slow
+def test_collectives_are_counted_for_devices_that_are_simulated():
+    """In a process of its own, for JAX takes their number once."""
+    command = [sys.executable, "-m", "benchmarks.collectives", "--tiny", "--mesh=data=4,fsdp=2"]
+    found = subprocess.run(
+        [*command, "--tokens_per_second=1000"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("8 cpu devices (data 4, fsdp 2), 8 rows of 64 tokens")
+    assert "| all-reduce | " in found.stdout and "efficiency " in found.stdout
 
 
 def _of_pages():

@@ -89,5 +89,5 @@ class Backbone(Model):
         return dropout(self._norm.apply(params["norm"], x), self._dropout_rate, rng_f)
 
     def _embed(self, params, inputs: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = devices.gathered(params["embedding"])[inputs]
+        x = devices.looked_up(params["embedding"], inputs)
         return x if self._positions is None else self._positions.apply(params["positions"], x)

@@ -202,7 +202,7 @@ class EncoderDecoder(Model):
     def _embed(
         self, params, table, tokens: Int[Array, "B T"], position: Int[Array, "B T"], rng=None
     ) -> Float[Array, "B T D"]:
-        x = devices.gathered(table)[tokens] * math.sqrt(self.d_model)
+        x = devices.looked_up(table, tokens) * math.sqrt(self.d_model)
         if self._positions is not None:
             length = tokens.shape[1]
             if self.max_length is not None and length > self.max_length:

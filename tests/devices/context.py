@@ -21,20 +21,17 @@ from reformax.ops import (
     block_sparse,
     dense,
     gated_delta,
-    gated_linear,
-    linear,
     linformer,
     local,
-    long_short,
+    longformer,
     lsh,
     nystromformer,
-    performer,
-    retention,
 )
 from reformax.ops.parts import borders
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from tests.helpers import assert_trees_close
+from tests.ops.rows import ROWS
 
 CONTEXT = mesh_lib.make({"context": 8})
 N = 8
@@ -55,11 +52,9 @@ def test_a_border_is_what_stands_beside_a_stretch(n, ahead):
 
 
 LOCAL = dict(chunk_len=4)
-# An op, whether it is causal, and the length of its sequences.
+# What an op's row does not have: an op, whether it is causal, and the length of its sequences.
 OPS = {
     "chunks": (local.local(**LOCAL), True, 40),
-    "chunks that fit": (local.local(**LOCAL), True, 64),
-    "chunks both ways": (local.local(**LOCAL, n_chunks_before=2, n_chunks_after=1), False, 40),
     "chunks both ways that fit": (local.local(**LOCAL, n_chunks_after=1), False, 64),
     "long stretches": (local.local(**LOCAL, n_chunks_after=1), False, 128),
     "long stretches, shared": (local.local(**LOCAL, shared_qk=True), True, 128),
@@ -67,43 +62,64 @@ OPS = {
     "window": (local.local(**LOCAL, window=7, n_chunks_before=2), True, 40),
     "window both ways": (local.local(**LOCAL, window=4, n_chunks_after=1), False, 56),
     "window in a kernel": (local.local(**LOCAL, window=4, impl="pallas_interpret"), True, 64),
-    "shared chunks": (local.local(chunk_len=5, shared_qk=True), True, 56),
     "further than a neighbour": (local.local(chunk_len=16, n_chunks_before=2), True, 40),
     "circle": (local.local(**LOCAL, wrap=True), True, 40),
-    "lsh": (lsh.lsh(chunk_len=4, n_hashes=2), True, 40),
-    "dense": (dense.dense(), False, 40),
-    "lsh, 11 heads": (lsh.lsh(chunk_len=4, n_hashes=2), True, 40),
-    "biases, 6 heads": (dense.dense(), True, 40),
-    "gated_delta, 6 heads": (gated_delta.gated_delta(chunk_len=8), True, 40),
-    "fewer keys, 12 heads": (dense.dense(), True, 40),
-    "biases": (dense.dense(), True, 40),
-    "fewer keys": (dense.dense(), True, 40),
     "local, fewer keys": (local.local(**LOCAL), True, 40),
-    "linear": (linear.linear(chunk_len=8), False, 40),
-    "retention": (retention.retention(chunk_len=8), True, 40),
-    "gated_linear": (gated_linear.gated_linear(chunk_len=8), True, 40),
-    "gated_delta": (gated_delta.gated_delta(chunk_len=8), True, 40),
-    "performer": (performer.performer(n_features=8, seed=None, chunk_len=8), True, 40),
-    "linformer": (linformer.linformer(n_projected=5, share="none"), False, 40),
-    "nystromformer": (nystromformer.nystromformer(n_landmarks=5, conv_size=3), False, 40),
-    "long_short": (long_short.long_short(window=6, rank=2, chunk_len=8), True, 40),
+    "lsh, 11 heads": (lsh.lsh(chunk_len=4, n_hashes=2), True, 40),
+    "lsh, the next value": (lsh.lsh(chunk_len=4, own=False), True, 40),
+    "biases": (dense.dense(), True, 40),
+    "biases, 6 heads": (dense.dense(), True, 40),
+    "fewer keys, 12 heads": (dense.dense(), True, 40),
+    "gated_delta, 6 heads": (gated_delta.gated_delta(chunk_len=8), True, 40),
+    "linformer, own weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
+    "nystromformer, convolved": (
+        nystromformer.nystromformer(n_landmarks=5, conv_size=3),
+        False,
+        40,
+    ),
 }
 OPTIONS = {
-    "biases": dict(position_bias="t5"),
+    "local, fewer keys": dict(n_kv_heads=2),
     "lsh, 11 heads": dict(n_heads=11),
-    "gated_delta, 6 heads": dict(n_heads=6),
+    "lsh, the next value": dict(next_value=True),
+    "biases": dict(position_bias="t5"),
     "biases, 6 heads": dict(n_heads=6, position_bias="t5"),
     "fewer keys, 12 heads": dict(n_heads=12, n_kv_heads=4),
-    "fewer keys": dict(n_kv_heads=2),
-    "local, fewer keys": dict(n_kv_heads=2),
+    "gated_delta, 6 heads": dict(n_heads=6),
 }
 QUICK = {("window", True), ("long stretches", True), ("lsh, 11 heads", True)}
-# Every op with packed rows if it tells them apart, and of each kind one without.
+# Packed rows where the op tells them apart, and of each kind one without.
 CASES = [(name, op.traits.packed) for name, (op, *_) in OPS.items()]
-CASES += [
-    (name, False)
-    for name in ("chunks", "long stretches", "chunks both ways that fit", "lsh", "dense")
-]
+CASES += [(name, False) for name in ("chunks", "long stretches")]
+# On eight devices for one row of a batch, and these on four for each of two as well.
+ROWS_TOO = {"chunks", "long stretches", "window", "lsh, 11 heads", "biases"}
+
+
+def check_layer(layer, length, meshes):
+    """A layer, its gradients and dropout are those of one device."""
+    random = np.random.default_rng(0)
+    x, d_out = random.normal(size=(2, 2, length, 8)).astype(np.float32)
+    ids = np.sort(random.integers(0, 4, (2, length)))[:, ::-1].astype(np.int32)
+    inputs = (x, ids) if layer.masked else (x,)
+    params = layer.init_params(jax.random.key(0), x.shape)
+
+    def loss(params, x, *masks):
+        out = layer.apply(params, x, *masks, rng=jax.random.key(1))
+        return jnp.sum(out * d_out), out
+
+    run = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    want = jax.jit(run)(params, *inputs)
+    for mesh in meshes:
+        placed = jax.device_put(inputs, devices.over_tokens(mesh))
+        got = jax.jit(devices.on(mesh, run))(params, *placed)
+        assert_trees_close(got, want)
+
+
+def layer_of(op, causal, packed, **options):
+    """A layer of 8 heads with dropout; `options` of `Attention` go first."""
+    rates = dict(attention_dropout=0.2 * op.traits.dropout, output_dropout=0.1)
+    sizes = dict(n_heads=8, d_qk=4, d_v=3, masked=packed)
+    return Attention(op, **sizes | rates | options, causal=causal, use_rotary=True)
 
 
 @pytest.mark.parametrize(
@@ -115,27 +131,20 @@ CASES += [
 )
 def test_a_layer_is_that_of_one_device(name, packed):
     op, causal, length = OPS[name]
-    rates = dict(attention_dropout=0.2 * op.traits.dropout, output_dropout=0.1)
-    sizes = dict(n_heads=8, d_qk=4, d_v=3, masked=packed)
-    options = sizes | rates | OPTIONS.get(name, {})
-    layer = Attention(op, **options, causal=causal, use_rotary=True)
-    random = np.random.default_rng(0)
-    x, d_out = random.normal(size=(2, 2, length, 8)).astype(np.float32)
-    ids = np.sort(random.integers(0, 4, (2, length)))[:, ::-1].astype(np.int32)
-    inputs = (x, ids) if packed else (x,)
-    params = layer.init_params(jax.random.key(0), x.shape)
+    layer = layer_of(op, causal, packed, **OPTIONS.get(name, {}))
+    more = [mesh_lib.make({"data": 2, "context": 4})] if name in ROWS_TOO else []
+    check_layer(layer, length, [CONTEXT, *more])
 
-    def loss(params, x, *masks):
-        out = layer.apply(params, x, *masks, rng=jax.random.key(1))
-        return jnp.sum(out * d_out), out
 
-    run = jax.grad(loss, argnums=(0, 1), has_aux=True)
-    want = jax.jit(run)(params, *inputs)
-    for sizes in ({"context": 8}, {"data": 2, "context": 4}):
-        mesh = mesh_lib.make(sizes)
-        placed = jax.device_put(inputs, devices.over_tokens(mesh))
-        got = jax.jit(devices.on(mesh, run))(params, *placed)
-        assert_trees_close(got, want)
+FACTORIES = {row.factory: row for row in reversed(ROWS) if not row.in_kernel}
+KERNELS = [row for row in ROWS if row.name in ("flash_pallas", "lsh_pallas")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [*FACTORIES.values(), *KERNELS], ids=lambda row: row.name)
+def test_every_op_is_that_of_one_device(row):
+    op = row.op()
+    check_layer(layer_of(op, row.causal(), op.traits.packed, d_v=4), 40, [CONTEXT])
 
 
 @pytest.mark.slow
@@ -162,6 +171,11 @@ def test_cross_attention_is_that_of_one_device():
             block_sparse.block_sparse(pattern=np.ones((8, 1, 1), bool)),
             8,
             "context=8 and op is block_sparse.*, which computes all heads together: use context=1",
+        ),
+        (
+            longformer.longformer(window=4, n_global=1),
+            8,
+            "context=8 and op is longformer.*, which computes all heads together: use context=1",
         ),
     ],
 )
@@ -202,27 +216,38 @@ def test_of_axial_positions_the_gradients_of_tables_are_exchanged_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_no_activation_is_gathered(name):
-    """Devices trade heads for positions, and sum up gradients; they do nothing else."""
-    rows, length, sizes = 2, 1024, {"data": 2, "context": 4}
+@pytest.mark.parametrize(
+    "name, sizes",
+    [(name, {"data": 2, "context": 4}) for name in MODELS] + [("reformer", {"data": 2, "fsdp": 4})],
+)
+def test_no_activation_is_gathered(name, sizes, monkeypatch, capfd):
+    """Devices trade heads for positions, and exchange weights and gradients; nothing else."""
+    monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
+    rows, length, by_heads = 8, 1024, "context" in sizes
     mesh, model, sgd = mesh_lib.make(sizes), MODELS[name](), optax.sgd(0.1)
     params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (rows, length)))
     state = jax.eval_shape(lambda p: step_lib.first_state(p, sgd, ema=False), params)
     placement = devices.placement(state, mesh)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, placement
+    )
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=devices.over_tokens(mesh))
     weights = jax.ShapeDtypeStruct((rows, length), jnp.float32, sharding=devices.over_tokens(mesh))
     step = step_lib.step_fn(model, sgd, mesh, loss_chunk_len=100, placement=placement)
     lowered = step.lower(state, (tokens, tokens, weights), jax.random.PRNGKey(0))
     found = collectives(lowered.compile().as_text())
-    activation = 4 * length // 4 * 32  # bytes, of one device
+    activation = 4 * rows * length // 8 * 32  # bytes, of one device
+    weights = [4 * x.size for x in jax.tree.leaves(params)]
     for each in found:
-        if each.kind == "all-gather":
-            assert each.size <= 4 * length, each  # ids
+        if len(each.groups[0]) == 1:  # nothing is sent
+            continue
+        if each.kind == "all-gather":  # ids; a layer's weights
+            assert each.size <= (4 * rows // 2 * length if by_heads else max(weights)), each
         if each.kind == "all-reduce":
-            assert each.size <= 4 * sum(x.size for x in jax.tree.leaves(params)), each
+            assert each.size <= sum(weights), each
         if each.kind == "collective-permute":
             assert each.size < activation // 4, each
     trades = sum(each.times * each.size for each in found if each.kind == "all-to-all")
     # q, v (and k) there, the output back, in three passes: forward, again, and the gradient.
-    assert 0 < trades <= 4 * activation * 4 * 3
+    assert 0 < trades <= 4 * activation * 4 * 3 if by_heads else trades == 0
+    assert "rematerialization" not in capfd.readouterr().err  # XLA's warning of what it gathers

@@ -6,11 +6,13 @@
 import re
 from functools import cache, partial
 
+import gin
 import jax
 import numpy as np
 import optax
 import pytest
 
+import train
 from reformax import devices
 from reformax.data.base import SentencePairs
 from reformax.declared import SettingError
@@ -25,10 +27,10 @@ from reformax.training.evaluation import evaluate
 from tests.helpers import assert_trees_close
 from tests.ops.toys import counting
 from tests.training import tiny, worker
+from tests.training.scripts import call
 
 # data, fsdp, context
-SIZES = [(8, 1, 1), (2, 4, 1), (2, 2, 2)]
-CONTEXT = 1, 1, 8
+DATA, BOTH, ALL, CONTEXT = (8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)
 BATCH, LENGTH, VOCAB = 8, 32, 40
 
 LM = dict(vocab_size=VOCAB, d_model=16, d_ff=64, n_heads=8, d_attention_key=4, d_attention_value=4)
@@ -36,6 +38,7 @@ SEQ2SEQ = dict(LM, input_vocab_size=VOCAB, n_encoder_layers=1, n_decoder_layers=
 del SEQ2SEQ["vocab_size"]
 DROPOUT = dict(dropout=0.1, attention_dropout=0.1)
 HASHES = dict(chunk_len=8, n_hashes=2)
+AXIAL = dict(pos_type="axial", pos_axial_shape=(8, 4), pos_d_axial_embs=(4, 12))
 KERNELS = dict(impl="pallas_interpret")
 KEY = jax.random.PRNGKey(0)
 RATE = 2.0**14  # of learning, so that what a step takes off shows every digit of the gradient
@@ -53,17 +56,27 @@ def both(op, **options):
 
 
 LANGUAGE = {
-    "reformer": (ReformerLM, dict(attention_type=both(lsh.lsh, **HASHES), n_layers=4)),
+    "reformer": (
+        ReformerLM,
+        dict(attention_type=both(lsh.lsh, **HASHES), n_layers=4, keep_ff_outputs=True, **AXIAL),
+    ),
+    "reformer exact": (
+        ReformerLM,
+        dict(attention_type=both(lsh.lsh, **HASHES), exact=True, ff_chunk_size=12),
+    ),
     "reformer kernels": (
         ReformerLM,
-        dict(attention_type=lsh.lsh(**HASHES, **KERNELS), n_layers=2, scan_layers=False),
+        dict(attention_type=lsh.lsh(**HASHES, **KERNELS), n_layers=1, scan_layers=False),
     ),
     "reformer chunks": (ReformerLM, dict(attention_type=both(lsh.lsh, **HASHES), ff_chunk_size=12)),
     "reformer slots": (
         ReformerLM,
         dict(attention_type=lsh.lsh(**HASHES), n_layers=2, n_slots=4, ff_chunk_size=12),
     ),
-    "strict": (TransformerLM, dict(attention_type=lsh.lsh(**HASHES, strictly_causal=True))),
+    "strict": (
+        TransformerLM,
+        dict(attention_type=lsh.lsh(**HASHES, strictly_causal=True, own=False), next_value=True),
+    ),
     "dense": (TransformerLM, dict(attention_type=dense.dense(), remat=True)),
     "local": (TransformerLM, dict(attention_type=local.local(chunk_len=8, **KERNELS))),
     "flash": (TransformerLM, dict(attention_type=flash.flash(**KERNELS), scan_layers=False)),
@@ -82,7 +95,8 @@ PAIRS = {
         dict(encoder_attention_type=lsh.lsh(**HASHES), decoder_attention_type=local.local()),
     ),
 }
-QUICK = {("dense", (8, 1, 1))}
+ON_GRID = "reformer slots", "reformer exact"
+QUICK = {("dense", DATA)}
 
 
 @cache
@@ -135,9 +149,17 @@ def on_one(name):
     return step_on(mesh_lib.make(devices=jax.devices()[:1]), name)
 
 
-CASES = [(name, sizes) for name in LANGUAGE | PAIRS for sizes in SIZES]
-# The others trade heads as these do.
-CASES += [(name, CONTEXT) for name in ("reformer chunks", "reformer slots", "translating reformer")]
+# Every model shares rows, weights and sequences at once. These do so apart too, on more devices.
+CASES = [(name, ALL) for name in LANGUAGE | PAIRS if name != "reformer exact"]
+CASES += [(name, DATA) for name in ("reformer", "dense", "sparse")]
+CASES += [(name, BOTH) for name in ("reformer", "dense", "translating transformer")]
+CASES += [
+    (name, CONTEXT)
+    for name in (
+        *("reformer", "reformer exact", "reformer slots", "strict", "dense"),
+        *("translating transformer", "translating reformer"),
+    )
+]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +176,7 @@ def test_a_step_is_that_of_one_device(monkeypatch, name, sizes):
     largest = max(np.abs(x).max() for x in jax.tree.leaves(want))
     trees = (jax.tree.map(lambda x: x / largest, tree) for tree in (gradient, want))
     # A number that is rounded to the grid may fall on the other side.
-    assert_trees_close(*trees, tolerance=1e-3 if "slots" in name else 1e-5)
+    assert_trees_close(*trees, tolerance=1e-3 if name in ON_GRID else 1e-5)
 
 
 @pytest.mark.slow
@@ -226,7 +248,7 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_another(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), CONTEXT])
+@pytest.mark.parametrize("sizes", [BOTH, CONTEXT])
 def test_generated_text_is_that_of_one_device(monkeypatch, sizes):
     monkeypatch.setattr(devices, "LEAST_SPLIT", 64)
     mesh = on_axes(sizes)
@@ -254,7 +276,7 @@ def test_translations_are_those_of_one_device(monkeypatch):
     np.testing.assert_allclose([x.score for x in one], [x.score for x in several], rtol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 1, 4)])
+@pytest.mark.parametrize("sizes", [DATA, (2, 1, 4)])
 def test_an_evaluation_is_that_of_one_device(sizes):
     """Rows that devices do not divide are filled up, and a sequence lies on several."""
     model = TransformerLM(**LM, n_layers=1, attention_type=local.local(chunk_len=8), mode="eval")
@@ -281,3 +303,50 @@ def test_a_dry_run_says_what_a_device_needs(monkeypatch):
 def test_rows_that_devices_cannot_share_are_told(tmp_path):
     with pytest.raises(SettingError, match="batch_size=12 cannot be divided over 8 devices"):
         train_on(tmp_path, {"data": 2, "fsdp": 4}, batch_size=12)
+
+
+CONFIG = """
+from __gin__ import dynamic_registration
+from reformax.models import lm
+from reformax.ops import longformer
+from reformax.training import loop
+from reformax.training import optimizer
+from tests.training import tiny
+loop.train.model = @lm.TransformerLM
+lm.TransformerLM.vocab_size = 16
+lm.TransformerLM.d_model = 16
+lm.TransformerLM.d_ff = 16
+lm.TransformerLM.n_heads = 8
+lm.TransformerLM.n_layers = 1
+loop.train.task = @tiny.counting()
+loop.train.optimizer = @optimizer.adamw()
+optimizer.adamw.learning_rate = 3e-2
+loop.train.steps = 1
+loop.train.batch_size = 2
+loop.train.length = 64
+loop.train.mesh = {'context': 8}
+longformer.longformer.window = 4
+longformer.longformer.dilation = (1, 1, 1, 1, 2, 2, 2, 2)
+"""
+APART = "lm.TransformerLM.attention_type=@longformer.longformer()"
+
+
+@pytest.mark.parametrize(
+    "setting, told",
+    [
+        ("loop.train.length=60", "length=60 cannot be divided over context=8: make it a multiple"),
+        ("loop.train.eval_length=60", "eval_length=60 cannot be divided over context=8"),
+        ("loop.train.mesh={'context': 3}", "mesh is {'context': 3} and the number of devices 8"),
+        ("loop.train.mesh={'data': 8}", "batch_size=2 cannot be divided over 8 devices"),
+        (APART, "mesh has context=8 and op is longformer"),
+    ],
+)
+def test_a_command_tells_in_one_line_what_devices_cannot_share(
+    setting, told, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "run.gin").write_text(CONFIG)
+    given = f"--config_file={tmp_path / 'run.gin'}", f"--output_dir={tmp_path / 'run'}"
+    code, _, err = call(train.main, monkeypatch, capsys, *given, f"--config={setting}")
+    gin.clear_config()
+    assert code == 2 and told in err and err.count("\n") == 1, err
+    assert not list(tmp_path.glob("run/checkpoints/*"))
