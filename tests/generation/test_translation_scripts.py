@@ -14,7 +14,7 @@ import evaluate
 import generate
 import train
 from reformax import durable
-from reformax.cli import errors, translations
+from reformax.cli import errors, joining, translations
 from tests.training.scripts import call
 
 RUN = """
@@ -154,6 +154,14 @@ def test_the_loss_alone(run, runs):
     code, out, _ = run(evaluate.main, *flags)
     assert code == 0 and "bits_per_token" in out and "bleu" not in out
     assert not (runs / "numbers/translations_test.txt").exists()
+
+
+def test_several_processes_do_not_translate(run, monkeypatch):
+    monkeypatch.setattr(joining, "joined", lambda: True)
+    monkeypatch.setattr(joining, "leave", lambda line, code: code)
+    code, _, err = run(evaluate.main, "--output_dir=numbers", *FAST)
+    assert code == 2 and "several processes do not translate: give --beam_size=0" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
