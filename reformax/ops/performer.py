@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import Bounds, Seed, Size
+from reformax.carried import Carried, becoming
+from reformax.declared import Bounds, Seed, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import Shared
 from reformax.ops.parts.dispatch import KERNELS, check_impl
@@ -44,10 +45,11 @@ class Settings(NamedTuple):
     epsilon: float
     chunk_len: int
     impl: str
+    redraw: int | None
 
     def directions(self, plan: Any, size: int) -> Float[Array, "M H"]:
-        """Those of all heads; constants where there is a seed."""
-        if self.seed is None:
+        """Those of all heads; constants where they stay as they are."""
+        if self.seed is None or self.redraw is not None:
             rng = jax.random.wrap_key_data(plan, impl="threefry2x32")
             return orthogonal_directions(rng, self.n_features, size)
         with jax.ensure_compile_time_eval():
@@ -81,6 +83,7 @@ def performer(
     epsilon: Epsilon = 1e-4,
     chunk_len: Size = 64,
     impl: str = "auto",
+    redraw: Size | None = None,
 ) -> AttentionOp:
     """Attention whose weights are products of positive orthogonal random features.
 
@@ -97,17 +100,22 @@ def performer(
         compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
         the faster one of those that can compute the call. Attention that is not causal has no
         recurrence: its sums are products of matrices, whatever `impl` is.
+      redraw: after how many steps of training others are drawn, of the seed and the number of the
+        draw (sec. 4.3). Evaluation and decoding take the last ones that training took. The steps
+        are counted by a weight `steps`, which is `Carried`. None keeps the first.
 
     Raises:
-      ValueError: a setting out of range, an unknown `impl`.
+      ValueError: a setting out of range, an unknown `impl`, `redraw` with `seed=None`.
       NotImplementedError: at the call, with dropout: the weights are never made; where the kernel
         asked for cannot compute the call.
     """
     check_impl(impl, *KERNELS)
-    settings = Settings(n_features, seed, epsilon, chunk_len, impl)
+    if redraw is not None and seed is None:
+        raise SettingError(f"redraw is {redraw} and seed None, which draws at every call: set one")
+    settings = Settings(n_features, seed, epsilon, chunk_len, impl, redraw)
     return AttentionOp(
-        init=no_params,
-        plan=no_plan if seed is not None else _plan,
+        init=no_params if redraw is None else _init,
+        plan=no_plan if seed is not None and redraw is None else functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
         traits=Traits(random_plan=seed is None, dropout=False, heads_apart=True),
         init_cache=functools.partial(_init_cache, settings),
@@ -115,14 +123,30 @@ def performer(
     )
 
 
-def _plan(params, q, k, *, segments, causal, rng, train, length=None) -> Int[Array, 2]:
+def _init(rng, dims) -> dict[str, Carried]:
+    del rng, dims
+    return {"steps": Carried(jnp.zeros(()))}
+
+
+def _plan(
+    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+) -> Int[Array, 2]:
     """Two words, of which the features are drawn wherever they are needed."""
-    del params, q, k, segments, causal, train, length
-    return jax.random.bits(rng_of(rng), (2,), jnp.uint32)
+    del q, k, segments, causal, length
+    if settings.redraw is None:
+        return jax.random.bits(rng_of(rng), (2,), jnp.uint32)
+    steps = jnp.round(params["steps"].value).astype(jnp.int32)  # those that are done
+    last = steps if train else jnp.maximum(steps - 1, 0)
+    seed = jax.random.key(settings.seed, impl="threefry2x32")
+    return jax.random.key_data(jax.random.fold_in(seed, last // settings.redraw))
 
 
 def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
-    del params, dropout, rng
+    del dropout, rng
+    if settings.redraw is not None:
+        # The output is to depend on the weight, and so does what this adds 0 to.
+        steps = becoming(params["steps"], params["steps"].value + 1)
+        settings = settings._replace(epsilon=settings.epsilon + 0 * steps)
 
     @jax.checkpoint  # the gradient computes the features again instead of keeping them
     def attend(q, k, v) -> Float[Array, "B T N V"]:

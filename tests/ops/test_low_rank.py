@@ -3,11 +3,15 @@
 `low_rank.py` has their references, and the shared tests compare with those.
 """
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.carried import Carried
 from reformax.ops import dense, linformer, local, long_short, nystromformer, performer
 from reformax.ops.parts.random_features import orthogonal_directions, positive_features
 from tests.helpers import with_gradients
@@ -140,6 +144,42 @@ def test_products_of_features_are_exponentials_on_average():
     want = np.exp(np.sum(np.float64(x) * y))
     assert abs(draws.mean() - want) < 5 * error
     assert error < 0.02 * want
+
+
+def test_performers_features_are_redrawn_every_few_steps():
+    """In training after 3 steps, in evaluation and decoding one step later."""
+    op, x = performer.performer(n_features=8, redraw=3), draw()
+
+    @functools.partial(jax.jit, static_argnames="train")
+    def run(steps, train):
+        params = {"steps": Carried(steps)}
+        out, vjp = jax.vjp(lambda params: op(*x, params=params, causal=True, train=train), params)
+        return out, vjp(jnp.ones_like(out))[0]["steps"].value
+
+    trained, changes = zip(*(run(jnp.float32(n), train=True) for n in range(7)), strict=True)
+    assert changes == (1,) * 7
+    for n, m in itertools.combinations(range(7), 2):
+        assert np.array_equal(trained[n], trained[m]) == (n // 3 == m // 3)
+    for n in range(7):
+        evaluated = run(jnp.float32(n), train=False)[0]
+        np.testing.assert_allclose(evaluated, trained[max(n - 1, 0)], atol=1e-6)
+
+    @jax.jit
+    def last_step(steps):
+        params, masks = {"steps": Carried(steps)}, dict(segments=None, causal=True, rng=None)
+        before = [y[:, :-1] for y in x]
+        plan = op.plan(params, *before[:2], **masks, train=False)
+        lengths = jnp.full(2, 22)
+        options = dict(plan=plan, lengths=lengths, capacity=23, rng=None)
+        cache = op.init_cache(params, *before, **options)
+        return op.step(params, *(y[:, -1:] for y in x), cache, position=lengths)[0]
+
+    np.testing.assert_allclose(last_step(jnp.float32(4))[:, 0], trained[3][:, -1], atol=1e-5)
+
+
+def test_performer_redraws_of_a_seed():
+    with pytest.raises(ValueError, match="^redraw is 5 and seed None, which draws at every call"):
+        performer.performer(seed=None, redraw=5)
 
 
 def test_performers_error_falls_with_the_root_of_the_number_of_features():

@@ -8,6 +8,7 @@ import pytest
 
 from reformax.carried import Carried, becoming
 from reformax.models import ReformerLM, TransformerLM
+from reformax.ops import performer
 from reformax.training import mesh, optimizer, step
 from tests.layers import plain
 from tests.ops.toys import counting
@@ -41,6 +42,32 @@ def test_the_change_arrives(name):
         return jnp.sum(jnp.sin(model.apply(params, TOKENS, jax.random.key(0)))) / 1000
 
     np.testing.assert_array_equal(counts(jax.jit(jax.grad(loss))(params)), np.ones(4))
+
+
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_both_passes_of_a_reversible_stack_have_the_redrawn_features(exact):
+    """Its gradients are those of a stack that keeps what the first pass computed."""
+    attention = performer.performer(n_features=8, redraw=2)
+    kept = dict(keep_activations=True, scan_layers=False)
+    runs = []
+    for options in ({}, kept):
+        model = ReformerLM(**SMALL | dict(attention_type=attention), **options, exact=exact)
+
+        @jax.jit
+        def gradient(params, steps, model=model):
+            params["stack"]["block_0"]["attention"]["op"]["steps"] = Carried(jnp.full(4, steps))
+            return jax.grad(lambda params: loss_of(model, params))(params)
+
+        runs.append(gradient)
+    params = plain.init(model, TOKENS.shape)
+    got, want = (run(params, jnp.float32(5)) for run in runs)
+    for (path, x), y in zip(leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+    assert "steps" in str(paths(got))
+    steps = got["stack"]["block_0"]["attention"]["op"]["steps"].value
+    np.testing.assert_array_equal(steps, np.ones(4))
+    other = runs[0](params, jnp.float32(6))["embedding"]
+    assert np.abs(other - got["embedding"]).max() > 1e-3
 
 
 def test_a_weight_that_nothing_reads_stays():

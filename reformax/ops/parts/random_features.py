@@ -37,7 +37,7 @@ def orthogonal_directions(rng: PRNGKeyArray, n: int, size: int) -> Float[Array, 
 
 
 def positive_features(
-    x: Float[Array, "B T N H"], directions: Float[Array, "M H"], epsilon: float
+    x: Float[Array, "B T N H"], directions: Float[Array, "M H"], epsilon: float | Float[Array, ""]
 ) -> Features:
     """`exp(w . x - |x|^2 / 2)` for each direction w, in float32.
 
@@ -61,5 +61,5 @@ def positive_features(
     # By its index: a number computed twice may not equal itself, and the gradient asks which does.
     largest = jnp.argmax(jax.lax.stop_gradient(exponents), axis=-1, keepdims=True)
     scale = jnp.take_along_axis(exponents, largest, axis=-1, mode="promise_in_bounds")
-    features = jnp.exp(exponents - scale) + epsilon
+    features = jnp.exp(exponents - scale) + jnp.asarray(epsilon, dtype)
     return Features(*(jnp.where(whole, y, jnp.nan) for y in (features, scale)))
