@@ -25,6 +25,7 @@ from reformax.ops import (
     nystromformer,
     performer,
     retention,
+    routing,
     shared_qk,
     smyrf,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "nystromformer",
     "performer",
     "retention",
+    "routing",
     "shared_qk",
     "smyrf",
 ]

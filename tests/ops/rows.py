@@ -26,12 +26,13 @@ from reformax.ops import (
     nystromformer,
     performer,
     retention,
+    routing,
     shared_qk,
     sinks,
     smyrf,
 )
 from reformax.ops.base import AttentionOp
-from tests.ops import low_rank, native_sparse, recurrences
+from tests.ops import low_rank, native_sparse, recurrences, routed
 
 # No sequence of the shared tests is longer.
 LONGEST = 130
@@ -373,6 +374,12 @@ _NATIVE = {
     "own_projections": (True, False),
     "impl": ("xla",),
 }
+_ROUTED = {
+    "n_clusters": (3, 1, 2, 40),
+    "cluster_size": (None, 4, 1, 200),
+    "decay": (0.9, 0.0),
+    "own": (True, False),
+}
 _SEPARATE = {
     "chunk_len": (4, 1, 5),
     "n_hashes": (3, 1, 2),
@@ -540,6 +547,17 @@ ROWS = [
         second_order=2,
         group_chooses=True,
         slow=True,
+    ),
+    *(
+        Row(
+            f"routing{'_shared' * shared}",
+            routing.routing,
+            _ROUTED | {"shared_qk": (shared,)},
+            reference=routed.routing,
+            second_order=2,  # the change of what is carried has no forward mode
+            slow=True,
+        )
+        for shared in (False, True)
     ),
     Row("linear", linear.linear, _CHUNKS_OF_STATES, reference=recurrences.linear, **_RECURRENT),
     Row("linear_pallas", linear.linear, _KERNEL, reference=recurrences.linear, **_RECURRENT),

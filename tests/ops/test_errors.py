@@ -26,6 +26,7 @@ from reformax.ops import (
     nystromformer,
     performer,
     retention,
+    routing,
     sinks,
 )
 from reformax.ops.base import given
@@ -91,6 +92,9 @@ SIZES = [
         dict(block_size=40),
         "block_size is 40: expected a multiple of compress_stride, 16",
     ),
+    (routing.routing, dict(n_clusters=0), "n_clusters is 0: expected at least 1"),
+    (routing.routing, dict(cluster_size=0), "cluster_size is 0: expected at least 1"),
+    (routing.routing, dict(decay=1.5), "decay is 1.5: expected at least 0 and at most 1"),
     (linformer.linformer, dict(n_projected=0), "n_projected is 0: expected at least 1"),
     (linformer.linformer, dict(max_length=0), "max_length is 0: expected at least 1"),
     (

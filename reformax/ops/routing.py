@@ -1,0 +1,333 @@
+"""Routing attention: queries see the keys that lie near the same centroid (Roy et al. 2021).
+
+"Efficient Content-Based Sparse Attention with Routing Transformers", sec. 4.1 and algorithm 1.
+Queries and keys are vectors on the unit sphere. Each centroid takes the queries that are nearest to
+it, as many for every centroid, and the keys that are nearest to it, and its queries see its keys.
+Training moves the centroids by online k-means: each towards the mean of the vectors whose nearest
+centroid it is. They are no weights that an optimizer sees, and evaluation leaves them as they are.
+With T / C tokens a centroid, and sqrt(T) centroids, time is O(T^1.5).
+
+Letters besides those of `reformax.ops.base`: C centroids, W members of a centroid's cluster.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.carried import Carried, becoming
+from reformax.declared import Bounds, Size
+from reformax.ops.base import AttentionOp, Dims, Traits, named
+from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
+from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.softmax import largest, lowest, masked_exp, nonzero, wide
+
+Decay = Annotated[float, Bounds(0, 1)]
+# Centroids whose products with all positions are in memory at a time.
+SCORED = 16
+# Positions whose products with all centroids are.
+COUNTED = 1024
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of `routing`, whose arguments they are."""
+
+    n_clusters: int
+    cluster_size: int | None
+    decay: float
+    shared_qk: bool
+    own: bool
+
+    def width(self, length: int) -> int:
+        """The most members that a cluster can have in a row of `length`."""
+        return min(self.cluster_size or -(-length // self.n_clusters), length)
+
+    def n_members(self, n_tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+        """How many members a cluster takes among `n_tokens`."""
+        return -(-n_tokens // self.n_clusters) if self.cluster_size is None else self.cluster_size
+
+
+class Clusters(NamedTuple):
+    """The positions of each cluster's queries and of its keys, the nearest first; -1 is none."""
+
+    queries: Int[Array, "B N C W"]
+    keys: Int[Array, "B N C W"]
+
+
+@named
+def routing(
+    *,
+    n_clusters: Size = 16,
+    cluster_size: Size | None = None,
+    decay: Decay = 0.999,
+    shared_qk: bool = False,
+    own: bool = True,
+) -> AttentionOp:
+    """Attention within the clusters of an online k-means.
+
+    It is exact attention over the clusters that a query is in, which may be none or several; a key
+    counts in each that it shares with the query. With one cluster it is dense attention, or
+    `shared_qk.shared_qk()`. Products are of queries and keys as they are; the paper attends with
+    those of unit length too. The paper moves a centroid by the sum of its vectors, and here their
+    mean does, so that the batch's size does not matter.
+
+    In a causal call later tokens decide what is in a cluster. A step of decoding computes the last
+    row of attention over the tokens so far. Rows have one segment: clusters go over all of it.
+
+    Weights, carried and not trained: `centroids [N, C, H]`, of unit length.
+
+    Args:
+      n_clusters: centroids of a head; the paper takes about the square root of the length.
+      cluster_size: queries, and keys, of a cluster; None: a row's tokens by the number of clusters.
+      decay: how much of a centroid a step of training keeps, the paper's lambda.
+      shared_qk: whether queries are their own keys, as in the paper's causal attention.
+      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+
+    Raises:
+      ValueError: a number below 1, or a decay that is not from 0 to 1.
+    """
+    settings = Settings(**locals())
+    return AttentionOp(
+        init=functools.partial(_init, settings),
+        plan=functools.partial(_plan, settings),
+        apply=functools.partial(_apply, settings),
+        traits=Traits(
+            shared_qk=shared_qk, strict=shared_qk and not own, causal_plan=False, packed=False
+        ),
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+        replace_value=_replace_value,
+    )
+
+
+def _init(settings: Settings, rng, dims: Dims) -> dict[str, Carried]:
+    shape = dims.n_heads, settings.n_clusters, dims.d_qk
+    return {"centroids": Carried(_unit(jax.random.normal(rng, shape)))}
+
+
+def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
+    """Vectors of length 1, and zeros of those that have no direction; float32 or wider."""
+    x = finite(lax.stop_gradient(x).astype(wide(x.dtype)))
+    x = x / nonzero(jnp.max(jnp.abs(x), axis=-1, keepdims=True))  # squares do not overflow
+    return x / nonzero(jnp.linalg.norm(x, axis=-1, keepdims=True))
+
+
+def _real(segments: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
+    return jnp.ones(x.shape[:2], bool) if segments is None else jnp.asarray(segments) != 0
+
+
+def _plan(
+    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+) -> Clusters:
+    """The members of each cluster."""
+    del causal, rng, train, length
+    real, centroids = _real(segments, q), params["centroids"].value
+    width, n_members = settings.width(q.shape[1]), settings.n_members(real.sum(axis=1))
+    n_members = jnp.broadcast_to(n_members, q.shape[:1])
+
+    def members(x: Float[Array, "B T N H"]) -> Int[Array, "B N C W"]:
+        x = _unit(x)
+
+        def of_centroid(centroid: Float[Array, "N H"]) -> Int[Array, "B N W"]:
+            products = jnp.einsum("btnh,nh->bnt", x, centroid, precision=lax.Precision.HIGHEST)
+            _, position = lax.top_k(jnp.where(real[:, None], products, -jnp.inf), width)
+            is_token = jnp.take_along_axis(real[:, None], position, axis=2)
+            taken = jnp.arange(width)[None, None] < n_members[:, None, None]
+            return jnp.where(taken & is_token, position, -1)
+
+        of_each = jnp.moveaxis(lax.stop_gradient(centroids), 1, 0)
+        return jnp.moveaxis(lax.map(of_centroid, of_each, batch_size=SCORED), 0, 2)
+
+    queries = members(q)
+    return Clusters(queries, queries if settings.shared_qk else members(k))
+
+
+def _moved(settings: Settings, centroids, vectors, real) -> Float[Array, "N C H"]:
+    """The centroids after a step of online k-means over some arrays of unit vectors."""
+    n_clusters = centroids.shape[1]
+
+    def add(sums, chunk):
+        x, real = chunk  # [B, t, N, H], [B, t]
+        products = jnp.einsum("btnh,nch->btnc", x, centroids, precision=lax.Precision.HIGHEST)
+        nearest = jax.nn.one_hot(jnp.argmax(products, axis=-1), n_clusters, dtype=x.dtype)
+        nearest = nearest * real[..., None, None]
+        total = jnp.einsum("btnc,btnh->nch", nearest, x, precision=lax.Precision.HIGHEST)
+        return (sums[0] + total, sums[1] + nearest.sum(axis=(0, 1))), None
+
+    def chunks(x):  # the chunks in front, padding without weight behind
+        size = min(COUNTED, x.shape[1])
+        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
+
+    real = real.astype(centroids.dtype)
+    sums = jnp.zeros_like(centroids), jnp.zeros(centroids.shape[:2], centroids.dtype)
+    for x in vectors:
+        sums, _ = lax.scan(add, sums, (chunks(_unit(x).astype(centroids.dtype)), chunks(real)))
+    total, count = (sums[0], sums[1][..., None])
+    mean = total / nonzero(count)
+    moved = _unit(settings.decay * centroids + (1 - settings.decay) * mean)
+    return jnp.where(count > 0, moved, centroids)
+
+
+def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+    n_batch, length, n_heads, _ = q.shape
+    centroids, dtype = params["centroids"], wide(q.dtype, v.dtype)
+    vectors = (q,) if settings.shared_qk else (q, k)
+    moved = _moved(settings, lax.stop_gradient(centroids.value), vectors, _real(segments, q))
+    held = becoming(centroids, moved)
+
+    keys = length_normalize(q) if settings.shared_qk else k
+    q, k, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
+    seed = seed_words(rng, n_batch) if dropout > 0.0 else None
+
+    def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
+        return jnp.moveaxis(_taken(x, jnp.maximum(position, 0)), 2, 0)
+
+    fine_q, fine_k = is_finite(q)[..., 0], is_finite(k, values)[..., 0]
+    attend = jax.checkpoint(functools.partial(_cluster, settings, causal, seed, dropout))
+    parts = lax.map(
+        lambda cluster: attend(*cluster),
+        (
+            (jnp.moveaxis(plan.queries, 2, 0), of(plan.queries, fine_q)),
+            (jnp.moveaxis(plan.keys, 2, 0), of(plan.keys, fine_k)),
+            of(plan.queries, finite(q).astype(dtype)),
+            *(of(plan.keys, finite(x).astype(dtype)) for x in (k, values)),
+        ),
+    )
+    out, total = _merged(plan.queries, length, *parts)
+    if settings.own:
+        alone = values.astype(dtype)
+        if dropout > 0.0:
+            batch, head, position = jnp.ogrid[:n_batch, :n_heads, :length]
+            alone = alone * dropout_mask(seed, dropout, batch, head, position, position)[..., None]
+        out = jnp.where((total == 0)[..., None], alone, out)
+    out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
+    return out + (0 * held.sum()).astype(v.dtype)  # the centroids' change arrives by it
+
+
+def _taken(x: Array, index: Int[Array, "B N *d"]) -> Array:
+    """`x[b, n, index[b, n]]` of `[B, N, T, ...]`."""
+    return jax.vmap(jax.vmap(functools.partial(jnp.take, axis=0, mode="clip")))(x, index)
+
+
+def _cluster(settings: Settings, causal, seed, dropout, of_query, of_key, q, k, v):
+    """The softmax of a cluster's queries over its keys, and whether all that each sees is finite.
+
+    Args:
+      settings: says whether a position sees itself.
+      causal: whether later keys are hidden.
+      seed: of dropout; None where there is none.
+      dropout: its rate.
+      of_query: the queries' positions, -1 for none, and whether their vectors are finite.
+      of_key: the same of the keys.
+      q, k, v: `[B, N, W, ...]`.
+
+    Returns:
+      The parts of `Softmax`, and a boolean for each query.
+    """
+    query, query_fine = (x[..., None] for x in of_query)
+    key, key_fine = (x[..., None, :] for x in of_key)
+    mask = (query >= 0) & (key >= 0)
+    if causal:
+        mask = mask & (key <= query)
+    if settings.shared_qk:
+        mask = mask & (key != query)
+    logits = jnp.einsum("bnqh,bnkh->bnqk", q, k) * (1 / math.sqrt(q.shape[-1]))
+    fine = query_fine & key_fine & jnp.isfinite(logits)
+    whole = jnp.all(fine | ~mask, axis=-1)
+    logits, mask = jnp.where(fine, logits, 0), mask & fine
+    top = largest(logits, mask, axis=-1)
+    weights = masked_exp(logits, mask, top)
+    total = weights.sum(axis=-1)
+    if dropout > 0.0:
+        batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
+        weights = weights * dropout_mask(seed, dropout, batch, head, query, key).astype(q.dtype)
+    acc = jnp.einsum("bnqk,bnkv->bnqv", weights, v)
+    finite_acc = jnp.isfinite(acc)
+    return jnp.where(finite_acc, acc, 0), top[..., 0], total, whole & finite_acc.all(axis=-1)
+
+
+def _merged(queries: Int[Array, "B N C W"], length: int, acc, top, total, whole):
+    """The softmax of each position over all clusters that it is in, and its sum of weights."""
+    acc, top, total, whole = (jnp.moveaxis(x, 0, 2) for x in (acc, top, total, whole))
+
+    def of_head(position, acc, top, total, whole):
+        place = jnp.where(position >= 0, position, length).reshape(-1)
+        acc, top, total, whole = (x.reshape(-1, *x.shape[2:]) for x in (acc, top, total, whole))
+        most = jnp.full(length + 1, lowest(top.dtype), top.dtype).at[place].max(top)
+        scale = masked_exp(top, place < length, lax.stop_gradient(most)[place])
+        out = jnp.zeros((length + 1, acc.shape[-1]), acc.dtype).at[place].add(acc * scale[:, None])
+        total = jnp.zeros(length + 1, acc.dtype).at[place].add(total * scale)
+        whole = jnp.ones(length + 1, bool).at[place].min(whole)
+        # A row that sees what is not finite is NaN and has no gradient.
+        out = jnp.where(whole[:, None], out / nonzero(total)[:, None], jnp.nan)
+        return out[:length], jnp.where(whole, total, jnp.nan)[:length]
+
+    return jax.vmap(jax.vmap(of_head))(queries, acc, top, total, whole)
+
+
+# Decoding. T is the capacity.
+
+
+class Cache(NamedTuple):
+    """All positions, and the products of their queries and keys with the centroids."""
+
+    memory: KeyValues
+    queries: Float[Array, "B N C T"]
+    keys: Float[Array, "B N C T"]
+
+
+def _replace_value(cache: Cache, v, position) -> Cache:
+    return cache._replace(memory=replace_value(cache.memory, v, position))
+
+
+def _products(params, x: Float[Array, "B T N H"]) -> Float[Array, "B N C T"]:
+    """The products of unit vectors with the centroids."""
+    centroids = params["centroids"].value
+    return jnp.einsum("btnh,nch->bnct", _unit(x), centroids, precision=lax.Precision.HIGHEST)
+
+
+def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+    del plan, rng
+    room = ((0, 0),) * 3 + ((0, capacity - q.shape[1]),)
+    queries = jnp.pad(_products(params, q), room)
+    keys = queries if settings.shared_qk else jnp.pad(_products(params, k), room)
+    memory = fill_ring(length_normalize(q) if settings.shared_qk else k, v, lengths, capacity)
+    return Cache(memory, queries, keys)
+
+
+def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
+    row = jnp.arange(q.shape[0])
+    queries = cache.queries.at[row, :, :, position].set(_products(params, q)[..., 0])
+    keys = queries
+    if not settings.shared_qk:
+        keys = cache.keys.at[row, :, :, position].set(_products(params, k)[..., 0])
+    memory = add_to_ring(
+        cache.memory, length_normalize(q) if settings.shared_qk else k, v, position
+    )
+    capacity = memory.keys.shape[2]
+    now = position[:, None, None, None]
+    exists = jnp.arange(capacity)[None, None, None] <= now
+    n_members = settings.n_members(position + 1)
+    n_members = jnp.broadcast_to(n_members, position.shape)[:, None, None, None]
+    # Of equal products the earlier positions come first, and the newest is the last.
+    own = jnp.take_along_axis(queries, now, axis=3)
+    is_member = ((queries >= own) & exists).sum(axis=3, keepdims=True) <= n_members
+    width = settings.width(capacity)
+    _, seen = lax.top_k(jnp.where(exists, keys, -jnp.inf), width)
+    mask = is_member & (jnp.arange(width)[None, None, None] < n_members) & (seen <= now)
+    if settings.shared_qk:
+        mask = mask & (seen != now)
+    index = seen.reshape(*seen.shape[:2], -1)
+    held = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
+    alone = v if settings.own else None
+    out = attend_to(q, *held, mask.reshape(index.shape), alone=alone)
+    return out, Cache(memory, queries, keys)
