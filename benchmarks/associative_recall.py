@@ -49,6 +49,7 @@ from reformax.ops import (
     longformer,
     lsh,
     moba,
+    nsa,
     performer,
     retention,
     shared_qk,
@@ -88,6 +89,9 @@ def attentions() -> dict[str, Any]:
         "asymmetric LSH": asymmetric_lsh.asymmetric_lsh(chunk_len=32),
         "smyrf": smyrf.smyrf(chunk_len=32),
         "moba": moba.moba(block_size=32),
+        "nsa": nsa.nsa(
+            compress_len=16, compress_stride=8, block_size=32, n_selected=4, window=WINDOW
+        ),
         "bigbird": blocks(pattern=block_patterns.bigbird()),
         "sparse, fixed": blocks(pattern=block_patterns.fixed()),
         "sparse, strided": blocks(pattern=block_patterns.strided()),
