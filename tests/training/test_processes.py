@@ -206,7 +206,7 @@ def test_generation_refuses_several_processes_in_a_line(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
-    """SIGKILL of one at random, SIGTERM to the second one, and data that it alone lacks."""
+    """SIGKILL of one and of the other, SIGTERM to the second, and data that it alone lacks."""
     (tmp_path / "run.gin").write_text(CONFIG)
     run = tmp_path / "run"
 
