@@ -50,5 +50,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays, so that no garbage collection need look through it again."""
+    """What is imported by now stays, so that no garbage collection need look through it again.
+
+    Tracing makes many small objects that live for long; collections at the default of every 700
+    were a twentieth of a session's time.
+    """
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)

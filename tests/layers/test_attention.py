@@ -59,18 +59,13 @@ def test_equals_an_independent_computation(row, everything):
     q, k, v = heads.pop("q"), heads.pop("k", None), heads.pop("v")
     assert (k is None) == op.traits.shared_qk
     read = Inputs(q, k, v, heads or None, params["op"])
-    plan = inputs.plan(
-        op,
-        read.map(lambda y: jnp.asarray(y, jnp.float32)),
-        segments=segments,
-        causal=causal,
-        rng=jax.random.fold_in(RNG, 0),
-        train=True,
-    )
+    masks = dict(segments=segments, causal=causal, rng=jax.random.fold_in(RNG, 0), train=True)
+    plan = jax.jit(lambda read: inputs.plan(op, read, **masks))(read.map(np.float32))
     shape = Shape(batch=2, n_queries=13, n_keys=13, n_heads=3)
     keep = np.ones((2, 3, 13, ADDRESSES))
     if rate:
-        keep = full_dropout_mask(jax.random.fold_in(RNG, 1), rate, keep.shape)
+        mask_rng, sizes = jax.random.fold_in(RNG, 1), keep.shape
+        keep = jax.jit(lambda: full_dropout_mask(mask_rng, rate, sizes))()
     asked = Asked(row, row.first, plan, shape, causal, segments, np.asarray(keep))
     out, _ = expected(asked, read, None, np.zeros_like(v))
     want = np.einsum("btnv,nvd->btd", out, np.asarray(params["w_o"], np.float64))
@@ -327,12 +322,16 @@ def test_a_key_brings_the_next_value(op):
     params = plain.init(layer, x.shape)
     whole = jax.jit(lambda x: layer.apply(params, x, rng=RNG))(x)
     without = layers.Attention(op, **SIZES, causal=True, mode="eval")
-    q, _, v, _ = without.project(params, x)
-    own, of_next = params["next_value"]
-    mixed = own * v + of_next * np.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
-    qkv = layers.attention.QKV(q, None, mixed)
-    by_hand = without.attend(params, qkv, without.plan(params, qkv, rng=RNG))
-    np.testing.assert_allclose(whole, by_hand, atol=1e-5)
+
+    @jax.jit
+    def by_hand(params, x):
+        q, _, v, _ = without.project(params, x)
+        own, of_next = params["next_value"]
+        mixed = own * v + of_next * jnp.concatenate([v[:, 1:], 0 * v[:, :1]], axis=1)
+        qkv = layers.attention.QKV(q, None, mixed)
+        return without.attend(params, qkv, without.plan(params, qkv, rng=RNG))
+
+    np.testing.assert_allclose(whole, by_hand(params, x), atol=1e-5)
     assert not np.any(whole[:, 0])
 
     prefill = jax.jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))

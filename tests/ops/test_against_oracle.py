@@ -282,26 +282,6 @@ def test_with_the_plan_given_nothing_reads_the_future(row):
     assert not np.allclose(after[:, now:], before[:, now:])
 
 
-@over(row for row in ROWS if row.op().traits.dropout)
-def test_dropout_drops_and_scales(row):
-    """Averaged over masks, dropout changes nothing; a single mask does."""
-    op = row.op()
-    x = inputs.draw(op, length=12)
-    plan = make_plan(op, x)
-
-    def attend(key, dropout):
-        masks = dict(segments=None, causal=row.causal(), dropout=dropout, rng=key)
-        return inputs.apply(op, x, plan=plan, **masks)
-
-    keys = jax.random.split(jax.random.key(1), 2000)
-    dropped = jax.jit(jax.vmap(lambda key: attend(key, 0.25)))(keys)
-    whole = jax.jit(lambda key: attend(key, 0.0))(keys[0])
-    assert np.abs(dropped[0] - whole).max() > 0.05
-    # Five standard errors of the mean, for values of 2.
-    tolerance = 5 * 2 * np.sqrt(0.25 / 0.75 / len(keys))
-    np.testing.assert_allclose(dropped.mean(axis=0), whole, atol=tolerance)
-
-
 def test_every_op_has_a_row():
     factories = set()
     for info in pkgutil.iter_modules(ops.__path__, ops.__name__ + "."):
@@ -351,7 +331,8 @@ def test_reference_attention_is_the_oracle(dropout):
     mask[0, 1, 2] = False
     dropout_mask = np.ones(mask.shape)
     if dropout:
-        dropout_mask = np.asarray(full_dropout_mask(key, dropout, dropout_mask.shape))
+        shape = dropout_mask.shape
+        dropout_mask = np.asarray(jax.jit(lambda: full_dropout_mask(key, dropout, shape))())
 
     attend = with_gradients(lambda *x: reference_attention(*x, mask, dropout=dropout, rng=key))
     out, gradients = attend(d_out, q, k, v)
@@ -380,7 +361,8 @@ def test_visibility_and_except_self_are_the_tables():
 
 def test_dropout_masks_are_fair_coins():
     """The rate is right, and no axis of the address repeats another's coins."""
-    dropout_mask = np.asarray(full_dropout_mask(jax.random.key(0), 0.25, (4, 4, 64, 64)))
+    mask = jax.jit(lambda: full_dropout_mask(jax.random.key(0), 0.25, (4, 4, 64, 64)))
+    dropout_mask = np.asarray(mask())
     assert set(np.unique(dropout_mask)) == {0, np.float32(1 / 0.75)}
     dropped = dropout_mask == 0
     assert abs(dropped.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / dropout_mask.size)

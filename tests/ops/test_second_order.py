@@ -26,7 +26,7 @@ def attention(row):
     """`(inputs) -> out` of the row's op, and the plan it goes by."""
     op = row.op()
     masks = dict(segments=jnp.asarray(row.segments(SEGMENTS)), causal=row.causal())
-    plan = inputs.plan(op, draw(row)[0].map(jnp.asarray), **masks, rng=KEY, train=True)
+    plan = jax.jit(lambda x: inputs.plan(op, x, **masks, rng=KEY, train=True))(draw(row)[0])
     return lambda x: inputs.apply(op, x, plan=plan, **masks), plan
 
 
