@@ -144,7 +144,12 @@ KERNELS = [row for row in ROWS if row.name in ("flash_pallas", "lsh_pallas")]
 @pytest.mark.parametrize("row", [*FACTORIES.values(), *KERNELS], ids=lambda row: row.name)
 def test_every_op_is_that_of_one_device(row):
     op = row.op()
-    check_layer(layer_of(op, row.causal(), op.traits.packed, d_v=4), 40, [CONTEXT])
+    layer = layer_of(op, row.causal(), op.traits.packed, d_v=4)
+    if op.traits.heads_apart or op.reach is not None:
+        check_layer(layer, 40, [CONTEXT])
+    else:
+        with pytest.raises(SettingError, match="computes all heads together: use context=1"):
+            check_layer(layer, 40, [CONTEXT])
 
 
 @pytest.mark.slow
