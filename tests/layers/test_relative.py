@@ -70,7 +70,8 @@ def test_steps_are_apply(kind):
     x, lengths = numbers(), np.array([6, 3])
     params = plain.init(layer, x.shape)
     whole = jax.jit(layer.apply)(params, x)
-    out, cache = layer.prefill(params, x[:, :6], lengths, 13, RNG)
+    prefill = jax.jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))
+    out, cache = prefill(x[:, :6], lengths)
     np.testing.assert_allclose(out[1, :3], whole[1, :3], atol=1e-5)
     merged, step = layer.for_decoding(params, "float32"), jax.jit(layer.step)
     for n in range(7):

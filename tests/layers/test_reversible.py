@@ -160,7 +160,7 @@ def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, **options):
     [
         ("float32", 0, {}),
         pytest.param("bfloat16", 0, {}, marks=pytest.mark.slow),
-        ("bfloat16", 8, {}),
+        pytest.param("bfloat16", 8, {}, marks=pytest.mark.slow),
         pytest.param(
             *("bfloat16", 8, dict(n_layers=2, scan_layers=False, keep_ff_outputs=True)),
             marks=pytest.mark.slow,

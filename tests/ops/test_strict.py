@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tests.ops import inputs
-from tests.ops.rows import ROWS
+from tests.ops.rows import ROWS, over
 
 KEY = jax.random.key(0)
 LENGTH = 20
@@ -24,7 +23,7 @@ def traced(op, function, *others):
         jax.eval_shape(function, x, *others)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@over(ROWS)
 def test_both_passes(row):
     op = row.op()
     dtype = "float32" if row.in_kernel else "bfloat16"
@@ -45,7 +44,7 @@ def test_both_passes(row):
         traced(op, gradients, segments)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.op().step], ids=lambda row: row.name)
+@over(row for row in ROWS if row.op().step)
 def test_decoding(row):
     op = row.op()
     lengths = jnp.asarray([5, 9], jnp.int32)

@@ -95,7 +95,7 @@ def test_a_step_carries_on(accumulate):
         np.testing.assert_array_equal(counts(state.params), np.full(4, n))
         np.testing.assert_array_equal(counts(state.ema), np.full(4, n))
         assert np.any(state.params["embedding"] != before)
-    gradient = jax.grad(lambda p: loss_of(model, p))(state.params)
+    gradient = jax.jit(jax.grad(lambda p: loss_of(model, p)))(state.params)
     trained = [g for path, g in leaves(gradient) if "count" not in jax.tree_util.keystr(path)]
     _, metrics = run(state, batch, jax.random.key(1))
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in trained))

@@ -63,10 +63,14 @@ def test_derivatives_of_a_second_order_equal_the_plain_ones():
         def loss_of(matrix):
             return run(features, matrix, *others)
 
-        slope = jax.jvp(loss_of, (matrix,), (along,))[1]
-        forward = jax.jvp(jax.grad(loss_of), (matrix,), (along,))[1]
-        backward = jax.grad(lambda m: jnp.vdot(jax.grad(loss_of)(m), along))(matrix)
-        return slope, forward, backward
+        @jax.jit
+        def all_three(matrix):
+            slope = jax.jvp(loss_of, (matrix,), (along,))[1]
+            forward = jax.jvp(jax.grad(loss_of), (matrix,), (along,))[1]
+            backward = jax.grad(lambda m: jnp.vdot(jax.grad(loss_of)(m), along))(matrix)
+            return slope, forward, backward
+
+        return all_three(matrix)
 
     got = derivatives(lambda *args: chunked(*args, 5).loss)
     want = derivatives(lambda *args: plain(*args)[0])
@@ -147,12 +151,17 @@ def test_smoothing_is_the_cross_entropy_to_the_smoothed_targets(smoothing, chunk
     def ours(features, matrix):
         return loss.cross_entropy(product, matrix, features, targets, weights, chunk_len, smoothing)
 
-    sums = ours(features, matrix)
-    np.testing.assert_allclose(sums.loss, smoothed(features, matrix), rtol=1e-5)
+    @jax.jit
+    def gradients(*args):
+        of_nats = jax.grad(lambda *a: ours(*a).nats, (0, 1))(*args)
+        return of_nats, jax.grad(lambda *a: ours(*a).loss, (0, 1))(*args)
+
+    sums = jax.jit(ours)(features, matrix)
+    want, expected = jax.jit(jax.value_and_grad(smoothed, (0, 1)))(features, matrix)
+    np.testing.assert_allclose(sums.loss, want, rtol=1e-5)
     np.testing.assert_allclose(sums[:3], plain(*args), rtol=1e-5)  # metrics are not smoothed
-    grads = jax.grad(lambda *a: ours(*a).loss, (0, 1))(features, matrix)
-    assert not any(jnp.any(g) for g in jax.grad(lambda *a: ours(*a).nats, (0, 1))(features, matrix))
-    expected = jax.grad(smoothed, (0, 1))(features, matrix)
+    of_nats, grads = gradients(features, matrix)
+    assert not any(np.any(g) for g in of_nats)
     assert_trees_close(grads, expected)
 
 
