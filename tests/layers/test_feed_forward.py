@@ -146,7 +146,8 @@ def test_dropout_on_the_hidden_layer_and_on_the_output(chunk_size):
         layer = layers.FeedForward(
             size, activation=lambda x: x, chunk_size=chunk_size, mode=mode, **rates
         )
-        return np.asarray(layer.apply(params, x, rng=rng))
+        compiled = jax.jit(lambda params, x, rng: layer.apply(params, x, rng=rng))
+        return np.asarray(compiled(params, x, rng))
 
     out = apply(dropout=0.25)
     np.testing.assert_allclose(np.unique(out), [0, 1 / 0.75], rtol=1e-6)
@@ -171,8 +172,8 @@ def test_computes_in_the_dtype_of_its_input(chunk_size):
     x = numbers(9).astype(jnp.bfloat16)
     layer = layers.FeedForward(10, 0.1, 0.1, chunk_size=chunk_size)
     params = plain.init(layer, x.shape)
-    out = layer.apply(params, x, rng=RNG)
-    wide = layer.apply(params, x.astype(np.float32), rng=RNG)
+    apply = jax.jit(lambda x: layer.apply(params, x, rng=RNG))
+    out, wide = apply(x), apply(x.astype(np.float32))
     assert (out.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(out.astype(np.float32), wide, atol=3e-2 * np.abs(wide).max())
 
