@@ -5,18 +5,21 @@ Letters in the shapes: n examples, L the longest of them, B batch, T length.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from reformax.data.base import (
+    SPLITS,
     Batch,
     DocumentPairs,
     Labels,
     Task,
     check_sizes,
     check_split,
+    fingerprint,
     generator,
 )
 from reformax.declared import SettingError
@@ -33,7 +36,7 @@ def labelled_task(
     *,
     vocab_size: int,
     labels: Labels,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, int] | Callable[[str], int],
     examples: Examples,
     made_by: Callable[[str], str],
     longest: int | None = None,
@@ -48,7 +51,8 @@ def labelled_task(
       name: the task's name in logs and errors.
       vocab_size: tokens are below it; 0 is padding.
       labels: the classes; their `pairs` says that an example is two rows.
-      sizes: split -> its examples.
+      sizes: the number of examples of each split, or a function that checks a split's name and
+        returns it.
       examples: (split, numbers) -> tokens `[n, L]`, or those of both documents, with 0 behind
         shorter ones, and labels `[n]`.
       made_by: split -> what its data is, in words.
@@ -68,6 +72,8 @@ def labelled_task(
             raise SettingError(f"stride={stride} must be length={length}: examples stand apart")
 
     def size(split: str) -> int:
+        if callable(sizes):
+            return sizes(split)
         check_split(name, split, tuple(sizes))
         return sizes[split]
 
@@ -113,6 +119,67 @@ def labelled_task(
         train_rows=train_rows,
         labels=labels,
     )
+
+
+def stored_task(
+    name: str,
+    *,
+    vocab_size: int,
+    labels: Labels,
+    read: Callable[[str], tuple[list[bytes] | list[tuple[bytes, bytes]], list[int]]],
+    longest: int | None = None,
+) -> Task:
+    """A labelled task of examples that are stored as bytes; a token is a byte plus 1.
+
+    Args:
+      name, vocab_size, labels, longest: as in `labelled_task`.
+      read: split, one of 'train', 'valid' and 'test' -> its rows, or pairs of rows, and their
+        classes. It is called once a split, when that is first needed.
+
+    Raises:
+      ValueError: as in `labelled_task`; a split is empty, or has another class.
+    """
+
+    @functools.cache
+    def stored(split: str) -> tuple[list, np.ndarray]:
+        check_split(name, split, SPLITS)
+        rows, classes = read(split)
+        if not rows:
+            raise ValueError(f"{name}: split {split} has no example: give data that has some")
+        if not 0 <= min(classes) <= max(classes) < labels.n_classes:
+            raise ValueError(
+                f"{name}: split {split} has classes from {min(classes)} to {max(classes)}: "
+                f"expected 0 to {labels.n_classes - 1}"
+            )
+        return rows, np.asarray(classes)
+
+    def examples(split: str, numbers: Int[np.ndarray, " n"]):
+        rows, classes = stored(split)
+        chosen = [rows[i] for i in numbers]
+        sides = zip(*chosen, strict=True) if labels.pairs else [chosen]
+        tokens = tuple(padded([_tokens(row) for row in side]) for side in sides)
+        return tokens if labels.pairs else tokens[0], classes[numbers]
+
+    @functools.cache
+    def made_by(split: str) -> str:
+        rows, classes = stored(split)
+        flat = [part for row in rows for part in row] if labels.pairs else rows
+        text = np.frombuffer(b"\0".join([*flat, bytes(classes.tolist())]), np.uint8)
+        return f"{len(rows):,} examples, {fingerprint(text)}"
+
+    return labelled_task(
+        name,
+        vocab_size=vocab_size,
+        labels=labels,
+        sizes=lambda split: len(stored(split)[0]),
+        examples=examples,
+        made_by=made_by,
+        longest=longest,
+    )
+
+
+def _tokens(row: bytes) -> Int[np.ndarray, " _"]:
+    return np.frombuffer(row, np.uint8).astype(np.int32) + 1
 
 
 def padded(rows: list[UInt8[np.ndarray, " _"]]) -> Int[np.ndarray, "n L"]:

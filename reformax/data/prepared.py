@@ -6,11 +6,13 @@ tensorflow-datasets is an extra of the package, and imported at first use.
 from __future__ import annotations
 
 import contextlib
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
@@ -74,3 +76,48 @@ def load(
     except Exception as error:  # tensorflow-datasets has no base class of its errors
         reason = str(error).strip().partition("\n")[0].rstrip(":") or type(error).__name__
         raise OSError(f"{name} could not be prepared from {url} ({reason}): {instead}") from error
+
+
+def columns(
+    name: str,
+    split: str,
+    wanted: tuple[str, ...],
+    data_dir: str | os.PathLike | None,
+    url: str,
+    instead: str,
+) -> list[list[Any]]:
+    """Features of all examples of a split, each a list in the dataset's order.
+
+    A dataset that was prepared before is read in its format. A new one is written as ArrayRecord,
+    which needs no TensorFlow to be read.
+
+    Args:
+      name: the dataset's; of this package, not of a folder.
+      split: the dataset's own name of the split, or a part of it such as 'train[:90%]'.
+      wanted: the features.
+      data_dir: the folder of tensorflow-datasets; None: TFDS_DATA_DIR or ~/tensorflow_datasets.
+      url: as in `load`.
+      instead: as in `load`.
+
+    Raises:
+      ModuleNotFoundError: tensorflow-datasets is not installed.
+      OSError: the dataset could not be downloaded, prepared or read.
+    """
+    tfds = library(name, instead)
+    folder = None if data_dir is None else str(Path(data_dir).expanduser())
+
+    def builder():
+        there = tfds.builder(name, data_dir=folder)
+        if there.is_prepared():
+            return there
+        return tfds.builder(name, data_dir=folder, file_format="array_record")
+
+    def read(builder) -> list[list[Any]]:
+        if builder.info.file_format.value == "array_record":
+            examples = builder.as_data_source(split)
+        else:
+            examples = tfds.as_numpy(builder.as_dataset(split))
+        rows = [[example[feature] for feature in wanted] for example in examples]
+        return [list(column) for column in zip(*rows, strict=True)]
+
+    return load(name, builder, read, url, instead)

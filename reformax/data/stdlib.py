@@ -40,6 +40,22 @@ def stdlib(max_bytes: Size | None = None) -> Task:
       FileNotFoundError: this Python has its library in an archive, or has none.
       ValueError: max_bytes is too small to split.
     """
+    folder, paths = library_files()
+    splits = split_bytes(files.as_array(files.join(p.read_bytes() for p in paths)), str(folder))
+    if max_bytes is not None:
+        whole = sum(map(len, splits.values()))
+        splits = {s: part[: len(part) * max_bytes // whole] for s, part in splits.items()}
+        if not all(map(len, splits.values())):
+            raise SettingError(f"max_bytes={max_bytes} leaves a split empty: use 100 or more")
+    return byte_language_model("stdlib", splits)
+
+
+def library_files() -> tuple[Path, list[Path]]:
+    """The folder of the standard library and its .py files, in the order of their paths.
+
+    Raises:
+      FileNotFoundError: this Python has its library in an archive, or has none.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     there = folder.is_dir()
     paths = files.list_files(folder, "*.py", skip=_NOT_THE_LIBRARY) if there else []
@@ -48,10 +64,4 @@ def stdlib(max_bytes: Size | None = None) -> Task:
             f"{folder} has no .py files of the standard library: use a Python that has them, "
             "or text.text with a folder of your own"
         )
-    splits = split_bytes(files.as_array(files.join(p.read_bytes() for p in paths)), str(folder))
-    if max_bytes is not None:
-        whole = sum(map(len, splits.values()))
-        splits = {s: part[: len(part) * max_bytes // whole] for s, part in splits.items()}
-        if not all(map(len, splits.values())):
-            raise SettingError(f"max_bytes={max_bytes} leaves a split empty: use 100 or more")
-    return byte_language_model("stdlib", splits)
+    return folder, paths

@@ -1,0 +1,101 @@
+"""The rows of another task with tokens hidden, which are to be filled in.
+
+Devlin et al. 2018, "BERT", section 3.1: of the tokens that are chosen 80% become the token [MASK],
+10% another token at random, and 10% stay. Amos et al. 2023, "Never Train from Scratch", pretrain so
+on the inputs of the tasks of Long Range Arena.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Annotated
+
+import numpy as np
+from jaxtyping import Int
+
+from reformax.data.base import SPLITS, Batch, Task, check_sizes, generator, philox
+from reformax.declared import Bounds, Called, SettingError, Size, checked
+
+Labelled = Annotated[Task, Called("a task of labels, such as listops.listops()")]
+Share = Annotated[float, Bounds(above=0, most=1)]
+_MASKED, _REPLACED = 0.8, 0.9  # the share up to which a chosen token is hidden, or another one
+
+
+@checked
+def masked(task: Labelled, length: Size, rate: Share = 0.15) -> Task:
+    """Fill in the tokens of a labelled task's rows that were chosen; labels are not read.
+
+    [MASK] is the id after the task's own, so that the vocabulary has one more. A row's choice in
+    evaluations is a function of its number, in training of (seed, step). Padding is never chosen.
+
+    Args:
+      task: gives the rows.
+      length: of batches.
+      rate: the share of tokens that is chosen.
+
+    Raises:
+      ValueError: the task has no labels, or labels of pairs. Its functions raise it for another
+        length, and as the task's own do.
+    """
+    if task.kind != "labels":
+        raise SettingError(
+            f"task {task.name} has no labels of single rows: give one that has, such as "
+            "listops.listops()"
+        )
+    mask_id = task.vocab_size
+
+    def check_length(given: int) -> None:
+        if given != length:
+            raise SettingError(f"length={given} must be {length}, masked.masked.length")
+
+    def draws(rng: np.random.Generator, shape: int | tuple[int, int]):
+        """What decides whether a token is chosen, and the token that may take its place."""
+        return rng.random(shape), rng.integers(1, mask_id, size=shape)
+
+    def hidden(tokens: Int[np.ndarray, "B T"], draw, others, real) -> Batch:
+        chosen = (draw < rate) & (tokens > 0) & real
+        share = draw / rate
+        inputs = np.where(share < _MASKED, mask_id, np.where(share < _REPLACED, others, tokens))
+        inputs = np.where(chosen, inputs, tokens).astype(np.int32)
+        return Batch(inputs, tokens, chosen.astype(np.float32))
+
+    def train_batch(seed: int, step: int, batch_size: int, given: int) -> Batch:
+        check_length(given)
+        tokens = task.train_batch(seed, step, batch_size, length).inputs
+        # Not the numbers that chose the rows.
+        rng = np.random.Generator(generator(seed, step).bit_generator.jumped())
+        return hidden(tokens, *draws(rng, tokens.shape), np.True_)
+
+    def eval_batches(split: str, batch_size: int, given: int, stride: int) -> Iterator[Batch]:
+        check_sizes(batch_size=batch_size)
+        check_length(given)
+        batches = task.eval_batches(split, batch_size, length, stride)
+
+        def every() -> Iterator[Batch]:
+            for index, (tokens, _, weights) in enumerate(batches):
+                numbers = index * batch_size + np.arange(len(tokens))
+                keys = 2**32 * SPLITS.index(split) + numbers
+                rows = [draws(philox(2**63, int(key)), length) for key in keys]
+                draw, others = map(np.stack, zip(*rows, strict=True))
+                yield hidden(tokens, draw, others, weights > 0)
+
+        return every()
+
+    @functools.cache
+    def n_targets(split: str) -> int:
+        task.n_targets(split)  # an unknown split fails
+        batches = eval_batches(split, 64, length, length)
+        return int(sum(batch.weights.sum(dtype=np.int64) for batch in batches))
+
+    fingerprint = task.fingerprint
+    return Task(
+        f"masked {task.name}",
+        mask_id + 1,
+        train_batch,
+        eval_batches,
+        n_targets,
+        fingerprint=fingerprint
+        and (lambda split: f"{fingerprint(split)}, length={length}, rate={rate}"),
+        masked=True,
+    )

@@ -1,0 +1,76 @@
+"""Rows with hidden tokens: which are chosen, what stands in their place, and a run on them."""
+
+import jax
+import numpy as np
+import pytest
+
+from reformax.data import listops, stdlib
+from reformax.data.masked import masked
+from reformax.models import TransformerMaskedLM
+from reformax.training import evaluation
+
+SMALL = dict(min_length=5, max_length=30, max_depth=3, max_args=4, n_train=400, n_eval=9)
+
+
+@pytest.fixture(scope="module")
+def both():
+    own = listops.listops(**SMALL)
+    return own, masked(own, 32, rate=0.3)
+
+
+def test_the_shares_are_those_of_bert(both):
+    own, task = both
+    assert task.kind == "masked" and task.vocab_size == own.vocab_size + 1
+    rows = own.train_batch(3, 1, 400, 32).inputs
+    inputs, targets, weights = task.train_batch(3, 1, 400, 32)
+    np.testing.assert_array_equal(targets, rows)
+    chosen = weights > 0
+    assert not chosen[rows == 0].any()
+    np.testing.assert_array_equal(inputs[~chosen], rows[~chosen])
+    n, n_tokens = chosen.sum(), (rows > 0).sum()
+    assert abs(n - 0.3 * n_tokens) < 5 * np.sqrt(0.21 * n_tokens)
+    is_mask = inputs[chosen] == own.vocab_size
+    # One of 15 random tokens is the one that was there.
+    stays = inputs[chosen] == rows[chosen]
+    for found, share in ((is_mask, 0.8), (stays, 0.1 + 0.1 / 15)):
+        assert abs(found.sum() - share * n) < 5 * np.sqrt(share * (1 - share) * n)
+    assert inputs[chosen].min() >= 1
+    other = task.train_batch(3, 2, 400, 32)
+    assert (other.weights != weights).any()
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 9, 16])
+def test_an_evaluation_hides_the_same_tokens_in_any_batches(both, batch_size):
+    own, task = both
+    batches = list(task.eval_batches("valid", batch_size, 32, 32))
+    weights = np.concatenate([batch.weights for batch in batches])
+    assert weights.sum() == task.n_targets("valid") > 0 and not weights[9:].any()
+    whole = next(task.eval_batches("valid", 9, 32, 32))
+    np.testing.assert_array_equal(weights[:9], whole.weights)
+    inputs = np.concatenate([batch.inputs for batch in batches])
+    np.testing.assert_array_equal(inputs[:9], whole.inputs)
+    rows = next(own.eval_batches("valid", 9, 32, 32)).inputs
+    np.testing.assert_array_equal(whole.targets, rows)
+
+
+def test_a_model_of_hidden_tokens_is_scored(both):
+    task = both[1]
+    sizes = dict(n_layers=1, d_model=8, d_ff=8, n_heads=1)
+    model = TransformerMaskedLM(task.vocab_size, **sizes, mode="eval")
+    params = model.init_params(jax.random.PRNGKey(0), (4, 32))
+    found = evaluation.evaluate(model, params, task, batch_size=4, length=32)
+    assert found["n_targets"] == task.n_targets("valid") and 0 < found["bits_per_dim"] < 20
+
+
+def test_what_does_not_fit_is_refused(both):
+    own, task = both
+    for call, message in (
+        (lambda: masked(stdlib.stdlib(2000), 32), "task stdlib has no labels of single rows"),
+        (lambda: masked(own, 32, rate=0.0), "rate is 0.0: expected"),
+        (lambda: task.train_batch(0, 0, 1, 31), "length=31 must be 32, masked.masked.length"),
+        (lambda: task.eval_batches("dev", 1, 32, 32), "split='dev' must be one of"),
+        (lambda: task.n_targets("dev"), "split='dev' must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
