@@ -71,11 +71,12 @@ def check_padding(model):
     np.testing.assert_array_equal(changed[1], got[1])
 
 
-@pytest.mark.parametrize("pooling", ["mean", "first"])
+@pytest.mark.parametrize("pooling", ["mean", pytest.param("first", marks=pytest.mark.slow)])
 def test_a_row_is_read_whole_and_its_padding_is_not(pooling):
     check_padding(TransformerEncoder(**SMALL, pooling=pooling))
 
 
+@pytest.mark.slow
 def test_a_reversible_row_too():
     check_padding(ReformerEncoder(**SMALL, **CYCLE))
 
@@ -92,7 +93,7 @@ def test_with_every_attention(row):
     )
 
 
-@pytest.mark.parametrize("d_classifier", [None, 5])
+@pytest.mark.parametrize("d_classifier", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_pooling_and_pairs_are_their_equations(d_classifier):
     options = dict(n_classes=3, d_classifier=d_classifier)
     first, second = some_rows(), some_rows(seed=1)
