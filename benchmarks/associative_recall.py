@@ -34,6 +34,7 @@ import optax
 from benchmarks.harness import command_line
 from benchmarks.harness.calls import attempt, exit_if
 from benchmarks.harness.output import Table, plot
+from reformax.carried import advanced, merged, trained
 from reformax.data.associative_recall import associative_recall
 from reformax.models import TransformerLM
 from reformax.ops import (
@@ -49,8 +50,10 @@ from reformax.ops import (
     longformer,
     lsh,
     moba,
+    nsa,
     performer,
     retention,
+    routing,
     shared_qk,
     sinks,
     smyrf,
@@ -88,6 +91,10 @@ def attentions() -> dict[str, Any]:
         "asymmetric LSH": asymmetric_lsh.asymmetric_lsh(chunk_len=32),
         "smyrf": smyrf.smyrf(chunk_len=32),
         "moba": moba.moba(block_size=32),
+        "nsa": nsa.nsa(
+            compress_len=16, compress_stride=8, block_size=32, n_selected=4, window=WINDOW
+        ),
+        "routing": routing.routing(n_clusters=16, decay=0.99),
         "bigbird": blocks(pattern=block_patterns.bigbird()),
         "sparse, fixed": blocks(pattern=block_patterns.fixed()),
         "sparse, strided": blocks(pattern=block_patterns.strided()),
@@ -230,8 +237,10 @@ def trainer(model: TransformerLM, steps: int) -> Callable[..., Any]:
             rng = jax.random.fold_in(KEY, number)
             gradients, accuracy = jax.grad(mean, has_aux=True)(params, rows, rng)
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                updates, opt_state = update(gradients, opt_state, params)
-                params = optax.apply_updates(params, updates)
+                before = trained(params)
+                updates, opt_state = update(trained(gradients), opt_state, before)
+                after = optax.apply_updates(before, updates)
+            params = merged(advanced(params, gradients), after)
             return (params, opt_state), accuracy
 
         numbers = first + jnp.arange(batches.tokens.shape[0])
@@ -253,7 +262,7 @@ def accuracies(sizes: Sizes, batches: Batches, tests: Mapping[int, Rows], attent
     for rate in sizes.rates:
         shape = sizes.batch_size, sizes.length
         params = jax.jit(model.init_params, static_argnums=1)(KEY, shape)
-        opt_state = adamw(rate, sizes.steps).init(params)
+        opt_state = adamw(rate, sizes.steps).init(trained(params))
         accuracy, step, learning = 0.0, 0, []
         while step < sizes.steps and accuracy < ENOUGH:
             rows = batches.stretch(step // sizes.stretch)
@@ -284,7 +293,7 @@ def recorded(path: Path | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def trained(
+def models(
     rows: Mapping[tuple[str, Sizes], Any], path: Path | None, threads: int, only_known: bool
 ) -> Iterator[tuple[tuple[str, Sizes], Any]]:
     """The record of each model, or the exception in its place, in order.
@@ -367,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows[name, sizes] = known[name]
     panels: dict[str, dict[str, dict[int, float]]] = {}
     failed = []
-    for (name, sizes), one in trained(rows, args.out, args.threads, args.only_known):
+    for (name, sizes), one in models(rows, args.out, args.threads, args.only_known):
         n_pairs = sizes.n_pairs()
         label = f"accuracy with {n_pairs[-1]} pairs in {sizes.length:,} tokens"
         if label not in panels:

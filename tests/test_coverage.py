@@ -11,7 +11,7 @@ from benchmarks.harness import coverage
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.declared import SettingError
-from reformax.ops import dense, linformer, shared_qk
+from reformax.ops import dense, linear, linformer, routing, shared_qk
 from reformax.ops.parts.normalization import length_normalize
 from tests.convert.test_command import random_params
 from tests.ops.rows import ROWS, Shape, except_self
@@ -70,6 +70,29 @@ def test_what_an_op_cannot_show_is_said():
         coverage.found(linformer.linformer(), layer_of(dense.dense()), rng)
     with pytest.raises(NotImplementedError, match="makes its keys of the queries"):
         coverage.found(shared_qk.shared_qk(), layer_of(dense.dense()), rng)
+    with pytest.raises(NotImplementedError, match="makes no attention weights"):
+        coverage.found(linear.linear(), layer_of(dense.dense()), rng)
+
+
+@pytest.mark.slow
+def test_what_an_op_carries_sees_the_layer_first():
+    """Centroids begin at random, and become those of the layer's vectors."""
+    layer, rng = layer_of(dense.dense()), jax.random.key(0)
+    op = routing.routing(n_clusters=4, decay=0.5)
+    began = op.init(rng, op.dims(layer.q, layer.q))["centroids"].value
+    moved = coverage.own_weights(op, layer, rng)["centroids"].value
+    x = np.concatenate([layer.q, layer.k], axis=1)[0]
+    x = x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    def nearness(centroids):
+        return np.einsum("tnh,nch->tnc", x, centroids).max(axis=-1).mean()
+
+    assert nearness(moved) > nearness(began) + 0.05
+    (share, _), (everything, _) = (
+        coverage.found(op, layer, rng) for op in (op, routing.routing(n_clusters=1))
+    )
+    assert np.all(share < 0.999)
+    np.testing.assert_allclose(everything, 1, rtol=1e-5)
 
 
 def test_ops_are_calls_with_values_to_try():

@@ -98,8 +98,10 @@ def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:
     """Weights of an op in a layer's place: what it carries has seen the layer's vectors.
 
     Raises:
-      Unsupported: the op does not fit the layer, or has weights to train.
+      Unsupported: the op does not fit the layer, makes no attention weights, or has some to train.
     """
+    if not op.traits.dropout:
+        raise Unsupported(f"{op} makes no attention weights, so it shows no keys")
     if op.traits.shared_qk and not layer.op.traits.shared_qk:
         raise Unsupported(f"{op} makes its keys of the queries, and layer {layer.number} has keys")
     q, k = _vectors(op, layer)
@@ -109,18 +111,21 @@ def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:
     if not jax.tree.leaves(params):
         return params
 
-    @jax.jit
-    def change(params):
-        def total(params):
-            options = dict(segments=None, causal=True, rng=rng)
-            plan = op.plan(params, q, k, **options, train=True)
-            return op.apply(params, q, k, q, plan=plan, dropout=0.0, **options).sum()
-
-        return advanced(params, jax.grad(total)(params))
-
     for _ in range(N_ADVANCED):
-        params = change(params)
+        params = _advanced(op, params, q, k, rng)
     return params
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _advanced(op, params, q, k, rng):
+    """The weights after a step of training that read these vectors."""
+
+    def total(params):
+        options = dict(segments=None, causal=True, rng=rng)
+        plan = op.plan(params, q, k, **options, train=True)
+        return op.apply(params, q, k, q, plan=plan, dropout=0.0, **options).sum()
+
+    return advanced(params, jax.grad(total)(params))
 
 
 def _vectors(op: AttentionOp, layer: Layer) -> tuple[Array, Array | None]:

@@ -60,4 +60,4 @@ def test_kernels_refuse_float64(row):
         x = jnp.ones((1, 9, 2, 4), np.float64)
         with pytest.raises(NotImplementedError, match="dtype=float64: use impl='auto' or 'xla'"):
             keys = None if op.traits.shared_qk else x
-            op(x, keys, x, causal=row.causal(False), rng=jax.random.key(0))
+            op(x, keys, x, causal=row.causal(), rng=jax.random.key(0))

@@ -206,7 +206,7 @@ def test_generation_refuses_several_processes_in_a_line(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
-    """SIGKILL of one at random, SIGTERM to the second one, and data that it alone lacks."""
+    """SIGKILL of one and of the other, SIGTERM to the second, and data that it alone lacks."""
     (tmp_path / "run.gin").write_text(CONFIG)
     run = tmp_path / "run"
 
@@ -228,13 +228,14 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
             wait_for(saved + 5, launched)
             time.sleep(random.random())
             launched.processes[killed].kill()
-            begin = time.monotonic()
-            codes = launched.codes(20)
-            assert time.monotonic() - begin < 10  # JAX would notice after 100 s
+            codes = launched.codes(60)  # JAX by itself would take 200 s
             assert codes[killed] == -signal.SIGKILL, launched.said
             assert codes[1 - killed] in (-signal.SIGKILL, -signal.SIGABRT), launched.said
             line = f"error: process {killed} was killed, or its machine failed: the same command"
-            assert line in launched.said[1 - killed], launched.said
+            end = time.monotonic() + 20
+            while line not in launched.said[1 - killed]:  # Gloo or JAX may have been faster
+                assert time.monotonic() < end, launched.said
+                time.sleep(0.05)
         saved = Checkpoints(run).steps()[-1]
     with launch() as launched:
         wait_for(saved + 10, launched)

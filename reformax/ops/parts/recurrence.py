@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -139,30 +140,39 @@ def everything(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _of_segment(size: int, qkv: tuple[Array, Array, Array], ids: Int[Array, "B T"]) -> Array:
-    """`q_t . sum_s k_s v_s^T` over the row's segment, where those are side by side.
+    """`q_t . sum_s k_s v_s^T` over the row's segment, where those are side by side."""
+    return _sums_of_segment(size, qkv, ids, lambda x: x)
+
+
+def _sums_of_segment(size: int, qkv, ids, read: Callable[[Array], Array]) -> Array:
+    """`_of_segment`, whose products go through `read` before they are read.
 
     A chunk reads a state of what came before it and one of what follows, whose rows are of the
     segments that it begins and ends in.
     """
     x = _chunked(Inputs(*qkv, None, None), ids, size, strict=False)
     same = x.so_far | jnp.swapaxes(x.so_far, -1, -2)
-    pairs = jnp.where(same, x.product("ih,jh->ij", x.q, x.k), 0)
+    pairs = read(jnp.where(same, x.product("ih,jh->ij", x.q, x.k), 0))
     to_next, to_last = (
         x.product("lh,lv->hv", jnp.where(rows, x.k, 0), x.v) for rows in (x.new, x.old)
     )
-    before = _prefix(x.kept(), to_next)
-    behind = _prefix(x.kept()[::-1], to_last[::-1])[::-1]
+    before = read(_prefix(x.kept(), to_next))
+    behind = read(_prefix(x.kept()[::-1], to_last[::-1])[::-1])
     out = x.product("ij,jv->iv", pairs, x.v)
-    out = out + x.product("ih,hv->iv", jnp.where(x.old, x.q, 0), before)
-    out = out + x.product("ih,hv->iv", jnp.where(x.new, x.q, 0), behind)
+    out = out + jnp.where(x.old, x.product("ih,hv->iv", x.q, before), 0)
+    out = out + jnp.where(x.new, x.product("ih,hv->iv", x.q, behind), 0)
     return _joined(out, qkv[0].shape[1])
 
 
 def _of_segment_backward(size: int, results, d_out):
-    """The function is linear in each of the three, and its derivatives are of its own form."""
+    """The function is linear in each of the three, and its derivatives are of its own form.
+
+    A product that overflowed has no gradient, as in `_gradients`.
+    """
     ((q, k, v), ids), d = first_order((results, d_out))
     d = d.astype(jnp.result_type(q, k, v))
-    gradients = (_of_segment(size, x, ids) for x in ((d, v, k), (v, d, q), (k, q, d)))
+    each = (d, v, k), (v, d, q), (k, q, d)
+    gradients = (_sums_of_segment(size, x, ids, finite) for x in each)
     return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None
 
 

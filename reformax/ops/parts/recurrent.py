@@ -64,12 +64,20 @@ def recurrent(
 
 
 def contained(inputs: Callable[..., Inputs], params, q, k, v, extras=None) -> Inputs:
-    """`inputs` of finite numbers, with NaN where what they were made of was not finite."""
-    read = {name: x for name, x in (extras or {}).items() if name != OUTPUT_GATE}
-    of_query, of_key = is_finite(q), is_finite(k, v)
-    of_key = functools.reduce(jnp.logical_and, map(is_finite, read.values()), of_key)
-    x = inputs(params, finite(q), finite(k), finite(v), jax.tree.map(finite, extras))
-    return x._replace(q=jnp.where(of_query, x.q, jnp.nan), k=jnp.where(of_key, x.k, jnp.nan))
+    """`inputs` of finite numbers, with NaN where what they were made of was not finite.
+
+    Keys and values that are handed on stay as they were given, for the recurrence contains them.
+    """
+    read = [x for name, x in (extras or {}).items() if name != OUTPUT_GATE]
+    keys, values = finite(k), finite(v)
+    x = inputs(params, finite(q), keys, values, jax.tree.map(finite, extras))
+    x = x._replace(q=jnp.where(is_finite(q), x.q, jnp.nan))
+    x = x._replace(k=k if x.k is keys else jnp.where(is_finite(k), x.k, jnp.nan))
+    x = x._replace(v=v if x.v is values else jnp.where(is_finite(v), x.v, jnp.nan))
+    if not read:
+        return x
+    of_gates = functools.reduce(jnp.logical_and, map(is_finite, read))
+    return x._replace(log_decay=jnp.where(of_gates, x.log_decay, jnp.nan))
 
 
 def contained_output(output: Callable[..., Array], params, out, extras=None) -> Array:
