@@ -74,8 +74,8 @@ def long_short(
     `dual_norm` it is `local.local` with this window.
 
     Weights: `projection [N, H, r]`; with `dual_norm` the scale and the bias of four layer norms
-    over a head's vector, `near_keys`, `far_keys [2, N, H]` and `near_values`, `far_values
-    [2, N, V]`. The paper's code normalises the vectors of all heads as one.
+    over a head's vector, `near_keys_norm`, `far_keys_norm [2, N, H]` and `near_values_norm`,
+    `far_values_norm [2, N, V]`. The paper's code normalises the vectors of all heads as one.
 
     Args:
       window: a position sees those less than `window` positions away, before it and, if not causal,
@@ -108,8 +108,8 @@ def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]
     if settings.dual_norm:
         one = jnp.array([1.0, 0.0])[:, None, None]
         for place in ("near", "far") if settings.rank else ("near",):
-            params[f"{place}_keys"] = jnp.broadcast_to(one, (2, n, h))
-            params[f"{place}_values"] = jnp.broadcast_to(one, (2, n, v))
+            params[f"{place}_keys_norm"] = jnp.broadcast_to(one, (2, n, h))
+            params[f"{place}_values_norm"] = jnp.broadcast_to(one, (2, n, v))
     return params
 
 
@@ -167,8 +167,8 @@ def _near(settings: Settings, params, q, k, v, real, causal: bool) -> Keys:
     near = windows(is_finite(k, v)[..., 0])  # [B, C, M, N]
     keys, values = finite(k), finite(v)
     if settings.dual_norm:
-        keys = layer_norm(keys, params["near_keys"])
-        values = layer_norm(values, params["near_values"])
+        keys = layer_norm(keys, params["near_keys_norm"])
+        values = layer_norm(values, params["near_values_norm"])
     keys = windows(keys)
     return Keys(
         logits=scaled_logits("bclnh,bcmnh->bnclm", _blocks(finite(q), size), keys),
@@ -228,7 +228,7 @@ def mixtures(
     weights = masked_exp(scores, mask & fit, jnp.where(fit, top, 0))
     weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
     each = []
-    for x, name in ((k, "far_keys"), (v, "far_values")):
+    for x, name in ((k, "far_keys_norm"), (v, "far_values_norm")):
         y = jnp.einsum("bcrnl,bclnh->bcrnh", weights, x.astype(dtype))
         y = y.reshape(n_batch, -1, *x.shape[3:])
         y = layer_norm(y, params[name]) if settings.dual_norm else y
@@ -285,7 +285,7 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tup
         near = KeyValues(
             *(
                 jnp.swapaxes(layer_norm(jnp.swapaxes(x, 1, 2), params[name]), 1, 2)
-                for x, name in zip(ring, ("near_keys", "near_values"), strict=True)
+                for x, name in zip(ring, ("near_keys_norm", "near_values_norm"), strict=True)
             )
         )
     if settings.rank:

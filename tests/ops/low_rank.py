@@ -90,7 +90,7 @@ def long_short(options, params, plan, qkv, extras, mask, keep):
 
     query, key = jnp.ogrid[:length, :length]
     seen = mask.astype(bool) & (abs(query - key) < options["window"])
-    scores, values = logits(q, normed(k, "near_keys")), normed(v, "near_values")
+    scores, values = logits(q, normed(k, "near_keys_norm")), normed(v, "near_values_norm")
     keep = jnp.concatenate([keep[..., : 2 * length : 2], keep[..., 1::2]], axis=-1)
     if rank:
         chunk_len = options["chunk_len"] if causal else length
@@ -101,7 +101,10 @@ def long_short(options, params, plan, qkv, extras, mask, keep):
         shares = softmax(to, jnp.broadcast_to(own, (*to.shape[:2], n_chunks, rank, length)))
         shares = shares.reshape(*to.shape[:2], -1, length)
         far_keys, far_values = (jnp.einsum("bncs,bsnh->bcnh", shares, x) for x in (k, v))
-        far_keys, far_values = normed(far_keys, "far_keys"), normed(far_values, "far_values")
+        far_keys, far_values = (
+            normed(far_keys, "far_keys_norm"),
+            normed(far_values, "far_values_norm"),
+        )
         chunk = jnp.arange(n_chunks * rank) // rank
         visible = own.any(axis=-1)[:, 0, :, 0][:, chunk][:, None, None]
         visible = visible & ((chunk < query // chunk_len) | (not causal))

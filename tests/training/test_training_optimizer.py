@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from reformax.training import optimizer
+from tests.ops.rows import ROWS
 
 # Large enough for Adafactor to factor, with the names of a model's parameters.
 PARAMS = {
@@ -143,6 +144,23 @@ def test_the_depth_of_a_stack_is_no_axis_of_a_matrix():
     updates = updates["encoder"]["stack"]["block_0"]["attention"]
     assert not np.any(updates["op"]["temperature"])
     assert np.all(updates["w_q"] < 0)
+
+
+def test_own_weights_that_begin_constant_do_not_decay():
+    """Scales, biases and tables of positions begin so."""
+    tx = optimizer.adamw(1e-2, weight_decay=0.5)
+    found = set()
+    for row in ROWS:
+        op = row.op()
+        own = op.init(jax.random.key(0), op.dims(*2 * [jnp.zeros((1, 9, 2, 4))]))
+        for path, x in jax.tree_util.tree_leaves_with_path(own):
+            if np.all(x[..., :1] == x):
+                params = {"layer": {"attention": {"op": {path[-1].key: x}}}}
+                zeros = jax.tree.map(jnp.zeros_like, params)
+                (update,) = jax.tree.leaves(tx.update(zeros, tx.init(params), params)[0])
+                assert not np.any(update), (row.name, path)
+                found.add(path[-1].key)
+    assert {"bias", "near_keys_norm", "far_values_norm"} <= found
 
 
 @pytest.mark.parametrize(
