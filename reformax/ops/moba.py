@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
+from reformax.ops.parts.chosen_blocks import Tiles, tiles
 from reformax.ops.parts.containment import finite, is_finite, tokens_only
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
@@ -61,7 +62,7 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
     check_impl(impl, *KERNELS)
     return AttentionOp(
         init=no_params,
-        plan=functools.partial(_plan, block_size, top_k),
+        plan=functools.partial(_plan, block_size, top_k, impl),
         apply=functools.partial(_apply, block_size, impl),
         traits=Traits(bidirectional=False, heads_apart=True),
         init_cache=functools.partial(_init_cache, block_size),
@@ -87,7 +88,7 @@ def _best(
 
 
 def _plan(
-    block_size, top_k, params, q, k, *, segments, causal, rng, train, length=None
+    block_size, top_k, impl, params, q, k, *, segments, causal, rng, train, length=None
 ) -> Int[Array, "B N T K-1"]:
     """The earlier blocks that each query chooses."""
     del params, causal, rng, train, length
@@ -100,7 +101,15 @@ def _plan(
     if n_best == 0:
         return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
 
-    def choose(queries):
+    impl = choose(impl, **kernel_obstacles(q, k, None))
+    if impl != "xla":
+        from reformax.ops.kernels import choice
+
+        sizes = choice.Sizes(n_best, size, size, size, weights=False)
+        masks = () if segments is None else (ids, of_block)
+        return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
+
+    def best(queries):
         q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
         exact = dict(precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
         scores = jnp.einsum("btnh,bcnh->bntc", q.astype(dtype), means, **exact)
@@ -111,7 +120,7 @@ def _plan(
     n_scored = min(SCORED, length)
     queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
     chunks = [jnp.moveaxis(_in_blocks(x, n_scored), 1, 0) for x in queries]
-    chosen = lax.map(choose, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
+    chosen = lax.map(best, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
     chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
     return chosen[:, :, :length]
 
@@ -129,50 +138,14 @@ def _means(
     return of_block[..., 0], total / count[..., None, None]
 
 
-class Tiles(NamedTuple):
-    """Pairs of a query and a block that it sees, in tiles of one block each.
-
-    Attributes:
-      block: the block of each tile.
-      pair: each tile's queries; query q that sees a block as its n-th is q K + n. -1 is none.
-      bounds: the first tile of each block, and the end.
-      place: where each query's K blocks are among all places of the tiles; -1 where it has fewer.
-    """
-
-    block: Int[Array, "B N M"]
-    pair: Int[Array, "B N M I"]
-    bounds: Int[Array, "B N C+1"]
-    place: Int[Array, "B N T K"]
-
-
 def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
     """The tiles, of `n_rows` queries each, of blocks of `size`."""
     length = chosen.shape[2]
     own = jnp.arange(length, dtype=jnp.int32) // size
     own = jnp.broadcast_to(own[None, None, :, None], (*chosen.shape[:3], 1))
-    blocks = jnp.concatenate([own, chosen.astype(jnp.int32)], axis=-1)
-    n_blocks, n_seen = -(-length // size), blocks.shape[-1]
-    n_tiles = length * n_seen // n_rows + n_blocks  # each block has at most one that is not full
-
-    def of_head(blocks: Int[Array, "T K"]) -> Tiles:
-        block = jnp.where(blocks < 0, n_blocks, blocks).reshape(-1)
-        number, n_places = jnp.arange(block.size, dtype=jnp.int32), n_tiles * n_rows
-        in_order, pair = lax.sort((block, number), num_keys=1, is_stable=True)
-        count = jnp.zeros(n_blocks + 1, jnp.int32).at[block].add(1)
-        tiles = -(-count // n_rows)
-        end, tiles_end = jnp.cumsum(count), jnp.cumsum(tiles)
-        place = (tiles_end - tiles)[in_order] * n_rows + number - (end - count)[in_order]
-        place = jnp.where(in_order < n_blocks, place, n_places).astype(jnp.int32)
-        pairs = jnp.full(n_places, -1, jnp.int32).at[place].set(pair, mode="drop")
-        of_pair = jnp.zeros(block.size, jnp.int32).at[pair].set(place)
-        of_pair = jnp.where(of_pair < n_places, of_pair, -1).reshape(length, n_seen)
-        bounds = jnp.pad(tiles_end[:n_blocks], (1, 0)).astype(jnp.int32)
-        tile = jnp.arange(n_tiles, dtype=jnp.int32)
-        of_tile = jnp.searchsorted(bounds[1:], tile, side="right")
-        of_tile = jnp.minimum(of_tile, n_blocks - 1).astype(jnp.int32)
-        return Tiles(of_tile, pairs.reshape(n_tiles, n_rows), bounds, of_pair)
-
-    return jax.vmap(jax.vmap(of_head))(blocks)
+    return tiles(
+        jnp.concatenate([own, chosen.astype(jnp.int32)], axis=-1), -(-length // size), n_rows
+    )
 
 
 def _apply(block_size, impl, params, q, k, v, *, plan, segments, causal, dropout, rng):
@@ -183,8 +156,8 @@ def _apply(block_size, impl, params, q, k, v, *, plan, segments, causal, dropout
         return _in_arrays(_tiles(plan, size, size), size, q, k, v, segments, dropout, rng)
     from reformax.ops.kernels import moba as kernel
 
-    tiles = _tiles(plan, size, min(QUERIES, kernel.power_of_two(length)))
-    lists = kernel.Lists(tiles.block, tiles.pair, tiles.bounds, tiles.place >= 0)
+    found = _tiles(plan, size, min(QUERIES, kernel.power_of_two(length)))
+    lists = kernel.Lists(found.block, found.pair, found.bounds, found.place >= 0)
     sizes = kernel.Sizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
     ids = None if segments is None else jnp.asarray(segments, jnp.int32)
     return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)

@@ -33,16 +33,15 @@ from reformax.declared import Called, SettingError, Size
 from reformax.ops import local
 from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, positions_by_slot
+from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN, parts, tiles
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite, tokens_only
-from reformax.ops.parts.dispatch import KERNELS, check_impl
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 # Numbers of a chunk of queries, logits and keys, that array operations hold at a time.
 AT_A_TIME = 2**24
-# What a block is worth that a query sees whatever its weights: its own, the first, the one before.
-OWN, FIRST, BEFORE = 4e30, 3e30, 2e30
 
 
 class Settings(NamedTuple):
@@ -311,6 +310,14 @@ def _plan(
         block = (x // settings.block_size for x in (position, first))
         return _best(settings, scores, *(x[:, None] for x in block))
 
+    impl = choose(settings.impl, **kernel_obstacles(q, k, None))
+    if impl != "xla":
+        from reformax.ops.kernels import choice
+
+        sizes = settings.block_size, settings.compress_stride, settings.compress_len
+        sizes = choice.Sizes(min(settings.n_selected, n_blocks), *sizes, weights=True)
+        masks = () if segments is None else (ids, far.ids, first // settings.block_size)
+        return choice.choose(sizes, impl == "pallas_interpret", q, far.keys, *masks)
     n_seen = far.keys.shape[1] * q.shape[2]
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     chosen = _by_chunks(select, n_seen, q, ids, _positions(length), first)
@@ -358,8 +365,15 @@ def _apply(
     (selected_k, selected_v), (near_k, near_v) = _own(settings, k, v, extras)
     more = dict(causal=True, segments=segments, dropout=dropout, rng=rng)
     near = settings.near.apply((), q, near_k, near_v, plan=(), **more)
-    seed = seed_words(rng, len(q)) if dropout > 0.0 else None
-    others = _in_arrays(settings, far, q, selected_k, selected_v, plan, ids, dropout, seed)
+    selected = q, selected_k, selected_v
+    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
+    if impl == "xla":
+        seed = seed_words(rng, len(q)) if dropout > 0.0 else None
+        others = _in_arrays(settings, far, *selected, plan, ids, dropout, seed)
+    else:
+        has_ids = segments is not None
+        masks = plan, ids if has_ids else None, dropout, rng
+        others = _in_kernels(settings, impl == "pallas_interpret", far, *selected, *masks)
     return _gated((*others, near), extras["gate"]).astype(v.dtype)
 
 
@@ -436,6 +450,31 @@ def _in_arrays(
         jnp.moveaxis(x, 0, 1).reshape(n_batch, -1, n_heads, v.shape[3])[:, :length]
         for x in branches
     )
+
+
+def _in_kernels(
+    settings: Settings, interpret: bool, far: Summaries, q, k, v, plan, ids, dropout: float, rng
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
+    """The same by kernels."""
+    from reformax.ops.kernels import nsa as kernel
+
+    group, size = q.shape[2] // k.shape[2], min(settings.block_size, q.shape[1])
+    rng = rng if dropout > 0.0 else None
+    # A summary of what is not finite is NaN, which the rows that see it become.
+    far_keys, far_values = (
+        jnp.where(far.finite[..., None], x, jnp.nan) for x in (far.keys, far.values)
+    )
+    stride, span = settings.compress_stride, settings.compress_len
+    rows = kernel.n_rows(q)
+    sizes = kernel.Sizes(group, 0, 0, stride, span, dropout, rows)
+    far_ids = None if ids is None else far.ids
+    compressed = kernel.attend(sizes, interpret, q, far_keys, far_values, ids, far_ids, None, rng)
+    sizes = kernel.Sizes(group, size, plan.shape[3], 1, 1, dropout, rows)
+    found = tiles(plan, -(-q.shape[1] // size), sizes.n_listed)
+    parts_of = parts(found.bounds, found.block.shape[2], kernel.TILES_OF_A_PART)
+    lists = kernel.Lists(plan, found.pair, *parts_of)
+    selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, lists, rng)
+    return compressed, selected
 
 
 def _softmax(logits, to_values, mask, fine, dropped) -> Array:

@@ -559,6 +559,13 @@ ROWS = [
         )
         for shared in (False, True)
     ),
+    Row(
+        "nsa_pallas",
+        nsa.nsa,
+        _NATIVE | _KERNEL,
+        reference=native_sparse.nsa,
+        group_chooses=True,
+    ),
     Row("linear", linear.linear, _CHUNKS_OF_STATES, reference=recurrences.linear, **_RECURRENT),
     Row("linear_pallas", linear.linear, _KERNEL, reference=recurrences.linear, **_RECURRENT),
     *(
