@@ -1,10 +1,11 @@
 """What native sparse attention computes, from the paper's equations: a `Row.reference`.
 
-In arrays of JAX, of the whole T x S matrices, a summary after the other.
+In arrays of JAX, of the whole T x S matrices.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tests.ops.low_rank import logits, softmax
 
@@ -24,18 +25,15 @@ def nsa(options, params, plan, qkv, extras, mask, keep):
         own = options.get("own_projections", True)
         return [extras[f"{branch}_{x}"] for x in "kv"] if own else [k, v]
 
-    blocks = summaries(options, length)
     gates = jax.nn.sigmoid(extras["gate"])
     out = 0
-    if blocks:
+    places = of_summaries(options, length)
+    if len(places):
         keys, values = (
-            jnp.stack([summary(options, params, name, x[:, block]) for block in blocks], axis=1)
-            for name, x in (("k", k), ("v", v))
+            summary(options, params, name, x[:, places]) for name, x in (("k", k), ("v", v))
         )
-        seen = jnp.stack([mask[..., block].all(axis=-1) for block in blocks], axis=-1)
-        last = [block.stop - 1 for block in blocks]
-        dropped = jnp.stack([keep[..., i] for i in last], axis=-1)
-        out = gates[..., :1] * attend(keys, values, seen, dropped)
+        seen = mask[..., places].all(axis=-1)
+        out = gates[..., :1] * attend(keys, values, seen, jnp.asarray(keep)[..., places[:, -1]])
     chosen = (plan[..., None] == key // options["block_size"]).any(axis=-2)
     chosen = jnp.repeat(chosen, group, axis=1) & mask
     out = out + gates[..., 1:2] * attend(*other("selected"), chosen, keep[..., :length])
@@ -43,20 +41,21 @@ def nsa(options, params, plan, qkv, extras, mask, keep):
     return out + gates[..., 2:] * attend(*other("window"), near, keep[..., :length])
 
 
-def summaries(options, length):
-    """The positions of each summary, eq. 7."""
+def of_summaries(options, length):
+    """The positions of each summary, `[C, P]`, eq. 7."""
     size, stride = options["compress_len"], options["compress_stride"]
-    return [slice(i, i + size) for i in range(0, length - size + 1, stride)]
+    first = np.arange(0, length - size + 1, stride)
+    return first[:, None] + np.arange(size)[None]
 
 
 def summary(options, params, name, x):
-    """`[B, P, G, H] -> [B, G, H]`."""
-    mean = x.mean(axis=1)
+    """`[B, C, P, G, H] -> [B, C, G, H]`."""
+    mean = x.mean(axis=2)
     if options.get("compression", "mlp") == "mean":
         return mean
     own = params[name]
     placed = x + own["positions"][:, None]
-    return mean + _gelu(jnp.einsum("bpgh,phf->bgf", placed, own["hidden"])) @ own["out"]
+    return mean + _gelu(jnp.einsum("bcpgh,phf->bcgf", placed, own["hidden"])) @ own["out"]
 
 
 def _gelu(x):

@@ -380,6 +380,8 @@ _ROUTED = {
     "decay": (0.9, 0.0),
     "own": (True, False),
 }
+# As each query is a program, which the interpreter runs one after the other.
+_FEW_BLOCKS = {"compress_len": (8,), "block_size": (8, 16), "n_selected": (3, 1)}
 _SEPARATE = {
     "chunk_len": (4, 1, 5),
     "n_hashes": (3, 1, 2),
@@ -562,7 +564,7 @@ ROWS = [
     Row(
         "nsa_pallas",
         nsa.nsa,
-        _NATIVE | _KERNEL,
+        _NATIVE | _KERNEL | _FEW_BLOCKS,
         reference=native_sparse.nsa,
         group_chooses=True,
     ),

@@ -219,10 +219,12 @@ def choose(
     n_queries = ROWS // padded
     parts = [keys]
     if keys.dtype != q.dtype:
-        parts, rest = [], keys
+        parts, rest, digits = [], keys, jnp.finfo(q.dtype)
         for _ in range(3):
-            parts.append(rest.astype(q.dtype))
-            rest = rest - parts[-1].astype(rest.dtype)
+            # Not by a cast there and back, which XLA may leave out.
+            part = lax.reduce_precision(rest, digits.nexp, digits.nmant)
+            parts.append(part.astype(q.dtype))
+            rest = rest - part
     return launch(
         functools.partial(_kernel, sizes=sizes, group=group, n_queries=n_queries),
         (_Inputs(q, tuple(parts), ids, key_ids, first),),
