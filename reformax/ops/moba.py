@@ -27,7 +27,8 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
-from reformax.ops.parts.chosen_blocks import Tiles, tiles
+from reformax.ops.parts.chosen_blocks import Tiles, in_three, tiles
+from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite, tokens_only
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
@@ -35,6 +36,8 @@ from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 # Queries whose scores are in memory at a time.
 SCORED = 1024
+# Of how many blocks the best are found one by one.
+FEW = 4
 # Queries and keys of a kernel's tile.
 QUERIES, KEYS = 128, 64
 
@@ -53,7 +56,8 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
       top_k: blocks that a query sees, its own among them; 3 in sec. 3.1.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"`
-        takes the kernel where it computes the same function.
+        takes the kernel where it computes the same function, and chooses blocks by array
+        operations; `"pallas"` has a kernel for that too.
 
     Raises:
       ValueError: a number below 1, an unknown `impl`.
@@ -82,9 +86,27 @@ def _best(
     scores: Float[Array, "*rows C"], may: Bool[Array, "*#rows C"], n_best: int
 ) -> Int[Array, "*rows K-1"]:
     """The blocks of the highest scores among those that a query may choose; -1 is none."""
-    may = jnp.broadcast_to(may, scores.shape)
-    _, block = lax.top_k(jnp.where(may, scores, -jnp.inf), n_best)
-    return jnp.where(jnp.take_along_axis(may, block, axis=-1), block, -1)
+    scores = jnp.where(may, scores, -jnp.inf)
+    if n_best > FEW:
+        best, block = lax.top_k(scores, n_best)
+        return jnp.where(best > -jnp.inf, block, -1)
+    number = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    blocks = [number[..., :0]]
+    for _ in range(n_best):  # sorting takes longer than to run through a row a few times
+        best = scores.max(axis=-1, keepdims=True)
+        first = jnp.where(scores == best, number, scores.shape[-1]).min(axis=-1, keepdims=True)
+        blocks.append(jnp.where(best > -jnp.inf, first, -1))
+        scores = jnp.where(number == first, -jnp.inf, scores)
+    return jnp.concatenate(blocks, axis=-1)
+
+
+def _products(q: Float[Array, "B Q N H"], means: Float[Array, "B C N H"]) -> Array:
+    """Products exact to float32, `[B, N, Q, C]`."""
+    axes = "btnh,bcnh->bntc"
+    if q.dtype == means.dtype or jax.default_backend() == "cpu":
+        exact = dict(precision=lax.Precision.HIGHEST, preferred_element_type=means.dtype)
+        return jnp.einsum(axes, q.astype(means.dtype), means, **exact)
+    return sum(product(axes, q, part, q.dtype) for part in in_three(means, q.dtype))
 
 
 def _plan(
@@ -95,24 +117,23 @@ def _plan(
     q, k = lax.stop_gradient(q), lax.stop_gradient(k)
     n_batch, length, n_heads, _ = q.shape
     ids = jnp.ones((n_batch, length), jnp.int32) if segments is None else jnp.asarray(segments)
-    size, dtype = min(block_size, length), wide(q.dtype)
+    size = min(block_size, length)
     of_block, means = _means(tokens_only(k, ids), ids, block_size)
     n_best = min(top_k, means.shape[1]) - 1
     if n_best == 0:
         return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
 
-    impl = choose(impl, **kernel_obstacles(q, k, None))
-    if impl != "xla":
+    if impl not in ("auto", "xla"):
         from reformax.ops.kernels import choice
 
         sizes = choice.Sizes(n_best, size, size, size, weights=False)
         masks = () if segments is None else (ids, of_block)
+        impl = choose(impl, **kernel_obstacles(q, k, None))
         return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
 
     def best(queries):
         q, ids, position = queries  # [B, Q, N, H], [B, Q], [Q]
-        exact = dict(precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
-        scores = jnp.einsum("btnh,bcnh->bntc", q.astype(dtype), means, **exact)
+        scores = _products(q, means)
         may = jnp.arange(means.shape[1])[None] < (position // size)[:, None]
         may = may[None] & (ids[..., None] == of_block[:, None]) & (ids != 0)[..., None]
         return _best(scores, may[:, None], n_best)

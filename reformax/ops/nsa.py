@@ -71,6 +71,10 @@ class Settings(NamedTuple):
                     f"{self.compress_stride}"
                 )
 
+    def choose(self, q: Array, k: Array, v: Array | None) -> str:
+        """The implementation of summaries and of selected blocks; kernels are asked for."""
+        return "xla" if self.impl == "auto" else choose(self.impl, **kernel_obstacles(q, k, v))
+
     @property
     def near(self) -> AttentionOp:
         """The attention of the window."""
@@ -125,7 +129,7 @@ def nsa(
         own, as in sec. 3.3.3; or else all branches read the same.
       impl: `"xla"` runs everywhere. `"pallas"` has kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
-        takes a kernel where it computes the same function.
+        takes array operations, and for the window what `local.local` takes.
 
     Raises:
       ValueError: a size out of range, or no multiple of `compress_stride`; an unknown `impl`.
@@ -310,7 +314,7 @@ def _plan(
         block = (x // settings.block_size for x in (position, first))
         return _best(settings, scores, *(x[:, None] for x in block))
 
-    impl = choose(settings.impl, **kernel_obstacles(q, k, None))
+    impl = settings.choose(q, k, None)
     if impl != "xla":
         from reformax.ops.kernels import choice
 
@@ -366,7 +370,7 @@ def _apply(
     more = dict(causal=True, segments=segments, dropout=dropout, rng=rng)
     near = settings.near.apply((), q, near_k, near_v, plan=(), **more)
     selected = q, selected_k, selected_v
-    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
+    impl = settings.choose(q, k, v)
     if impl == "xla":
         seed = seed_words(rng, len(q)) if dropout > 0.0 else None
         others = _in_arrays(settings, far, *selected, plan, ids, dropout, seed)

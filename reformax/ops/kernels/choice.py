@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.kernels.common import LOG2_E, LOWEST, launch, load, power_of_two
-from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN
+from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN, in_three
 from reformax.ops.parts.softmax import nonzero
 
 # Rows of a tile, and blocks or summaries.
@@ -196,8 +196,7 @@ def choose(
 ) -> Int[Array, "B G T K"]:
     """The blocks with the highest scores for each query, in no order; -1 is none.
 
-    Products are exact to float32. Keys of float32 are split into three parts of bfloat16 where the
-    queries are: together these have as many digits, and a product of two bfloat16 is exact.
+    Products are exact to float32, of keys of float32 and queries of bfloat16 too.
 
     Args:
       sizes: what is known before the call.
@@ -217,17 +216,10 @@ def choose(
             f"q has {group} heads for each of the keys': expected at most {ROWS}, use impl='xla'"
         )
     n_queries = ROWS // padded
-    parts = [keys]
-    if keys.dtype != q.dtype:
-        parts, rest, digits = [], keys, jnp.finfo(q.dtype)
-        for _ in range(3):
-            # Not by a cast there and back, which XLA may leave out.
-            part = lax.reduce_precision(rest, digits.nexp, digits.nmant)
-            parts.append(part.astype(q.dtype))
-            rest = rest - part
+    parts = (keys,) if keys.dtype == q.dtype else in_three(keys, q.dtype)
     return launch(
         functools.partial(_kernel, sizes=sizes, group=group, n_queries=n_queries),
-        (_Inputs(q, tuple(parts), ids, key_ids, first),),
+        (_Inputs(q, parts, ids, key_ids, first),),
         jax.ShapeDtypeStruct((n_batch, n_kv, length, sizes.n_best), jnp.int32),
         grid=(-(-length // n_queries), n_kv, n_batch),
         num_warps=4,

@@ -9,15 +9,30 @@ W parts of lists.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 # What a block is worth that a query sees whatever its weights: its own, the first, the one before.
 OWN, FIRST, BEFORE = 4e30, 3e30, 2e30
+
+
+def in_three(x: Float[Array, "*d"], dtype: Any) -> tuple[Float[Array, "*d"], ...]:
+    """Numbers of float32 as sums of three of a narrower dtype.
+
+    Three of bfloat16 have as many digits, and the product of two bfloat16 is exact in float32:
+    products by parts choose what those of float32 do.
+    """
+    digits, parts, rest = jnp.finfo(dtype), [], x
+    for _ in range(3):
+        # Not by a cast there and back, which XLA may leave out.
+        part = lax.reduce_precision(rest, digits.nexp, digits.nmant)
+        parts.append(part.astype(dtype))
+        rest = rest - part
+    return tuple(parts)
 
 
 class Tiles(NamedTuple):
