@@ -57,7 +57,6 @@ def test_decoding(row):
 def test_kernels_refuse_float64(row):
     op = row.op()
     with with_x64():
-        x = jnp.ones((1, 9, 2, 4), np.float64)
+        x = inputs.draw(op, batch=1, length=9, d_v=4, dtype=np.float64)
         with pytest.raises(NotImplementedError, match="dtype=float64: use impl='auto' or 'xla'"):
-            keys = None if op.traits.shared_qk else x
-            op(x, keys, x, causal=row.causal(), rng=jax.random.key(0))
+            inputs.call(op, x, causal=row.causal(), rng=jax.random.key(0))
