@@ -76,7 +76,7 @@ class Watcher:
             ready = [key for key, _ in self._selector.select(max(0, next_beat - time.monotonic()))]
             gone = os.getppid() != self._process  # perhaps what it forked still holds the pipe
             if gone or any(key.data == "process" for key in ready):
-                return self._process_ends(gone)
+                return self._process_ends()
             for key in ready:
                 if key.data == "server":
                     self._add(key.fileobj.accept()[0], None)
@@ -139,14 +139,16 @@ class Watcher:
                 return word, int(index), how
         return None
 
-    def _process_ends(self, gone: bool) -> None:
+    def _process_ends(self) -> None:
         """Tells the others how the own process ended.
 
         What is heard afterwards of another's death is told too: the own one may follow from it, as
         by an abort of Gloo or JAX.
         """
-        if not gone and os.read(0, 100).startswith(b"done"):
-            return self._tell(f"done {self.index}")
+        os.set_blocking(0, False)  # nothing may be in a pipe that another still holds
+        with suppress(BlockingIOError):
+            if os.read(0, 100).startswith(b"done"):
+                return self._tell(f"done {self.index}")
         self._tell(f"dead {self.index}")
         self._selector.unregister(sys.stdin.buffer)
         end = time.monotonic() + _LINGER

@@ -20,7 +20,6 @@ print(watcher.pid, watcher.stdout.readline().decode().strip(), flush=True)
 sys.stdin.readline()
 watcher.stdin.write(b"done\\n")
 watcher.stdin.close()
-watcher.wait()
 """
 
 
@@ -102,6 +101,21 @@ def test_processes_that_are_done_end_in_silence(run):
         process.stdin.write("\n")
         process.stdin.flush()
         time.sleep(0.1)
+    assert found.ended() == [(0, "")] * 3
+
+
+def test_a_process_is_done_though_it_ends_before_its_watcher_looks(run):
+    found = run()
+    os.kill(found.watchers[1], signal.SIGSTOP)
+    for process, watching in zip(found.processes[1:], found.watchers[1:], strict=True):
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(20) == 0
+        os.kill(watching, signal.SIGCONT)
+    time.sleep(0.3)
+    assert found.processes[0].poll() is None
+    found.processes[0].stdin.write("\n")
+    found.processes[0].stdin.flush()
     assert found.ended() == [(0, "")] * 3
 
 
