@@ -13,7 +13,7 @@ from jaxtyping import UInt8
 
 from reformax.data import files, prepared
 from reformax.data.base import Labels, Task
-from reformax.data.labelled import stored_task
+from reformax.data.labelled import of_training, stored_task
 from reformax.declared import PathName, checked
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -21,7 +21,6 @@ INSTEAD = "unpack cifar-10-binary.tar.gz yourself and pass --data_dir=its folder
 SIDE = 32
 _COLOURS = SIDE * SIDE * 3
 _TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
-HELD_OUT = 10  # one of so many training pictures is in 'valid'
 # Of red, green and blue, ITU-R BT.601: what `tf.image.rgb_to_grayscale` and Long Range Arena take.
 _GREY = np.array([0.2989, 0.5870, 0.1140])
 
@@ -53,7 +52,7 @@ def cifar10(data_dir: PathName | None = None) -> Task:
         else:
             pictures, classes = _read(folder, _TRAIN if part == "train" else ("test_batch.bin",))
         if split != "test":
-            chosen = (np.arange(len(pictures)) % HELD_OUT == 0) == (split == "valid")
+            chosen = of_training(len(pictures), split)
             pictures, classes = pictures[chosen], classes[chosen]
         return [picture.tobytes() for picture in grey(pictures)], classes.tolist()
 

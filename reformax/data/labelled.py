@@ -30,6 +30,8 @@ Examples = Callable[
     tuple[Int[np.ndarray, "n L"] | tuple[Int[np.ndarray, "n L"], ...], Int[np.ndarray, " n"]],
 ]
 
+_HELD_OUT = 10
+
 
 def labelled_task(
     name: str,
@@ -119,6 +121,17 @@ def labelled_task(
         train_rows=train_rows,
         labels=labels,
     )
+
+
+def of_training(n: int, split: str) -> Int[np.ndarray, " m"]:
+    """The numbers of those of n training examples that are in a split: every tenth is in 'valid'.
+
+    Args:
+      n: the examples of a set that is published without 'valid'.
+      split: 'train' or 'valid'.
+    """
+    numbers = np.arange(n)
+    return numbers[(numbers % _HELD_OUT == 0) == (split == "valid")]
 
 
 def stored_task(

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from reformax.data import files, prepared
 from reformax.data.base import Labels, Task
-from reformax.data.labelled import stored_task
+from reformax.data.labelled import of_training, stored_task
 from reformax.declared import PathName, checked
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 INSTEAD = "unpack aclImdb_v1.tar.gz yourself and pass --data_dir=its folder aclImdb"
 CLASSES = "neg", "pos"
-HELD_OUT = 10  # one of so many training reviews is in 'valid'
 
 
 @checked
@@ -46,8 +45,7 @@ def reviews(data_dir: PathName | None = None) -> Task:
         else:
             texts, classes = _read(folder, part)
         if split != "test":
-            held_out = split == "valid"
-            chosen = [i for i in range(len(texts)) if (i % HELD_OUT == 0) == held_out]
+            chosen = of_training(len(texts), split)
             texts, classes = [texts[i] for i in chosen], [classes[i] for i in chosen]
         return texts, classes
 

@@ -16,7 +16,6 @@ query sees, M tiles of I queries and one block.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -31,7 +30,8 @@ from reformax.ops.parts.chosen_blocks import Tiles, in_three, tiles
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite, tokens_only
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.dropout import seed_words
+from reformax.ops.parts.gathered import softmax_of_piece, taken
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 # Queries whose scores are in memory at a time.
@@ -194,10 +194,10 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Arr
 
     # Everything by tile, with the tiles in front; [M, B, N, L, ...].
     def of_queries(x: Array) -> Array:  # of [B, N or 1, T, ...]
-        return _by_tile(_taken(x, jnp.maximum(query, 0)))
+        return _by_tile(taken(x, jnp.maximum(query, 0)))
 
     def of_blocks(x: Array) -> Array:  # of [B, T, N or 1, ...]
-        return _by_tile(_taken(jnp.moveaxis(_in_blocks(x, size), 3, 1), tiles.block))
+        return _by_tile(taken(jnp.moveaxis(_in_blocks(x, size), 3, 1), tiles.block))
 
     heads = jnp.swapaxes(q, 1, 2)
     tokens = (ids[:, :, None], is_finite(k, v)[..., 0])
@@ -218,7 +218,7 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Arr
     def of_pairs(x: Array) -> Array:  # [M, B, N, L, ...] -> [B, N, T, K, ...]
         x = jnp.moveaxis(x, 0, 2)
         x = x.reshape(n_batch, n_heads, -1, *x.shape[4:])
-        return _taken(x, jnp.maximum(tiles.place, 0))
+        return taken(x, jnp.maximum(tiles.place, 0))
 
     acc, top, total, whole = map(of_pairs, (acc, top, total, whole))
     scale = masked_exp(top, exists, largest(top, exists, axis=-1))
@@ -227,13 +227,6 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Arr
     # A row that sees what is not finite is NaN and has no gradient.
     out = jnp.where(jnp.all(whole | ~exists, axis=-1)[..., None], out, jnp.nan)
     return jnp.swapaxes(out, 1, 2).astype(v.dtype)
-
-
-def _taken(x: Array, index: Int[Array, "B N *d"]) -> Array:
-    """`x[b, n, index[b, n]]` of `[B, N or 1, I, ...]`."""
-    x = jnp.broadcast_to(x, (*index.shape[:2], *x.shape[2:]))
-    take = functools.partial(jnp.take, axis=0, mode="clip")
-    return jax.vmap(jax.vmap(take))(x, index)
 
 
 def _by_tile(x: Array) -> Array:
@@ -258,19 +251,9 @@ def _tile(seed, dropout, of_query, of_key, q, k, v):
     block, key_ids, key_fine = (x[..., None, :] for x in (of_key[0][..., None], *of_key[1:]))
     key = block * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
     mask = (key <= query) & (query_ids == key_ids) & (key_ids != 0)
-    logits = jnp.einsum("bnqh,bnkh->bnqk", q, k) * (1 / math.sqrt(q.shape[-1]))
-    fine = query_fine & key_fine & jnp.isfinite(logits)
-    whole = jnp.all(fine | ~mask, axis=-1)
-    logits, mask = jnp.where(fine, logits, 0), mask & fine
-    top = largest(logits, mask, axis=-1)
-    weights = masked_exp(logits, mask, top)
-    total = weights.sum(axis=-1)
-    if dropout > 0.0:
-        batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
-        weights = weights * dropout_mask(seed, dropout, batch, head, query, key).astype(q.dtype)
-    acc = jnp.einsum("bnqk,bnkv->bnqv", weights, v)
-    finite_acc = jnp.isfinite(acc)
-    return jnp.where(finite_acc, acc, 0), top[..., 0], total, whole & finite_acc.all(axis=-1)
+    fine = query_fine & key_fine
+    parts, whole = softmax_of_piece(q, k, v, mask, fine, (query, key), dropout, seed)
+    return *parts, whole
 
 
 class Cache(NamedTuple):

@@ -13,7 +13,6 @@ Letters besides those of `reformax.ops.base`: C centroids, W members of a centro
 from __future__ import annotations
 
 import functools
-import math
 from typing import Annotated, NamedTuple
 
 import jax
@@ -27,8 +26,9 @@ from reformax.ops.base import AttentionOp, Dims, Traits, named
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.gathered import softmax_of_piece, taken
 from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.softmax import largest, lowest, masked_exp, nonzero, wide
+from reformax.ops.parts.softmax import lowest, masked_exp, nonzero, wide
 
 Decay = Annotated[float, Bounds(0, 1)]
 # Centroids whose products with all positions are in memory at a time.
@@ -189,7 +189,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
 
     def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
-        return jnp.moveaxis(_taken(x, jnp.maximum(position, 0)), 2, 0)
+        return jnp.moveaxis(taken(x, jnp.maximum(position, 0)), 2, 0)
 
     fine_q, fine_k = is_finite(q)[..., 0], is_finite(k, values)[..., 0]
     attend = jax.checkpoint(functools.partial(_cluster, settings, causal, seed, dropout))
@@ -211,11 +211,6 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         out = jnp.where((total == 0)[..., None], alone, out)
     out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
     return out + (0 * held.sum()).astype(v.dtype)  # the centroids' change arrives by it
-
-
-def _taken(x: Array, index: Int[Array, "B N *d"]) -> Array:
-    """`x[b, n, index[b, n]]` of `[B, N, T, ...]`."""
-    return jax.vmap(jax.vmap(functools.partial(jnp.take, axis=0, mode="clip")))(x, index)
 
 
 def _cluster(settings: Settings, causal, seed, dropout, of_query, of_key, q, k, v):
@@ -240,19 +235,9 @@ def _cluster(settings: Settings, causal, seed, dropout, of_query, of_key, q, k, 
         mask = mask & (key <= query)
     if settings.shared_qk:
         mask = mask & (key != query)
-    logits = jnp.einsum("bnqh,bnkh->bnqk", q, k) * (1 / math.sqrt(q.shape[-1]))
-    fine = query_fine & key_fine & jnp.isfinite(logits)
-    whole = jnp.all(fine | ~mask, axis=-1)
-    logits, mask = jnp.where(fine, logits, 0), mask & fine
-    top = largest(logits, mask, axis=-1)
-    weights = masked_exp(logits, mask, top)
-    total = weights.sum(axis=-1)
-    if dropout > 0.0:
-        batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
-        weights = weights * dropout_mask(seed, dropout, batch, head, query, key).astype(q.dtype)
-    acc = jnp.einsum("bnqk,bnkv->bnqv", weights, v)
-    finite_acc = jnp.isfinite(acc)
-    return jnp.where(finite_acc, acc, 0), top[..., 0], total, whole & finite_acc.all(axis=-1)
+    fine = query_fine & key_fine
+    parts, whole = softmax_of_piece(q, k, v, mask, fine, (query, key), dropout, seed)
+    return *parts, whole
 
 
 def _merged(queries: Int[Array, "B N C W"], length: int, acc, top, total, whole):

@@ -86,7 +86,7 @@ def recurrence(
       strict: whether a position is hidden from itself; not with `beta`.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, with
         chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` takes them
-        where they can compute the call: they are faster at every length.
+        where they can compute the call.
 
     Returns:
       The outputs in float32, or float64 for float64 inputs.
