@@ -346,7 +346,8 @@ def lucidrains_performer() -> Deviations:
 
     q, k, v, d_out = numbers(4)
     options = dict(n_features=32, seed=0, epsilon=1e-12, chunk_len=CHUNK_LEN)
-    directions = performer.Settings(**options).directions(None, D_HEAD)
+    rng = jax.random.key(options["seed"], impl="threefry2x32")
+    directions = performer.orthogonal_directions(rng, options["n_features"], D_HEAD)
     directions = dict(projection_matrix=torch.tensor(np.asarray(directions)), eps=0.0)
 
     def attend(q, k, v):
