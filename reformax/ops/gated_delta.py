@@ -6,8 +6,7 @@ Yang et al. 2024 ("Gated Delta Networks", eq. 10):
 
 with queries and keys of length 1, `b_t = sigmoid(beta_t)` and `a_t = sigmoid(keep_t - bias)^rate`,
 which is Mamba 2's `exp(-rate softplus(bias - keep_t))`. The output of each head is normalised and
-gated. The paper's short convolutions of queries, keys and values are left out: a layer of windows
-before it mixes neighbours too.
+gated. With `conv_size=4` queries, keys and values are convolved first, as in the paper (sec. 3.4).
 """
 
 from __future__ import annotations
@@ -30,11 +29,18 @@ from reformax.ops.parts.recurrent import (
     recurrent,
     scaled,
 )
+from reformax.ops.parts.short_convolution import conv_params
 from reformax.ops.parts.softmax import wide
 
 
 @named
-def gated_delta(*, gated: bool = True, chunk_len: Size = 64, impl: str = "auto") -> AttentionOp:
+def gated_delta(
+    *,
+    gated: bool = True,
+    conv_size: Size | None = None,
+    chunk_len: Size = 64,
+    impl: str = "auto",
+) -> AttentionOp:
     """Gated DeltaNet's attention.
 
     Extras: `beta [N, 1]`, `keep [N, 1]`; with `gated` also `output_gate [N, V]`. Weights: `rate
@@ -42,6 +48,8 @@ def gated_delta(*, gated: bool = True, chunk_len: Size = 64, impl: str = "auto")
 
     Args:
       gated: whether the output is normalised and gated.
+      conv_size: if set, queries, keys and values are convolved over this many positions first
+        (`parts.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
@@ -61,7 +69,7 @@ def gated_delta(*, gated: bool = True, chunk_len: Size = 64, impl: str = "auto")
         return {"beta": one, "keep": one} | output_extras(gated, dims)
 
     return AttentionOp(
-        init=functools.partial(_init, gated),
+        init=functools.partial(_init, gated, conv_size),
         plan=no_plan,
         traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=extras,
@@ -69,7 +77,7 @@ def gated_delta(*, gated: bool = True, chunk_len: Size = 64, impl: str = "auto")
     )
 
 
-def _init(gated: bool, rng, dims):
+def _init(gated: bool, conv_size: int | None, rng, dims):
     """Heads begin with rates from 1 to 16 and steps of 0.001 to 0.1, as Mamba 2's do."""
     rate_rng, step_rng = jax.random.split(rng)
     shape = (dims.n_heads,)
@@ -77,7 +85,8 @@ def _init(gated: bool, rng, dims):
     least, most = math.log(1e-3), math.log(0.1)
     step = jnp.exp(jax.random.uniform(step_rng, shape, minval=least, maxval=most))
     bias = jnp.log(jnp.expm1(step))  # of which softplus makes the step where `keep` is 0
-    return {"rate": jnp.log(rate), "bias": bias} | output_params(gated, dims)
+    own = {"rate": jnp.log(rate), "bias": bias} | output_params(gated, dims)
+    return own | conv_params(conv_size, jax.random.fold_in(rng, 2), dims)
 
 
 def _inputs(params, q, k, v, extras) -> Inputs:

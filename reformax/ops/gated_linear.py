@@ -24,6 +24,7 @@ from reformax.ops.parts.recurrent import (
     recurrent,
     scaled,
 )
+from reformax.ops.parts.short_convolution import conv_params
 from reformax.ops.parts.softmax import wide
 
 
@@ -32,6 +33,7 @@ def gated_linear(
     *,
     gated: bool = True,
     temperature: Positive = 16.0,
+    conv_size: Size | None = None,
     chunk_len: Size = 64,
     impl: str = "auto",
 ) -> AttentionOp:
@@ -43,6 +45,8 @@ def gated_linear(
     Args:
       gated: whether the output is normalised and gated.
       temperature: the root that is taken of the gates. The larger, the slower they forget.
+      conv_size: if set, queries, keys and values are convolved over this many positions first
+        (`parts.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
@@ -58,8 +62,8 @@ def gated_linear(
     check_impl(impl, *KERNELS)
 
     def init(rng, dims):
-        del rng
-        return {"bias": jnp.zeros((dims.n_heads, dims.d_qk))} | output_params(gated, dims)
+        own = {"bias": jnp.zeros((dims.n_heads, dims.d_qk))} | output_params(gated, dims)
+        return own | conv_params(conv_size, rng, dims)
 
     def extras(dims):
         return {"gate": Extra(dims.n_heads, dims.d_qk)} | output_extras(gated, dims)

@@ -21,16 +21,21 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.recurrence import Inputs, everything
 from reformax.ops.parts.recurrent import contained, contained_output, recurrent
+from reformax.ops.parts.short_convolution import conv_params
 from reformax.ops.parts.softmax import nonzero, wide
 
 
 @named
-def linear(*, chunk_len: Size = 64, impl: str = "auto") -> AttentionOp:
+def linear(
+    *, conv_size: Size | None = None, chunk_len: Size = 64, impl: str = "auto"
+) -> AttentionOp:
     """Attention with the weights `(elu(q) + 1) . (elu(k) + 1)`, divided by their sum.
 
     A row whose weights sum up to less than 1e-18 is zeros.
 
     Args:
+      conv_size: if set, queries, keys and values are convolved over this many positions first
+        (`parts.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
@@ -47,10 +52,10 @@ def linear(*, chunk_len: Size = 64, impl: str = "auto") -> AttentionOp:
     functions = recurrent(_inputs, _mean, chunk_len, impl)
     causal_apply = functions.pop("apply")
     return AttentionOp(
-        init=no_params,
+        init=no_params if conv_size is None else functools.partial(conv_params, conv_size),
         plan=no_plan,
         apply=functools.partial(_apply, causal_apply, chunk_len),
-        traits=Traits(dropout=False, heads_apart=True),
+        traits=Traits(bidirectional=conv_size is None, dropout=False, heads_apart=True),
         **functions,
     )
 

@@ -24,11 +24,18 @@ from reformax.ops.parts.recurrent import (
     recurrent,
     scaled,
 )
+from reformax.ops.parts.short_convolution import conv_params
 from reformax.ops.parts.softmax import wide
 
 
 @named
-def retention(*, gated: bool = True, chunk_len: Size = 64, impl: str = "auto") -> AttentionOp:
+def retention(
+    *,
+    gated: bool = True,
+    conv_size: Size | None = None,
+    chunk_len: Size = 64,
+    impl: str = "auto",
+) -> AttentionOp:
     """Retention of what came before, halved every 22 positions by the first head.
 
     Each further head keeps it for twice as long. Extras: `output_gate [N, V]`; weights: `scale
@@ -36,6 +43,8 @@ def retention(*, gated: bool = True, chunk_len: Size = 64, impl: str = "auto") -
 
     Args:
       gated: whether the output is normalised and gated.
+      conv_size: if set, queries, keys and values are convolved over this many positions first
+        (`parts.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
@@ -48,8 +57,12 @@ def retention(*, gated: bool = True, chunk_len: Size = 64, impl: str = "auto") -
         for cannot compute the call.
     """
     check_impl(impl, *KERNELS)
+
+    def init(rng, dims):
+        return output_params(gated, dims) | conv_params(conv_size, rng, dims) or ()
+
     return AttentionOp(
-        init=lambda rng, dims: output_params(gated, dims) or (),
+        init=init,
         plan=no_plan,
         traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=functools.partial(output_extras, gated),

@@ -70,7 +70,7 @@ OPS = {
     "biases": (dense.dense(), True, 40),
     "biases, 6 heads": (dense.dense(), True, 40),
     "fewer keys, 12 heads": (dense.dense(), True, 40),
-    "gated_delta, 6 heads": (gated_delta.gated_delta(chunk_len=8), True, 40),
+    "gated_delta, 6 heads": (gated_delta.gated_delta(chunk_len=8, conv_size=3), True, 40),
     "linformer, own weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
     "nystromformer, convolved": (
         nystromformer.nystromformer(n_landmarks=5, conv_size=3),

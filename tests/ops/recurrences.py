@@ -5,8 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def convolved(options, params, qkv, mask):
+    """Each feature's weighted sum over the last positions of its segment, through silu."""
+    if options.get("conv_size") is None:
+        return qkv
+    n_between = mask @ mask  # positions that one sees and that see the other, both included
+    taps = [mask * (n_between == j + 1) for j in range(options["conv_size"])]
+
+    def one(x, weights):
+        parts = (jnp.einsum("bnts,bsnh,nh->btnh", tap, x, weights[..., j])
+                 for j, tap in enumerate(taps))  # fmt: skip
+        return jax.nn.silu(sum(parts))
+
+    return [one(x, params[f"conv_{name}"]) for name, x in zip("qkv", qkv, strict=True)]
+
+
 def linear(options, params, plan, qkv, extras, mask, keep):
-    q, k, v = qkv
+    q, k, v = convolved(options, params, qkv, mask)
     q, k = (jax.nn.elu(x) + 1 for x in (q, k))
     weights = mask * jnp.einsum("btnh,bsnh->bnts", q, k)
     total = weights.sum(axis=-1, keepdims=True)
@@ -14,19 +29,19 @@ def linear(options, params, plan, qkv, extras, mask, keep):
 
 
 def retention(options, params, plan, qkv, extras, mask, keep):
-    q, k, v = qkv
+    q, k, v = convolved(options, params, qkv, mask)
     rates = 1 - 2.0 ** (-5 - np.arange(q.shape[2]))
     return _summed(mask, q, k, v, jnp.broadcast_to(jnp.log(rates)[:, None], q.shape))
 
 
 def gated_linear(options, params, plan, qkv, extras, mask, keep):
     gate = jax.nn.sigmoid(extras["gate"] + params["bias"]) ** (1 / 16)
-    return _summed(mask, *qkv, jnp.log(gate))
+    return _summed(mask, *convolved(options, params, qkv, mask), jnp.log(gate))
 
 
 def gated_delta(options, params, plan, qkv, extras, mask, keep):
     """Each value is less what the state holds for its key: a system of equations for them all."""
-    q, k, v = qkv
+    q, k, v = convolved(options, params, qkv, mask)
     q, k = (x / jnp.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     step = jnp.log1p(jnp.exp(params["bias"][:, None] - extras["keep"]))
     decay = jnp.broadcast_to(-jnp.exp(params["rate"])[:, None] * step, k.shape)

@@ -574,16 +574,18 @@ ROWS = [
         Row(
             name,
             factory,
-            _CHUNKS_OF_STATES | {"gated": (False,)},
-            reference=getattr(recurrences, name),
+            _CHUNKS_OF_STATES | {"gated": (False,)} | options,
+            reference=getattr(recurrences, factory.__name__),
             rounding=rounding,
             slow=True,
             **_RECURRENT,
         )
-        for name, factory, rounding in (
-            ("retention", retention.retention, 1),
-            ("gated_linear", gated_linear.gated_linear, 1),
-            ("gated_delta", gated_delta.gated_delta, 3),  # it solves a system in each chunk
+        for name, factory, options, rounding in (
+            ("retention", retention.retention, {}, 1),
+            ("retention_convolved", retention.retention, {"chunk_len": (4,), "conv_size": (4,)}, 3),
+            ("gated_linear", gated_linear.gated_linear, {}, 1),
+            # It solves a system in each chunk.
+            ("gated_delta", gated_delta.gated_delta, {}, 3),
         )
     ),
 ]

@@ -50,6 +50,7 @@ SIZES = [
     (performer.performer, dict(impl="triton"), "impl is 'triton': expected"),
     (gated_linear.gated_linear, dict(temperature=0.0), "temperature is 0.0: expected a number"),
     (gated_delta.gated_delta, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
+    (linear.linear, dict(conv_size=0), "conv_size is 0: expected at least 1"),
     (lsh.lsh, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (lsh.lsh, dict(n_hashes=0), "n_hashes is 0: expected at least 1"),
     (lsh.lsh, dict(n_hashes_eval=-2), "n_hashes_eval is -2: expected at least 1"),

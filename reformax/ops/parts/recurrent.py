@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,17 @@ from reformax.ops.base import Dims, Extra
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.recurrence import Inputs, advance, recurrence, state_after
 from reformax.ops.parts.share import all_heads, of_heads
+from reformax.ops.parts.short_convolution import Projected, convolve_next, convolved, last_inputs
 from reformax.ops.parts.softmax import wide
 
 OUTPUT_GATE = "output_gate"
+
+
+class Cache(NamedTuple):
+    """What decoding keeps, of constant size."""
+
+    state: Float[Array, "B N H V"]
+    last: Projected | None  # the inputs that short convolutions will read again
 
 
 def recurrent(
@@ -26,7 +35,9 @@ def recurrent(
     impl: str,
     constants: Callable[[int], dict[str, Array]] = lambda n_heads: {},
 ) -> dict[str, Callable]:
-    """`apply`, `init_cache` and `step` of an op. The cache is the state, of constant size.
+    """`apply`, `init_cache` and `step` of an op.
+
+    Queries, keys and values are convolved first where the weights have `conv_params`.
 
     Args:
       inputs: `(params, q, k, v, extras) -> Inputs`, what the recurrence reads.
@@ -44,21 +55,23 @@ def recurrent(
     def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, extras=None):
         del plan, causal, dropout
         params = own(params, q.shape[2], rng)
-        x = contained(inputs, params, q, k, v, extras)
+        x = contained(inputs, params, *convolved(params, q, k, v, segments), extras)
         out = recurrence(*x, segments=segments, chunk_len=chunk_len, impl=impl)
         return contained_output(output, params, out, extras).astype(v.dtype)
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extras=None):
         del plan, capacity, rng
-        params = own(params, q.shape[2])
-        x = contained(inputs, params, q, k, v, extras)
-        return state_after(x, jnp.asarray(lengths), chunk_len=chunk_len)
+        params, lengths = own(params, q.shape[2]), jnp.asarray(lengths)
+        x = contained(inputs, params, *convolved(params, q, k, v), extras)
+        last = last_inputs(params, Projected(q, k, v), lengths)
+        return Cache(state_after(x, lengths, chunk_len=chunk_len), last)
 
     def step(params, q, k, v, cache, *, position, extras=None):
         del position
         params = own(params, q.shape[2])
-        out, cache = advance(cache, *inputs(params, q, k, v, extras))
-        return output(params, out, extras).astype(v.dtype), cache
+        new, last = convolve_next(params, Projected(q, k, v), cache.last)
+        out, state = advance(cache.state, *inputs(params, *new, extras))
+        return output(params, out, extras).astype(v.dtype), Cache(state, last)
 
     return dict(apply=apply, init_cache=init_cache, step=step)
 
