@@ -77,6 +77,13 @@ def attentions() -> dict[str, Any]:
     window = local.local(window=WINDOW, chunk_len=WINDOW, n_chunks_before=1)
     hashes = {n: lsh.lsh(chunk_len=32, n_hashes=n) for n in (1, 4, 8)}
     blocks = functools.partial(block_sparse.block_sparse, block_size=16)
+    recurrent = (
+        linear.linear,
+        retention.retention,
+        gated_linear.gated_linear,
+        gated_delta.gated_delta,
+    )
+    convolved = {f"{one.__name__}, convolved": one(conv_size=4) for one in recurrent}
     delta, gla = gated_delta.gated_delta(), gated_linear.gated_linear()
     return {
         "flash": flash.flash(),
@@ -103,6 +110,7 @@ def attentions() -> dict[str, Any]:
         "retention": retention.retention(),
         "gated_linear": gla,
         "gated_delta": delta,
+        **convolved,
         "local and gated_linear": (window, gla),
         "local and gated_delta": (window, delta),
         "long_short": long_short.long_short(window=WINDOW, chunk_len=WINDOW, rank=4),
