@@ -1,6 +1,7 @@
 """Converts a checkpoint: `reformax convert --from=PATH --to=PATH`.
 
-    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, with config.json
+    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead or GPT2LMHeadModel,
+                                         with config.json, and tokenizer.json if it is there
     --from=model.pkl.gz --config_file=FILE.gin    trax.models.ReformerLM or TransformerLM; the gin
                                          file says which model, as for train.py
     --from=RUN                           a folder of train.py or of this command
@@ -38,6 +39,7 @@ class Source(NamedTuple):
     params: Any
     details: dict[str, Any]  # the origin, as a run keeps it
     notes: list[str]  # differences from the original, one line each
+    vocabulary: bytes | None = None  # what its tokens are, if that is known
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +153,7 @@ def _read(path: Path, args: argparse.Namespace) -> Source:
         from reformax.convert import run_folder
 
         run = run_folder.read(path, args.step, args.trust_config)
-        return Source("run", run.spec, run.params, run.source, [])
+        return Source("run", run.spec, run.params, run.source, [], run.vocabulary)
     if path.is_file() and path.name.endswith((".pkl.gz", ".pkl")):
         from reformax.convert import trax_models
         from reformax.convert.spec import Spec
@@ -170,7 +172,7 @@ def _read(path: Path, args: argparse.Namespace) -> Source:
 
     read = hugging_face.read(path)
     details = {"format": "hugging_face", "config": read.config}
-    return Source("hugging_face", read.spec, read.params, details, read.notes)
+    return Source("hugging_face", read.spec, read.params, details, read.notes, read.vocabulary)
 
 
 def _write(kind: str, path: Path, source: Source, length: int | None) -> list[str]:
@@ -179,7 +181,7 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
         from reformax.convert import hugging_face
 
         like = source.details.get("config") if source.kind == "run" else None
-        hugging_face.write(path, source.spec, source.params, like)
+        hugging_face.write(path, source.spec, source.params, like, source.vocabulary)
         return []
     if kind == "trax":
         from reformax.convert import check, trax_models
@@ -189,9 +191,10 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
         return trax_models.notes(source.spec) if source.kind != "trax" else []
     from reformax.convert import run_folder
 
-    names = {"hugging_face": "Hugging Face's Reformer", "trax": "Trax"}
-    note = f"Converted by reformax.convert from a checkpoint of {names[source.kind]}."
-    run_folder.write(path, source.spec, source.params, source.details, note)
+    names = {"hugging_face": "Hugging Face's", "trax": "Trax's"}
+    note = f"Converted by reformax.convert from a checkpoint of {names[source.kind]} format."
+    vocabulary = source.vocabulary
+    run_folder.write(path, source.spec, source.params, source.details, note, vocabulary)
     return []
 
 

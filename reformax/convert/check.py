@@ -163,13 +163,16 @@ def against_transformers(spec: Spec, params: Any, folder: str | Path) -> Compari
     import torch
     import transformers
 
+    from reformax.convert.hugging_face import class_of
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder = str(folder if Path(folder).is_dir() else Path(folder).parent)
-    model = transformers.ReformerModelWithLMHead.from_pretrained(folder).float().eval()
+    model = getattr(transformers, class_of(spec)).from_pretrained(folder).float().eval()
     rotations, seed = None, 0
-    for layer in model.reformer.encoder.layers:
-        layer.attention.self_attention.hash_seed = seed
+    if spec.model == "ReformerLM":
+        for layer in model.reformer.encoder.layers:
+            layer.attention.self_attention.hash_seed = seed
     ops = [op for op in spec.attention if op.name == "lsh"]
     if ops:
         torch.manual_seed(seed)
@@ -179,7 +182,7 @@ def against_transformers(spec: Spec, params: Any, folder: str | Path) -> Compari
     inputs = random_inputs(spec, length_for(spec))
     with torch.no_grad():
         theirs = model(torch.tensor(inputs.astype(np.int64)), use_cache=False).logits
-        if model.lm_head.decoder.bias is None:
+        if spec.model == "ReformerLM" and model.lm_head.decoder.bias is None:
             theirs = theirs + model.lm_head.bias
     ours = logits_of(spec, rotations)(params, inputs)
     what = f"transformers {transformers.__version__}, {inputs.shape[1]} tokens"

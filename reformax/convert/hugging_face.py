@@ -1,10 +1,12 @@
-"""Hugging Face's `ReformerModelWithLMHead`: its tensors and its files.
+"""Hugging Face's models: their files, and the tensors of `ReformerModelWithLMHead`.
+
+`FORMATS` has the models by their `model_type`. Each has tensors, and a config.json, of its own.
 
 Logits at position t there are those of token t + 1: `encode` reads tokens as they are, while
 `apply` shifts them right and puts token 0 in front, as the models were trained in Trax.
 
-Since version 5 `transformers` leaves out `lm_head.bias`, which its files have and which version 4
-added. The logits here add it.
+Since version 5 `transformers` leaves out `lm_head.bias`, which the Reformer's files have and which
+version 4 added. The logits here add it.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ from __future__ import annotations
 import contextlib
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from reformax.convert import tables
-from reformax.convert.hugging_face_config import config_of, spec_of
+from reformax.convert import hugging_face_config, hugging_face_gpt2, tables
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.data import files
 from reformax.declared import shown
 
 CONFIG, SAFETENSORS, TORCH = "config.json", "model.safetensors", "pytorch_model.bin"
-_MAX_JSON = 2**24
+TOKENIZER = "tokenizer.json"
+_MAX_JSON, _MAX_VOCABULARY = 2**24, 2**28
 # Those that NumPy has, too; `tables.check` takes those of floating point.
 _DTYPES = ("F64", "F32", "F16", "BF16", *(f"{k}{n}" for k in "IU" for n in (8, 16, 32, 64)), "BOOL")
 
@@ -38,9 +40,82 @@ class Checkpoint(NamedTuple):
     params: Any
     config: dict[str, Any]  # config.json, unchanged
     notes: list[str]  # the differences, one line each
+    vocabulary: bytes | None = None  # tokenizer.json, if there is one
+
+
+class Format(NamedTuple):
+    """A model of Hugging Face.
+
+    Attributes:
+      name: the class of `transformers`.
+      model: its name here.
+      spec_of: config.json -> the model, and notes.
+      config_of: (the model, the config.json it was read from, or {}) -> config.json.
+      table: the tensors of a model.
+      without_copies: (tensors, where they are from) -> those of `table`.
+    """
+
+    name: str
+    model: str
+    spec_of: Callable[[Mapping[str, Any]], tuple[Spec, list[str]]]
+    config_of: Callable[[Spec, Mapping[str, Any]], dict[str, Any]]
+    table: Callable[[Spec], list[Tensor]]
+    without_copies: Callable[[Mapping[str, np.ndarray], str], dict[str, np.ndarray]]
+
+
+def _format_of(spec: Spec) -> Format:
+    """The format of a model; `ValueError` if there is none."""
+    for known in FORMATS.values():
+        if known.model == spec.model:
+            return known
+    models = " or ".join(known.model for known in FORMATS.values())
+    raise ValueError(
+        f"Hugging Face has no such model: the model is {spec.model}, expected {models}"
+    )
+
+
+def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
+    """The model that computes the function of a config.json, and notes on the differences.
+
+    Raises:
+      ValueError: the model is none of `FORMATS`, or a value is out of range here or there.
+    """
+    return _read_format(config).spec_of(config)
+
+
+def _read_format(config: Mapping[str, Any]) -> Format:
+    kind = config.get("model_type", "reformer")
+    if not isinstance(kind, str) or kind not in FORMATS:
+        names = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"model_type is {shown(kind)}: expected one of {names}")
+    return FORMATS[kind]
+
+
+def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The config.json of a model.
+
+    Args:
+      spec: the model.
+      like: the config.json that the model was read from. Its other values are kept, such as the ids
+        of special tokens and its name of an activation.
+
+    Raises:
+      ValueError: Hugging Face has no such model; the error names the argument.
+    """
+    return _format_of(spec).config_of(spec, like or {})
+
+
+def class_of(spec: Spec) -> str:
+    """The name of the model in `transformers`."""
+    return _format_of(spec).name
 
 
 def table(spec: Spec) -> list[Tensor]:
+    """The tensors of Hugging Face's model, and which weight each one is."""
+    return _format_of(spec).table(spec)
+
+
+def _reformer(spec: Spec) -> list[Tensor]:
     """The tensors of `ReformerModelWithLMHead`, and which weight each one is."""
     arguments = spec.arguments
     d, vocab = arguments["d_model"], arguments["vocab_size"]
@@ -116,13 +191,15 @@ def read(path: str | Path) -> Checkpoint:
     """Reads a folder of `save_pretrained`, or a file of tensors in a folder with its config.json.
 
     Raises:
-      ValueError: the model is no Reformer, a file is damaged, or tensors do not fit config.json.
+      ValueError: the model is none of `FORMATS`, a file is damaged, or tensors do not fit
+        config.json.
       OSError: a file does not exist.
     """
     path = Path(path).expanduser()
     folder = path if path.is_dir() else path.parent
     config = read_config(folder / CONFIG)
-    spec, notes = spec_of(config)
+    known = _read_format(config)
+    spec, notes = known.spec_of(config)
     tensors: dict[str, np.ndarray] = {}
     for file in _files(folder) if path.is_dir() else [path]:
         part = _tensors(file)
@@ -134,8 +211,18 @@ def read(path: str | Path) -> Checkpoint:
             "lm_head.bias is not zero: transformers 5 leaves it out of its logits, and this model "
             "adds it, as transformers 4 did"
         )
-    params = tables.read(table(spec), _without_copies(tensors, str(path)), str(path))
-    return Checkpoint(spec, params, config, notes)
+    tensors = known.without_copies(tensors, str(path))
+    params = tables.read(known.table(spec), tensors, str(path))
+    return Checkpoint(spec, params, config, notes, _vocabulary(folder / TOKENIZER))
+
+
+def _vocabulary(path: Path) -> bytes | None:
+    """The file, if there is one, of at most 256 MiB."""
+    if not path.exists():
+        return None
+    if (size := files.check_ordinary(path)) > _MAX_VOCABULARY:
+        raise ValueError(f"{path} has {size:,} bytes: expected at most {_MAX_VOCABULARY:,}")
+    return path.read_bytes()
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -275,18 +362,23 @@ def _without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, 
 
 
 def write(
-    folder: str | Path, spec: Spec, params: Any, like: Mapping[str, Any] | None = None
+    folder: str | Path,
+    spec: Spec,
+    params: Any,
+    like: Mapping[str, Any] | None = None,
+    vocabulary: bytes | None = None,
 ) -> Sequence[Path]:
-    """Writes config.json and model.safetensors, for `ReformerModelWithLMHead.from_pretrained`.
+    """Writes config.json and model.safetensors, for `from_pretrained` of the model's class.
 
     Args:
       folder: created if it does not exist.
       spec: the model.
       params: the weights.
       like: the config.json that the model was read from, if any; see `config_of`.
+      vocabulary: a run's; written if it is a tokenizer.json.
 
     Raises:
-      ValueError: Hugging Face's Reformer has no such model.
+      ValueError: Hugging Face has no such model.
     """
     from safetensors.numpy import save_file
 
@@ -295,4 +387,26 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tables.write(table(spec), params), folder / SAFETENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if vocabulary is not None and vocabulary.lstrip()[:1] == b"{":
+        (folder / TOKENIZER).write_bytes(vocabulary)
     return [folder / CONFIG, folder / SAFETENSORS]
+
+
+FORMATS = {
+    "reformer": Format(
+        "ReformerModelWithLMHead",
+        "ReformerLM",
+        hugging_face_config.spec_of,
+        hugging_face_config.config_of,
+        _reformer,
+        _without_copies,
+    ),
+    "gpt2": Format(
+        "GPT2LMHeadModel",
+        "TransformerLM",
+        hugging_face_gpt2.spec_of,
+        hugging_face_gpt2.config_of,
+        hugging_face_gpt2.table,
+        hugging_face_gpt2.without_copies,
+    ),
+}

@@ -16,7 +16,7 @@ Two things differ: rows of padding, and which weights dropout drops in training.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from reformax.convert.spec import Op, Spec
@@ -61,11 +61,11 @@ class _EvenBuckets(NamedTuple):
         return "even numbers from 2 on, with a product below 2**31"
 
 
-class _Field(NamedTuple):
+class Field(NamedTuple):
     """A field of config.json.
 
     Attributes:
-      default: the default of ReformerConfig.
+      default: the default of the configuration's class.
       hint: what it may be, as an annotation that `reformax.declared` reads.
       part: the part of the model that reads it; elsewhere it may be null. None: all models.
     """
@@ -78,31 +78,31 @@ class _Field(NamedTuple):
 _Kinds = Sequence[Literal["local", "lsh"]]
 _LSH = hints_of(lsh.lsh)
 FIELDS = {
-    "attention_head_size": _Field(64, Size),
-    "attn_layers": _Field(["local", "lsh"] * 3, _Kinds),
-    "axial_pos_embds": _Field(True, bool),
-    "axial_pos_embds_dim": _Field([64, 192], Sequence[Size], "axial"),
-    "axial_pos_shape": _Field([64, 64], Sequence[Size], "axial"),
-    "chunk_size_feed_forward": _Field(0, Count),
-    "feed_forward_size": _Field(512, Size),
-    "hidden_act": _Field("relu", Literal[*ACTIVATIONS]),
-    "hidden_dropout_prob": _Field(0.05, Rate),
-    "hidden_size": _Field(256, Size),
-    "is_decoder": _Field(False, bool),
-    "layer_norm_eps": _Field(1e-12, NonNegative),
-    "local_attention_probs_dropout_prob": _Field(0.05, Rate, "local"),
-    "local_attn_chunk_length": _Field(64, Size, "local"),
-    "local_num_chunks_after": _Field(0, Count, "local"),
-    "local_num_chunks_before": _Field(1, _LSH["n_chunks_before"], "local"),
-    "lsh_attention_probs_dropout_prob": _Field(0.0, Rate, "lsh"),
-    "lsh_attn_chunk_length": _Field(64, Size, "lsh"),
-    "lsh_num_chunks_after": _Field(0, Count, "lsh"),
-    "lsh_num_chunks_before": _Field(1, _LSH["n_chunks_before"], "lsh"),
-    "max_position_embeddings": _Field(4096, Size),
-    "num_attention_heads": _Field(12, Size),
-    "num_buckets": _Field(None, Annotated[Any, _EvenBuckets()], "lsh"),
-    "num_hashes": _Field(1, _LSH["n_hashes"], "lsh"),
-    "vocab_size": _Field(320, VocabSize),
+    "attention_head_size": Field(64, Size),
+    "attn_layers": Field(["local", "lsh"] * 3, _Kinds),
+    "axial_pos_embds": Field(True, bool),
+    "axial_pos_embds_dim": Field([64, 192], Sequence[Size], "axial"),
+    "axial_pos_shape": Field([64, 64], Sequence[Size], "axial"),
+    "chunk_size_feed_forward": Field(0, Count),
+    "feed_forward_size": Field(512, Size),
+    "hidden_act": Field("relu", Literal[*ACTIVATIONS]),
+    "hidden_dropout_prob": Field(0.05, Rate),
+    "hidden_size": Field(256, Size),
+    "is_decoder": Field(False, bool),
+    "layer_norm_eps": Field(1e-12, NonNegative),
+    "local_attention_probs_dropout_prob": Field(0.05, Rate, "local"),
+    "local_attn_chunk_length": Field(64, Size, "local"),
+    "local_num_chunks_after": Field(0, Count, "local"),
+    "local_num_chunks_before": Field(1, _LSH["n_chunks_before"], "local"),
+    "lsh_attention_probs_dropout_prob": Field(0.0, Rate, "lsh"),
+    "lsh_attn_chunk_length": Field(64, Size, "lsh"),
+    "lsh_num_chunks_after": Field(0, Count, "lsh"),
+    "lsh_num_chunks_before": Field(1, _LSH["n_chunks_before"], "lsh"),
+    "max_position_embeddings": Field(4096, Size),
+    "num_attention_heads": Field(12, Size),
+    "num_buckets": Field(None, Annotated[Any, _EvenBuckets()], "lsh"),
+    "num_hashes": Field(1, _LSH["n_hashes"], "lsh"),
+    "vocab_size": Field(320, VocabSize),
 }
 # NumPy before version 2 has 32 axes, and a tensor of positions has one besides those of the grid.
 _MAX_AXES = 31
@@ -113,10 +113,8 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     """The model that computes the function of a config.json, and notes on the differences.
 
     Raises:
-      ValueError: the model is no causal Reformer, or a value is out of range here or there.
+      ValueError: the model is not causal, or a value is out of range here or there.
     """
-    if config.get("model_type", "reformer") != "reformer":
-        raise ValueError(f"model_type is {shown(config['model_type'])}: expected 'reformer'")
     get = _checked(config)
     layers, notes = get["attn_layers"], []
     kinds = sorted(set(layers))
@@ -159,6 +157,14 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
         norm_epsilon=get["layer_norm_eps"],
     )
     return spec, notes
+
+
+def checked(config: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
+    """The fields of a config.json, defaults filled in, once each of them is what it may be."""
+    get = {name: config.get(name, field.default) for name, field in fields.items()}
+    for name, field in fields.items():
+        check(name, get[name], field.hint)
+    return get
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,6 +235,7 @@ def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, An
     shape, d_embs = list(arguments["pos_axial_shape"]), list(arguments["pos_d_axial_embs"])
     _require(len(shape) < 3, f"pos_axial_shape is {tuple(shape)}", "one or two axes")
     other = {"attention_bias": False, "next_value": False, "n_slots": None, "n_kv_heads": None}
+    other |= {"tie_embeddings": False, "embedding_norm": False}
     for name, value in other.items():
         _require(arguments[name] == value, f"{name} is {arguments[name]}", str(value))
     d_head = arguments["d_attention_key"]
@@ -318,6 +325,14 @@ def _require_same_function(op: Op, pad_chunks: int) -> None:
         )
 
 
-def _require(holds: bool, what: str, instead: str) -> None:
-    if not holds:
-        raise ValueError(f"Hugging Face's Reformer has no such model: {what}, expected {instead}")
+def requirement(whose: str) -> Callable[[bool, str, str], None]:
+    """`(holds, what, instead)`: raises `ValueError` for a model that `whose` is not."""
+
+    def require(holds: bool, what: str, instead: str) -> None:
+        if not holds:
+            raise ValueError(f"{whose} has no such model: {what}, expected {instead}")
+
+    return require
+
+
+_require = requirement("Hugging Face's Reformer")

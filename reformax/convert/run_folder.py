@@ -14,6 +14,8 @@ import numpy as np
 from reformax import durable
 from reformax.cli import saved_run
 from reformax.convert.spec import Spec
+from reformax.data import pieces
+from reformax.data.vocabulary import FILE
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import State
 
@@ -27,6 +29,7 @@ class Run(NamedTuple):
     spec: Spec
     params: Any
     source: dict[str, Any]  # the origin of a converted model; empty if it was trained here
+    vocabulary: bytes | None = None  # what the run keeps, if its tokens are pieces
 
 
 def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> Run:
@@ -54,12 +57,21 @@ def read(folder: str | Path, step: int | None = None, trusted: bool = False) -> 
         model = spec.build()
         like = jax.eval_shape(lambda key: model.init_params(key, (1, 1)), jax.random.key(0))
         params, info = checkpoints.restore_params(chosen, like)
-        return Run(spec, params, info.get("source", {}))
+        kept = Path(folder).expanduser() / FILE
+        vocabulary = kept.read_bytes() if kept.is_file() else None
+        return Run(spec, params, info.get("source", {}), vocabulary)
 
     return saved_run.steadily(checkpoints, choose, restored)
 
 
-def write(folder: str | Path, spec: Spec, params: Any, source: dict[str, Any], note: str) -> Path:
+def write(
+    folder: str | Path,
+    spec: Spec,
+    params: Any,
+    source: dict[str, Any],
+    note: str,
+    vocabulary: bytes | None = None,
+) -> Path:
     """Writes a model and its weights.
 
     Args:
@@ -68,26 +80,34 @@ def write(folder: str | Path, spec: Spec, params: Any, source: dict[str, Any], n
       params: its weights.
       source: JSON values that `read` returns.
       note: one line for config.gin that says where the model is from.
+      vocabulary: a tokenizer.json, which the run keeps.
 
     Raises:
-      ValueError: the folder holds a run already.
+      ValueError: the folder holds a run already, or the vocabulary is none.
     """
     folder = Path(folder).expanduser()
     checkpoints = Checkpoints(folder)
     if (folder / "config.gin").exists() or checkpoints.steps():
         raise ValueError(f"{folder} holds a run already: give another folder, or delete it")
-    text = gin(spec, note)
+    kept, info = None, {"source": source}
+    if vocabulary is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        durable.write(folder / FILE, vocabulary)
+        kept = pieces.PieceVocabulary(0)
+        info["vocabulary"] = kept.keep_in(folder, begun=True)
+    text = gin(spec, note, kept and kept.size)
     state = State(np.int32(0), params, (), None)
-    checkpoints.save(0, state, config=text, source=source)
+    checkpoints.save(0, state, config=text, **info)
     checkpoints.wait()
     durable.write(folder / "config.gin", text.encode())
     return folder
 
 
-def gin(spec: Spec, note: str) -> str:
-    """The config of a converted model: its arguments, and a task of bytes to score it on.
+def gin(spec: Spec, note: str, n_pieces: int | None = None) -> str:
+    """The config of a converted model: its arguments, and a text to score it on.
 
-    A vocabulary of 257 or 258 ids has its bytes at the end, like google/reformer-enwik8, where
+    The text is of pieces if the run keeps a vocabulary of so many, and of bytes otherwise. A
+    vocabulary of 257 or 258 ids has its bytes at the end, like google/reformer-enwik8, where
     bytes begin at id 2.
     """
     length = min(LENGTH, spec.max_length() or LENGTH)
@@ -105,6 +125,8 @@ def gin(spec: Spec, note: str) -> str:
         "loop.train.batch_size = 1",
         f"loop.train.length = {length}",
     ]
-    if 0 < offset <= 2:
+    if n_pieces is not None:
+        lines.append(f"text.text.vocab_size = {n_pieces}")
+    elif 0 < offset <= 2:
         lines.append(f"text.text.offset = {offset}")
     return "\n".join(lines) + "\n"

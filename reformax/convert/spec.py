@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from reformax.cli import config
 from reformax.declared import shown
 from reformax.models import base, lm
-from reformax.ops import AttentionOp, dense, local, lsh, shared_qk
+from reformax.ops import AttentionOp, dense, flash, local, lsh, shared_qk
 from reformax.training import loop
 
 MODELS = {"ReformerLM": lm.ReformerLM, "TransformerLM": lm.TransformerLM}
 OPS = {
     "dense": dense.dense,
+    "flash": flash.flash,
     "local": local.local,
     "lsh": lsh.lsh,
     "shared_qk": shared_qk.shared_qk,

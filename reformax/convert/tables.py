@@ -29,6 +29,8 @@ class Tensor(NamedTuple):
       repeat: the index of its slice in the stacked weight; None if the weight is not stacked.
       read: turns its array there into the weight here.
       write: turns the weight here into its array there.
+      part: `(i, n)` says that the weight is the i-th of n equal parts of the tensor's last axis;
+        the rows of a tensor's parts follow each other. `read` and `write` are of the part.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Tensor(NamedTuple):
     repeat: int | None = None
     read: Callable[[np.ndarray], np.ndarray] = same
     write: Callable[[np.ndarray], np.ndarray] = same
+    part: tuple[int, int] = (0, 1)
 
 
 def axial(name: str, shape: Sequence[int], d_embs: Sequence[int], leading: int = 0) -> list[Tensor]:
@@ -74,6 +77,8 @@ def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str)
     slices: dict[tuple[str, ...], list[np.ndarray]] = {}
     for tensor in table:
         array = np.asarray(tensors[tensor.name]).astype(np.float32)
+        part, n_parts = tensor.part
+        array = np.split(array, n_parts, axis=-1)[part]
         slices.setdefault(tensor.path, []).append(tensor.read(array))
     stacked = {tensor.path for tensor in table if tensor.repeat is not None}
     params: dict[str, Any] = {}
@@ -89,14 +94,20 @@ def read(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str)
 
 def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:
     """The tensors of the other format, by name, in the order of the table."""
-    tensors = {}
+    parts: dict[str, list[np.ndarray]] = {}
     for tensor in table:
         weight = params
         for key in tensor.path:
             weight = weight[key]
         weight = np.asarray(weight if tensor.repeat is None else weight[tensor.repeat])
-        tensors[tensor.name] = np.ascontiguousarray(tensor.write(weight)).reshape(tensor.shape)
-    return tensors
+        shape = (*tensor.shape[:-1], tensor.shape[-1] // tensor.part[1])
+        array = np.ascontiguousarray(tensor.write(weight)).reshape(shape)
+        parts.setdefault(tensor.name, []).append(array)
+    # `np.concatenate` would copy a tensor that is whole.
+    return {
+        name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+        for name, arrays in parts.items()
+    }
 
 
 def check(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str) -> None:

@@ -121,7 +121,9 @@ def _check(spec: Spec) -> None:
     pos_type = a["pos_type"]
     known = pos_type in ("axial", "sinusoidal", "none")
     require(known, f"pos_type is {pos_type!r}", "'axial', 'sinusoidal' or 'none'")
-    require(not a["next_value"], "next_value is True", "False")
+    for name in ("next_value", "tie_embeddings", "embedding_norm"):
+        require(not a[name], f"{name} is True", "False")
+    require(a["first_token"] == 0, f"first_token is {a['first_token']}", "0")
     require(a["n_kv_heads"] is None, f"n_kv_heads is {a['n_kv_heads']}", "None")
     require(a["norm_epsilon"] == 1e-6, f"norm_epsilon is {a['norm_epsilon']}", "1e-06")
     for op in spec.attention:
@@ -133,7 +135,9 @@ def _check(spec: Spec) -> None:
         require(not a["attention_bias"], "attention_bias is True", "False")
         return
     require(a["attention_bias"], "attention_bias is False", "True")
-    require({op.name for op in spec.attention} == {"dense"}, "attention_type is not dense", "dense")
+    require(not a["post_norm"], "post_norm is True", "False")
+    kinds = {op.name for op in spec.attention}
+    require(kinds <= {"dense", "flash"}, "attention_type is not dense", "dense")
     size = a["d_model"] // a["n_heads"]
     for name in ("d_attention_key", "d_attention_value"):
         require(a[name] == size, f"{name} is {a[name]}", f"d_model / n_heads, {size}")
@@ -147,6 +151,8 @@ def _wanted(op: Op) -> dict[str, Any]:
         n_eval = op.option("n_hashes_eval")
         same = {} if n_eval == op.option("n_hashes") else {"n_hashes_eval": None}
         return {"count_once": False, "wrap": True, "self_score": SELF_SCORE} | same
+    if op.name == "flash":
+        return {"scale": None}
     if op.name != "local":
         return {"own": True} if op.name == "shared_qk" else {}
     circle = {"wrap": True} if op.option("n_chunks_before") > 1 else {}

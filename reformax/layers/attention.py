@@ -13,7 +13,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.declared import Called, Rate, SettingError, Size, Unsupported, check_fields
+from reformax.declared import (
+    Called,
+    Positive,
+    Rate,
+    SettingError,
+    Size,
+    Unsupported,
+    check_fields,
+)
 from reformax.layers import context
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
@@ -72,6 +80,7 @@ class MultiHead(Layer):
       output_bias: whether the output projection has one.
       attention_dropout: the rate on attention weights.
       output_dropout: the rate on the output.
+      init_std: the standard deviation of fresh projections; None: Glorot and Bengio's bounds.
       mode: "train" or "eval". Evaluation has no dropout, and the algorithm plans with its settings
         for evaluation.
     """
@@ -87,6 +96,7 @@ class MultiHead(Layer):
     output_bias: bool = False
     attention_dropout: Rate = 0.0
     output_dropout: Rate = 0.0
+    init_std: Positive | None = None
     mode: Literal["train", "eval"] = "train"
 
     n_sequences = 1  # `CrossAttention` reads two
@@ -127,14 +137,17 @@ class MultiHead(Layer):
         rngs = {"q": rng_q, "k": rng_k, "v": rng_v}
         n, h, v = self.n_heads, self.d_qk, self.d_v
 
-        def glorot(rng, n, d_head):  # with respect to all heads together, as in Trax
+        def drawn(rng, n, d_head):
+            if self.init_std is not None:
+                return self.init_std * jax.random.normal(rng, (n, d_model, d_head))
+            # With respect to all heads together, as in Trax.
             limit = math.sqrt(6 / (d_model + d_head * n))
             return jax.random.uniform(rng, (n, d_model, d_head), jnp.float32, -limit, limit)
 
-        params = {"w_o": jnp.swapaxes(glorot(rng_o, n, v), 1, 2)}
+        params = {"w_o": jnp.swapaxes(drawn(rng_o, n, v), 1, 2)}
         for i, (name, to) in enumerate(self.projections().items()):
             own = rngs[name] if name in rngs else jax.random.fold_in(rng, i)
-            params[f"w_{name}"] = glorot(own, to.n_heads, to.size)
+            params[f"w_{name}"] = drawn(own, to.n_heads, to.size)
             if self.bias:
                 params[f"b_{name}"] = jnp.zeros((to.n_heads, to.size))
         if self.output_bias:

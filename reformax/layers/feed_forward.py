@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.declared import Count, Rate, SettingError, Size, check_all, hints_of
+from reformax.declared import Count, Positive, Rate, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
@@ -60,6 +60,7 @@ class FeedForward(Layer):
         chunk_size: Count = 0,
         mode: Literal["train", "eval"] = "train",
         impl: str = "auto",
+        init_std: Positive | None = None,
     ):
         """Args:
         d_ff: F, the width of the hidden layer.
@@ -73,6 +74,7 @@ class FeedForward(Layer):
           and `jax.nn.relu` on NVIDIA GPUs of Ampere or later; "pallas_interpret" runs the kernel
           anywhere, slowly, for tests. "auto" takes the kernel on one such GPU for bfloat16 and
           float16.
+        init_std: the standard deviation of fresh weights; None: Glorot and Bengio's bounds.
         """
         super().__init__()
         check_all(hints_of(FeedForward), locals())
@@ -89,14 +91,16 @@ class FeedForward(Layer):
         self._chunk_size = chunk_size
         self._mode = mode
         self._impl = impl
+        normal = jax.nn.initializers.normal
+        self._initializer = glorot if init_std is None else normal(init_std)
 
     def init_params(self, rng, shape):
         d_model = shape[-1]
         rng1, rng2 = jax.random.split(rng)
         return {
-            "w1": glorot(rng1, (d_model, self._d_ff)),
+            "w1": self._initializer(rng1, (d_model, self._d_ff)),
             "b1": jnp.zeros(self._d_ff),
-            "w2": glorot(rng2, (self._d_ff, d_model)),
+            "w2": self._initializer(rng2, (self._d_ff, d_model)),
             "b2": jnp.zeros(d_model),
         }
 

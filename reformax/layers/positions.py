@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import SettingError, Size, check_all, hints_of
+from reformax.declared import Positive, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
 
 # The standard deviation of fresh embeddings: more than one layer adds to the stream, so that the
@@ -29,10 +29,13 @@ class AxialPositionalEncoding(Layer):
     positions apart. `[B, T, D] -> [B, T, D]`. Weights: one `[shape_i, d_i]` per axis.
     """
 
-    def __init__(self, shape: Sequence[Size], d_embs: Sequence[Size]):
+    def __init__(
+        self, shape: Sequence[Size], d_embs: Sequence[Size], init_std: Positive = EMBEDDING_SCALE
+    ):
         """Args:
         shape: the grid; its product is the largest length.
         d_embs: the features of each axis; they add up to D.
+        init_std: the standard deviation of fresh embeddings.
         """
         super().__init__()
         if not shape or len(shape) != len(d_embs):
@@ -42,6 +45,7 @@ class AxialPositionalEncoding(Layer):
         check_all(hints_of(AxialPositionalEncoding), locals())
         self._shape = tuple(shape)
         self._d_embs = tuple(d_embs)
+        self._init_std = init_std
 
     def init_params(self, rng, shape):
         if shape[-1] != sum(self._d_embs):
@@ -50,7 +54,7 @@ class AxialPositionalEncoding(Layer):
             )
         rngs = jax.random.split(rng, len(self._shape))
         return {
-            f"axis_{i}": EMBEDDING_SCALE * jax.random.normal(r, (n, d))
+            f"axis_{i}": self._init_std * jax.random.normal(r, (n, d))
             for i, (r, n, d) in enumerate(zip(rngs, self._shape, self._d_embs, strict=True))
         }
 

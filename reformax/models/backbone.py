@@ -1,8 +1,9 @@
-"""What language models and encoders share: embedding, positions, a stack of layers, a norm."""
+"""What language models and encoders share: embedding, positions, a stack of layers, norms."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,11 +29,13 @@ class Backbone(Model):
       vocab_size: number of tokens.
       n_layers: number of layers, a multiple of the cycle's length.
       attention_type: an algorithm, or a cycle of them over the layers.
+      embedding_norm: whether a norm follows the sum of embeddings and positions, as in BERT.
     """
 
     vocab_size: VocabSize = dataclasses.field(kw_only=False)
     n_layers: Depth = 6
     attention_type: AttentionType
+    embedding_norm: bool = False
     d_attention_key: Size | None = 64
     d_attention_value: Size | None = 64
 
@@ -44,7 +47,9 @@ class Backbone(Model):
         self._layers = self._stack(blocks, self.n_layers)
         # The gradient of a mean over many targets underflows in float16: features are float32.
         narrow = self.dtype == "float16"
-        self._norm = LayerNorm(self.norm_epsilon, "float32" if narrow else self.dtype)
+        self._features_dtype = "float32" if narrow else self.dtype
+        self._norm = LayerNorm(self.norm_epsilon, self._features_dtype)
+        self._embedding_norm = LayerNorm(self.norm_epsilon)
 
     @property
     def d_features(self) -> int:
@@ -57,12 +62,15 @@ class Backbone(Model):
         hidden = (*shape, self.d_model)
         embedding = jax.random.normal(rng_e, (self.vocab_size, self.d_model))
         params = {
-            "embedding": EMBEDDING_SCALE * embedding,
+            "embedding": (EMBEDDING_SCALE if self.init_std is None else self.init_std) * embedding,
             "stack": self._layers.init_params(rng_s, *[hidden] * self._layers.n_out),
-            "norm": self._norm.init_params(None, (self.d_features,)),
         }
+        if self.final_norm:
+            params["norm"] = self._norm.init_params(None, (self.d_features,))
         if self._positions is not None:
             params["positions"] = self._positions.init_params(rng_p, hidden)
+        if self.embedding_norm:
+            params["embedding_norm"] = self._embedding_norm.init_params(None, hidden)
         return params
 
     def encode(
@@ -85,9 +93,24 @@ class Backbone(Model):
         streams = self._layers.apply(
             params["stack"], *[x] * self._layers.n_out, segments, rng=rng_s
         )
-        x = jnp.concatenate(streams, axis=-1) if self._layers.n_out > 1 else streams
-        return dropout(self._norm.apply(params["norm"], x), self._dropout_rate, rng_f)
+        streams = streams if self._layers.n_out > 1 else (streams,)
+        return dropout(self._joined(params, streams), self._dropout_rate, rng_f)
 
-    def _embed(self, params, inputs: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = devices.looked_up(params["embedding"], inputs)
-        return x if self._positions is None else self._positions.apply(params["positions"], x)
+    def _joined(self, params, streams: Sequence[Float[Array, "B T _"]]) -> Float[Array, "B T D"]:
+        """The features of the streams after the stack."""
+        x = jnp.concatenate(streams, axis=-1) if len(streams) > 1 else streams[0]
+        if self.final_norm:
+            return self._norm.apply(params["norm"], x)
+        return x.astype(self._features_dtype)
+
+    def _embed(
+        self, params, inputs: Int[Array, "B T"], position: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T _"]:
+        """The stack's input of tokens at these positions; None: at 0 to T - 1."""
+        table = params["embedding"]
+        x = devices.looked_up(table, inputs) if position is None else table[inputs]
+        if self._positions is not None and position is None:
+            x = self._positions.apply(params["positions"], x)
+        elif self._positions is not None:
+            x = self._positions.apply_at(params["positions"], x, position)
+        return self._embedding_norm.apply(params["embedding_norm"], x) if self.embedding_norm else x

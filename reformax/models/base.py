@@ -18,6 +18,7 @@ from reformax.declared import (
     Called,
     Count,
     NonNegative,
+    Positive,
     Rate,
     SettingError,
     Size,
@@ -36,6 +37,7 @@ from reformax.layers import (
     SinusoidalPositionalEncoding,
 )
 from reformax.layers.dropout import rate_in
+from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack, Dtype
 from reformax.ops.base import AttentionOp
@@ -82,6 +84,9 @@ class Model(Layer):
         its approximation "gelu_tanh", "silu".
       ff_chunk_size: if > 0, feed-forward layers take this many positions at a time.
       norm_epsilon: added to the variance in layer norms.
+      init_std: the standard deviation of all fresh matrices and embeddings, such as the 0.02 of
+        GPT-2 and BERT; None: matrices after Glorot and Bengio 2010, embeddings of a scale of their
+        own. Pre-norm layers' last matrices are scaled down by the depth in either case.
       scan_layers: whether the layers compile as a loop over the cycle. False unrolls the loop:
         slower to compile, faster on a GPU.
       dtype: of the arithmetic in sublayers and logits; weights and streams are float32.
@@ -105,11 +110,13 @@ class Model(Layer):
     ff_activation: Activation = jax.nn.gelu
     ff_chunk_size: Count = 0
     norm_epsilon: NonNegative = 1e-6
+    init_std: Positive | None = None
     scan_layers: bool = True
     dtype: Dtype = "float32"
     mode: Literal["train", "eval"] = "train"
 
     n_inputs = 1  # arrays of tokens that the model reads
+    final_norm = True  # whether a norm follows a stack
     task_kind = "text"  # the kind of tasks that it is for: see `reformax.data.base.Task.kind`
 
     def __post_init__(self):
@@ -131,7 +138,8 @@ class Model(Layer):
                 "pos_type='axial' and the axial arguments go together"
             )
         if self.pos_type == "axial":
-            return AxialPositionalEncoding(self.pos_axial_shape, self.pos_d_axial_embs)
+            std = EMBEDDING_SCALE if self.init_std is None else self.init_std
+            return AxialPositionalEncoding(self.pos_axial_shape, self.pos_d_axial_embs, std)
         return SinusoidalPositionalEncoding() if self.pos_type == "sinusoidal" else None
 
     def _stack(self, blocks: list[Block], n_layers: int) -> BlockStack:
@@ -201,6 +209,7 @@ class Model(Layer):
             output_bias=self.attention_bias,
             attention_dropout=self.attention_dropout,
             output_dropout=self.dropout,
+            init_std=self.init_std,
             mode=self.mode,
         )
 
@@ -221,6 +230,7 @@ class Model(Layer):
             _activation(self.ff_activation),
             self.ff_chunk_size,
             self.mode,
+            init_std=self.init_std,
         )
 
 
@@ -230,13 +240,24 @@ class Residual:
 
     Args:
       remat: whether the gradient computes each layer again instead of keeping its activations.
+      post_norm: whether a norm follows each residual sum, as in Vaswani et al. 2017 and BERT,
+        instead of preceding each sublayer. Post-norm stacks have no norm at the end, because their
+        last layer ends in one.
     """
 
     remat: bool = False
+    post_norm: bool = False
 
-    def _stack(self, blocks, n_layers, **options):
-        options |= self._stack_options()
-        return ResidualStack(blocks, n_layers, remat=self.remat, **options)
+    @property
+    def final_norm(self) -> bool:
+        """Whether a norm follows a stack."""
+        return not self.post_norm
+
+    def _stack(self, blocks, n_layers):
+        options = self._stack_options()
+        return ResidualStack(
+            blocks, n_layers, remat=self.remat, post_norm=self.post_norm, **options
+        )
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

@@ -108,9 +108,9 @@ class Classifier(Encoder):
         *rngs, rng_h, rng_l = jax.random.split(rng, 5)
         params, d_in = self.init_backbone(rngs, shape), self.d_features * (4 if self.pairs else 1)
         if self.d_classifier is not None:
-            params["hidden"] = affine_params(rng_h, d_in, self.d_classifier)
+            params["hidden"] = affine_params(rng_h, d_in, self.d_classifier, self.init_std)
             d_in = self.d_classifier
-        return params | {"logits": affine_params(rng_l, d_in, self.n_classes)}
+        return params | {"logits": affine_params(rng_l, d_in, self.n_classes, self.init_std)}
 
     def features(self, params, inputs, rng=None) -> Float[Array, "B 1 D"]:
         """The input of `logits`: one vector for each row, or for each pair of rows.
@@ -166,7 +166,7 @@ class MaskedLanguageModel(Encoder):
     def init_params(self, rng, shape):
         *rngs, rng_h = jax.random.split(rng, 4)
         return self.init_backbone(rngs, shape) | {
-            "hidden": affine_params(rng_h, self.d_features, self.d_model),
+            "hidden": affine_params(rng_h, self.d_features, self.d_model, self.init_std),
             "head_norm": self._head_norm.init_params(None, (self.d_model,)),
             "logits": {"b": jnp.zeros(self.vocab_size)},
         }
@@ -179,8 +179,7 @@ class MaskedLanguageModel(Encoder):
         """Unnormalised log-probabilities; products are computed in `dtype`."""
         x = jax.nn.gelu(affine(params["hidden"], features, self.dtype), approximate=False)
         x = self._head_norm.apply(params["head_norm"], x)
-        product = logits_product(x, params["embedding"], self.dtype)
-        return product + jnp.expand_dims(params["logits"]["b"], tuple(range(product.ndim - 1)))
+        return logits_product(x, params["embedding"], self.dtype, params["logits"]["b"])
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
@@ -188,7 +187,7 @@ class MaskedLanguageModel(Encoder):
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class TransformerEncoder(Residual, Classifier):
-    """A pre-norm Transformer that names the class of a row.
+    """A Transformer that names the class of a row, pre-norm unless `post_norm`.
 
     Its arguments are those of `Classifier`, `Encoder`, `Backbone`, `Residual` and `Model`.
     """
@@ -208,7 +207,7 @@ class ReformerEncoder(Reversible, Classifier):
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class TransformerMaskedLM(Residual, MaskedLanguageModel):
-    """A pre-norm Transformer that fills in hidden tokens.
+    """A Transformer that fills in hidden tokens, pre-norm unless `post_norm`.
 
     Its arguments are those of `Encoder`, `Backbone`, `Residual` and `Model`.
     """

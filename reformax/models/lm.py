@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import SettingError
+from reformax.declared import Count, SettingError
 from reformax.models.backbone import Backbone
 from reformax.models.base import AttentionType, Residual, Reversible, check_capacity
-from reformax.models.logits import affine, affine_params
+from reformax.models.logits import affine, affine_params, logits_product
 from reformax.ops import dense, local, lsh
 
 
@@ -33,21 +33,57 @@ class LanguageModel(Backbone):
     """A causal backbone and logits: `[B, T] -> [B, T, vocab_size]`, float32.
 
     `apply` is `logits(features)`; the two are apart so that a loss can take the logits in chunks of
-    the sequence. Its arguments are those of `Backbone` and `Model`.
+    the sequence. More arguments are those of `Backbone` and `Model`.
+
+    Args:
+      tie_embeddings: whether logits are the products of features and the embedding (Press & Wolf
+        2017, "Using the Output Embedding to Improve Language Models"), without biases, as in GPT-2.
+        It needs features of `d_model`, which two streams do not make, and an `init_std`.
+      first_token: the token in front of a row, which position 0 reads. GPT-2's is 50256.
     """
+
+    tie_embeddings: bool = False
+    first_token: Count = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.first_token >= self.vocab_size:
+            raise SettingError(
+                f"first_token is {self.first_token}: expected a token below vocab_size, "
+                f"{self.vocab_size}"
+            )
+        if self.tie_embeddings and self.d_features != self.d_model:
+            raise SettingError(
+                f"tie_embeddings is True and features have size {self.d_features}, not d_model, "
+                f"{self.d_model}: take TransformerLM, or n_slots=1"
+            )
+        if self.tie_embeddings and self.init_std is None:
+            raise SettingError(
+                "tie_embeddings is True and init_std None, whose embeddings would make the first "
+                "logits large: set init_std=0.02"
+            )
 
     def init_params(self, rng, shape):
         *rngs, rng_l = jax.random.split(rng, 4)
-        return self.init_backbone(rngs, shape) | {
-            "logits": affine_params(rng_l, self.d_features, self.vocab_size)
-        }
+        params = self.init_backbone(rngs, shape)
+        if not self.tie_embeddings:
+            sizes = self.d_features, self.vocab_size
+            params["logits"] = affine_params(rng_l, *sizes, self.init_std)
+        return params
 
     def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
-        """The input of `logits`: `encode` of the tokens shifted to the right, with 0 in front."""
-        return self.encode(params, jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1], rng=rng)
+        """The input of `logits`: `encode` of the tokens shifted to the right by `first_token`."""
+        return self.encode(params, self._shifted(tokens)[:, :-1], rng=rng)
+
+    def _shifted(self, tokens: Int[Array, "B T"]) -> Int[Array, "B U"]:
+        """The T tokens behind `first_token`."""
+        return jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=self.first_token)
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32; their product is computed in `dtype`."""
+        if self.tie_embeddings:
+            table = params.get("softmax", params["embedding"])  # the former for decoding
+            return logits_product(features, table, self.dtype)
         return affine(params["logits"], features, self.dtype)
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
@@ -57,8 +93,12 @@ class LanguageModel(Backbone):
 
     def for_decoding(self, params) -> Any:
         """The weights for `step`: a tree for each repeat of the cycle, cast to their dtypes."""
-        logits = params["logits"] | {"w": params["logits"]["w"].astype(self.dtype)}
-        return params | {"stack": self._layers.for_decoding(params["stack"]), "logits": logits}
+        params = params | {"stack": self._layers.for_decoding(params["stack"])}
+        if self.tie_embeddings:
+            return params | {"softmax": params["embedding"].astype(self.dtype)}
+        return params | {
+            "logits": params["logits"] | {"w": params["logits"]["w"].astype(self.dtype)}
+        }
 
     def prefill(
         self, params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, rng=None
@@ -86,8 +126,8 @@ class LanguageModel(Backbone):
             )
         check_capacity(capacity, self.max_length)
         rng = None if rng is None else jax.random.split(rng, 3)[1]
-        # Position t reads token t - 1 and position 0 none: n tokens make n + 1 positions.
-        x = self._embed(params, jnp.pad(tokens, ((0, 0), (1, 0))))
+        # Position t reads token t - 1: n tokens make n + 1 positions.
+        x = self._embed(params, self._shifted(tokens))
         streams, caches, _ = self._layers.prefill(
             params["stack"], [x] * self._layers.n_out, lengths + 1, capacity, rng
         )
@@ -106,17 +146,14 @@ class LanguageModel(Backbone):
           decoding: from `prefill` or the step before.
         """
         position, caches = decoding
-        x = params["embedding"][tokens[:, None]]
-        if self._positions is not None:
-            x = self._positions.apply_at(params["positions"], x, position[:, None])
+        x = self._embed(params, tokens[:, None], position[:, None])
         streams, caches = self._layers.step(
             params["stack"], [x] * self._layers.n_out, caches, position
         )
         return self._next(params, streams), Decoding(position + 1, caches)
 
     def _next(self, params, streams: Sequence[Float[Array, "B 1 D"]]) -> Float[Array, "B V"]:
-        x = self._norm.apply(params["norm"], jnp.concatenate(streams, axis=-1))
-        return self.logits(params, x)[:, 0]
+        return self.logits(params, self._joined(params, streams))[:, 0]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -131,7 +168,7 @@ class ReformerLM(Reversible, LanguageModel):
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class TransformerLM(Residual, LanguageModel):
-    """A pre-norm Transformer decoder: the baseline.
+    """A Transformer decoder, pre-norm unless `post_norm`: the baseline.
 
     Its arguments are those of `Backbone`, `Residual` and `Model`.
     """

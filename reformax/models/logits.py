@@ -11,42 +11,48 @@ from jaxtyping import Array, Float
 glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def logits_product(
-    x: Float[Array, "*d D"], table: Float[Array, "V D"], dtype: str
+    x: Float[Array, "*d D"], table: Float[Array, "V D"], dtype: str, bias: Array | None = None
 ) -> Float[Array, "*d V"]:
-    """`x @ table.T` in float32, both operands rounded to `dtype`.
+    """`x @ table.T`, or `x @ table.T + bias`, in float32, both operands rounded to `dtype`.
 
     The gradient is rounded to bfloat16 too, because products with a float32 gradient take twice as
-    long. It is not rounded to float16, which underflows the small gradients of a mean over many
-    targets and overflows their sums.
+    long, and a sum of it for the bias would keep it in memory. It is not rounded to float16, which
+    underflows the small gradients of a mean over many targets and overflows their sums.
     """
-    x, table = x.astype(dtype), table.astype(dtype)
-    return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
+    return _logits((x, table, bias), dtype)
 
 
-def _forward(x, table, dtype):
-    return logits_product(x, table, dtype), (x, table)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _logits(inputs, dtype):
+    x, table, bias = inputs
+    product = jnp.einsum(
+        "...d,vd->...v", x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32
+    )
+    return product if bias is None else product + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
 def _backward(dtype, inputs, gradient):
-    x, table = (z.astype(dtype) for z in inputs)
-    if x.dtype != jnp.float16:
+    x, table, bias = inputs
+    if jnp.dtype(dtype) != jnp.float16:
         gradient = gradient.astype(dtype)
-    d_x = jnp.einsum("...v,vd->...d", gradient, table)
-    d_table = jnp.einsum("...v,...d->vd", gradient, x)
-    return tuple(d.astype(like.dtype) for d, like in zip((d_x, d_table), inputs, strict=True))
+    d_x = jnp.einsum("...v,vd->...d", gradient, table.astype(dtype)).astype(x.dtype)
+    d_table = jnp.einsum("...v,...d->vd", gradient, x.astype(dtype)).astype(table.dtype)
+    if bias is None:
+        return ((d_x, d_table, None),)
+    rows = tuple(range(gradient.ndim - 1))
+    return ((d_x, d_table, jnp.sum(gradient, rows, dtype=jnp.float32).astype(bias.dtype)),)
 
 
-logits_product.defvjp(_forward, _backward)
+_logits.defvjp(lambda inputs, dtype: (_logits(inputs, dtype), inputs), _backward)
 
 
-def affine_params(rng, d_in: int, d_out: int) -> dict[str, Array]:
-    """Weights of `affine`: `w [d_in, d_out]`, drawn after Glorot, and `b [d_out]`, zeros."""
-    return {"w": glorot(rng, (d_in, d_out)), "b": jnp.zeros(d_out)}
+def affine_params(rng, d_in: int, d_out: int, init_std: float | None = None) -> dict[str, Array]:
+    """Weights of `affine`: `w [d_in, d_out]`, after Glorot or of `init_std`, and `b`, zeros."""
+    drawn = glorot if init_std is None else jax.nn.initializers.normal(init_std)
+    return {"w": drawn(rng, (d_in, d_out)), "b": jnp.zeros(d_out)}
 
 
 def affine(params, x: Float[Array, "*d D"], dtype: str) -> Float[Array, "*d V"]:
-    """`x w + b`, float32, whose product is that of `logits_product`."""
-    product = logits_product(x, params["w"].T, dtype)
-    return product + jnp.expand_dims(params["b"], tuple(range(product.ndim - 1)))
+    """`x w + b`, float32, by `logits_product`."""
+    return logits_product(x, params["w"].T, dtype, params["b"])

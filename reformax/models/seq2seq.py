@@ -94,7 +94,6 @@ class EncoderDecoder(Model):
 
     n_inputs = 2
     task_kind = "translation"
-    final_norm = True  # whether a norm follows either stack
 
     def __post_init__(self):
         super().__post_init__()
@@ -133,7 +132,10 @@ class EncoderDecoder(Model):
         return params
 
     def _embedding(self, rng, vocab_size: int) -> Float[Array, "V D"]:
-        return jax.random.normal(rng, (vocab_size, self.d_model)) / math.sqrt(self.d_model)
+        normal = jax.random.normal(rng, (vocab_size, self.d_model))
+        if self.init_std is not None:
+            return self.init_std * normal
+        return normal / math.sqrt(self.d_model)
 
     # The forward pass: the encoder's stack, the decoder's stack, the logits.
 
@@ -349,22 +351,9 @@ class Transformer(Residual, EncoderDecoder):
     """The Transformer; with `post_norm=True` the base model of Vaswani et al. 2017.
 
     Their big model has d_model=1024, d_ff=4096, n_heads=16 and dropout=0.3. There is no `max_len`:
-    sinusoidal and rotary positions hold any length. More arguments are those of `EncoderDecoder`,
+    sinusoidal and rotary positions hold any length. Its arguments are those of `EncoderDecoder`,
     `Residual` and `Model`.
-
-    Args:
-      post_norm: whether a norm follows each residual sum, as in the paper, instead of preceding
-        each sublayer.
     """
-
-    post_norm: bool = False
-
-    @property
-    def final_norm(self) -> bool:
-        return not self.post_norm
-
-    def _stack(self, blocks, n_layers):
-        return super()._stack(blocks, n_layers, post_norm=self.post_norm)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

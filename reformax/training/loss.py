@@ -190,10 +190,14 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
         losses = (1 - label_smoothing) * nats + label_smoothing * spread
     correct = jnp.where(best == targets, 1.0, 0.0)
     sums = (jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), correct, losses))
-    # Softmax minus the distribution of the targets.
+    # Softmax minus the distribution of the targets. No constant is broadcast to the logits' shape:
+    # XLA would make an array of it before the loop, and read 1 GiB in each turn.
     is_target = jnp.arange(vocab_size)[None, None] == targets[..., None]
-    expected = jnp.where(is_target, 1 - label_smoothing, 0.0) + label_smoothing / vocab_size
-    d_logits = (jnp.exp(logits - log_total[..., None]) - expected) * weights[..., None]
+    weight = weights[..., None]
+    d_logits = jnp.exp(logits - log_total[..., None]) * weight
+    d_logits -= is_target.astype(jnp.float32) * ((1 - label_smoothing) * weight)
+    if label_smoothing:
+        d_logits -= label_smoothing / vocab_size * weight
     return _Chunk(Sums(*sums), losses, d_logits)
 
 

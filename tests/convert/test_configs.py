@@ -9,14 +9,14 @@ import pytest
 import train
 from reformax.cli import config, errors
 from reformax.convert import __main__ as command
-from reformax.convert import hugging_face_config, trax_models
+from reformax.convert import hugging_face, trax_models
 from reformax.convert.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(
     path for path in (ROOT / "configs").glob("*.gin") if "to be included" not in path.read_text()
 )
-TARGETS = {"hugging_face": hugging_face_config.config_of, "trax": trax_models.table}
+TARGETS = {"hugging_face": hugging_face.config_of, "trax": trax_models.table}
 
 
 def obstacles(path: Path, *overrides: str) -> dict[str, str | None]:

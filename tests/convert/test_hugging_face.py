@@ -235,7 +235,6 @@ def test_damaged_files(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(model_type="bert"), "model_type is 'bert': expected 'reformer'"),
         (dict(is_decoder=False), "is_decoder is false"),
         (dict(attn_layers=["local", "full"]), "attn_layers is"),
         (dict(hidden_act="mish"), "hidden_act is 'mish': expected 'relu', 'gelu'"),

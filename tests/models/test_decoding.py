@@ -45,6 +45,12 @@ MODELS = {
     "transformer, rotary": (TransformerLM, {}),
     "transformer, axial": (TransformerLM, AXIAL),
     "transformer, alibi": (TransformerLM, dict(pos_type="alibi", n_kv_heads=1)),
+    "transformer, as GPT-2 and BERT": (
+        TransformerLM,
+        AXIAL
+        | dict(tie_embeddings=True, init_std=0.3, first_token=5, attention_bias=True)
+        | dict(post_norm=True, embedding_norm=True),
+    ),
     "reformer, t5": (ReformerLM, dict(attention_type=dense.dense(), pos_type="t5")),
     "transformer, one head of keys": (TransformerLM, dict(n_kv_heads=1)),
     "reformer, rotary": (ReformerLM, dict(attention_type=CYCLE, n_layers=4)),

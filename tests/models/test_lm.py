@@ -245,6 +245,7 @@ CHANGES_SHAPES = [
     dict(attention_bias=True),
     dict(attention_type=STRICT, next_value=True),
     dict(attention_type=OPS["dense"], pos_type="t5"),
+    dict(embedding_norm=True),
     AXIAL,
 ]
 CHANGES_PROGRAM = [
@@ -263,7 +264,10 @@ CHANGES_PROGRAM = [
     dict(norm_epsilon=1e-2),
     dict(dtype="bfloat16"),
     dict(scan_layers=False),
+    dict(first_token=3),
 ]
+TIED = dict(tie_embeddings=True, init_std=0.02)
+OWN_SHAPES = {ReformerLM: [SLOTS | TIED], TransformerLM: [TIED, dict(post_norm=True)]}
 OWN_OPTIONS = {
     ReformerLM: [dict(exact=True), dict(keep_ff_outputs=True), KEEPS, SLOTS],
     TransformerLM: [dict(remat=True)],
@@ -272,7 +276,8 @@ OWN_OPTIONS = {
 
 @both_models
 def test_every_option_is_tested(model_fn):
-    options = [*CHANGES_SHAPES, *CHANGES_PROGRAM, *OWN_OPTIONS[model_fn], {"mode": "below"}]
+    options = [*CHANGES_SHAPES, *CHANGES_PROGRAM, {"mode": "below", "init_std": "below"}]
+    options += [*OWN_SHAPES[model_fn], *OWN_OPTIONS[model_fn]]
     assert set(inspect.signature(model_fn).parameters) == {name for o in options for name in o}
 
 
@@ -297,7 +302,7 @@ def test_no_option_is_ignored(model_fn):
     base = SMALL | dict(attention_type=OPS["local"], n_layers=2)
     base_shapes, base_program = shapes(model_fn(**base)), program(model_fn(**base))
     assert program(model_fn(**base)) == base_program
-    for options in CHANGES_SHAPES:
+    for options in [*CHANGES_SHAPES, *OWN_SHAPES[model_fn]]:
         assert shapes(model_fn(**base | options)) != base_shapes
     strict = base | dict(attention_type=STRICT)
     assert shapes(model_fn(**strict, next_value=True)) != shapes(model_fn(**strict))
@@ -308,6 +313,36 @@ def test_no_option_is_ignored(model_fn):
         assert (shapes(model) == base_shapes) == (options != SLOTS)
         assert program(model) not in seen, options
         seen.add(program(model))
+
+
+@both_models
+def test_fresh_weights_have_the_deviation_asked_for(model_fn):
+    """Matrices and embeddings, the last ones of pre-norm layers scaled by the depth."""
+    sizes = dict(vocab_size=64, d_model=32, d_ff=64, n_layers=8, attention_type=OPS["dense"])
+    axial = dict(pos_type="axial", pos_axial_shape=(64,), pos_d_axial_embs=(32,))
+    model = model_fn(**SMALL | sizes | axial, init_std=0.02)
+    params = jax.jit(lambda rng: model.init_params(rng, (2, LENGTH)))(RNG)
+    block = params["stack"]["block_0"]
+    matrices = {name: block["attention"][f"w_{name}"] for name in "qkvo"}
+    matrices |= {name: block["feed_forward"][name] for name in ("w1", "w2")}
+    matrices |= {"embedding": params["embedding"], "positions": params["positions"]["axis_0"]}
+    matrices["logits"] = params["logits"]["w"]
+    for name, matrix in matrices.items():
+        want = 0.02 / 4 if name in ("o", "w2") else 0.02
+        np.testing.assert_allclose(np.std(matrix), want, rtol=0.06, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "model_fn, options, message",
+    [
+        (ReformerLM, TIED, "tie_embeddings is True and features have size 16, not d_model, 8"),
+        (TransformerLM, dict(tie_embeddings=True), "init_std None, whose embeddings would make"),
+        (TransformerLM, dict(first_token=16), "first_token is 16: expected a token below vocab_s"),
+    ],
+)
+def test_tied_embeddings_and_first_tokens_that_do_not_fit(model_fn, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model_fn(**SMALL, **options)
 
 
 @both_models

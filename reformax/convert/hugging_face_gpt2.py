@@ -1,0 +1,220 @@
+"""Hugging Face's `GPT2LMHeadModel` (Radford et al. 2019), its config.json and its tensors.
+
+It is `lm.TransformerLM` with learned positions, one axis of axial ones, biases in attention, tied
+embeddings and the tanh's GELU. A linear layer there, `Conv1D`, is `x W + b` as here; queries, keys
+and values are one of them, `c_attn`. Training alone differs: features have dropout here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from reformax.convert.hugging_face_config import ACTIVATIONS, Field, checked, requirement
+from reformax.convert.spec import Op, Spec
+from reformax.convert.tables import Tensor
+from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
+
+FIELDS = {
+    "activation_function": Field("gelu_new", Literal[*ACTIVATIONS]),
+    "add_cross_attention": Field(False, bool),
+    "attn_pdrop": Field(0.1, Rate),
+    "bos_token_id": Field(50256, Count),
+    "embd_pdrop": Field(0.1, Rate),
+    "initializer_range": Field(0.02, Positive),
+    "layer_norm_epsilon": Field(1e-5, NonNegative),
+    "n_embd": Field(768, Size),
+    "n_head": Field(12, Size),
+    "n_inner": Field(None, Size | None),
+    "n_layer": Field(12, Depth),
+    "n_positions": Field(1024, Size),
+    "resid_pdrop": Field(0.1, Rate),
+    "scale_attn_by_inverse_layer_idx": Field(False, bool),
+    "scale_attn_weights": Field(True, bool),
+    "tie_word_embeddings": Field(True, bool),
+    "vocab_size": Field(50257, VocabSize),
+}
+PREFIX = "transformer."
+
+
+def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
+    """The model that computes the function of a config.json, and notes on the differences.
+
+    Raises:
+      ValueError: a value is out of range here or there, or the function is another.
+    """
+    get, notes = checked(config, FIELDS), []
+    for name, field in FIELDS.items():
+        if field.hint is bool and get[name] != field.default:
+            raise ValueError(f"{name} is {get[name]}: expected {field.default}")
+    if get["n_embd"] % get["n_head"]:
+        raise ValueError(
+            f"n_embd is {get['n_embd']}: expected a multiple of n_head, {get['n_head']}"
+        )
+    if get["bos_token_id"] >= get["vocab_size"]:
+        raise ValueError(
+            f"bos_token_id is {get['bos_token_id']}: expected an id below vocab_size, "
+            f"{get['vocab_size']}"
+        )
+    rates = {get["embd_pdrop"], get["resid_pdrop"]}
+    if len(rates) > 1:
+        notes.append(
+            f"dropout: embeddings and sublayers have {sorted(rates)} there and one rate here, "
+            f"{max(rates)}; training alone can tell"
+        )
+    d, d_head = get["n_embd"], get["n_embd"] // get["n_head"]
+    spec = Spec.make(
+        "TransformerLM",
+        [Op("flash", {})],
+        vocab_size=get["vocab_size"],
+        d_model=d,
+        d_ff=4 * d if get["n_inner"] is None else get["n_inner"],
+        d_attention_key=d_head,
+        d_attention_value=d_head,
+        n_layers=get["n_layer"],
+        n_heads=get["n_head"],
+        dropout=max(rates),
+        ff_dropout=0.0,
+        attention_dropout=get["attn_pdrop"],
+        attention_bias=True,
+        pos_type="axial",
+        pos_axial_shape=(get["n_positions"],),
+        pos_d_axial_embs=(d,),
+        tie_embeddings=True,
+        first_token=get["bos_token_id"],
+        ff_activation=ACTIVATIONS[get["activation_function"]],
+        norm_epsilon=get["layer_norm_epsilon"],
+        init_std=get["initializer_range"],
+    )
+    return spec, notes
+
+
+def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model; values of `like` that say the same are kept.
+
+    Raises:
+      ValueError: GPT-2 is another function; the error names the argument.
+    """
+    a, require = spec.arguments, requirement("Hugging Face's GPT-2")
+    require(a["pos_type"] == "axial", f"pos_type is {a['pos_type']!r}", "'axial'")
+    shape = tuple(a["pos_axial_shape"])
+    require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
+    d, d_head = a["d_model"], a["d_model"] // a["n_heads"]
+    wanted = dict(
+        attention_bias=True,
+        tie_embeddings=True,
+        next_value=False,
+        n_kv_heads=None,
+        post_norm=False,
+        embedding_norm=False,
+        d_attention_key=d_head,
+        d_attention_value=d_head,
+    )
+    for name, value in wanted.items():
+        size = (
+            name.startswith("d_attention") and a[name] is None and a["d_model"] % a["n_heads"] == 0
+        )
+        require(size or a[name] == value, f"{name} is {a[name]}", str(value))
+    for op in spec.attention:
+        require(op.name in ("dense", "flash"), f"the attention is {op.name}", "dense or flash")
+        scale = op.option("scale") if op.name == "flash" else None
+        require(scale is None, f"flash's scale is {scale}", "None")
+    activation = a["ff_activation"] if isinstance(a["ff_activation"], str) else "gelu_tanh"
+    acts = [name for name, ours in ACTIVATIONS.items() if ours == activation]
+    kept = like.get("activation_function")
+    kept_rates = {like.get("embd_pdrop", 0.1), like.get("resid_pdrop", 0.1)}
+    same_rates = bool(like) and max(kept_rates) == a["dropout"]
+    rates = {} if same_rates else {"embd_pdrop": a["dropout"], "resid_pdrop": a["dropout"]}
+    n_inner = (
+        {} if like.get("n_inner", 0) is None and a["d_ff"] == 4 * d else {"n_inner": a["d_ff"]}
+    )
+    return {
+        **like,
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": kept if kept in acts else acts[0],
+        "attn_pdrop": a["attention_dropout"],
+        "bos_token_id": a["first_token"],
+        "initializer_range": a["init_std"],
+        "layer_norm_epsilon": a["norm_epsilon"],
+        "n_embd": d,
+        "n_head": a["n_heads"],
+        "n_layer": a["n_layers"],
+        "n_positions": shape[0],
+        "tie_word_embeddings": True,
+        "vocab_size": a["vocab_size"],
+        **rates,
+        **n_inner,
+    }
+
+
+def table(spec: Spec) -> list[Tensor]:
+    """The tensors of `GPT2LMHeadModel`, and which weight each one is."""
+    a = spec.arguments
+    d, d_ff = a["d_model"], a["d_ff"]
+    rows = [
+        Tensor(f"{PREFIX}wte.weight", ("embedding",), (a["vocab_size"], d)),
+        Tensor(f"{PREFIX}wpe.weight", ("positions", "axis_0"), (a["pos_axial_shape"][0], d)),
+    ]
+    for layer, block, repeat, _ in spec.layers():
+        name, path = f"{PREFIX}h.{layer}", ("stack", f"block_{block}")
+        rows += _norm(f"{name}.ln_1", (*path, "attention_norm"), d, repeat)
+        rows += _attention(f"{name}.attn", (*path, "attention"), d, a["n_heads"], repeat)
+        rows += _norm(f"{name}.ln_2", (*path, "feed_forward_norm"), d, repeat)
+        for i, part, sizes in ((1, "c_fc", (d, d_ff)), (2, "c_proj", (d_ff, d))):
+            for letter, kind, shape in (("w", "weight", sizes), ("b", "bias", sizes[1:])):
+                weight = (*path, "feed_forward", f"{letter}{i}")
+                rows.append(Tensor(f"{name}.mlp.{part}.{kind}", weight, shape, repeat))
+    return [*rows, *_norm(f"{PREFIX}ln_f", ("norm",), d)]
+
+
+def _attention(name: str, path: tuple[str, ...], d: int, n: int, repeat: int) -> list[Tensor]:
+    """Queries, keys and values in one tensor, and the output."""
+
+    def split(w):  # [D, N H] -> [N, D, H]
+        return w.reshape(d, n, d // n).transpose(1, 0, 2)
+
+    def joined(w):
+        return w.transpose(1, 0, 2).reshape(d, d)
+
+    def heads(w):  # [N H, ...] -> [N, H, ...]
+        return w.reshape(n, d // n, *w.shape[1:])
+
+    def flat(w):
+        return w.reshape(d, *w.shape[2:])
+
+    rows, shape = [], (d, 3 * d)
+    for kind, x, sizes, read, write in (
+        ("weight", "w", shape, split, joined),
+        ("bias", "b", shape[1:], heads, flat),
+    ):
+        for i, letter in enumerate("qkv"):
+            weight, part = (*path, f"{x}_{letter}"), (i, 3)
+            rows.append(Tensor(f"{name}.c_attn.{kind}", weight, sizes, repeat, read, write, part))
+    rows.append(Tensor(f"{name}.c_proj.weight", (*path, "w_o"), (d, d), repeat, heads, flat))
+    return [*rows, Tensor(f"{name}.c_proj.bias", (*path, "b_o"), (d,), repeat)]
+
+
+def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None) -> list[Tensor]:
+    return [
+        Tensor(f"{name}.{there}", (*path, here), (size,), repeat)
+        for there, here in (("weight", "scale"), ("bias", "bias"))
+    ]
+
+
+def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
+    """The tensors by the names of `table`: without causal masks and the copy of the embedding.
+
+    Files of `GPT2Model`, as the published ones, lack the prefix of names.
+    """
+    named = {
+        name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name: array
+        for name, array in tensors.items()
+        if not name.endswith((".attn.bias", ".attn.masked_bias"))
+    }
+    copy, table = named.pop("lm_head.weight", None), named.get(f"{PREFIX}wte.weight")
+    if copy is not None and table is not None and not np.array_equal(copy, table):
+        raise ValueError(f"{where}: lm_head.weight and wte.weight differ, and GPT-2's are one")
+    return named
