@@ -57,6 +57,12 @@ SMALL_OF = {
         "listops.listops.max_length": 60,
         "listops.listops.n_eval": 4,
     },
+    "images": {
+        "length": 48,
+        "images.images.side": 4,
+        "lm.ReformerLM.pos_axial_shape": (4, 4, 3),
+        "lm.ReformerLM.pos_d_axial_embs": (8, 4, 4),
+    },
     "text_pairs": {"vocab_size": 30},
     "wmt": {"vocab_size": 30},
     "enwik8": {"scan_layers": True},
@@ -211,7 +217,7 @@ def _evaluation(command: str, folder: Path, page: str) -> str:
 def _generation(command: str, folder: Path, page: str) -> str:
     run = re.search(r"--output_dir=(\S+)", command)[1]
     translates = "seq2seq" in (folder / run / "config.gin").read_text()
-    return "" if translates else "--max_new_tokens=8"
+    return "" if translates or "--png" in command else "--max_new_tokens=8"
 
 
 def _tests(command: str, folder: Path, page: str) -> str:

@@ -97,9 +97,11 @@ def _write_checkpoints(folder: Path) -> None:
     from reformax.cli import config
     from reformax.convert import hugging_face, trax_models
     from reformax.convert.spec import Spec
+    from tests.convert import test_gpt2
     from tests.convert.test_command import ENWIK8_LIKE, GIN, random_params
 
     hugging_face.write(folder / "reformer-enwik8", ENWIK8_LIKE, random_params(ENWIK8_LIKE))
+    test_gpt2.saved(folder / "gpt2")
     (folder / "my.gin").write_text(GIN)
     config.parse([str(folder / "my.gin")])
     spec = Spec.of_config()

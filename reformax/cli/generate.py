@@ -6,6 +6,9 @@ samples of one, are computed together and written one after the other when they 
 prompt it reads standard input; a newline at its end, or at the end of a file, is part of the
 prompt.
 
+A model of images draws them instead: --png=FILE writes the samples, whole images, as one picture.
+Without a prompt it begins with nothing; a prompt is the bytes of the first pixels.
+
 A model of translation translates instead: every line of the file or of standard input, or every
 --prompt, in order, a line for a line; a blank line stays blank.
 """
@@ -38,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from reformax.models import EncoderDecoder
 
     if isinstance(saved.model, EncoderDecoder):
-        flags.refuse(args, CONTINUE, "this run's model translates and takes no such setting")
+        own = {**CONTINUE, "png": None}
+        flags.refuse(args, own, "this run's model translates and takes no such setting")
         return _translate(args, saved)
     if getattr(saved.model, "task_kind", "text") != "text":
         raise SettingError(
@@ -47,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "evaluate.py"
         )
     flags.refuse(args, flags.SEARCH, "this run's model does not translate")
+    if args.png is not None:
+        return _draw(args, saved)
     return _continue(args, saved)
 
 
@@ -73,6 +79,9 @@ def parser():
         type=flags.of(Size),
         help="tokens of prompt and continuation that memory is held for, by which automatic "
         "numbers of hash buckets go (default: the run's length, or what is needed if that is more)",
+    )
+    parser.add_argument(
+        "--png", type=flags.of(PathName), help="of a model of images: the picture to write"
     )
     flags.add_search(parser)
     joining.add_flags(parser)
@@ -104,6 +113,38 @@ def _continue(args, saved: saved_run.Saved) -> int:
     options |= {"hash_seed": args.hash_seed, "every": every, "mesh": saved.mesh}
     blocks = decoding.stream(saved.model, saved.params, tokens, n_new, **options)
     return continuation.write(blocks, tokens, alphabet, args.quiet)
+
+
+def _draw(args, saved: saved_run.Saved) -> int:
+    """Writes whole images of a language model of their bytes."""
+    from reformax.cli import pictures
+    from reformax.generation import decoding
+
+    length = saved.run["length"]
+    pictures.side_of(length)
+    if saved.model.vocab_size != prompts.N_BYTES:
+        raise SettingError(
+            f"--png needs a run of images and this one's model has {saved.model.vocab_size} ids: "
+            f"expected {prompts.N_BYTES}, the bytes"
+        )
+    report.note_unused(args.config, saved_run.MODEL, file=sys.stderr)
+    options = flags.with_defaults(args, CONTINUE)
+    n_samples, n_new = options.pop("num_samples"), options.pop("max_new_tokens")
+    nothing = args.prompt is None and args.prompt_file is None
+    given = [b""] if nothing else prompts.read(args)
+    starts = [list(prompt) for prompt in given for _ in range(n_samples)]
+    n_left = length - len(starts[0])
+    if args.max_new_tokens is not None or n_left < 1 or len(set(map(len, starts))) > 1:
+        raise SettingError(
+            f"max_new_tokens is {n_new} and the longest prompt has {max(map(len, starts))} bytes: "
+            f"with --png all have fewer than {length}, as many each, and the rest is drawn"
+        )
+    options |= {"hash_seed": args.hash_seed, "mesh": saved.mesh, "max_length": length}
+    drawn = decoding.generate(saved.model, saved.params, starts, n_left, **options)
+    pictures.write([[*start, *new] for start, new in zip(starts, drawn, strict=True)], args.png)
+    if not args.quiet:
+        print(f"{len(starts)} of {length:,} bytes: {args.png}", file=sys.stderr)
+    return 0
 
 
 def _translate(args, saved: saved_run.Saved) -> int:

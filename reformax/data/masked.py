@@ -1,4 +1,4 @@
-"""The rows of another task with tokens hidden, which are to be filled in.
+"""The rows of another task, or windows of a text, with tokens hidden, which are to be filled in.
 
 Devlin et al. 2018, "BERT", section 3.1: of the tokens that are chosen 80% become the token [MASK],
 10% another token at random, and 10% stay. Amos et al. 2023, "Never Train from Scratch", pretrain so
@@ -17,14 +17,17 @@ from jaxtyping import Int
 from reformax.data.base import SPLITS, Batch, Task, check_sizes, generator, philox
 from reformax.declared import Bounds, Called, SettingError, Size, checked
 
-Labelled = Annotated[Task, Called("a task of labels, such as listops.listops()")]
+Rows = Annotated[Task, Called("a task of labels or a text, such as listops.listops()")]
 Share = Annotated[float, Bounds(above=0, most=1)]
 _MASKED, _REPLACED = 0.8, 0.9  # the share up to which a chosen token is hidden, or another one
 
 
 @checked
-def masked(task: Labelled, length: Size, rate: Share = 0.15) -> Task:
-    """Fill in the tokens of a labelled task's rows that were chosen; labels are not read.
+def masked(task: Rows, length: Size, rate: Share = 0.15) -> Task:
+    """Fill in the tokens of a task's rows that were chosen; labels are not read.
+
+    The rows of a text are windows of it, in evaluations one behind the other. Its id 0 is padding,
+    as models of hidden tokens have it, and never chosen: bytes need `text.text.offset = 1`.
 
     [MASK] is the id after the task's own, so that the vocabulary has one more. A row's choice in
     evaluations is a function of its number, in training of (seed, step). Padding is never chosen.
@@ -35,12 +38,12 @@ def masked(task: Labelled, length: Size, rate: Share = 0.15) -> Task:
       rate: the share of tokens that is chosen.
 
     Raises:
-      ValueError: the task has no labels, or labels of pairs. Its functions raise it for another
-        length, and as the task's own do.
+      ValueError: the task is neither a text nor one of single rows with labels. Its functions
+        raise it for another length, and as the task's own do.
     """
-    if task.kind != "labels":
+    if task.kind not in ("labels", "text"):
         raise SettingError(
-            f"task {task.name} has no labels of single rows: give one that has, such as "
+            f"task {task.name} is neither a text nor single rows with labels: give one, such as "
             "listops.listops()"
         )
     mask_id = task.vocab_size
@@ -98,4 +101,5 @@ def masked(task: Labelled, length: Size, rate: Share = 0.15) -> Task:
         fingerprint=fingerprint
         and (lambda split: f"{fingerprint(split)}, length={length}, rate={rate}"),
         masked=True,
+        vocabulary=task.vocabulary,
     )

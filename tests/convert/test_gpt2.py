@@ -197,7 +197,7 @@ def test_a_folder_with_its_tokenizer_becomes_a_run_that_writes_text(tmp_path, mo
     for _ in range(5):
         ids.append(int(forward(weights, np.array(ids))[-1].argmax()))
     text = "".join("\n" if i == 20 else "abcdefghijklmnopqrst"[i] for i in ids[1:])
-    assert code == 0 and text in out, (text, out, err)
+    assert code == 0 and text in out.replace(" ", ""), (text, out, err)  # it has no decoder
     code, _, err = call(command.main, f"--from={run}", f"--to={tmp_path / 'back'}")
     assert (code, err) == (0, "")
     for name in ("config.json", "tokenizer.json"):

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from reformax.data import listops, stdlib
+from reformax.data import listops, reverse, text
 from reformax.data.masked import masked
 from reformax.models import TransformerMaskedLM
 from reformax.training import evaluation
@@ -62,10 +62,33 @@ def test_a_model_of_hidden_tokens_is_scored(both):
     assert found["n_targets"] == task.n_targets("valid") and 0 < found["bits_per_dim"] < 20
 
 
+def test_windows_of_a_text(tmp_path):
+    """Of bytes and of pieces: every token of a split is in one window, the end in two."""
+    path = tmp_path / "it.txt"
+    path.write_text("the cat sat on the mat, and the dog ran after it.\n" * 80)
+    for options, size in ((dict(offset=1), 257), (dict(vocab_size=280), 280)):
+        own = text.text(path, **options)
+        task = masked(own, 32, rate=0.5)
+        assert task.kind == "masked" and task.vocab_size == own.vocab_size + 1 == size + 1
+        if own.vocabulary is not None:
+            task.vocabulary.keep_in(tmp_path, begun=False)
+        windows = list(own.eval_batches("valid", 4, 32, 32))
+        batches = list(task.eval_batches("valid", 4, 32, 32))
+        for window, batch in zip(windows, batches, strict=True):
+            np.testing.assert_array_equal(batch.targets, window.inputs)
+            assert not batch.weights[window.weights == 0].any()
+        n_hidden = sum(batch.weights.sum() for batch in batches)
+        assert n_hidden == task.n_targets("valid")
+        assert abs(n_hidden / own.n_targets("valid") - 0.5) < 0.2
+        batch = task.train_batch(0, 1, 4, 32)
+        np.testing.assert_array_equal(batch.targets, own.train_batch(0, 1, 4, 32).inputs)
+        assert (batch.inputs == size).any()
+
+
 def test_what_does_not_fit_is_refused(both):
     own, task = both
     for call, message in (
-        (lambda: masked(stdlib.stdlib(2000), 32), "task stdlib has no labels of single rows"),
+        (lambda: masked(reverse.reverse(), 32), "is neither a text nor single rows with lab"),
         (lambda: masked(own, 32, rate=0.0), "rate is 0.0: expected"),
         (lambda: task.train_batch(0, 0, 1, 31), "length=31 must be 32, masked.masked.length"),
         (lambda: task.eval_batches("dev", 1, 32, 32), "split='dev' must be one of"),

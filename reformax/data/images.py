@@ -1,0 +1,174 @@
+"""Images as bytes, pixel by pixel: red, green and blue, row after row.
+
+Van den Oord et al. 2016, "Pixel Recurrent Neural Networks", model the 64 x 64 x 3 = 12,288 bytes of
+downsampled ImageNet; Kitaev et al. 2020, "Reformer", section 5, its 12,288 positions at once. Bits
+per dim are those of a byte.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from jaxtyping import UInt8
+
+from reformax.data import files
+from reformax.data.base import (
+    SPLITS,
+    Batch,
+    Task,
+    check_sizes,
+    check_split,
+    fingerprint,
+    full_batch,
+    generator,
+)
+from reformax.declared import Bounds, Name, PathName, SettingError, checked
+
+Side = Annotated[int, Bounds(1, 1024)]
+CHANNELS = 3
+KINDS = (".png", ".jpg", ".jpeg")
+# Of ten images in the order of their names; the others are trained on.
+_HELD_OUT = {"valid": 8, "test": 9}
+_MOST_PIXELS = 2**26
+
+
+@checked
+def images(
+    data_dir: PathName | None = None, side: Side = 64, pattern: Name = "*", tiles: bool = False
+) -> Task:
+    """A language model of square images: a row is one image of `side` x `side` x 3 bytes.
+
+    Of every ten images, in the order of their names, one is in 'valid' and one in 'test'. A step of
+    training draws images uniformly, with replacement, by (seed, step).
+
+    Args:
+      data_dir: a folder with images, .png, .jpg or .jpeg, in it or below. None: photographs that
+        come with matplotlib and, where it is installed, scikit-learn, in tiles, to try it out.
+      side: of an image, in pixels.
+      pattern: the names of the folder's files to take.
+      tiles: whether a file is cut into as many images of `side` as it holds. Otherwise it is one:
+        the largest square in its middle, each pixel the mean of those that it covers.
+
+    Raises:
+      FileNotFoundError: data_dir does not exist.
+      ValueError: data_dir is no folder or holds no image. Its functions raise it when a split is
+        read: a file is damaged or too large, there are fewer than ten images; and for an unknown
+        split, and a length or stride other than an image's.
+      OSError: a file cannot be read.
+    """
+    if data_dir is None:
+        paths, tiles = _bundled(), True
+    else:
+        folder = files.existing(data_dir)
+        if not folder.is_dir():
+            raise SettingError(f"data_dir={data_dir} must be a folder with images")
+        found = sorted(folder.rglob(pattern))
+        paths = [path for path in found if path.suffix.lower() in KINDS and path.is_file()]
+        if not paths:
+            raise SettingError(f"data_dir={data_dir} holds no {', '.join(KINDS)} of {pattern!r}")
+
+    @functools.cache
+    def stored() -> UInt8[np.ndarray, "n _"]:
+        parts = [_read(path, side, tiles).reshape(-1, CHANNELS * side * side) for path in paths]
+        rows = np.concatenate(parts)
+        if len(rows) < 10:
+            raise SettingError(
+                f"{len(rows)} images of side {side} are too few to split: expected 10 or more"
+            )
+        return rows
+
+    @functools.cache
+    def rows_of(split: str) -> UInt8[np.ndarray, "n _"]:
+        check_split("images", split, SPLITS)
+        place = np.arange(len(stored())) % 10
+        held_out = np.isin(place, list(_HELD_OUT.values()))
+        return stored()[place == _HELD_OUT[split] if split in _HELD_OUT else ~held_out]
+
+    return _rows_apart("images", CHANNELS * side * side, rows_of)
+
+
+def _rows_apart(name: str, length: int, rows_of) -> Task:
+    """The task of predicting the bytes of rows of one length, each by itself.
+
+    Args:
+      name: the task's name in logs and errors.
+      length: of a row, and so of batches and of an evaluation's stride.
+      rows_of: split -> its rows `[n, length]`; checks the split's name.
+    """
+
+    def check_length(**given: int) -> None:
+        for argument, value in given.items():
+            if value != length:
+                raise SettingError(f"{argument}={value} must be {length}, the bytes of an image")
+
+    def train_rows(seed: int, step: int, batch_size: int, length: int, rows) -> Batch:
+        check_sizes(batch_size=batch_size)
+        check_length(length=length)
+        data = rows_of("train")
+        tokens = data[generator(seed, step).integers(len(data), size=batch_size)[rows]]
+        tokens = tokens.astype(np.int32)
+        return Batch(tokens, tokens, np.ones(tokens.shape, np.float32))
+
+    def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
+        return train_rows(seed, step, batch_size, length, slice(None))
+
+    def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
+        check_sizes(batch_size=batch_size)
+        check_length(length=length, stride=stride)
+        data = rows_of(split)
+        parts = (data[first : first + batch_size] for first in range(0, len(data), batch_size))
+        return (full_batch(part, np.ones(part.shape), batch_size) for part in parts)
+
+    return Task(
+        name,
+        256,
+        train_batch,
+        eval_batches,
+        n_targets=lambda split: rows_of(split).size,
+        fingerprint=functools.cache(lambda split: fingerprint(rows_of(split).ravel())),
+        train_rows=train_rows,
+    )
+
+
+def _bundled() -> list[Path]:
+    """Photographs that installed packages bring along."""
+    import matplotlib
+
+    found = [Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"]
+    if (sklearn := importlib.util.find_spec("sklearn")) is not None:
+        found += sorted((Path(sklearn.origin).parent / "datasets" / "images").glob("*.jpg"))
+    return found
+
+
+def _read(path: Path, side: int, tiles: bool) -> UInt8[np.ndarray, "n side side 3"]:
+    """The images of a file; none if it is smaller than a tile."""
+    from PIL import Image
+
+    files.check_ordinary(path)
+    try:
+        with Image.open(path) as opened:
+            if opened.width * opened.height > _MOST_PIXELS:
+                raise SettingError(
+                    f"{path} has {opened.width:,} x {opened.height:,} pixels: expected at most "
+                    f"{_MOST_PIXELS:,}"
+                )
+            picture = opened.convert("RGB")
+    except SettingError:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is no image or damaged ({reason}): copy it again") from None
+    if not tiles:
+        edge = min(picture.size)
+        left, top = (picture.width - edge) // 2, (picture.height - edge) // 2
+        box = left, top, left + edge, top + edge
+        return np.asarray(picture.resize((side, side), Image.Resampling.BOX, box))[None]
+    high, wide = picture.height // side, picture.width // side
+    pixels = np.asarray(picture)[: high * side, : wide * side]
+    cut = pixels.reshape(high, side, wide, side, CHANNELS).swapaxes(1, 2)
+    return cut.reshape(-1, side, side, CHANNELS)
