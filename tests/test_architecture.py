@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "flax": {"ops", "flax"},
     "models": {"ops", "layers", "models"},
     "data": {"data", "durable"},
-    "training": {"training", "carried", "durable", "memory", "progress"},
+    "training": {"ops", "training", "carried", "durable", "memory", "progress"},
     "generation": {"generation", "memory", "progress"},
     "cli": {"cli", "models", "data", "training", "generation", "durable"},
     "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},

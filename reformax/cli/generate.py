@@ -18,7 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reformax.cli import compilation_cache, flags, joining, prompts, report, saved_run
-from reformax.declared import AnySeed, Count, NonNegative, Samples, SettingError, Size, TopP
+from reformax.declared import (
+    AnySeed,
+    Count,
+    NonNegative,
+    PathName,
+    Samples,
+    SettingError,
+    Size,
+    TopP,
+)
 
 # The flags of continuing a prompt and their values where they are not given.
 CONTINUE = {

@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import SettingError
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
+from reformax.ops.parts.first_order import first_order
 
 
 def max_logits() -> int:
@@ -50,6 +52,7 @@ def cross_entropy(
     weights: Float[Array, "B T"],
     chunk_len: int | None = None,
     label_smoothing: float = 0.0,
+    impl: str = "auto",
 ) -> Sums:
     """The weighted sum of `-log p(target)`, `chunk_len` positions of each row at a time.
 
@@ -67,12 +70,18 @@ def cross_entropy(
         limit but `max_logits()`, which always holds. Need not divide T: the last chunk is padded
         with weight 0.
       label_smoothing: e, at least 0 and below 1.
+      impl: of the loss of logits and its gradient. "xla" runs everywhere; "pallas" is a kernel for
+        NVIDIA GPUs of Ampere or later; "pallas_interpret" runs it anywhere, slowly, for tests.
+        Its gradient has no derivative of its own. "auto" is "xla".
 
     Returns:
       float32 sums over the batch.
     """
     if chunk_len is not None and chunk_len < 1:
         raise SettingError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or None")
+    check_impl(impl, *KERNELS)
+    wanted = "xla" if impl == "auto" or not targets.size else impl
+    chosen = choose(wanted, pallas=None)
     n_stretches = devices.n_stretches()
     if rest := -targets.shape[1] % n_stretches:
         behind = (0, 0), (0, rest)
@@ -105,7 +114,7 @@ def cross_entropy(
     def sums_of(first, features, targets, weights, used):
         del first
         chunks = tuple(map(chunked, (features, targets, weights.astype(jnp.float32))))
-        return (), _sums(logits_of, label_smoothing, used, *chunks)
+        return (), _sums(logits_of, (label_smoothing, chosen), used, *chunks)
 
     # Each device sums up over its own rows and positions: one sum over devices in place of one a
     # chunk.
@@ -122,17 +131,18 @@ def _read(logits_fn, params, features) -> list[bool]:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _sums(logits_fn, label_smoothing, used, features, targets, weights) -> Sums:
+def _sums(logits_fn, options, used, features, targets, weights) -> Sums:
     def add_chunk(sums, chunk):
         features, *others = chunk
-        here = _chunk(logits_fn(features, *used), *others, label_smoothing)
+        here = _chunk(logits_fn(features, *used), *others, options[0])
         return jax.tree.map(jnp.add, sums, here.sums), None
 
     return jax.lax.scan(add_chunk, _zero_sums(), (features, targets, weights))[0]
 
 
 @_sums.defjvp
-def _sums_jvp(logits_fn, label_smoothing, primals, tangents) -> tuple[Sums, Sums]:
+def _sums_jvp(logits_fn, options, primals, tangents) -> tuple[Sums, Sums]:
+    label_smoothing, impl = options
     used, features, targets, weights = primals
     # Masks and tables of integers have no gradient.
     are_params = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in used]
@@ -146,7 +156,10 @@ def _sums_jvp(logits_fn, label_smoothing, primals, tangents) -> tuple[Sums, Sums
     def add_chunk(carry, chunk):
         features, *others = chunk
         logits, vjp = jax.vjp(logits_of, features, *params)
-        here = _chunk(logits, *others, label_smoothing)
+        if impl == "xla":
+            here = _chunk(logits, *others, label_smoothing)
+        else:
+            here = _chunk_by_kernel(logits, *others, label_smoothing, features.dtype, impl)
         d_features, *d_params = vjp(here.d_logits.astype(logits.dtype))
         return jax.tree.map(jnp.add, carry, (here.sums, d_params)), (d_features, here.losses)
 
@@ -173,7 +186,7 @@ class _Chunk(NamedTuple):
 
     sums: Sums
     losses: Float[Array, "B C"]  # unweighted
-    d_logits: Float[Array, "B C V"]  # the gradient of the loss
+    d_logits: Float[Array, "B C V"]  # the gradient of the loss, of the weighted one
 
 
 def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
@@ -188,8 +201,8 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
     if label_smoothing:
         spread = log_total - jnp.mean(logits, axis=-1)
         losses = (1 - label_smoothing) * nats + label_smoothing * spread
-    correct = jnp.where(best == targets, 1.0, 0.0)
-    sums = (jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), correct, losses))
+    correct = (best == targets).astype(jnp.float32)
+    sums = _weighted(weights, nats, correct, losses)
     # Softmax minus the distribution of the targets. No constant is broadcast to the logits' shape:
     # XLA would make an array of it before the loop, and read 1 GiB in each turn.
     is_target = jnp.arange(vocab_size)[None, None] == targets[..., None]
@@ -198,7 +211,30 @@ def _chunk(logits, targets, weights, label_smoothing: float) -> _Chunk:
     d_logits -= is_target.astype(jnp.float32) * ((1 - label_smoothing) * weight)
     if label_smoothing:
         d_logits -= label_smoothing / vocab_size * weight
-    return _Chunk(Sums(*sums), losses, d_logits)
+    return _Chunk(sums, losses, d_logits)
+
+
+def _weighted(weights, nats, correct, losses) -> Sums:
+    return Sums(*(jnp.sum(x * weights) for x in (nats, jnp.ones_like(nats), correct, losses)))
+
+
+def _chunk_by_kernel(logits, targets, weights, label_smoothing, dtype, impl) -> _Chunk:
+    """`_chunk` by a kernel, the gradient in `dtype`."""
+    from reformax.training.kernels import cross_entropy as kernel
+
+    shape, vocab_size = targets.shape, logits.shape[-1]
+    logits, targets, weights = first_order((logits, targets, weights))
+    rows = logits.reshape(-1, vocab_size), targets.ravel(), weights.ravel()
+    interpret = impl == "pallas_interpret"
+    found = kernel.differentiate(*rows, label_smoothing, dtype, interpret)
+    d_logits = found.d_logits.reshape(logits.shape)
+    log_total, target, best, total = (x.reshape(shape) for x in found[:4])
+    nats = losses = log_total - target
+    if label_smoothing:
+        spread = log_total - total / vocab_size
+        losses = (1 - label_smoothing) * nats + label_smoothing * spread
+    correct = (best == targets).astype(jnp.float32)
+    return _Chunk(_weighted(weights, nats, correct, losses), losses, d_logits)
 
 
 def vocabulary_of(task) -> Any:

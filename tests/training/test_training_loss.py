@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.training import loss
+from reformax.training.kernels import cross_entropy
 from tests.helpers import assert_trees_close
 
 
@@ -52,6 +53,33 @@ def test_sums_and_gradients_equal_the_plain_ones(length, chunk_len):
     np.testing.assert_allclose(sums[:3], expected_sums, rtol=1e-5)
     assert sums.loss == sums.nats
     assert_trees_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_computes_what_array_operations_compute(dtype, label_smoothing, monkeypatch):
+    """Blocks of the vocabulary, the last one partly behind its end; weights of 0; far logits."""
+    monkeypatch.setattr(cross_entropy, "BLOCK", 16)
+    features, matrix, targets, weights = problem(13, vocab=37)
+    features = (10 * features).astype(dtype)
+
+    def both(impl):
+        def loss_of(matrix, features):
+            args = matrix, features, targets, weights, 5, label_smoothing, impl
+            sums = loss.cross_entropy(lambda m, x: x @ m.astype(x.dtype), *args)
+            return sums.loss, sums
+
+        gradient = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
+        (_, sums), grads = jax.jit(gradient)(matrix, features)
+        return sums, grads
+
+    (got, got_grads), (want, want_grads) = both("pallas_interpret"), both("xla")
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for one, other in zip(got_grads, want_grads, strict=True):
+        scale = np.abs(np.asarray(other, np.float32)).max()
+        difference = np.asarray(one, np.float32) - np.asarray(other, np.float32)
+        assert np.abs(difference).max() <= tolerance * scale
 
 
 def test_derivatives_of_a_second_order_equal_the_plain_ones():

@@ -1,0 +1,122 @@
+"""Cross-entropy and its gradient as a Pallas kernel for NVIDIA GPUs (Triton).
+
+A program has a row of logits. It reads them once from memory, for the maximum and the sum of the
+softmax (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"), and once more,
+from the cache, for the gradient, which it writes in the dtype of the products that read it. In
+array operations XLA reads the logits three times from memory.
+
+Letters: R rows, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.kernels.common import LOWEST, launch, load, power_of_two
+
+# Numbers that a program holds, and its warps.
+BLOCK, WARPS = 8192, 32
+
+
+class Results(NamedTuple):
+    """What a row gives.
+
+    Attributes:
+      log_total: the logarithm of the sum of exponentials.
+      target: the target's logit.
+      best: the first token of the largest logit.
+      total: the sum of logits, for label smoothing; 0 without it.
+      d_logits: the gradient of the weighted loss.
+    """
+
+    log_total: Float[Array, " R"]
+    target: Float[Array, " R"]
+    best: Int[Array, " R"]
+    total: Float[Array, " R"]
+    d_logits: Float[Array, "R V"]
+
+
+def _kernel(logits, targets, weights, *results, block: int, label_smoothing: float):
+    row, size = pl.program_id(0), logits.shape[1]
+    results = Results(*results)
+    n_blocks = pl.cdiv(size, block)
+    lane = jnp.arange(block, dtype=jnp.int32)
+
+    def read(i, other):
+        column = i * block + lane
+        mask = None if size % block == 0 else column < size
+        return column, mask, load(logits.at[row, column], mask, other).astype(jnp.float32)
+
+    # Every lane has a softmax of its own columns: nothing is exchanged within the loop.
+    def gather(i, state):
+        top, exponentials, best, total = state
+        column, mask, x = read(i, -jnp.inf)
+        higher = jnp.maximum(top, x)
+        exponentials = exponentials * jnp.exp(top - higher) + jnp.exp(x - higher)
+        if label_smoothing:
+            total += x if mask is None else jnp.where(mask, x, 0.0)
+        return higher, exponentials, jnp.where(x > top, column, best), total
+
+    zeros = jnp.zeros(block, jnp.float32)
+    start = jnp.full(block, LOWEST, jnp.float32), zeros, lane, zeros
+    tops, exponentials, columns, totals = lax.fori_loop(0, n_blocks, gather, start)
+    top = jnp.max(tops)
+    log_total = top + jnp.log(jnp.sum(exponentials * jnp.exp(tops - top)))
+    target, weight = load(targets.at[row], None), load(weights.at[row], None)
+    pltriton.store(results.log_total.at[row], log_total)
+    pltriton.store(results.target.at[row], load(logits.at[row, target], None).astype(jnp.float32))
+    pltriton.store(results.best.at[row], jnp.min(jnp.where(tops == top, columns, size)))
+    pltriton.store(results.total.at[row], jnp.sum(totals))
+
+    def write(i, nothing):
+        column, mask, x = read(i, 0.0)
+        d = jnp.exp(x - log_total) * weight
+        d -= jnp.where(column == target, (1 - label_smoothing) * weight, 0.0)
+        d -= label_smoothing / size * weight
+        view = results.d_logits.at[row, column]
+        pltriton.store(view, d.astype(results.d_logits.dtype), mask=mask)
+        return nothing
+
+    lax.fori_loop(0, n_blocks, write, 0)
+
+
+def differentiate(
+    logits: Float[Array, "R V"],
+    targets: Int[Array, " R"],
+    weights: Float[Array, " R"],
+    label_smoothing: float,
+    dtype: str,
+    interpret: bool = False,
+) -> Results:
+    """The parts of the loss of each row, and its gradient in `dtype`.
+
+    Args:
+      logits: float32.
+      targets: below V.
+      weights: of the rows, float32.
+      label_smoothing: as in `training.loss.cross_entropy`.
+      dtype: of the gradient.
+      interpret: whether to run anywhere, slowly.
+    """
+    n_rows, size = logits.shape
+    row, number = (jax.ShapeDtypeStruct((n_rows,), x) for x in (jnp.float32, jnp.int32))
+    shapes = Results(row, row, number, row, jax.ShapeDtypeStruct(logits.shape, dtype))
+    block = min(BLOCK, power_of_two(size))
+    return launch(
+        functools.partial(_kernel, block=block, label_smoothing=label_smoothing),
+        (logits, targets, weights),
+        shapes,
+        grid=(n_rows,),
+        num_warps=max(1, WARPS * block // BLOCK),
+        num_stages=1,
+        interpret=interpret,
+        name="cross_entropy",
+    )
