@@ -39,6 +39,7 @@ class Backbone(Model):
     d_attention_key: Size | None = 64
     d_attention_value: Size | None = 64
 
+    backbone_names = ("embedding", "positions", "stack", "norm")  # the rest are a model's heads
     causal = True  # whether a position sees only itself and what came before it
 
     def __post_init__(self):

@@ -7,7 +7,7 @@ it. What it will take is told before it takes it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -152,7 +152,7 @@ def begin(
     n_params = sum(x.size for x in jax.tree.leaves(like.params))
     _check_memory(settings, models, mesh, like, n_params)
     if newest is None:
-        state, source = _first_state(settings, mesh, key, init, like.params, vocabulary)
+        state, source = _first_state(settings, models, mesh, key, init, vocabulary)
         return Begun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
     state, info = checkpoints.restore(newest, like)
     state = place(state, devices.placement(like, mesh))
@@ -181,17 +181,34 @@ def _check_memory(settings: Settings, models: Models, mesh: Mesh, like, n_params
 
 
 def _first_state(
-    settings: Settings, mesh: Mesh, key: jax.Array, init, like: Any, vocabulary: str | None
+    settings: Settings, models: Models, mesh: Mesh, key: jax.Array, init, vocabulary: str | None
 ) -> tuple[step_lib.State, str]:
-    """The state of step 0, with other weights of the shapes `like` if the settings say so."""
+    """The state of step 0, with the weights of another run if the settings say so, and in words."""
     if settings.init_from is None:
         placement = devices.placement(jax.eval_shape(init, key), mesh)
         return jax.jit(init, out_shardings=placement)(key), ""
-    params, source = starting_weights.read(settings.init_from, like, vocabulary)
+    like = jax.eval_shape(init, key).params
+    backbone = getattr(models.eval, "backbone_names", None)
+    if settings.fresh_heads and backbone is None:
+        raise SettingError(
+            f"fresh_heads is True and model {type(models.eval).__name__} has no backbone_names, "
+            "which say what is no head: leave it out"
+        )
+    names = backbone if settings.fresh_heads else None
+    params, (folder, step) = starting_weights.read(settings.init_from, like, vocabulary, names)
+    what = "the weights"
+    if settings.fresh_heads:
+        heads = jax.device_get(jax.jit(lambda key: _without(init(key).params, names))(key))
+        taken, params = params, params | heads
+        what = f"fresh {', '.join(heads)} and the {', '.join(taken)}"
     first = partial(step_lib.first_state, optimizer=settings.optimizer, ema=settings.ema_decay > 0)
-    words = f"with the weights of {source[0]} after step {source[1]} "
     placement = devices.placement(jax.eval_shape(first, params), mesh)
-    return jax.jit(first, out_shardings=placement)(params), words
+    state = jax.jit(first, out_shardings=placement)(params)
+    return state, f"with {what} of {folder} after step {step} "
+
+
+def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: x for name, x in params.items() if name not in names}
 
 
 def _data(settings: Settings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:

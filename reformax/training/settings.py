@@ -101,6 +101,8 @@ class Settings:
         reached. The learning rate's schedule still goes by `steps`. None: no limit.
       init_from: the folder of a run, or of one of its checkpoints, whose weights the run begins
         with; optimizer and steps begin anew. Once this run has a checkpoint it goes on from that.
+      fresh_heads: whether `init_from` gives the model's backbone alone and its heads begin anew, so
+        that a masked language model's weights begin a classifier.
       callbacks: `reformax.training.callbacks.Callback`s: what else is done at steps, evaluations
         and checkpoints. One that raises ends the run, once it is saved.
       loggers: where the record's lines go as well, such as `wandb_log.wandb_log()`. One that fails
@@ -140,6 +142,7 @@ class Settings:
     log_every: Size = 10
     max_minutes: Positive | None = None
     init_from: PathName | None = None
+    fresh_heads: bool = False
     callbacks: Sequence[Callback] = ()
     loggers: Sequence[Logger] = ()
     allow_changed_data: bool = False
@@ -152,6 +155,10 @@ class Settings:
         if self.eval_stride is not None and self.eval_stride > length:
             raise SettingError(
                 f"eval_stride={self.eval_stride} must not be above eval_length={length}"
+            )
+        if self.fresh_heads and self.init_from is None:
+            raise SettingError(
+                "fresh_heads is True and init_from is None: set it to a run's folder"
             )
         ends = [0, *(stage.until for stage in self.stages), self.steps]
         if any(a >= b for a, b in zip(ends, ends[1:], strict=False)):

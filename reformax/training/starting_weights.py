@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ from reformax.training.checkpoint import Checkpoints
 
 
 def read(
-    init_from: str | os.PathLike, like: Any, vocabulary: str | None
+    init_from: str | os.PathLike,
+    like: Any,
+    vocabulary: str | None,
+    names: Collection[str] | None = None,
 ) -> tuple[Any, tuple[str, int]]:
     """Reads the parameters to score of a checkpoint: the moving average if there is one.
 
@@ -21,6 +25,7 @@ def read(
         one of its checkpoints. `python -m reformax.convert` writes such a folder.
       like: a tree of arrays or shapes: those of the model.
       vocabulary: the fingerprint of this run's vocabulary; None if it has none.
+      names: the parts of the model to read, such as 'stack'; None: all of it.
 
     Returns:
       The parameters as NumPy arrays, and the run's folder and the checkpoint's step.
@@ -44,7 +49,11 @@ def read(
         best = checkpoints.best_step()
         step = steps[-1] if best is None else best
     fix = "set init_from to a run of this model, or the model's sizes to those of that run"
-    params, info = checkpoints.restore_params(step, like, fix)
+    if names is None:
+        fix += "; fresh_heads=True leaves the heads of an encoder or a language model out"
+    else:
+        like = {name: x for name, x in like.items() if name in names}
+    params, info = checkpoints.restore_params(step, like, fix, names)
     trained_with = info.get("vocabulary")
     if trained_with != vocabulary:
         raise SettingError(

@@ -11,9 +11,14 @@ import evaluate
 import generate
 import train
 from reformax.data import base, labelled, stdlib
+from reformax.declared import SettingError
 from reformax.models import ReformerEncoder, TransformerEncoder, TransformerLM, TransformerMaskedLM
-from reformax.training import evaluation
+from reformax.training import evaluation, loop, optimizer
 from reformax.training import mesh as mesh_lib
+from reformax.training.checkpoint import Checkpoints
+from reformax.training.step import State
+from tests.layers import plain
+from tests.training import tiny
 from tests.training.scripts import call
 
 SMALL = dict(vocab_size=8, d_model=8, d_ff=8, n_layers=1, n_heads=1, dropout=0.0)
@@ -111,6 +116,42 @@ def test_a_model_of_another_task_is_refused(model, task, message):
     with pytest.raises(ValueError, match=message) as caught:
         evaluation.check_model(model(), task())
     assert "\n" not in str(caught.value)
+
+
+def test_a_masked_models_weights_begin_a_classifier(tmp_path, capsys):
+    """Its backbone is taken, heads are fresh; a backbone of other shapes is refused."""
+    model = SMALL | dict(vocab_size=9, d_attention_key=4, d_attention_value=4)
+    other = jax.tree.map(lambda x: x + 1, plain.init(TransformerMaskedLM(**model), (4, 5)))
+    source = Checkpoints(tmp_path / "masked")
+    source.save(0, State(np.int32(0), other, (), None))
+    source.wait()
+    classes = partial(TransformerEncoder, **model, n_classes=4, d_classifier=6)
+    train_on = partial(
+        loop.train, task=first_token(), optimizer=optimizer.adamw(0.0), steps=1, batch_size=4,
+        length=5, init_from=tmp_path / "masked", fresh_heads=True,
+    )  # fmt: skip
+    train_on(tmp_path / "a", model=classes)
+    says = "with fresh hidden, logits and the embedding, norm, stack of "
+    assert f"{says}{tmp_path / 'masked'} after step 0 from" in capsys.readouterr().out
+
+    like = plain.init(classes(), (4, 5))
+    got, _ = Checkpoints(tmp_path / "a").restore_params(1, like)
+    for name in ("embedding", "norm", "stack"):
+        jax.tree.map(np.testing.assert_array_equal, got[name], other[name])
+    for name in ("hidden", "logits"):
+        assert jax.tree.map(np.shape, got[name]) == jax.tree.map(np.shape, like[name])
+        assert np.std(got[name]["w"]) > 0 and not got[name]["b"].any()
+
+    axial = dict(pos_type="axial", pos_axial_shape=(1, 5), pos_d_axial_embs=(4, 4))
+    for options, message in (
+        ({"fresh_heads": False}, "hidden.* has shape .*fresh_heads=True leaves the heads of an"),
+        ({"init_from": None}, "fresh_heads is True and init_from is None"),
+        ({"model": tiny.TinyLM, "task": tiny.counting()}, "TinyLM has no backbone_names"),
+        ({"model": partial(classes, vocab_size=8)}, r"shape \(9, 8\) there and shape \(8, 8\) in"),
+        ({"model": partial(classes, **axial)}, "positions.* has no such tensor there"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            train_on(tmp_path / "b", **{"model": classes} | options)
 
 
 def test_devices_cannot_share_the_positions_of_a_row(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -69,15 +70,18 @@ class Reader(Names):
         tensors, info = self._read(step)
         return as_tree(tensors, like, "", self._folder(step)), info
 
-    def restore_params(self, step: int, like: Any, fix: str = OWN) -> tuple[Any, dict[str, Any]]:
+    def restore_params(
+        self, step: int, like: Any, fix: str = OWN, names: Collection[str] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Reads the parameters to score: the moving average if the state has one.
 
         Takes, returns and raises as `restore` does, for the parameters alone; `fix` says what to do
-        with a checkpoint of another model.
+        with a checkpoint of another model. Of `names` only these parts of the model are read.
         """
         tensors, info = self._read(step)
         part = "ema." if any(name.startswith("ema.") for name in tensors) else "params."
-        tensors = {name: array for name, array in tensors.items() if name.startswith(part)}
+        parts = [part] if names is None else [f"{part}{name}." for name in names]
+        tensors = {n: x for n, x in tensors.items() if f"{n}.".startswith(tuple(parts))}
         return as_tree(tensors, like, part, self._folder(step), fix), info
 
     def config(self, step: int) -> str | None:
