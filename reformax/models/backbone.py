@@ -39,7 +39,8 @@ class Backbone(Model):
     d_attention_key: Size | None = 64
     d_attention_value: Size | None = 64
 
-    backbone_names = ("embedding", "positions", "stack", "norm")  # the rest are a model's heads
+    # What `init_backbone` makes; the rest are a model's heads.
+    backbone_names = ("embedding", "positions", "embedding_norm", "stack", "norm")
     causal = True  # whether a position sees only itself and what came before it
 
     def __post_init__(self):

@@ -200,7 +200,7 @@ def _first_state(
     if settings.fresh_heads:
         heads = jax.device_get(jax.jit(lambda key: _without(init(key).params, names))(key))
         taken, params = params, params | heads
-        what = f"fresh {', '.join(heads)} and the {', '.join(taken)}"
+        what = f"fresh {', '.join(heads) or 'nothing'} and the {', '.join(taken)}"
     first = partial(step_lib.first_state, optimizer=settings.optimizer, ema=settings.ema_decay > 0)
     placement = devices.placement(jax.eval_shape(first, params), mesh)
     state = jax.jit(first, out_shardings=placement)(params)
