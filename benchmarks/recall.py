@@ -12,9 +12,10 @@ asks the same of any op, of the layers of a trained model that see every key: th
 weight that falls on the keys that the op would show them. It prints the mean over layers and heads,
 the same at equal numbers of keys that a query sees, and each head. With --bits=TARGETS it also
 scores the model with the op in the place of these layers' attention, without training: bits that
-are lost. What an op carries, such as centroids, first sees the layer's vectors a few times; such an
-op has no bits. Ops are calls, as in --op='lsh.lsh(chunk_len=64, n_hashes={1, 2, 4})'; a set is
-values to try. The figure is DIR/recall.png.
+are lost. What an op carries, such as centroids, first sees the layer's vectors a few times, and
+an indexer first learns on them; such ops have no bits. Ops are calls, as in
+--op='lsh.lsh(chunk_len=64, n_hashes={1, 2, 4})'; a set is values to try. The figure is
+DIR/recall.png.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ OPS = (
     "asymmetric_lsh.asymmetric_lsh(chunk_len=64, n_hashes={1, 2, 4, 8, 16})",
     "smyrf.smyrf(chunk_len=64, n_hashes={1, 2, 4, 8, 16})",
     "moba.moba(block_size=64, top_k={2, 4, 8, 16})",
+    "nsa.nsa(compression='mean', own_projections=False, window=64, n_selected={2, 4, 8, 16})",
+    "hash_sparse.hash_sparse(n_buckets={64, 32, 16, 8, 4})",
+    "dsa.dsa(top_k={64, 128, 256, 512})",
     "routing.routing(decay=0.9, n_clusters={64, 32, 16, 8, 4})",
     "local.local(chunk_len={64, 128, 256, 512})",
 )

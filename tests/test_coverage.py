@@ -11,7 +11,7 @@ from benchmarks.harness import coverage
 from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.declared import SettingError
-from reformax.ops import dense, linear, linformer, routing, shared_qk
+from reformax.ops import dense, dsa, linear, linformer, nsa, routing, shared_qk
 from reformax.ops.parts.normalization import length_normalize
 from tests.convert.test_command import random_params
 from tests.ops.rows import ROWS, Shape, except_self
@@ -70,6 +70,8 @@ def test_what_an_op_cannot_show_is_said():
         coverage.found(linformer.linformer(), layer_of(dense.dense()), rng)
     with pytest.raises(NotImplementedError, match="makes its keys of the queries"):
         coverage.found(shared_qk.shared_qk(), layer_of(dense.dense()), rng)
+    with pytest.raises(NotImplementedError, match="has projections of its own"):
+        coverage.found(nsa.nsa(compression="mean"), layer_of(dense.dense()), rng)
     with pytest.raises(NotImplementedError, match="makes no attention weights"):
         coverage.found(linear.linear(), layer_of(dense.dense()), rng)
 
@@ -93,6 +95,32 @@ def test_what_an_op_carries_sees_the_layer_first():
     )
     assert np.all(share < 0.999)
     np.testing.assert_allclose(everything, 1, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_nsa_shows_the_blocks_that_it_selects_and_its_window():
+    sizes = dict(compress_len=4, compress_stride=2, block_size=4, n_selected=3, window=6)
+    op = nsa.nsa(**sizes, compression="mean", own_projections=False)
+    layer, rng = layer_of(dense.dense()), jax.random.key(0)
+    options = dict(segments=None, causal=True, rng=rng, train=False)
+    chosen = np.asarray(op.plan((), layer.q, layer.k, **options))
+    query, key = np.ogrid[:LENGTH, :LENGTH]
+    shown = (chosen[..., None] == key[0] // 4).any(axis=-2) | (query - key < 6)
+    shown = shown & (key <= query)
+    found = coverage.found(op, layer, rng)
+    np.testing.assert_allclose(found.keys, shown.sum(axis=(0, 2, 3)) / LENGTH)
+    assert np.all(found.weight < 0.999)
+
+
+@pytest.mark.slow
+def test_an_indexer_learns_from_the_layer_first(monkeypatch):
+    layer, rng, shares = layer_of(dense.dense()), jax.random.key(0), []
+    for n in (1, coverage.N_LEARNT):
+        monkeypatch.setattr(coverage, "N_LEARNT", n)
+        found = coverage.found(dsa.dsa(top_k=6, n_index_heads=2, d_index=8), layer, rng)
+        np.testing.assert_allclose(found.keys, np.minimum(np.arange(LENGTH) + 1, 6).mean())
+        shares.append(found.weight.mean())
+    assert shares[1] > shares[0] + 0.02
 
 
 def test_ops_are_calls_with_values_to_try():

@@ -19,17 +19,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from reformax.carried import advanced, trained
+from reformax.carried import advanced, merged, trained
 from reformax.declared import SettingError, Unsupported
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.parts.normalization import length_normalize
 
 # Columns of the matrix of attention in memory at a time: values of a size that kernels take.
 COLUMNS = 128
-# How often an op's carried weights, such as running means, see a layer's vectors first.
-N_ADVANCED = 50
+# How often an op's carried weights, such as running means, see a layer's vectors first, and the
+# steps of Adam of weights that learn by a loss of their own, such as an indexer's.
+N_ADVANCED, N_LEARNT, LEARNING_RATE = 50, 200, 2e-3
+# An op's further projections when it is asked what it shows: all numbers of one by its last axis.
+# NSA's gates shut its summaries, in which every position has a part, and open both other branches.
+EXTRAS = {"nsa": {"gate": (-1e9, 0.0, 0.0)}}
 
 
 class Layer(NamedTuple):
@@ -95,37 +100,62 @@ def _watched(op: AttentionOp, read: list) -> AttentionOp:
 
 
 def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:
-    """Weights of an op in a layer's place: what it carries has seen the layer's vectors.
+    """Weights of an op in a layer's place, after steps of training on the layer's vectors.
+
+    These are weights that learn without the model's loss: what is carried, and what a loss of the
+    op's own reaches.
 
     Raises:
-      Unsupported: the op does not fit the layer, makes no attention weights, or has some to train.
+      Unsupported: the op does not fit the layer, makes no attention weights, or has others.
     """
     if not op.traits.dropout:
         raise Unsupported(f"{op} makes no attention weights, so it shows no keys")
     if op.traits.shared_qk and not layer.op.traits.shared_qk:
         raise Unsupported(f"{op} makes its keys of the queries, and layer {layer.number} has keys")
     q, k = _vectors(op, layer)
-    params = op.init(rng, Dims(q.shape[2], q.shape[3], q.shape[3], q.shape[1]))
-    if jax.tree.leaves(trained(params)):
-        raise Unsupported(f"{op} has weights of its own, which the run has not trained")
+    dims = op.dims(q, q)
+    params = op.init(rng, dims)
+    if op.extras_of(dims).keys() - EXTRAS.get(op.name, {}).keys():
+        raise Unsupported(f"{op} has projections of its own, which the run has not trained")
     if not jax.tree.leaves(params):
         return params
 
-    for _ in range(N_ADVANCED):
-        params = _advanced(op, params, q, k, rng)
+    own = trained(params)
+    optimizer = optax.adam(LEARNING_RATE)
+    state = optimizer.init(own)
+    for i in range(N_LEARNT if jax.tree.leaves(own) else N_ADVANCED):
+        changes = _own_gradient(op, params, q, k, rng)
+        if i == 0 and not all(jnp.any(x) for x in jax.tree.leaves(trained(changes))):
+            raise Unsupported(f"{op} has weights of its own, which the run has not trained")
+        updates, state = optimizer.update(trained(changes), state, own)
+        own = optax.apply_updates(own, updates)
+        params = merged(advanced(params, changes), own)
     return params
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _advanced(op, params, q, k, rng):
-    """The weights after a step of training that read these vectors."""
+def _own_gradient(op, params, q, k, rng):
+    """What reaches the weights while nothing of the output does."""
 
-    def total(params):
+    def attend(params):
         options = dict(segments=None, causal=True, rng=rng)
         plan = op.plan(params, q, k, **options, train=True)
-        return op.apply(params, q, k, q, plan=plan, dropout=0.0, **options).sum()
+        return op.apply(params, q, k, q, plan=plan, dropout=0.0, **options, **_extras(op, q))
 
-    return advanced(params, jax.grad(total)(params))
+    out, vjp = jax.vjp(attend, params)
+    return vjp(jnp.zeros_like(out))[0]
+
+
+def _extras(op: AttentionOp, q: Float[Array, "1 T N H"]) -> dict[str, Any]:
+    """The argument `extras` of an op that has some, of `EXTRAS`."""
+    wanted = op.extras_of(op.dims(q, q))
+    of_each = {
+        name: jnp.broadcast_to(
+            jnp.asarray(EXTRAS[op.name][name], q.dtype), (*q.shape[:2], extra.n_heads, extra.size)
+        )
+        for name, extra in wanted.items()
+    }
+    return {"extras": of_each} if of_each else {}
 
 
 def _vectors(op: AttentionOp, layer: Layer) -> tuple[Array, Array | None]:
@@ -153,6 +183,7 @@ def _sums(op, of_layer, params, vectors, own_vectors, rng):
         if seen:
             q, k = jnp.zeros_like(q), None if k is None else jnp.zeros_like(k)
         n_heads = q.shape[2] if k is None else k.shape[2]
+        options |= _extras(op, q)
 
         def columns(first: Int[Array, ""]) -> Float[Array, "T N S"]:
             key = first + jnp.arange(COLUMNS)
@@ -186,6 +217,8 @@ def instead(model: Any, op: AttentionOp) -> Any:
             raise Unsupported(f"{op} and {own} have other projections")
     if jax.tree.leaves(op.init(jax.random.key(0), Dims(1, 1, 1, 1))):
         raise Unsupported(f"{op} has weights of its own, which the run has not")
+    if op.extras is not None:
+        raise Unsupported(f"{op} has projections of its own, which the run has not")
     ops = tuple(op if own.traits.exact else own for own in ops)
     return dataclasses.replace(model, attention_type=ops)
 

@@ -38,10 +38,8 @@ from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite, tokens_only
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.query_chunks import by_chunks, joined, positions
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
-
-# Numbers of a chunk of queries, logits and keys, that array operations hold at a time.
-AT_A_TIME = 2**24
 
 
 class Settings(NamedTuple):
@@ -324,37 +322,15 @@ def _plan(
         return choice.choose(sizes, impl == "pallas_interpret", q, far.keys, *masks)
     n_seen = far.keys.shape[1] * q.shape[2]
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    chosen = _by_chunks(select, n_seen, q, ids, _positions(length), first)
+    chosen = by_chunks(select, n_seen, q, ids, positions(length), first)
     return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, k.shape[2], -1, chosen.shape[-1])[
         :, :, :length
     ]
 
 
-def _positions(length: int) -> Int[Array, "1 T"]:
-    return jnp.arange(length, dtype=jnp.int32)[None]
-
-
 def _logits(axes: str, queries: Array, keys: Array) -> Array:
     """Products of queries and keys, divided by sqrt(H)."""
     return product(axes, queries, keys, queries.dtype) / math.sqrt(queries.shape[-1])
-
-
-def _by_chunks(function, n_seen: int, *arrays: Array) -> Array:
-    """`function` of chunks of queries, `[B, Q, ...]`, after each other: `[chunks, ...]`.
-
-    Args:
-      function: of the arrays' chunks.
-      n_seen: the numbers that are in memory for a query of a row.
-      arrays: `[B, T, ...]`, `B` being 1 where all rows have the same.
-    """
-    n_batch, length = arrays[0].shape[:2]
-    size = max(min(AT_A_TIME // (n_batch * n_seen), length), 1)
-
-    def cut(x):
-        x = jnp.pad(x, [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-    return lax.map(lambda chunk: function(*chunk), tuple(map(cut, arrays)))
 
 
 # Attention
@@ -448,12 +424,9 @@ def _in_arrays(
     n_keys = min(settings.n_selected * size, length + size)
     n_seen = n_heads * (far.keys.shape[1] + n_keys) + n_kv * n_keys * (k.shape[3] + v.shape[3])
     heads = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
-    arrays = heads, ids, _positions(length), jnp.swapaxes(plan, 1, 2)
-    branches = _by_chunks(attend, n_seen, *arrays)
-    return tuple(
-        jnp.moveaxis(x, 0, 1).reshape(n_batch, -1, n_heads, v.shape[3])[:, :length]
-        for x in branches
-    )
+    arrays = heads, ids, positions(length), jnp.swapaxes(plan, 1, 2)
+    branches = by_chunks(attend, n_seen, *arrays)
+    return tuple(joined(x, length).reshape(*q.shape[:3], v.shape[3]) for x in branches)
 
 
 def _in_kernels(

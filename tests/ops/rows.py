@@ -11,9 +11,11 @@ from reformax.ops import (
     block_patterns,
     block_sparse,
     dense,
+    dsa,
     flash,
     gated_delta,
     gated_linear,
+    hash_sparse,
     linear,
     linformer,
     local,
@@ -32,7 +34,7 @@ from reformax.ops import (
     smyrf,
 )
 from reformax.ops.base import AttentionOp
-from tests.ops import low_rank, native_sparse, recurrences, routed
+from tests.ops import indexed, low_rank, native_sparse, recurrences, routed
 
 # No sequence of the shared tests is longer.
 LONGEST = 130
@@ -231,6 +233,19 @@ def _clusters(options, plan, shape, causal, segments):
     return counts + alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segments)
 
 
+def _same_bucket(options, plan, shape, causal, segments):
+    of_query, of_key = (
+        np.take_along_axis(np.asarray(x.group), np.argsort(np.asarray(x.position), axis=-1), -1)
+        for x in (plan.queries, plan.keys or plan.queries)
+    )
+    counts = visible(shape, causal, segments) * (of_query[..., None] == of_key[..., None, :])
+    if options["shared_qk"]:
+        return except_self(counts, options["own"])
+    alone = counts.sum(axis=-1, keepdims=True) == 0
+    itself = alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segments)
+    return counts + itself * options["own"]
+
+
 def around(place, length: int, chunk_len: int, n_chunks_before: int, n_chunks_after: int):
     """How many times key j is in reach of query i where the rounds' chunks stand in a circle.
 
@@ -374,6 +389,12 @@ _NATIVE = {
     "own_projections": (True, False),
     "impl": ("xla",),
 }
+_INDEXED = {
+    "top_k": (5, 2, 1, 200),
+    "n_index_heads": (2, 1, 3),
+    "d_index": (4, 1, 7),
+    "index_loss": (1.0, 0.5),
+}
 _ROUTED = {
     "n_clusters": (3, 1, 2, 40),
     "cluster_size": (None, 4, 1, 200),
@@ -391,6 +412,8 @@ _SEPARATE = {
     "count_once": (True, False),
     "own": (True, False),
 }
+
+_BUCKETS = {"n_buckets": (4, 2, 16), "own": (True, False)}
 
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
@@ -485,6 +508,22 @@ ROWS = [
         no_step="a longer vector changes all hashes",
     ),
     Row("smyrf_pallas", smyrf.smyrf, _CLUSTERS | _KERNEL, _clusters),
+    *(
+        Row(
+            f"hash_sparse{'_shared' * shared}",
+            hash_sparse.hash_sparse,
+            _BUCKETS | {"shared_qk": (shared,), "impl": ("xla",)},
+            _same_bucket,
+            second_order=0,
+        )
+        for shared in (False, True)
+    ),
+    Row(
+        "hash_sparse_pallas",
+        hash_sparse.hash_sparse,
+        _BUCKETS | {"shared_qk": (False, True)} | _KERNEL,
+        _same_bucket,
+    ),
     Row(
         "linformer",
         linformer.linformer,
@@ -548,6 +587,14 @@ ROWS = [
         reference=native_sparse.nsa,
         second_order=2,
         group_chooses=True,
+        slow=True,
+    ),
+    Row(
+        "dsa",
+        dsa.dsa,
+        _INDEXED,
+        reference=indexed.dsa,
+        second_order=2,  # the indexer's loss has no forward mode
         slow=True,
     ),
     *(

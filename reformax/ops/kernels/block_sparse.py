@@ -50,11 +50,12 @@ from reformax.ops.kernels.common import (
     softmax_step,
     view_rows,
 )
-from reformax.ops.parts import block_lists
-from reformax.ops.parts.block_lists import Everything, Layout, Rows
+from reformax.ops.parts import block_lists, sorted_groups
+from reformax.ops.parts.block_lists import Everything, InOrder, Layout, Rows
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.softmax import Softmax, nonzero
+from reformax.ops.parts.sorted_groups import Sorted
 
 # The fewest tiles of a part, and how many parts keep all processors of a GPU busy.
 LEAST_PART, N_SHARES = 16, 2048
@@ -78,6 +79,8 @@ class _Inputs(NamedTuple):
     query_segments: Array | None  # [B, T]
     key_segments: Array | None  # [B, S]
     seed: Array | None  # [5], of dropout
+    query_order: Array | None = None  # [B, T], the position that stands at each place
+    key_order: Array | None = None  # [B, S]
 
 
 class _Work(NamedTuple):
@@ -102,9 +105,10 @@ class _Own(NamedTuple):
 class _Block(NamedTuple):
     """Some positions of one side."""
 
-    position: Array
+    position: Array  # in the arrays
     segment: Array | None
     whole: bool  # whether all of them exist
+    at: Array  # in the sequence, whose order the arrays may not have
 
 
 class _Program(NamedTuple):
@@ -121,6 +125,8 @@ class _Program(NamedTuple):
     per_head: bool  # whether each head has a mask of its own
     any_whole: bool  # whether the list has tiles that need no mask
     any_cut: bool  # whether it has others
+    strict: bool = False  # whether a key is hidden from the query of its position
+    n_folded: int = 0  # heads that stand in the axis of examples
     batch: Any = None
 
     def here(self) -> _Program:
@@ -140,20 +146,21 @@ class _Program(NamedTuple):
     def queries(self, x: _Inputs, tile, whole: bool = False) -> _Block:
         """A tile of queries; `whole` says that all of them are known to exist."""
         whole = whole or self.n_queries % self.tiles.query == 0
-        return self._block(x.query_segments, tile, self.tiles.query, self.n_queries, whole)
+        each = x.query_segments, x.query_order
+        return self._block(each, tile, self.tiles.query, self.n_queries, whole)
 
     def keys(self, x: _Inputs, tile, whole: bool = False) -> _Block:
         """A tile of keys, likewise."""
         whole = whole or self.n_keys % self.tiles.key == 0
-        return self._block(x.key_segments, tile, self.tiles.key, self.n_keys, whole)
+        return self._block((x.key_segments, x.key_order), tile, self.tiles.key, self.n_keys, whole)
 
-    def _block(self, segments, tile, size: int, length: int, whole: bool) -> _Block:
+    def _block(self, each: tuple, tile, size: int, length: int, whole: bool) -> _Block:
         position = tile * size + jnp.arange(size, dtype=jnp.int32)
-        segment = None
-        if segments is not None:
-            exists = None if whole else position < length
-            segment = load(segments.at[self.batch, position], exists, 0)
-        return _Block(position, segment, whole)
+        exists = None if whole else position < length
+        segment, at = (
+            None if ref is None else load(ref.at[self.batch, position], exists, 0) for ref in each
+        )
+        return _Block(position, segment, whole, position if at is None else at)
 
     def rows(self, ref, block: _Block, head, some=None) -> Array:
         """A block's rows of `[B, T, N, H]`, or some; zeros where there is none, H padded."""
@@ -226,7 +233,9 @@ class _Program(NamedTuple):
         """Which key, `[1, K]`, each query, `[Q, 1]`, sees, or both transposed; None: all."""
         masks = []
         if self.causal and not whole:
-            masks.append(k.position <= q.position)
+            masks.append(k.at <= q.at)
+        if self.strict:
+            masks.append(k.at != q.at)
         if not k.whole:
             masks.append(k.position < self.n_keys)
         if q.segment is not None:
@@ -235,7 +244,10 @@ class _Program(NamedTuple):
 
     def dropped(self, x: _Inputs, head, q: _Block, k: _Block) -> Array | float:
         """The dropout mask of a tile's weights."""
-        return dropout_mask(x.seed, self.dropout, self.batch, head, q.position, k.position)
+        batch = self.batch
+        if self.n_folded:
+            batch, head = (f(batch, jnp.int32(self.n_folded)) for f in (lax.div, lax.rem))
+        return dropout_mask(x.seed, self.dropout, batch, head, q.at, k.at)
 
 
 def _forward_kernel(x: _Inputs, work: _Work, out: Softmax, part: Softmax | None, *, program):
@@ -352,11 +364,17 @@ def _cut(layout: Layout | Everything, rows: Rows, x: _Inputs, tiles: Tiles, by_q
         per_head=per_head,
         any_whole=bool(np.any(columns[3] > columns[2])),
         any_cut=bool(np.any(columns[4] > columns[3])),
+        strict=isinstance(layout, InOrder) and layout.strict,
+        n_folded=layout.n_folded if isinstance(layout, InOrder) else 0,
     )
     # A kernel takes no empty array: an empty list has one entry, which nobody reads.
     entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
     spans = None
-    if any_cut and isinstance(layout, Everything):
+    if isinstance(layout, InOrder):
+        orders = Sorted(x.query_order, x.query_segments), Sorted(x.key_order, x.key_segments)
+        visits = sorted_groups.visits(tiles[:2], layout.causal, *orders)
+        spans = jnp.stack((visits.by_query if by_query else visits.by_key)[:2])
+    elif any_cut and isinstance(layout, Everything):
         own = _range(x.query_segments, tiles.query), _range(x.key_segments, tiles.key)
         spans = _spans(*(own if by_query else own[::-1]), rows.entries)
     work = _Work(jnp.asarray(columns), jnp.asarray(entries), spans)
@@ -428,7 +446,9 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
 
 
 def _inputs(layout: Layout | Everything, q, k, v, segments, rng) -> _Inputs:
-    return _Inputs(q, k, v, *segments, seed_words(rng, len(q)) if layout.dropout > 0.0 else None)
+    n_rows = len(q) // (layout.n_folded if isinstance(layout, InOrder) else 1)
+    seed = seed_words(rng, n_rows) if layout.dropout > 0.0 else None
+    return _Inputs(q, k, v, *segments[:2], seed, *segments[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -438,7 +458,7 @@ def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    segments: tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None],
+    segments: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
 ) -> Float[Array, "B T N V"]:
     """The attention of a layout by these kernels, with its gradient.
@@ -469,7 +489,7 @@ def forward(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    segments: tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None],
+    segments: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -481,7 +501,8 @@ def forward(
     Args:
       layout: who sees whom, with blocks of a multiple of 16 positions.
       q, k, v: queries, keys, values.
-      segments: the ids of queries and of keys, or twice None.
+      segments: the ids of queries and of keys, or twice None; of `InOrder`, whose ids are groups,
+        also the positions in the sequence of both.
       rng: the source of dropout; None if there is none.
       tiles: how the kernel is cut, in sizes that divide the blocks; None chooses.
       interpret: whether to run it anywhere, slowly.
@@ -508,7 +529,7 @@ def backward(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    segments: tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None],
+    segments: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
     out: Float[Array, "B T N V"],
     top: Float[Array, "B N T"],

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from reformax.ops.base import Traits
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.dispatch import choose, kernel_obstacles
+from reformax.ops.parts.masks import segment_numbers
 from reformax.ops.parts.orders import ChunkSizes, Order, inverse
 from reformax.ops.parts.share import Share, all_heads, of_heads, rng_of
 
@@ -90,13 +91,10 @@ def largest_of_segment(
     if segments is None:
         return squares.max(axis=-1, keepdims=True)
 
-    def of_row(x: Float[Array, "N T"], ids: Int[Array, " T"]) -> Float[Array, "N T"]:
-        order = jnp.argsort(ids)
-        changes = jnp.diff(ids[order], prepend=ids[order][:1]) != 0
-        number = jnp.zeros_like(ids).at[order].set(jnp.cumsum(changes).astype(ids.dtype))
-        return jax.ops.segment_max(x.T, number, num_segments=len(ids))[number].T
+    def of_row(x: Float[Array, "N T"], number: Int[Array, " T"]) -> Float[Array, "N T"]:
+        return jax.ops.segment_max(x.T, number, num_segments=len(number))[number].T
 
-    return jax.vmap(of_row)(squares, jnp.asarray(segments))
+    return jax.vmap(of_row)(squares, segment_numbers(jnp.asarray(segments)))
 
 
 def transformed(

@@ -162,6 +162,35 @@ class Everything:
         return Rows(np.zeros_like(first), n_rows - first, full * (n_rows - whole), entries)
 
 
+@dataclasses.dataclass(frozen=True)
+class InOrder(Everything):
+    """The `Layout` of sequences that stand in orders of their own, by bucket.
+
+    Lists have all tiles in order, none of them whole; which stretch of them a tile meets is known
+    in the call.
+
+    Attributes, besides those of `Layout`:
+      strict: whether a key is hidden from the query of its own position too.
+      n_folded: the number of heads, which stand in the axis of examples.
+    """
+
+    strict: bool = False
+    n_folded: int = 1
+
+    def rows(self, tile_q: int, tile_k: int) -> Rows:
+        """All tiles of each row of `tile_q` queries."""
+        return _all_in_order(-(-self.n_queries // tile_q), -(-self.n_keys // tile_k))
+
+    def columns(self, tile_q: int, tile_k: int) -> Rows:
+        """All tiles of each column of `tile_k` keys."""
+        return _all_in_order(-(-self.n_keys // tile_k), -(-self.n_queries // tile_q))
+
+
+def _all_in_order(n_rows: int, n_columns: int) -> Rows:
+    none = np.zeros(n_rows, int)
+    return Rows(none, none + n_columns, none, np.arange(n_columns, dtype=np.int32))
+
+
 def cut(rows: Rows, most: int) -> Parts:
     """The rows in parts of at most `most` tiles."""
     per_row = np.maximum(-(-rows.count // most), 1)

@@ -39,6 +39,17 @@ def segment_ids(segments: Segments | None) -> Segments | None:
     return jax.tree.map(lambda ids: ids.astype(jnp.int32), segments)
 
 
+def segment_numbers(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The ids of each row numbered from 0 on, in their order."""
+
+    def of_row(ids: Int[Array, " T"]) -> Int[Array, " T"]:
+        order = jnp.argsort(ids)
+        changes = jnp.diff(ids[order], prepend=ids[order][:1]) != 0
+        return jnp.zeros_like(ids).at[order].set(jnp.cumsum(changes).astype(ids.dtype))
+
+    return jax.vmap(of_row)(ids)
+
+
 def visibility(
     n_queries: int,
     n_keys: int,

@@ -46,6 +46,9 @@ class Tiling(NamedTuple):
       causal: whether a key is hidden from the queries before it.
       scale: the factor of the products of queries and keys.
       dropout: the rate at which attention weights are dropped.
+      strict: whether a key is hidden from the query of its own position too.
+      n_folded: where heads stand in the axis of examples, as those of orders of their own do, their
+        number; each example then has visits of its own. 0: they do not.
     """
 
     query_size: int
@@ -53,6 +56,8 @@ class Tiling(NamedTuple):
     causal: bool
     scale: float
     dropout: float = 0.0
+    strict: bool = False
+    n_folded: int = 0
 
 
 class Inputs(NamedTuple):
@@ -65,6 +70,8 @@ class Inputs(NamedTuple):
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
     seed: Int[Array, 5] | None  # `seed_words` of the rng
+    query_order: Int[Array, "B T"] | None = None  # the position that stands at each place
+    key_order: Int[Array, "B S"] | None = None
 
     @property
     def dtype(self) -> Any:
@@ -84,24 +91,27 @@ class Inputs(NamedTuple):
 class Visits(NamedTuple):
     """The blocks of the other side that each block meets: `index[start[i]:stop[i]]`.
 
-    The first axis is heads, of size 1 where all heads meet the same. Without an `index`, the blocks
-    are `start[i]` to `stop[i] - 1`.
+    The first axis is heads, of size 1 where all heads meet the same; with `Tiling.n_folded` it is
+    examples. Without an `index`, the blocks are `start[i]` to `stop[i] - 1`.
     """
 
     start: Int[Array, "#N I"]
     stop: Int[Array, "#N I"]
     index: Int[Array, "#N P"] | None = None
 
-    def loop(self, head: Any, i: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    def loop(
+        self, tiling: Tiling, group: Group, i: Any, body: Callable[[Any, Any], Any], carry: Any
+    ) -> Any:
         """`carry = body(j, carry)` over the blocks that block `i` meets."""
-        head = head if self.start.shape[0] > 1 else 0
+        row = group.batch if tiling.n_folded else group.head
+        row = row if self.start.shape[0] > 1 else 0
         each = body
         if self.index is not None:
 
             def each(place, carry):
-                return body(self.index[head, place], carry)
+                return body(self.index[row, place], carry)
 
-        return lax.fori_loop(self.start[head, i], self.stop[head, i], each, carry)
+        return lax.fori_loop(self.start[row, i], self.stop[row, i], each, carry)
 
 
 class Plan(NamedTuple):
@@ -162,6 +172,8 @@ def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -
     Heads are divided first.
     """
     fit = LOGITS_IN_CACHE if jax.default_backend() == "cpu" else LOGITS_AT_A_TIME
+    if tiling.n_folded:
+        return 1, n_heads
     fit //= tiling.query_size * tiling.key_size
     heads = 1 if per_head else _largest_divisor(n_heads, fit // n_batch)
     return n_batch if heads > 1 else _largest_divisor(n_batch, fit), heads
@@ -274,6 +286,16 @@ def _segment(ids: Int[Array, "B T"], group: Group, block: Block) -> Int[Array, "
     return lax.dynamic_slice(ids, _at(group.batch, block.start), sizes)
 
 
+def _positions(
+    x: Inputs, group: Group, queries: Block, keys: Block
+) -> tuple[Int[Array, "#b 1 Q 1"], Int[Array, "#b 1 1 K"]]:
+    """The positions in the sequence of a tile's queries and keys."""
+    if x.query_order is None:
+        return _column(queries.position), _line(keys.position)
+    of_query = _segment(x.query_order, group, queries)
+    return of_query[:, None, :, None], _segment(x.key_order, group, keys)[:, None, None, :]
+
+
 def _column(x: Shaped[Array, " Q"]) -> Shaped[Array, "1 1 Q 1"]:
     return x[None, None, :, None]
 
@@ -287,8 +309,11 @@ def visible(
 ) -> Bool[Array, "#b 1 #Q #K"] | None:
     """Which keys of a tile each query sees; None: all."""
     masks = []
+    query, key = _positions(x, group, queries, keys)
     if tiling.causal:
-        masks.append(_column(queries.position) >= _line(keys.position))
+        masks.append(query >= key)
+    if tiling.strict:
+        masks.append(query != key)
     if queries.own is not None:
         masks.append(_column(queries.own))
     if keys.own is not None:
@@ -326,8 +351,10 @@ def tile_dropout_mask(
         return 1.0
     example = group.batch + jnp.arange(group.n_batch)[:, None, None, None]
     head = group.head + jnp.arange(group.n_heads)[None, :, None, None]
-    address = example, head, _column(queries.position), _line(keys.position)
-    return dropout_mask(x.seed, tiling.dropout, *address)
+    if tiling.n_folded:
+        example, head = jnp.divmod(example, tiling.n_folded)
+    positions = _positions(x, group, queries, keys)
+    return dropout_mask(x.seed, tiling.dropout, example, head, *positions)
 
 
 class Results(NamedTuple):
@@ -399,7 +426,7 @@ def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
 
         shape = group.n_batch, group.n_heads, tiling.query_size
         state = Softmax.empty(shape, x.v.shape[3], x.dtype)
-        state = visits.loop(group.head, i, key_block, state)
+        state = visits.loop(tiling, group, i, key_block, state)
         return results.with_rows(state, group, queries)
 
     sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
@@ -464,7 +491,7 @@ def backward(
             return add_rows(dq_all, dq * tiling.scale, group, queries), d_bias, dk, dv
 
         zeros = (jnp.zeros(y.shape, x.dtype) for y in (k, v))
-        *sums, dk, dv = visits.loop(group.head, j, query_block, (*sums, *zeros))
+        *sums, dk, dv = visits.loop(tiling, group, j, query_block, (*sums, *zeros))
         dk_all = put_rows(dk_all, dk * tiling.scale, group, keys)
         return *sums, dk_all, put_rows(dv_all, dv, group, keys)
 

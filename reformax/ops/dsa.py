@@ -1,0 +1,283 @@
+"""DeepSeek sparse attention: a light indexer scores all keys, and a query sees the best of them.
+
+DeepSeek-AI 2025 ("DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse
+Attention", sec. 1.1). A few index heads, with queries and a weight each and one key for all, say
+what position s is worth to position t (eq. 1):
+
+    I_ts = sum_j w_tj ReLU(q_tj . k_s)
+
+All attention heads of a query attend to the `top_k` positions of the highest scores (eq. 2). The
+choice has no gradient. The indexer learns from the attention instead: of the weights of all heads,
+averaged, its softmax over the chosen positions is to have the least divergence (eq. 4). That loss
+reaches the indexer alone, and the model's loss does not reach it.
+
+Here the indexer reads the layer's queries and keys of all heads in the place of its input, so that
+a plan can be made of what plans are made of. Time is T^2 for the scores, with one small product in
+the place of N, and in array operations for the attention too; memory is T * top_k.
+
+Letters besides those of `reformax.ops.base`: J index heads of size D, K positions that a query
+sees, Q queries of a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from reformax.declared import NonNegative, Size
+from reformax.ops.base import AttentionOp, Dims, Traits, named
+from reformax.ops.parts.auxiliary import with_loss
+from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
+from reformax.ops.parts.chunk_products import product
+from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.query_chunks import by_chunks, joined, positions
+from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of `dsa`, whose arguments they are."""
+
+    top_k: int
+    n_index_heads: int
+    d_index: int
+    index_loss: float
+
+
+@named
+def dsa(
+    *,
+    top_k: Size = 2048,
+    n_index_heads: Size = 4,
+    d_index: Size = 64,
+    index_loss: NonNegative = 1.0,
+) -> AttentionOp:
+    """Attention to the positions that an indexer likes best, the same for all heads.
+
+    Dense attention where `top_k` is at least the length; the indexer's loss is then that of the
+    paper's dense warm-up (eq. 3).
+
+    Weights: `query [N, H, J, D]`, `key [N, H, D]` and `weight [N, H, J]`, to whose products 1 is
+    added. They begin with a random projection that an index head's query shares with the keys, of
+    the attention heads `j mod J`: scores then resemble the sum of their products.
+
+    Args:
+      top_k: K: positions that a query sees; 2,048 in the paper's sec. 2.1.
+      n_index_heads: J.
+      d_index: D: the size of an index head.
+      index_loss: the factor of the indexer's loss, a mean over positions, beside the model's. With
+        0 the indexer stays as it is. Of a batch that is computed in parts, or by several devices,
+        the parts' means add up; Adam does not feel the factor.
+
+    Raises:
+      ValueError: a size below 1, or a factor below 0.
+    """
+    settings = Settings(**locals())
+    return AttentionOp(
+        init=functools.partial(_init, settings),
+        plan=functools.partial(_plan, settings),
+        apply=functools.partial(_apply, settings),
+        traits=Traits(),
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+        replace_value=_replace_value,
+    )
+
+
+def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+    n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, *settings[1:3]
+    rng, rng_weight = jax.random.split(rng)
+    key = jax.random.normal(rng, (n_heads, size, d_index)) / math.sqrt(d_index)
+    head, index = jnp.arange(n_heads)[:, None], jnp.arange(n_index)[None]
+    mine = (head % n_index == index) | (index % n_heads == head)  # [N, J]
+    weight = jax.random.normal(rng_weight, (n_heads, size, n_index))
+    return {
+        "query": key[:, :, None] * mine[:, None, :, None],
+        "key": key,
+        "weight": 0.1 * weight / math.sqrt(n_heads * size),
+    }
+
+
+# The indexer
+
+
+class Index(NamedTuple):
+    """What the indexer reads of each position."""
+
+    queries: Float[Array, "B T J D"]
+    weights: Float[Array, "B T J"]
+
+
+def _index_queries(params, q: Float[Array, "B T N H"]) -> Index:
+    q = _read(q)
+    weights = 1 + jnp.einsum("btnh,nhj->btj", q, params["weight"].astype(q.dtype))
+    return Index(jnp.einsum("btnh,nhjd->btjd", q, params["query"].astype(q.dtype)), weights)
+
+
+def _index_keys(params, k: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    k = _read(k)
+    return jnp.einsum("btnh,nhd->btd", k, params["key"].astype(k.dtype))
+
+
+def _read(x: Array) -> Array:
+    """Finite vectors, of float32 or wider, to which no gradient flows."""
+    return finite(lax.stop_gradient(x)).astype(wide(x.dtype))
+
+
+def _scores(index: Index, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
+    """Eq. 1, divided by sqrt(J D)."""
+    found = jax.nn.relu(jnp.einsum("bqjd,bsd->bqjs", index.queries, keys))
+    scores = jnp.einsum("bqjs,bqj->bqs", found, index.weights)
+    scores = scores / math.sqrt(index.queries.shape[2] * keys.shape[2])
+    return jnp.where(jnp.isfinite(scores), scores, 0)
+
+
+def _best(
+    settings: Settings, scores: Float[Array, "B Q S"], may: Bool[Array, "B Q S"]
+) -> Int[Array, "B Q K"]:
+    """The positions of the highest scores among those that a query may see; -1 is none."""
+    n_best = min(settings.top_k, scores.shape[-1])
+    best, position = lax.top_k(jnp.where(may, scores, -jnp.inf), n_best)
+    return jnp.where(best > -jnp.inf, position, -1).astype(jnp.int32)
+
+
+def _visible(causal: bool, ids: Int[Array, "#B S"], of_query, position) -> Bool[Array, "B Q S"]:
+    """Which keys the queries of a chunk may see, by causality and segment."""
+    may = (ids[:, None] == of_query[..., None]) & (ids != 0)[:, None]
+    later = jnp.arange(ids.shape[1])[None, None] > position[..., None]
+    return may & ~later if causal else may
+
+
+def _ids(segments, x: Array) -> Int[Array, "B T"]:
+    return jnp.ones(x.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
+
+
+def _plan(
+    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+) -> Int[Array, "B T K"]:
+    """The positions that each query sees."""
+    del rng, train, length
+    ids, n = _ids(segments, q), q.shape[1]
+    index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
+
+    def best(queries, weights, of_query, position):
+        may = _visible(causal, ids, of_query, position)
+        return _best(settings, _scores(Index(queries, weights), keys), may)
+
+    chosen = by_chunks(best, (settings.n_index_heads + 1) * n, *index, ids, positions(n))
+    return joined(chosen, n)
+
+
+# Attention
+
+
+def _apply(
+    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng
+) -> Float[Array, "B T N V"]:
+    n_batch, length, n_heads, _ = q.shape
+    ids = _ids(segments, q)
+    fine = is_finite(k, v)[..., 0]  # [B, S, N]
+    keys, values = finite(k), finite(v)
+    index_keys = _index_keys(params, k)
+    seed = seed_words(rng, n_batch) if dropout > 0.0 else None
+    batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
+
+    @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+    def attend(q, chosen, of_query, position, *index):
+        mask = _shown(chosen, length) & _visible(causal, ids, of_query, position)
+        logits = product("bqnh,bsnh->bnqs", finite(q), keys, q.dtype) / math.sqrt(q.shape[-1])
+        seen_fine = jnp.swapaxes(fine, 1, 2)[:, :, None] & _of_heads(is_finite(q))
+        weights, whole = _softmax(logits, mask[:, None], seen_fine)
+        kept = weights
+        if seed is not None:
+            query = position[:, None, :, None]
+            address = batch, head, query, jnp.arange(length, dtype=jnp.int32)[None, None, None]
+            kept = weights * dropout_mask(seed, dropout, *address).astype(weights.dtype)
+        out = product("bnqs,bsnv->bqnv", kept, values, values.dtype)
+        out = jnp.where(jnp.swapaxes(whole, 1, 2), out, jnp.nan)
+        real = whole.all(axis=(1, 3)) & mask.any(axis=-1)
+        of_all = lax.stop_gradient(weights).mean(axis=1)
+        return out, _divergence(_scores(Index(*index), index_keys), of_all, mask, real)
+
+    index = _index_queries(params, q)
+    arrays = q, plan, ids, positions(length), *index
+    n_seen = (n_heads + settings.n_index_heads + 1) * length
+    out, losses = by_chunks(attend, n_seen, *arrays)
+    n_real = jnp.maximum(jnp.sum(ids != 0), 1).astype(losses.dtype)
+    loss = settings.index_loss * losses.sum() / n_real
+    return with_loss(joined(out, length).astype(v.dtype), loss)
+
+
+def _shown(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:
+    """Whether each position is among those that a query chose."""
+    row, query, _ = jnp.ogrid[: chosen.shape[0], : chosen.shape[1], :1]
+    place = jnp.where(chosen < 0, length, chosen)
+    none = jnp.zeros((*chosen.shape[:2], length), bool)
+    return none.at[row, query, place].set(True, mode="drop")
+
+
+def _of_heads(x: Array) -> Array:
+    """`[B, Q, N, 1]` as `[B, N, Q, 1]`."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _softmax(logits, mask, fine) -> tuple[Array, Array]:
+    """The weights, and whether all that a query sees is finite; such a row has no gradient."""
+    top = largest(jnp.where(fine, logits, jnp.nan), mask, axis=-1)
+    whole = jnp.isfinite(top)
+    weights = masked_exp(logits, mask & whole, jnp.where(whole, top, 0))
+    weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
+    # The gradient of a hidden weight, a product with what is hidden, may overflow.
+    return jnp.where(mask & whole, weights, 0), whole
+
+
+def _divergence(
+    scores: Float[Array, "B Q S"],
+    attention: Float[Array, "B Q S"],
+    mask: Bool[Array, "B Q S"],
+    real: Bool[Array, "B Q"],
+) -> Float[Array, "B Q"]:
+    """Eq. 4 of each query: `KL(attention || softmax(scores))` over the positions that it sees."""
+    mask = mask & real[..., None]
+    scores = scores - largest(scores, mask, axis=-1)
+    total = masked_exp(scores, mask, jnp.zeros_like(scores[..., :1])).sum(axis=-1, keepdims=True)
+    log_ratio = jnp.log(jnp.where(attention > 0, attention, 1)) - scores + jnp.log(nonzero(total))
+    return jnp.where(mask, attention * log_ratio, 0).sum(axis=-1)
+
+
+# Decoding. C is the capacity.
+
+
+class Cache(NamedTuple):
+    """All positions, and their index keys."""
+
+    memory: KeyValues
+    index: Float[Array, "B C D"]
+
+
+def _replace_value(cache: Cache, v, position) -> Cache:
+    return cache._replace(memory=replace_value(cache.memory, v, position))
+
+
+def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+    del settings, plan, rng
+    index = jnp.pad(_index_keys(params, k), ((0, 0), (0, capacity - q.shape[1]), (0, 0)))
+    return Cache(fill_ring(k, v, lengths, capacity), index)
+
+
+def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
+    memory = add_to_ring(cache.memory, k, v, position)
+    row = jnp.arange(q.shape[0])
+    index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
+    scores = _scores(_index_queries(params, q), index)
+    may = jnp.arange(index.shape[1])[None, None] <= position[:, None, None]
+    chosen = _best(settings, scores, may)  # [B, 1, K]
+    at = jnp.maximum(chosen, 0)[..., None]
+    keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
+    return attend_to(q, keys, values, chosen >= 0), Cache(memory, index)

@@ -1,0 +1,237 @@
+"""Hash-sparse flash attention: a query sees every key of its hash bucket (Pagliardini et al. 2023).
+
+"Faster Causal Attention Over Large Sequences Through Sparse Flash Attention", sec. 3.2. Queries and
+keys are sorted by bucket, and tiles of the sorted arrays are attended to that share one. Buckets
+are as large as they are: nothing is cut into chunks, and no key of a bucket is missed, whatever the
+buckets' sizes. In a causal call positions decide, as kept through sorting. Time is that of the
+pairs that share a bucket, T^2 / n_buckets where buckets are even and T^2 at worst; memory is linear
+in T.
+
+Letters besides those of `reformax.ops.base`: X examples with their heads, B N of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Annotated, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from reformax.declared import Bounds, SettingError
+from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.parts import sorted_groups, tiles
+from reformax.ops.parts.block_lists import InOrder
+from reformax.ops.parts.cache import (
+    KeyValues,
+    Shared,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_value,
+)
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.hashing import MAX_FACTOR, draw_rotations, hash_by
+from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.orders import inverse
+from reformax.ops.parts.sorted_groups import Sorted
+
+Buckets = Annotated[int, Bounds(2, MAX_FACTOR)]
+# Queries, and keys, of a tile. Larger ones hold more pairs that share no bucket.
+TILE = 128
+
+
+class Settings(NamedTuple):
+    """The hyperparameters of `hash_sparse`, whose arguments they are."""
+
+    n_buckets: int
+    shared_qk: bool
+    own: bool
+    impl: str
+
+    def check(self) -> None:
+        """Raises `SettingError` for an odd number of buckets and an unknown `impl`."""
+        check_impl(self.impl, *KERNELS)
+        if self.n_buckets % 2:
+            raise SettingError(f"n_buckets is {self.n_buckets}: expected an even number")
+
+
+class Orders(NamedTuple):
+    """Queries and keys by bucket; shared ones have one order."""
+
+    queries: Sorted  # [B, N, T]
+    keys: Sorted | None
+
+    @property
+    def of_keys(self) -> Sorted:
+        """The order of the keys."""
+        return self.queries if self.keys is None else self.keys
+
+
+@named
+def hash_sparse(
+    *, n_buckets: Buckets = 16, shared_qk: bool = False, own: bool = True, impl: str = "auto"
+) -> AttentionOp:
+    """Exact attention to the keys of a query's own bucket.
+
+    Buckets are those of angular hashing (Andoni et al. 2015), one hash a head: directions count,
+    and the lengths of queries and keys do not. No later token decides what a position sees, and a
+    step of decoding computes the same function as one call.
+
+    Args:
+      n_buckets: buckets, an even number; 16 in most of the paper's runs.
+      shared_qk: whether one projection serves as query and, length-normalised, as key, as in LSH
+        attention. A position then sees itself only if it sees nothing else.
+      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      impl: `"xla"` runs everywhere, in array operations, a head after the other. `"pallas"` is the
+        kernel of block-sparse attention, for NVIDIA GPUs of Ampere or later and heads of 128 or
+        less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"` takes the kernel
+        where it runs.
+
+    Raises:
+      ValueError: a number of buckets that is odd or out of range, an unknown `impl`.
+      NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
+    """
+    settings = Settings(**locals())
+    settings.check()
+    return AttentionOp(
+        init=no_params,
+        plan=functools.partial(_plan, settings),
+        apply=functools.partial(_apply, settings),
+        traits=Traits(
+            shared_qk=shared_qk,
+            strict=shared_qk and not own,
+            random_plan=True,
+            heads_apart=True,
+        ),
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+        replace_value=_replace_value,
+    )
+
+
+def _buckets(settings: Settings, rotations, x: Float[Array, "B T N H"]) -> Int[Array, "B N T"]:
+    return hash_by(rotations, x, (settings.n_buckets,))[:, :, 0]
+
+
+def _plan(settings: Settings, params, q, k, *, segments, causal, rng, train, length=None) -> Orders:
+    """Both orders by segment, bucket and position."""
+    del params, causal, train, length
+    rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
+
+    def order(x: Float[Array, "B T N H"]) -> Sorted:
+        buckets = _buckets(settings, rotations, lax.stop_gradient(x))
+        return sorted_groups.sort(buckets, settings.n_buckets, segments)
+
+    return Orders(order(q), None if settings.shared_qk else order(k))
+
+
+def _apply(
+    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng
+) -> Float[Array, "B T N V"]:
+    del params, segments  # the plan has them
+    n_batch, length, n_heads, _ = q.shape
+    k = length_normalize(q) if settings.shared_qk else k
+    queries, keys = plan.queries, plan.of_keys
+    seed = seed_words(rng, n_batch) if dropout > 0.0 else None
+    sides = (q, queries), (k, keys), (v, keys)
+    x = [_in_order(x, order) for x, order in sides]
+    flat = queries.folded(), keys.folded()
+    strict = settings.shared_qk
+    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
+    if impl == "xla":
+        out = _in_arrays(*x, *flat, causal, strict, dropout, n_heads, seed)
+    else:
+        from reformax.ops.kernels import block_sparse as kernel
+
+        layout = InOrder(length, length, causal, dropout, strict=strict, n_folded=n_heads)
+        groups = *(y.group for y in flat), *(y.position for y in flat)
+        out = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
+    out = out.reshape(n_batch, n_heads, length, -1)
+    place = inverse(queries.position)
+    out = jnp.take_along_axis(out, place[..., None], axis=2, mode="promise_in_bounds")
+    out = jnp.swapaxes(out, 1, 2)
+    if not settings.own:
+        return out
+    alone = sorted_groups.alone(queries, keys, causal, strict)
+    alone = jnp.swapaxes(jnp.take_along_axis(alone, place, axis=2), 1, 2)
+    itself = v
+    if dropout > 0.0:
+        example, position, head = jnp.ogrid[:n_batch, :length, :n_heads]
+        kept = dropout_mask(seed, dropout, example, head, position, position)
+        itself = v * kept[..., None].astype(v.dtype)
+    return jnp.where(alone[..., None], itself, out)
+
+
+def _in_arrays(
+    q, k, v, queries: Sorted, keys: Sorted, causal, strict, dropout, n_heads, seed
+) -> Float[Array, "X T 1 V"]:
+    """The op in array operations, a tile after the other."""
+    size = min(TILE, q.shape[1])
+    tiling = tiles.Tiling(
+        query_size=size,
+        key_size=size,
+        causal=causal,
+        scale=1 / math.sqrt(q.shape[-1]),
+        dropout=dropout,
+        strict=strict,
+        n_folded=n_heads,
+    )
+    groups, orders = (queries.group, keys.group), (queries.position, keys.position)
+    x = tiles.Inputs(q, k, v, None, *groups, seed, *orders)
+    visits = sorted_groups.visits((size, size), causal, queries, keys)
+    return tiles.attend(tiles.forward, tiling, x, visits)
+
+
+def _in_order(x: Float[Array, "B T N H"], order: Sorted) -> Float[Array, "X T 1 H"]:
+    """The vectors of each head in an order of its own."""
+    x = jnp.swapaxes(x, 1, 2)
+    x = jnp.take_along_axis(x, order.position[..., None], axis=2, mode="promise_in_bounds")
+    return x.reshape(-1, x.shape[2], 1, x.shape[3])
+
+
+# Decoding. C is the capacity.
+
+
+class Hashed(NamedTuple):
+    """All positions, and the buckets of their keys."""
+
+    memory: KeyValues
+    buckets: Int[Array, "B N C"]
+    rotations: Shared  # [N, H, 1, F]
+
+
+def _replace_value(cache: Hashed, v, position) -> Hashed:
+    return cache._replace(memory=replace_value(cache.memory, v, position))
+
+
+def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
+    del params, plan  # a plan has orders
+    rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
+    buckets = _buckets(settings, rotations, q if settings.shared_qk else k)
+    keys = length_normalize(q) if settings.shared_qk else k
+    return Hashed(
+        fill_ring(keys, v, lengths, capacity),
+        jnp.pad(buckets, ((0, 0), (0, 0), (0, capacity - q.shape[1]))),
+        Shared(rotations),
+    )
+
+
+def _step(
+    settings: Settings, params, q, k, v, cache: Hashed, *, position: Int[Array, " B"]
+) -> tuple[Float[Array, "B 1 N V"], Hashed]:
+    del params
+    memory, buckets, (rotations,) = cache
+    of_query = _buckets(settings, rotations, q)
+    of_key = of_query if settings.shared_qk else _buckets(settings, rotations, k)
+    keys = length_normalize(q) if settings.shared_qk else k
+    memory = add_to_ring(memory, keys, v, position)
+    buckets = buckets.at[jnp.arange(q.shape[0]), :, position].set(of_key[..., 0])
+    place = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
+    now = position[:, None, None]
+    mask = (buckets == of_query) & (place < now if settings.shared_qk else place <= now)
+    out = attend_to(q, *memory, mask, v if settings.own else None)
+    return out, Hashed(memory, buckets, Shared(rotations))
