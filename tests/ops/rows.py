@@ -413,7 +413,7 @@ _SEPARATE = {
     "own": (True, False),
 }
 
-_BUCKETS = {"n_buckets": (4, 2, 16), "own": (True, False)}
+_BUCKETS = {"n_buckets": (4, 2, 16), "own": (True, False), "shared_qk": (False, True)}
 
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
@@ -508,22 +508,15 @@ ROWS = [
         no_step="a longer vector changes all hashes",
     ),
     Row("smyrf_pallas", smyrf.smyrf, _CLUSTERS | _KERNEL, _clusters),
-    *(
-        Row(
-            f"hash_sparse{'_shared' * shared}",
-            hash_sparse.hash_sparse,
-            _BUCKETS | {"shared_qk": (shared,), "impl": ("xla",)},
-            _same_bucket,
-            second_order=0,
-        )
-        for shared in (False, True)
-    ),
     Row(
-        "hash_sparse_pallas",
+        "hash_sparse",
         hash_sparse.hash_sparse,
-        _BUCKETS | {"shared_qk": (False, True)} | _KERNEL,
+        _BUCKETS | {"impl": ("xla",)},
         _same_bucket,
+        second_order=0,
+        slow=True,
     ),
+    Row("hash_sparse_pallas", hash_sparse.hash_sparse, _BUCKETS | _KERNEL, _same_bucket),
     Row(
         "linformer",
         linformer.linformer,

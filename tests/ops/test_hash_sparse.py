@@ -1,0 +1,84 @@
+"""Hash-sparse attention: whose bucket is whose, which tiles meet, and that memory is linear."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.ops import hash_sparse
+from reformax.ops.parts import sorted_groups
+from reformax.ops.parts.hashing import draw_rotations
+
+KEY = jax.random.key(2)
+
+
+def test_a_group_is_a_bucket_of_a_segment():
+    """Buckets by the definition, in float64; both orders go by group and position."""
+    q, k = np.random.default_rng(0).normal(size=(2, 2, 40, 3, 8)).astype(np.float32)
+    ids = np.repeat([[7, 0, 2, 7], [1, 1, 3, 0]], 10, axis=1)
+    op = hash_sparse.hash_sparse(n_buckets=4)
+    options = dict(causal=True, rng=KEY, train=True)
+    plan = jax.jit(lambda q, k: op.plan((), q, k, segments=ids, **options))(q, k)
+    rotations = np.asarray(draw_rotations(q, (4,), 1, KEY), float)[:, :, 0]
+    for x, order in zip((q, k), plan, strict=True):
+        rotated = np.einsum("btnh,nhf->bntf", x, rotations)
+        bucket = np.argmax(np.concatenate([rotated, -rotated], axis=-1), axis=-1)
+        position, group = map(np.asarray, order)
+        at = np.take_along_axis(np.broadcast_to(ids[:, None], bucket.shape), position, -1)
+        bucket = np.take_along_axis(bucket, position, -1)
+        place = np.lexsort((position, group))
+        np.testing.assert_array_equal(place, np.broadcast_to(np.arange(40), place.shape))
+        for b, n in np.ndindex(2, 3):
+            pairs = {*zip(group[b, n], at[b, n], bucket[b, n], strict=True)}
+            pairs = {(g, *((s, c) if s else (0, 0))) for g, s, c in pairs}
+            assert len(pairs) == len({g for g, *_ in pairs}) == len({x[1:] for x in pairs})
+            assert not np.any((group[b, n] == 0) != (at[b, n] == 0))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_that_share_a_pair_meet(causal):
+    """And in tiles of one position no others do."""
+    rng = np.random.default_rng(1)
+    groups = np.sort(rng.integers(0, 4, (2, 5, 23)), axis=-1)
+    positions = [[rng.permutation(23) for _ in range(5)] for _ in range(2)]
+    queries, keys = (
+        sorted_groups.Sorted(
+            jnp.asarray([p[np.lexsort((p, g))] for p, g in zip(*each, strict=True)]),
+            jnp.asarray(each[1]),
+        )
+        for each in zip(positions, groups, strict=True)
+    )
+    pairs = np.asarray(queries.group)[..., None] == np.asarray(keys.group)[:, None]
+    pairs &= (np.asarray(queries.group) != 0)[..., None]
+    if causal:
+        pairs &= np.asarray(queries.position)[..., None] >= np.asarray(keys.position)[:, None]
+    for sizes in ((1, 1), (4, 3)):
+        plan = sorted_groups.visits(sizes, causal, queries, keys)
+        for visits, mine, sizes_here in (
+            (plan.by_query, pairs, sizes),
+            (plan.by_key, pairs.swapaxes(1, 2), sizes[::-1]),
+        ):
+            own, other = (-(-23 // n) for n in sizes_here)
+            shape = 5, own, sizes_here[0], other, sizes_here[1]
+            padded = np.zeros((5, own * sizes_here[0], other * sizes_here[1]), bool)
+            padded[:, :23, :23] = mine
+            meet = padded.reshape(shape).any(axis=(2, 4))
+            number = np.arange(other)
+            start, stop = (np.asarray(x)[..., None] for x in visits[:2])
+            visited = (number >= start) & (number < stop)
+            assert not np.any(meet & ~visited)
+            if sizes == (1, 1):
+                np.testing.assert_array_equal(meet, visited)
+
+
+def test_memory_is_linear_in_the_length():
+    """Both passes, whatever falls into one bucket."""
+    op = hash_sparse.hash_sparse(n_buckets=2, impl="xla")
+
+    def temp(length):
+        x = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
+        attend = lambda q, k, v: op(q, k, v, causal=True, rng=KEY).sum()  # noqa: E731
+        lowered = jax.jit(jax.grad(attend, argnums=(0, 1, 2))).lower(x, x, x)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temp(8192) < 2.5 * temp(4096) < 2.5 * 4096**2
