@@ -156,7 +156,7 @@ def _apply(
     out = jnp.swapaxes(out, 1, 2)
     if not settings.own:
         return out
-    alone = sorted_groups.alone(queries, keys, causal, strict)
+    alone = sorted_groups.alone(queries, plan.keys, causal)
     alone = jnp.swapaxes(jnp.take_along_axis(alone, place, axis=2), 1, 2)
     itself = v
     if dropout > 0.0:

@@ -77,6 +77,7 @@ class Row(NamedTuple):
       rounding: how many times the error of softmax attention the op's rounding may have.
       group_chooses: whether the heads of one key head choose together where they look, so that
         repeated keys are another function.
+      own_loss: whether its weights learn by a loss of their own, over all positions.
       slow: whether its tests are slow, though it is the first row of its factory.
     """
 
@@ -94,6 +95,7 @@ class Row(NamedTuple):
     rounding: float = 1.0
     reference: Callable[..., Any] | None = None
     group_chooses: bool = False
+    own_loss: bool = False
     slow: bool = False
 
     @property
@@ -588,6 +590,7 @@ ROWS = [
         _INDEXED,
         reference=indexed.dsa,
         second_order=2,  # the indexer's loss has no forward mode
+        own_loss=True,
         slow=True,
     ),
     *(

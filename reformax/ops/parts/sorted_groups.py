@@ -74,18 +74,25 @@ def rank(
     return found
 
 
-def alone(queries: Sorted, keys: Sorted, causal: bool, strict: bool) -> Bool[Array, "*d T"]:
+def alone(queries: Sorted, keys: Sorted | None, causal: bool) -> Bool[Array, "*d T"]:
     """Whether the query of each place sees no key.
 
     Args:
-      queries, keys: the orders.
+      queries: the order of the queries.
+      keys: that of the keys; None: queries are the keys, and none sees itself.
       causal: whether later keys are hidden.
-      strict: whether a query's own key is.
     """
+    if keys is None:
+        same = queries.group[..., 1:] == queries.group[..., :-1]
+        none = ((0, 0),) * (same.ndim - 1)
+        before = jnp.pad(same, (*none, (1, 0)))
+        return ~before if causal else ~(before | jnp.pad(same, (*none, (0, 1))))
     first = rank(keys, queries.group, -1)
-    last = queries.position - strict if causal else keys.group.shape[-1]
-    n_seen = rank(keys, queries.group, last) - first
-    return n_seen - (strict and not causal) <= 0
+    place = jnp.minimum(first, keys.group.shape[-1] - 1)
+    seen = (first == place) & (_take(keys.group, place) == queries.group)
+    if causal:
+        seen = seen & (_take(keys.position, place) <= queries.position)
+    return ~seen
 
 
 def visits(sizes: tuple[int, int], causal: bool, queries: Sorted, keys: Sorted) -> tiles.Plan:
