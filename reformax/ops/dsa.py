@@ -40,6 +40,9 @@ from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
+# The largest number that the indexer reads. A score is a product of three such numbers.
+LARGEST = 1e9
+
 
 class Settings(NamedTuple):
     """The hyperparameters of `dsa`, whose arguments they are."""
@@ -126,16 +129,16 @@ def _index_keys(params, k: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
 
 
 def _read(x: Array) -> Array:
-    """Finite vectors, of float32 or wider, to which no gradient flows."""
-    return finite(lax.stop_gradient(x)).astype(wide(x.dtype))
+    """Vectors of float32 or wider whose scores do not overflow; no gradient flows to them."""
+    x = finite(lax.stop_gradient(x).astype(wide(x.dtype)))
+    return jnp.clip(x, -LARGEST, LARGEST)
 
 
 def _scores(index: Index, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
     """Eq. 1, divided by sqrt(J D)."""
     found = jax.nn.relu(jnp.einsum("bqjd,bsd->bqjs", index.queries, keys))
     scores = jnp.einsum("bqjs,bqj->bqs", found, index.weights)
-    scores = scores / math.sqrt(index.queries.shape[2] * keys.shape[2])
-    return jnp.where(jnp.isfinite(scores), scores, 0)
+    return scores / math.sqrt(index.queries.shape[2] * keys.shape[2])
 
 
 def _best(
