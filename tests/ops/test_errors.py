@@ -82,7 +82,7 @@ SIZES = [
     (local.local, dict(chunk_len=4, window=10), "raise n_chunks_before to 3"),
     (local.local, dict(pad_chunks=0), "pad_chunks is 0: expected at least 1"),
     (dsa.dsa, dict(top_k=0), "top_k is 0: expected at least 1"),
-    (dsa.dsa, dict(index_loss=-1.0), "index_loss is -1.0: expected at least 0"),
+    (dsa.dsa, dict(index_loss=-1.0), "index_loss is -1.0: expected a number of at least 0"),
     (hash_sparse.hash_sparse, dict(n_buckets=7), "n_buckets is 7: expected an even number"),
     (hash_sparse.hash_sparse, dict(n_buckets=0), "n_buckets is 0: expected at least 2"),
     (moba.moba, dict(block_size=0), "block_size is 0: expected at least 1"),

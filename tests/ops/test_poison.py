@@ -65,7 +65,7 @@ def poisoned(x, where, values):
 
 def assert_same(got, want):
     """The same arrays bit for bit, but that -0 is 0, as a gradient of 0 times a number may be."""
-    assert_same(*(jax.tree.map(lambda y: np.asarray(y) + 0, z) for z in (got, want)))
+    assert_trees_equal(*(jax.tree.map(lambda y: np.asarray(y) + 0, z) for z in (got, want)))
 
 
 def zeroed(x, where):
