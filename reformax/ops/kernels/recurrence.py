@@ -5,11 +5,14 @@ al. 2023, "Gated Linear Attention", sec. 4; Yang et al. 2024, "Gated Delta Netwo
 
   * `states` goes from chunk to chunk and writes the state before each. A program has a block of the
     state, which it keeps in float32. Where heads and blocks are few, groups of chunks run side by
-    side: once from zeros, then again from the state that the groups before them left.
+    side: once from zeros, then again from the state that the groups before them left. What a group
+    makes of a state is a product: with a number of each feature, or, with the delta rule, with a
+    matrix, which is what the group makes of the identity.
   * All other kernels have a program for each chunk.
-  * Decays by feature meet at borders of sixteen rows (sec. 4.3), so that no exponent is above 0.
-  * The delta rule's triangular system is inverted once for each chunk, by blocks of sixteen rows.
-    Triton cannot cut a tile, so that products of pairs and inverses pass through memory.
+  * Decays by feature meet in the middle of halves, of 32 rows, of 16 and so on to one, so that no
+    exponent is above 0. Triton cannot cut a tile: a product is of the whole chunk, and a mask keeps
+    the pairs whose middle it is.
+  * The delta rule's triangular system is inverted once for each chunk, by the same halves.
 
 Letters as in `reformax.ops.base`; L is 64, Tp is T padded to whole groups of chunks.
 """
@@ -33,9 +36,13 @@ from reformax.ops.parts.containment import finite
 from reformax.ops.parts.recurrence import Inputs
 
 L = 64  # rows of a chunk
-SUB = 16  # rows of a part of it
+BITS = 6  # of the number of a row
 # Programs that fill a GPU of 132 processors; how many chunks a group has at least.
 PROGRAMS, LEAST_CHUNKS = 264, 16
+# Columns of a block of a state; warps of a program.
+COLUMNS = 64
+WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values=4, gradients=8)
+STAGES = 3  # of the kernels that go from chunk to chunk
 
 
 class _Read(NamedTuple):
@@ -52,10 +59,9 @@ class _Read(NamedTuple):
 class _Solved(NamedTuple):
     """The delta rule as a recurrence of other values: `u = values - reads S`."""
 
-    pairs: Array  # [B, N, Tp, L], e^(c_i - c_j) k_i . k_j below the diagonal
-    inverse: Array  # [B, N, Tp, L], (1 + M)^-1
     reads: Array  # [B, T, N, H]
     values: Array  # [B, T, N, V]
+    inverse: Array | None  # [B, N, Tp, L], (1 + M)^-1, for the backward pass
 
 
 class _Plan(NamedTuple):
@@ -82,15 +88,15 @@ class _Rows(NamedTuple):
     head: Any
     start: Any  # its first position
 
-    def place(self, first: Any = 0, n: int = L) -> Int[Array, " L"]:
-        return self.start + first + jnp.arange(n, dtype=jnp.int32)
+    def place(self) -> Int[Array, " L"]:
+        return self.start + jnp.arange(L, dtype=jnp.int32)
 
     def exists(self, place) -> Bool[Array, " L"] | None:
         return None if self.plan.length == self.plan.padded else place < self.plan.length
 
-    def read(self, ref, first: Any = 0, n: int = L, columns=None) -> Float[Array, "L J"]:
+    def read(self, ref, columns=None) -> Float[Array, "L J"]:
         """Rows of `[B, T, N, J]`, of which zeros stand for what is not finite."""
-        view, mask = self._view(ref, self.place(first, n), columns)
+        view, mask = self._view(ref, self.place(), columns)
         return _finite(load(view, mask))
 
     def write(self, ref, tile, columns=None) -> None:
@@ -106,21 +112,20 @@ class _Rows(NamedTuple):
 
     # Tiles of pairs of rows, and numbers of rows.
 
-    def pairs(self, ref, row: int = 0, column: int = 0, n: int = L) -> Float[Array, "L L"]:
-        """A square of `[B, N, Tp, L]`."""
-        return pltriton.load(self._square(ref, row, column, n))
+    def pairs(self, ref) -> Float[Array, "L L"]:
+        """The square of `[B, N, Tp, L]`."""
+        return pltriton.load(self._square(ref))
 
-    def put_pairs(self, ref, tile, row: int = 0, column: int = 0) -> None:
-        view = self._square(ref, row, column, len(tile))
-        pltriton.store(view, tile.astype(ref.dtype))
+    def put_pairs(self, ref, tile) -> None:
+        pltriton.store(self._square(ref), tile.astype(ref.dtype))
 
-    def _square(self, ref, row, column, n):
-        columns = column + jnp.arange(n, dtype=jnp.int32)
-        return ref.at[self.batch, self.head, self.place(row, n)[:, None], columns[None, :]]
+    def _square(self, ref):
+        columns = jnp.arange(L, dtype=jnp.int32)
+        return ref.at[self.batch, self.head, self.place()[:, None], columns[None, :]]
 
-    def numbers(self, ref, first: Any = 0, n: int = L) -> Float[Array, "L 1"]:
+    def numbers(self, ref) -> Float[Array, "L 1"]:
         """Rows of `[B, N, Tp]`."""
-        return pltriton.load(ref.at[self.batch, self.head, self.place(first, n)])[:, None]
+        return pltriton.load(ref.at[self.batch, self.head, self.place()])[:, None]
 
     # Decays, from the chunk's begin on.
 
@@ -128,16 +133,24 @@ class _Rows(NamedTuple):
     def by_feature(self) -> bool:
         return self.x.decay is not None and len(self.x.decay.shape) == 4
 
-    def decay(self, first: Any = 0, n: int = L, columns=None) -> Float[Array, "L _"]:
+    def decay(self, columns=None) -> Float[Array, "L _"]:
         if self.by_feature:
-            return self.read(self.x.decay, first, n, columns)
-        return self.numbers(self.x.decay, first, n)
+            return self.read(self.x.decay, columns)
+        return self.numbers(self.x.decay)
 
-    def row(self, ref, t: Any) -> Float[Array, "1 J"]:
-        """One row, as a tile."""
-        place = jnp.full((1,), self.start + t, jnp.int32)
-        view, mask = self._view(ref, place, None)
-        return _finite(load(view, mask))
+    def halves(self):
+        """For halves of 32 rows to one: the pairs between them, and what is left at the middle.
+
+        That is `exp(c_i - c_m)` of the later rows and `exp(c_m - c_i)` of the earlier ones, m being
+        the last of these.
+        """
+        row = jnp.arange(L, dtype=jnp.int32)
+        c = self.decay()
+        for bit in reversed(range(BITS)):
+            middle = ((row >> bit + 1) << bit + 1) + ((1 << bit) - 1)
+            view, mask = self._view(self.x.decay, self.start + middle, None)
+            # Rows of other segments have no decay between them.
+            yield _across(bit), jnp.exp(-jnp.abs(c - load(view, mask)))
 
     def decay_at(self, t: int, columns=None) -> Float[Array, "1 _"]:
         place = jnp.full((1,), self.start + t, jnp.int32)
@@ -151,16 +164,15 @@ class _Rows(NamedTuple):
     def id_at(self, place) -> Int[Array, " 1"]:
         return pltriton.load(self.x.ids.at[self.batch, jnp.full((1,), place, jnp.int32)])
 
-    def ids(self, first: Any = 0, n: int = L) -> Int[Array, " L"]:
-        return pltriton.load(self.x.ids.at[self.batch, self.place(first, n)])
+    def ids(self) -> Int[Array, " L"]:
+        return pltriton.load(self.x.ids.at[self.batch, self.place()])
 
-    def seen(self, strict: bool, row: int = 0, column: int = 0, n: int = L) -> Bool[Array, "L L"]:
+    def seen(self, strict: bool) -> Bool[Array, "L L"]:
         """Whether a row sees another one of its chunk."""
-        i, j = (jnp.arange(n, dtype=jnp.int32) + first for first in (row, column))
-        i, j = i[:, None], j[None, :]
+        i, j = _sides()
         mask = j < i if strict else j <= i
         if self.x.ids is not None:
-            mask = mask & (self.ids(row, n)[:, None] == self.ids(column, n)[None, :])
+            mask = mask & (self.ids()[:, None] == self.ids()[None, :])
         return mask
 
     def _last(self):
@@ -224,7 +236,32 @@ class _Rows(NamedTuple):
         """`a b` by the axes that are summed over, in the inputs' dtype, summed in float32."""
         return _product(a.astype(self.plan.dtype), b.astype(self.plan.dtype), contract)
 
-    def weighted(self, pairs, seen) -> Float[Array, "L L"]:
+    def pairs_of(self, x, y, seen) -> Float[Array, "L L"]:
+        """`sum_h x_ih y_jh exp(c_ih - c_jh)` of pairs of rows that see each other."""
+        if not self.by_feature:
+            return self._weighted(self.product(x, y, "11"), seen)
+        i, j = _sides()
+        total = jnp.where(i == j, jnp.sum(_wide(x) * _wide(y), axis=1)[:, None], 0)
+        for across, left in self.halves():
+            total = total + jnp.where(across, self.product(x * left, y * left, "11"), 0)
+        return jnp.where(seen, total, 0)
+
+    def pairs_vjp(self, d, x, y, seen) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
+        """The gradients of x and y of `pairs_of`."""
+        if not self.by_feature:
+            d = self._weighted(d, seen)
+            return self.product(d, y), self.product(d, x, "00")
+        i, j = _sides()
+        d = jnp.where(seen, d, 0)
+        own = jnp.sum(jnp.where(i == j, d, 0), axis=1)[:, None]
+        dx, dy = own * _wide(y), own * _wide(x)
+        for across, left in self.halves():
+            here = jnp.where(across, d, 0)
+            dx = dx + self.product(here, y * left) * left
+            dy = dy + self.product(here, x * left, "00") * left
+        return dx, dy
+
+    def _weighted(self, pairs, seen) -> Float[Array, "L L"]:
         """Products of pairs by the decay of their head."""
         if self.x.decay is not None:
             c = pltriton.load(self.x.decay.at[self.batch, self.head, self.place()])
@@ -233,13 +270,45 @@ class _Rows(NamedTuple):
         return jnp.where(seen, pairs, 0)
 
 
-def _product(a, b, contract: str = "10", precision=None):
+def _product(a, b, contract: str = "10"):
     dims = (((int(contract[0]),), (int(contract[1]),)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
-def _exact(a, b):
-    return _product(a, b, precision=lax.Precision.HIGHEST)
+def _precise(a, b, contract: str = "10", n: int = 2):
+    """A product of float32 in n parts of bfloat16 each; of three it is as exact as float32."""
+    one, other = _parts(a, n), _parts(b, n)
+    terms = [(i, j) for i in range(n) for j in range(n) if i + j < n]
+    terms.sort(key=sum, reverse=True)  # the smallest first
+    return sum(_product(one[i], other[j], contract) for i, j in terms)
+
+
+def _parts(x: Float[Array, "I J"], n: int) -> list[Float[Array, "I J"]]:
+    """Numbers as sums of bfloat16: of three they are exact."""
+    parts, rest = [], x.astype(jnp.float32)
+    for _ in range(n):
+        # The upper half of a float32 is a bfloat16. Compilers may leave out casts there and back.
+        bits = lax.bitcast_convert_type(rest, jnp.int32) & np.int32(-(1 << 16))
+        part = lax.bitcast_convert_type(bits, jnp.float32)
+        parts.append(part.astype(jnp.bfloat16))
+        rest = rest - part
+    return parts
+
+
+def _wide(x):
+    return x.astype(jnp.float32)
+
+
+def _sides() -> tuple[Int[Array, "L 1"], Int[Array, "1 L"]]:
+    """Numbers of the rows of a chunk, as the sides of a tile of pairs."""
+    row = jnp.arange(L, dtype=jnp.int32)
+    return row[:, None], row[None, :]
+
+
+def _across(bit: int) -> Bool[Array, "L L"]:
+    """Whether row i is in the later and j in the earlier half of one block of 2^(bit + 1) rows."""
+    i, j = _sides()
+    return (((i ^ j) >> bit) == 1) & (i > j)
 
 
 def _finite(x):
@@ -269,6 +338,24 @@ def _chunk(plan: _Plan, x: _Read) -> _Rows:
     return _Rows(plan, x, batch, head, chunk * L)
 
 
+# Decays by feature.
+
+
+def _sums_kernel(x, log_decay, out, *, plan):
+    """Log decays summed up from the chunk's begin, within segments."""
+    rows = _chunk(plan, x)
+    # As in `ops.parts.recurrence`.
+    least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
+    each = jnp.maximum(_wide(rows.read(log_decay)), least)
+    rows.write(out, _sums(rows, each))
+
+
+def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
+    """Sums over the rows of a segment up to each; or, with "00", from each on."""
+    so_far = jnp.where(rows.seen(False), 1.0, 0.0).astype(jnp.bfloat16)
+    return sum(_product(so_far, part, contract) for part in reversed(_parts(x, 3)))
+
+
 # The states.
 
 
@@ -281,44 +368,57 @@ class _Blocks(NamedTuple):
     @classmethod
     def of(cls, d_k: int, d_v: int, whole: bool) -> _Blocks:
         h, v = power_of_two(d_k), power_of_two(d_v)
-        return cls(h if whole else min(h, 64), min(v, 64 if h <= 64 or not whole else 32))
+        return cls(h if whole else min(h, 64), min(v, COLUMNS if h <= 64 or not whole else 32))
 
     def grid(self, d_k: int, d_v: int) -> int:
         return pl.cdiv(d_k, self.h) * pl.cdiv(d_v, self.v)
 
 
 def _block(plan: _Plan, x: _Read, blocks: _Blocks):
-    """The first chunk of a program of the grid (blocks, N, B x groups), and its block."""
+    """The rows of a program of the grid (blocks, N, B x groups), its group and its block."""
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block, last = pl.program_id(0), pl.program_id(2)
     group = lax.rem(last, np.int32(plan.n_groups))
     here = _Rows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0)
+    if x.beta is not None:  # blocks of all features; those after the values are a transition's
+        return here, group, _columns(0, 0, blocks.h), _columns(0, block * blocks.v, blocks.v)
     h = _columns(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
     v = _columns(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
     return here, group, h, v
 
 
 def _states_kernel(x, solved, begins, states, values, ends, *, plan, blocks):
+    """From group to group `begins` is given; else groups begin with zeros, and write their ends."""
     here, group, h, v = _block(plan, x, blocks)
+    state = jnp.zeros((blocks.h, blocks.v), jnp.float32)
+    columns, transition = v, None
+    if begins is not None:
+        state = here.state(begins, group, h, v)
+    elif solved is not None and ends is not None:
+        width = pl.cdiv(x.v.shape[3], blocks.v) * blocks.v
+        transition = pl.program_id(0) * blocks.v >= width
+        columns = jnp.where(transition, _columns(0, 0, blocks.v), v)
+        state = jnp.where(h[:, None] == v[None, :] - width, 1.0, 0.0)
 
     def step(i, state):
         chunk = group * plan.n_chunks + i
         rows = here._replace(start=chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
-        keys = rows.to_new(rows.read(x.k, columns=h), h)
+        keys = rows.to_new(rows.read(x.k, h), h)
         if solved is None:
-            written = rows.read(x.v, columns=v)
+            written = rows.read(x.v, v)
         else:
-            held = rows.product(rows.read(solved.reads, columns=h), state)
-            written = rows.read(solved.values, columns=v) - rows.old_only(held)
-            rows.write(values, written, v)
+            held = rows.product(rows.read(solved.reads, h), state)
+            written = _wide(rows.read(solved.values, columns))
+            if transition is not None:
+                written = jnp.where(transition, 0, written)
+            written = written - rows.old_only(held)
+            if values is not None:
+                rows.write(values, written, v)
             written = _finite(written)
         return rows.forget(state, h) + rows.product(keys, written, "00")
 
-    state = jnp.zeros((blocks.h, blocks.v), jnp.float32)
-    if begins is not None:
-        state = here.state(begins, group, h, v)
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
     if ends is not None:
         here.put_state(ends, group, h, v, state)
@@ -332,13 +432,14 @@ def _d_states_kernel(x, solved, begins, d_out, given, states, d_values, ends, *,
         rows = here._replace(start=chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
-        q = rows.from_old(rows.read(x.q, columns=h), h)
-        after = rows.forget(state, h) + rows.product(q, rows.read(d_out, columns=v), "00")
+        q = rows.from_old(rows.read(x.q, h), h)
+        after = rows.forget(state, h) + rows.product(q, rows.read(d_out, v), "00")
         if solved is not None:
-            keys = rows.to_new(rows.read(x.k, columns=h), h)
-            d = rows.read(given, columns=v) + rows.product(keys, state)
-            rows.write(d_values, d, v)
-            after = after - rows.product(rows.read(solved.reads, columns=h), d, "00")
+            keys = rows.to_new(rows.read(x.k, h), h)
+            d = rows.read(given, v) + rows.product(keys, state)
+            if d_values is not None:
+                rows.write(d_values, d, v)
+            after = after - rows.product(rows.read(solved.reads, h), _finite(d), "00")
         return after
 
     state = jnp.zeros((blocks.h, blocks.v), jnp.float32)
@@ -349,240 +450,151 @@ def _d_states_kernel(x, solved, begins, d_out, given, states, d_values, ends, *,
         here.put_state(ends, group, h, v, state)
 
 
-# A chunk: pairs of rows.
+def _begins_kernel(x, kept, ends, passed, begins, *, plan, blocks, reverse):
+    """The state before each group, or with `reverse` the gradient of that after it.
 
+    Args:
+      kept: `[B, N, G, H]`, how much of a state is left after a group; with the delta rule, whether
+        any is.
+      ends: what a group makes of zeros.
+      passed: None, or for the delta rule `[B, N, G, H, W + H]`, whose last H columns are what a
+        group makes of the identity.
+    """
+    n = pl.cdiv(x.v.shape[3], blocks.v)
+    block = pl.program_id(0)
+    here = _Rows(plan, x, pl.program_id(2), pl.program_id(1), 0)
+    h = _columns(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
+    v = _columns(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
 
-def _pairs_kernel(x, one, other, out, *, plan, strict):
-    """`sum_h one_ih other_jh exp(c_ih - c_jh)` of pairs of rows that see each other."""
-    rows = _chunk(plan, x)
-    if not rows.by_feature:
-        pairs = rows.product(rows.read(one), rows.read(other), "11")
-        rows.put_pairs(out, rows.weighted(pairs, rows.seen(strict)))
-        return
-    for i in range(0, L, SUB):
-        late = rows.read(one, i, SUB).astype(jnp.float32)
-        c = rows.decay(i, SUB)
-        if i:
-            border = rows.decay_at(i - 1)
-            met = late * jnp.exp(jnp.minimum(c - border, 0))
-        for j in range(0, L, SUB):
-            if j > i:
-                tile = jnp.zeros((SUB, SUB), jnp.float32)
-            elif j < i:
-                left = jnp.exp(jnp.minimum(border - rows.decay(j, SUB), 0))
-                tile = rows.product(met, rows.read(other, j, SUB) * left, "11")
-                tile = jnp.where(rows.seen(strict, i, j, SUB), tile, 0)
-            else:
-                tile = _diagonal(rows, late, c, other, i)
-                tile = jnp.where(rows.seen(strict, i, i, SUB), tile, 0)
-            rows.put_pairs(out, tile, i, j)
+    def step(i, state):
+        group = plan.n_groups - 1 - i if reverse else i
+        here.put_state(begins, group, h, v, state)
+        left = kept.at[here.batch, here.head, group, h[:, None]]
+        left = load(left, _and(None, _inside(h, kept.shape[3], 1), (len(h), 1)))
+        after = left * state
+        if passed is not None:
+            matrix = here.state(passed, group, h, n * blocks.v + h)
+            after = _precise(_finite(matrix), state, "00" if reverse else "10")
+            # An overflow is kept, but for a state of zeros.
+            after = after + jnp.where(jnp.sum(jnp.abs(state)) == 0, 0, jnp.sum(matrix * 0))
+        return jnp.where(left > 0, after, 0) + here.state(ends, group, h, v)
 
-
-def _diagonal(rows, late, c, other, first):
-    """Pairs of the rows of one part, a column at a time."""
-    column = jnp.arange(SUB, dtype=jnp.int32)[None, :]
-
-    def step(t, tile):
-        since = jnp.exp(jnp.minimum(c - rows.row(rows.x.decay, first + t), 0))
-        one = jnp.sum(late * rows.row(other, first + t).astype(jnp.float32) * since, axis=1)
-        return tile + jnp.where(column == t, one[:, None], 0)
-
-    zeros = jnp.zeros((SUB, SUB), jnp.float32)
-    return lax.fori_loop(np.int32(0), np.int32(SUB), step, zeros)
-
-
-def _pairs_vjp_kernel(x, one, other, d_pairs, d_one, d_other, *, plan):
-    """The gradients of `one` and `other`; `d_pairs` is 0 where rows do not see each other."""
-    rows = _chunk(plan, x)
-    if not rows.by_feature:
-        d = rows.weighted(rows.pairs(d_pairs), rows.seen(False))
-        rows.write(d_one, rows.product(d, rows.read(other)))
-        rows.write(d_other, rows.product(d, rows.read(one), "00"))
-        return
-    for i in range(0, L, SUB):
-        c = rows.decay(i, SUB)
-        dx, dy = _diagonal_vjp(rows, one, other, d_pairs, c, i)
-        if i:
-            border, sums = rows.decay_at(i - 1), jnp.zeros_like(dx)
-            for j in range(0, i, SUB):
-                left = jnp.exp(jnp.minimum(border - rows.decay(j, SUB), 0))
-                d = rows.pairs(d_pairs, i, j, SUB)
-                sums = sums + rows.product(d, rows.read(other, j, SUB) * left)
-            dx = dx + sums * jnp.exp(jnp.minimum(c - border, 0))
-        for j in range(i + SUB, L, SUB):
-            border = rows.decay_at(j - 1)
-            late = rows.read(one, j, SUB) * jnp.exp(jnp.minimum(rows.decay(j, SUB) - border, 0))
-            d = rows.product(rows.pairs(d_pairs, j, i, SUB), late, "00")
-            dy = dy + d * jnp.exp(jnp.minimum(border - c, 0))
-        _write_part(rows, d_one, dx, i)
-        _write_part(rows, d_other, dy, i)
-
-
-def _write_part(rows, ref, tile, first):
-    view, mask = rows._view(ref, rows.place(first, SUB), None)
-    pltriton.store(view, tile.astype(ref.dtype), mask=mask)
-
-
-def _diagonal_vjp(rows, one, other, d_pairs, c, first):
-    own = rows.place(first, SUB)
-    columns = first + jnp.arange(SUB, dtype=jnp.int32)
-
-    def step(t, sums):
-        dx, dy = sums
-        between = c - rows.row(rows.x.decay, first + t)
-        at = d_pairs.at[rows.batch, rows.head, own, first + t]
-        y, x = (rows.row(ref, first + t).astype(jnp.float32) for ref in (other, one))
-        dx = dx + pltriton.load(at)[:, None] * y * jnp.exp(jnp.minimum(between, 0))
-        at = d_pairs.at[rows.batch, rows.head, rows.start + first + t, columns]
-        dy = dy + pltriton.load(at)[:, None] * x * jnp.exp(jnp.minimum(-between, 0))
-        return dx, dy
-
-    zeros = jnp.zeros((SUB, power_of_two(one.shape[3])), jnp.float32)
-    return lax.fori_loop(np.int32(0), np.int32(SUB), step, (zeros, zeros))
+    state = jnp.zeros((blocks.h, blocks.v), jnp.float32)
+    lax.fori_loop(np.int32(0), np.int32(plan.n_groups), step, state)
 
 
 # A chunk: the delta rule.
 
 
-def _inverse_kernel(x, pairs, inverse, *, plan):
-    """`(1 + M)^-1` with `M = beta pairs`, by blocks of sixteen rows and columns."""
+def _solve_kernel(x, reads, values, inverse, *, plan):
     rows = _chunk(plan, x)
-    parts = range(L // SUB)
-    below, done = {}, {}
-    for i in parts:
-        beta = rows.numbers(x.beta, i * SUB, SUB)
-        for j in range(i + 1):
-            below[i, j] = beta * rows.pairs(pairs, i * SUB, j * SUB, SUB)
-    for i in parts:
-        done[i, i] = _small_inverse(below[i, i])
-        for j in range(i):
-            sums = _exact(below[i, j], done[j, j])
-            for m in range(j + 1, i):
-                sums = sums + _exact(below[i, m], done[m, j])
-            done[i, j] = -_exact(done[i, i], sums)
-    for i in parts:
-        for j in parts:
-            tile = done[i, j] if j <= i else jnp.zeros((SUB, SUB), jnp.float32)
-            rows.put_pairs(inverse, tile, i * SUB, j * SUB)
+    k, beta = rows.read(x.k), rows.numbers(x.beta)
+    # Triangles are inverted more exactly than the products' dtype is.
+    n_parts = 3 if plan.dtype == jnp.float32 else 2
+    solution = _inverse(beta * rows.pairs_of(k, k, rows.seen(True)), n_parts)
+    if inverse is not None:
+        rows.put_pairs(inverse, solution)
+    rows.write(reads, rows.product(solution, beta * rows.from_old(k)))
+    rows.write(values, rows.product(solution, beta * rows.read(x.v)))
 
 
-def _small_inverse(below):
-    """By halves, as `ops.parts.chunk_products.inverse`: all blocks of a size at once."""
-    row = jnp.arange(SUB, dtype=jnp.int32)[:, None]
-    column = jnp.arange(SUB, dtype=jnp.int32)[None, :]
-    result = jnp.where(row == column, 1.0, 0.0)
-    for bits in range(4):
-        of_row, of_column = row >> bits, column >> bits
-        corner = ((of_row & 1) == 1) & (of_column == of_row - 1)
-        corner = jnp.where(corner, below, 0)
-        result = result - (corner if bits == 0 else _exact(_exact(result, corner), result))
+def _inverse(below: Float[Array, "L L"], n_parts: int) -> Float[Array, "L L"]:
+    """`(1 + below)^-1`, as `ops.parts.chunk_products.inverse`: all blocks of a size at once."""
+    i, j = _sides()
+    result = jnp.where(i == j, 1.0, 0.0) - jnp.where(_across(0), below, 0)
+    for bit in range(1, BITS):
+        corner = jnp.where(_across(bit), below, 0)
+        corner = _precise(_precise(result, corner, n=n_parts), result, n=n_parts)
+        result = result - corner
     return result
 
 
-def _solve_kernel(x, inverse, reads, values, *, plan):
-    rows = _chunk(plan, x)
-    inverse, beta = rows.pairs(inverse), rows.numbers(x.beta)
-    rows.write(reads, rows.product(inverse, beta * rows.from_old(rows.read(x.k))))
-    rows.write(values, rows.product(inverse, beta * rows.read(x.v)))
+class _Delta(NamedTuple):
+    """Gradients of a chunk by the delta rule's own pairs and reads."""
+
+    v: Float[Array, "L V"]
+    beta: Float[Array, " L"]
+    read: Float[Array, "L H"]  # of the keys as they read
+    written: Float[Array, "L H"]  # and as they are written
 
 
-def _solved_vjp_kernel(x, solved, states, values, d_values, dv, d_beta, d_pairs, *, plan):
-    rows = _chunk(plan, x)
-    h, v = _columns(x.k.shape[3]), _columns(x.v.shape[3])
-    beta = rows.numbers(x.beta)
-    d_right = rows.product(rows.pairs(solved.inverse), rows.read(d_values), "00")
-    state = _finite(rows.state(states, pl.program_id(0), h, v))
-    held = rows.product(rows.from_old(rows.read(x.k)), state)
-    left = rows.read(x.v) - held
-    d_below = -rows.product(d_right, rows.read(values), "11")
-    d_below = jnp.where(rows.seen(True), d_below, 0)
-    sums = jnp.sum(d_right * left, axis=1) + jnp.sum(d_below * rows.pairs(solved.pairs), axis=1)
-    pltriton.store(d_beta.at[rows.batch, rows.head, rows.place()], sums)
-    rows.put_pairs(d_pairs, beta * d_below)
-    rows.write(dv, beta * d_right)
+def _delta_vjp(rows, k, state, inverse, values, d_values) -> _Delta:
+    beta, below = rows.numbers(rows.x.beta), rows.seen(True)
+    d_right = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
+    d_below = -rows.product(d_right, values, "11")
+    d_below = jnp.where(below, d_below, 0)
+    d_beta = jnp.sum(d_below * rows.pairs_of(k, k, below), axis=1)
+    left = rows.read(rows.x.v) - rows.product(rows.from_old(k), state)
+    d_beta = d_beta + jnp.sum(d_right * left, axis=1)
+    dv = beta * d_right
+    read, written = rows.pairs_vjp(beta * d_below, k, k, below)
+    return _Delta(dv, d_beta, read - rows.from_old(rows.product(dv, state, "11")), written)
 
 
 # A chunk: outputs and gradients.
 
 
-def _read_pairs(rows, pairs):
-    """What each query reads of each key."""
-    if pairs is not None:
-        return rows.pairs(pairs)
-    seen = rows.seen(rows.plan.strict)
-    return rows.weighted(rows.product(rows.read(rows.x.q), rows.read(rows.x.k), "11"), seen)
-
-
-def _output_kernel(x, pairs, states, values, out, *, plan):
+def _output_kernel(x, states, values, out, *, plan):
     rows = _chunk(plan, x)
     h, v = _columns(x.k.shape[3]), _columns(x.v.shape[3])
+    q = rows.read(x.q)
+    pairs = rows.pairs_of(q, rows.read(x.k), rows.seen(plan.strict))
+    new = rows.product(pairs, rows.read(values))
     state = rows.state(states, pl.program_id(0), h, v)
-    new = rows.product(_read_pairs(rows, pairs), rows.read(values))
-    old = rows.product(rows.from_old(rows.read(x.q)), state)
-    rows.write(out, new + rows.old_only(old))
+    rows.write(out, new + rows.old_only(rows.product(rows.from_old(q), state)))
 
 
-def _d_values_kernel(x, pairs, d_out, d_values, *, plan):
+def _d_values_kernel(x, d_out, d_values, *, plan):
     rows = _chunk(plan, x)
-    rows.write(d_values, rows.product(_read_pairs(rows, pairs), rows.read(d_out), "00"))
+    pairs = rows.pairs_of(rows.read(x.q), rows.read(x.k), rows.seen(plan.strict))
+    rows.write(d_values, rows.product(pairs, rows.read(d_out), "00"))
 
 
-def _d_pairs_kernel(x, values, d_out, d_pairs, *, plan):
-    rows = _chunk(plan, x)
-    d = rows.product(rows.read(d_out), rows.read(values), "11")
-    rows.put_pairs(d_pairs, jnp.where(rows.seen(plan.strict), d, 0))
+class _Of(NamedTuple):
+    """Arrays of gradients."""
+
+    q: Any
+    k: Any
+    v: Any
+    decay: Any  # of decays summed up, [B, N, Tp]; by feature of each, [B, T, N, H]
+    beta: Any  # [B, N, Tp]
 
 
-class _Given(NamedTuple):
-    """What a backward pass has computed before its last kernel; None: the kernel does."""
-
-    pairs: Array | None  # of queries and keys
-    dq: Array | None  # by pairs of a chunk
-    dk: Array | None
-    read: Array | None  # the gradients of keys by the delta rule's pairs
-    written: Array | None
-    dv: Array | None
-
-
-def _gradients_kernel(x, given, states, d_states, values, d_out, out, d_decay, *, plan):
+def _gradients_kernel(x, inverse, states, d_states, values, d_values, d_out, out, *, plan):
     rows, chunk = _chunk(plan, x), pl.program_id(0)
     h, v = _columns(x.k.shape[3]), _columns(x.v.shape[3])
+    seen = rows.seen(plan.strict)
+    q, k, u, d = (rows.read(ref) for ref in (x.q, x.k, values, d_out))
     state = _finite(rows.state(states, chunk, h, v))
+    delta = None
+    if x.beta is not None:
+        delta = _delta_vjp(rows, k, state, inverse, u, d_values)
+        rows.write(out.v, delta.v)
+        pltriton.store(out.beta.at[rows.batch, rows.head, rows.place()], delta.beta)
     d_state = _finite(rows.state(d_states, chunk, h, v))
-    q, k = rows.read(x.q), rows.read(x.k)
-    u, d = rows.read(values), rows.read(d_out)
-    if given.dv is None:
-        keys = rows.product(rows.to_new(k), d_state)
-        rows.write(out.v, rows.product(_read_pairs(rows, given.pairs), d, "00") + keys)
-    if given.dq is None:
-        seen = rows.seen(plan.strict)
-        d_pairs = rows.weighted(rows.product(d, u, "11"), seen)
-        dq, dk = rows.product(d_pairs, k), rows.product(d_pairs, q, "00")
-    else:
-        dq, dk = rows.read(given.dq), rows.read(given.dk)
+    if delta is None:
+        dv = rows.product(rows.pairs_of(q, k, seen), d, "00")
+        rows.write(out.v, dv + rows.product(rows.to_new(k), d_state))
+    dq, dk = rows.pairs_vjp(rows.product(d, u, "11"), q, k, seen)
     dq = dq + rows.from_old(rows.product(d, state, "11"))
+    rows.write(out.q, dq)
     dk_new = rows.to_new(rows.product(u, d_state, "11"))
     dk = dk + dk_new
-    rows.write(out.q, dq)
-    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    q, k = _wide(q), _wide(k)
     dc = q * dq - k * dk
-    if given.read is not None:
-        held = rows.from_old(rows.product(rows.read(given.dv), state, "11"))
-        read, written = rows.read(given.read) - held, rows.read(given.written)
-        dk = dk + read + written
-        dc = dc + k * (read - written)
+    if delta is not None:
+        dk = dk + delta.read + delta.written
+        dc = dc + k * (delta.read - delta.written)
     rows.write(out.k, dk)
-    if d_decay is None:
+    if x.decay is None:
         return
-    kept = jnp.sum(rows.forget(state.astype(jnp.float32) * d_state, h), axis=1)
+    kept = jnp.sum(rows.forget(_wide(state) * d_state, h), axis=1)
     at_end = jnp.sum(k * dk_new, axis=0) + kept
-    row = jnp.arange(L, dtype=jnp.int32)[:, None]
-    dc = dc + jnp.where(row == L - 1, at_end[None, :], 0)
+    dc = dc + jnp.where(_sides()[0] == L - 1, at_end[None, :], 0)
     if rows.by_feature:
-        rows.write(d_decay, dc)
+        rows.write(out.decay, _sums(rows, dc, "00"))
     else:
-        place = rows.place()
-        pltriton.store(d_decay.at[rows.batch, rows.head, place], jnp.sum(dc, axis=1))
+        pltriton.store(out.decay.at[rows.batch, rows.head, rows.place()], jnp.sum(dc, axis=1))
 
 
 # Launches.
@@ -593,9 +605,9 @@ def _plan(x: Inputs, strict: bool, interpret: bool, groups: int | None) -> _Plan
     n_chunks = pl.cdiv(length, L)
     blocks = _Blocks.of(size, d_v, delta).grid(size, d_v)
     if groups is None:
-        groups = max(1, min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS))
-    # A state of the delta rule passes a group by a matrix: its chunks go one after the other.
-    groups = 1 if delta else groups
+        groups = min(PROGRAMS // (batch * n_heads * blocks), n_chunks // LEAST_CHUNKS)
+        # Groups read all twice, with the delta rule for a matrix more.
+        groups = groups if groups > (3 if delta else 1) else 1
     dtype = jnp.result_type(x.q, x.k, x.v)
     n_chunks = pl.cdiv(n_chunks, groups)
     return _Plan(length, groups, n_chunks, strict, dtype, interpret)
@@ -609,45 +621,44 @@ def _read(plan: _Plan, x: Inputs, ids) -> _Read:
         return jnp.pad(x, ((0, 0), (0, 0), (0, more)))
 
     ids = None if ids is None else jnp.pad(ids, ((0, 0), (0, more)), mode="edge")
-    decay = None
-    if x.log_decay is not None:
-        # As in `ops.parts.recurrence`.
+    beta = None if x.beta is None else numbers(x.beta)
+    read = _Read(x.q, x.k, x.v, None, beta, ids)
+    if x.log_decay is None:
+        return read
+    if x.log_decay.shape[3] == 1:
         least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
-        decay = jnp.maximum(finite(x.log_decay.astype(jnp.float32)), least)
-        decay = jnp.pad(decay, ((0, 0), (0, more), (0, 0), (0, 0)))
-        decay = _summed(decay, ids, "ij,jnh->inh")
-        decay = decay if x.log_decay.shape[3] > 1 else jnp.moveaxis(decay[..., 0], 1, 2)
-    return _Read(x.q, x.k, x.v, decay, None if x.beta is None else numbers(x.beta), ids)
+        decay = jnp.maximum(numbers(x.log_decay), least)
+        return read._replace(decay=_summed(decay, ids, reverse=False))
+    batch, _, n_heads, size = x.k.shape
+    shape = jax.ShapeDtypeStruct((batch, plan.padded, n_heads, size), jnp.float32)
+    grid = plan.padded // L, n_heads, batch
+    return read._replace(decay=_run(_sums_kernel, plan, grid, (read, x.log_decay), (shape,))[0])
 
 
-def _summed(x: Float[Array, "B Tp N _"], ids, spec: str) -> Float[Array, "B Tp N _"]:
-    """Sums over the rows of a chunk up to each row, within its segment; or their transpose."""
-    so_far = jnp.tril(jnp.ones((1, 1, L, L), bool))
+def _summed(x: Float[Array, "B N Tp"], ids, reverse: bool) -> Float[Array, "B N Tp"]:
+    """Sums over the rows of a segment in a chunk up to each row; in reverse, from each on."""
+    so_far, spec = jnp.tril(jnp.ones((L, L), bool)), "ji" if reverse else "ij"
     if ids is not None:
-        ids = ids.reshape(len(ids), -1, L)
+        ids, spec = ids.reshape(len(ids), -1, L), "bc" + spec
         so_far = so_far & (ids[..., None] == ids[..., None, :])
-    so_far = jnp.broadcast_to(so_far, (*so_far.shape[:2], L, L)).astype(jnp.float32)
-    if ids is None:
-        so_far, matrix = so_far[0, 0], ""
-    else:
-        matrix = "bc"
-    rows, result = spec.split("->")
-    one, other = rows.split(",")
-    spec = f"{matrix}{one},bc{other}->bc{result}"
-    chunks = x.reshape(x.shape[0], -1, L, *x.shape[2:])
-    return jnp.einsum(spec, so_far, chunks, precision=lax.Precision.HIGHEST).reshape(x.shape)
+    chunks = x.reshape(*x.shape[:2], -1, L)
+    options = dict(precision=lax.Precision.HIGHEST)
+    return jnp.einsum(spec + ",bncj->bnci", so_far.astype(jnp.float32), chunks, **options).reshape(
+        x.shape
+    )
 
 
-def _run(kernel, plan: _Plan, grid, warps: int, inputs, out_shape, stages: int = 2, **static):
+def _run(kernel, plan: _Plan, grid, inputs, out_shape, stages: int = 2, **static):
+    name = kernel.__name__.removesuffix("_kernel")
     return launch(
         functools.partial(kernel, plan=plan, **static),
         inputs,
         out_shape,
         grid=grid,
-        num_warps=warps,
+        num_warps=WARPS[name.removeprefix("_")],
         num_stages=stages,
         interpret=plan.interpret,
-        name="recurrence" + kernel.__name__.removesuffix("_kernel"),
+        name="recurrence" + name,
     )
 
 
@@ -657,159 +668,146 @@ class _Launches(NamedTuple):
     plan: _Plan
     x: _Read
 
-    @property
-    def _chunks(self):
-        batch, _, n_heads, _ = self.x.k.shape
-        return self.plan.n_groups * self.plan.n_chunks, n_heads, batch
-
     def _shape(self, *shape, dtype=None):
         return jax.ShapeDtypeStruct(shape, dtype or self.plan.dtype)
-
-    def _square(self, dtype=None):
-        batch, _, n_heads, _ = self.x.k.shape
-        return self._shape(batch, n_heads, self.plan.padded, L, dtype=dtype)
 
     def _like(self, x, dtype=None):
         return self._shape(*x.shape, dtype=dtype)
 
-    def _each(self, kernel, inputs, out_shape, warps=4, **static):
-        return _run(kernel, self.plan, self._chunks, warps, (self.x, *inputs), out_shape, **static)
+    def _each(self, kernel, inputs, out_shape, **static):
+        batch, _, n_heads, _ = self.x.k.shape
+        grid = self.plan.n_groups * self.plan.n_chunks, n_heads, batch
+        return _run(kernel, self.plan, grid, (self.x, *inputs), out_shape, **static)
 
     @property
     def by_feature(self) -> bool:
         return self.x.decay is not None and self.x.decay.ndim == 4
 
-    def pairs(self) -> Array | None:
-        """Of queries and keys, where the decay is by feature; else kernels compute them."""
-        if not self.by_feature:
-            return None
-        return self._each(
-            _pairs_kernel, (self.x.q, self.x.k), (self._square(),), strict=self.plan.strict
-        )[0]
-
-    def solved(self) -> _Solved | None:
+    def solved(self, keep: bool = False) -> _Solved | None:
+        """keep: whether the inverse is written too."""
         x = self.x
         if x.beta is None:
             return None
-        square = self._square(jnp.float32)
-        (pairs,) = self._each(_pairs_kernel, (x.k, x.k), (square,), strict=True)
-        (inverse,) = self._each(_inverse_kernel, (pairs,), (self._square(),), warps=1)
-        shapes = self._like(x.k), self._like(x.v)
-        return _Solved(pairs, inverse, *self._each(_solve_kernel, (inverse,), shapes))
+        batch, _, n_heads, _ = x.k.shape
+        inverse = self._shape(batch, n_heads, self.plan.padded, L) if keep else None
+        return _Solved(*self._each(_solve_kernel, (), (self._like(x.k), self._like(x.v), inverse)))
 
-    def states(self, solved) -> tuple[Array, Array]:
-        """The state before each chunk, `[B, N, C, H, V]`, and the values that are written."""
+    def states(self, solved) -> tuple[Array, Array, Array | None]:
+        """The state before each chunk, `[B, N, C, H, V]`, the values that are written, and `ends`.
 
-        def run(begins, states, ends):
-            values = None if solved is None else self._like(self.x.v)
-            return self._scan(
-                _states_kernel, (self.x, solved, begins), (states, values, ends), states
-            )
-
-        states, values = self._grouped(run, reverse=False)
-        return states, self.x.v if solved is None else values
-
-    def d_states(self, solved, d_out, given) -> tuple[Array, Array | None]:
-        """The gradient of the state after each chunk, and of the values of the delta rule."""
+        The last is None without groups.
+        """
 
         def run(begins, states, ends):
-            d_values = None if solved is None else self._like(self.x.v)
+            values = None if solved is None or states is None else self._like(self.x.v)
+            inputs, n = (self.x, solved, begins), 0
+            if solved is not None and states is None:
+                blocks = self._blocks
+                n = pl.cdiv(blocks.h, blocks.v)
+                width = (pl.cdiv(self.x.v.shape[3], blocks.v) + n) * blocks.v
+                ends = self._shape(*ends.shape[:4], width, dtype=ends.dtype)
+            return self._scan(_states_kernel, inputs, (states, values, ends), n)
+
+        (states, values, _), ends = self._grouped(run, None, reverse=False)
+        return states, self.x.v if solved is None else values, ends
+
+    def d_states(self, solved, d_out, given, ends) -> tuple[Array, Array | None]:
+        """The gradient of the state after each chunk, and of the values of the delta rule.
+
+        ends: of `states`.
+        """
+
+        def run(begins, states, ends):
+            d_values = None if solved is None or states is None else self._like(self.x.v)
             inputs = self.x, solved, begins, d_out, given
-            return self._scan(_d_states_kernel, inputs, (states, d_values, ends), states)
+            return self._scan(_d_states_kernel, inputs, (states, d_values, ends))
 
-        return self._grouped(run, reverse=True)
+        return self._grouped(run, ends, reverse=True)[0][:2]
 
-    def _scan(self, kernel, inputs, out_shape, states):
+    @property
+    def _blocks(self) -> _Blocks:
+        return _Blocks.of(self.x.k.shape[3], self.x.v.shape[3], self.x.beta is not None)
+
+    def _scan(self, kernel, inputs, out_shape, more_blocks: int = 0):
         (batch, _, n_heads, d_k), d_v = self.x.k.shape, self.x.v.shape[3]
-        blocks = _Blocks.of(d_k, d_v, self.x.beta is not None)
-        grid = blocks.grid(d_k, d_v), n_heads, batch * self.plan.n_groups
-        return _run(kernel, self.plan, grid, 4, inputs, out_shape, 3, blocks=blocks)
+        blocks = self._blocks
+        grid = blocks.grid(d_k, d_v) + more_blocks, n_heads, batch * self.plan.n_groups
+        return _run(kernel, self.plan, grid, inputs, out_shape, STAGES, blocks=blocks)
 
-    def _grouped(self, run, reverse: bool):
+    def _grouped(self, run, passed, reverse: bool):
         plan, (batch, _, n_heads, d_k) = self.plan, self.x.k.shape
         state = d_k, self.x.v.shape[3]
         states = self._shape(batch, n_heads, plan.n_groups * plan.n_chunks, *state)
         if plan.n_groups == 1:
-            return run(None, states, None)[:2]
-        ends = self._shape(batch, n_heads, plan.n_groups, *state, dtype=jnp.float32)
-        ends = run(None, None, ends)[2]
-        kept = jnp.broadcast_to(self._kept(), (*ends.shape[:4], 1))
+            return run(None, states, None), None
+        shape = self._shape(batch, n_heads, plan.n_groups, *state, dtype=jnp.float32)
+        ends = run(None, None, shape)[2]
+        if self.x.beta is not None and passed is None:
+            passed = ends
+        blocks = self._blocks
+        (begins,) = _run(
+            _begins_kernel,
+            plan,
+            (blocks.grid(*state), n_heads, batch),
+            (self.x, self._kept(), ends, passed),
+            (shape,),
+            blocks=blocks,
+            reverse=reverse,
+        )
+        return run(begins, states, None), ends
 
-        def step(state, group):
-            end, kept = group
-            return jnp.where(kept > 0, kept * state, 0) + end, state
-
-        groups = jax.tree.map(lambda a: jnp.moveaxis(a, 2, 0), (ends, kept))
-        zeros = jnp.zeros_like(groups[0][0])
-        begins = lax.scan(step, zeros, groups, reverse=reverse)[1]
-        return run(jnp.moveaxis(begins, 0, 2), states, None)[:2]
-
-    def _kept(self) -> Float[Array, "B N G _ 1"]:
-        """How much of a state is left after each group."""
+    def _kept(self) -> Float[Array, "B N G H"]:
+        """How much of a state is left after each group; with the delta rule, whether any is."""
         plan, x = self.plan, self.x
-        batch, _, n_heads, _ = x.k.shape
-        kept = jnp.ones((batch, n_heads, plan.n_groups, 1, 1))
-        if x.decay is not None:
+        batch, _, n_heads, size = x.k.shape
+        kept = jnp.ones((batch, n_heads, plan.n_groups, 1))
+        if x.decay is not None and x.beta is None:
             axis = 1 if self.by_feature else 2
             ends = lax.slice_in_dim(x.decay, L - 1, None, L, axis)
             if not self.by_feature:
                 ends = jnp.moveaxis(ends, 2, 1)[..., None]
             ends = ends.reshape(batch, plan.n_groups, plan.n_chunks, n_heads, -1).sum(axis=2)
-            kept = jnp.exp(jnp.moveaxis(ends, 1, 2))[..., None]
+            kept = jnp.exp(jnp.moveaxis(ends, 1, 2))
         if x.ids is not None:
             groups = x.ids.reshape(batch, plan.n_groups, -1)
             last = jnp.concatenate([groups[:, :1, 0], groups[:, :-1, -1]], axis=1)
             whole = last == groups[:, :, -1]
-            kept = jnp.where(whole[:, None, :, None, None], kept, 0)
-        return kept
+            kept = jnp.where(whole[:, None, :, None], kept, 0)
+        return jnp.broadcast_to(kept, (*kept.shape[:3], size))
 
     def output(self, states, values) -> Float[Array, "B T N V"]:
         shape = self._like(self.x.v, jnp.float32)
-        return self._each(_output_kernel, (self.pairs(), states, values), (shape,))[0]
+        return self._each(_output_kernel, (states, values), (shape,))[0]
 
     def gradients(self, d_out) -> Inputs:
-        """Those of the inputs, that of the decays `[B, Tp, N, _]` and of beta `[B, N, Tp]`."""
-        x, wide = self.x, jnp.float32
+        """Those of the inputs."""
+        x = self.x
         d_out = d_out.astype(self.plan.dtype)
-        solved, pairs = self.solved(), self.pairs()
-        states, values = self.states(solved)
-        given = None
+        solved = self.solved(keep=True)
+        states, values, ends = self.states(solved)
+        given = inverse = None
         if solved is not None:
-            (given,) = self._each(_d_values_kernel, (pairs, d_out), (self._like(x.v),))
-        d_states, d_values = self.d_states(solved, d_out, given)
-        dv = d_beta = read = written = dq = dk = None
-        both = self._like(x.k, wide), self._like(x.k, wide)
-        if solved is not None:
-            shapes = self._like(x.v), self._numbers(), self._square(wide)
-            inputs = solved, states, values, d_values
-            dv, d_beta, d_pairs = self._each(_solved_vjp_kernel, inputs, shapes)
-            read, written = self._each(_pairs_vjp_kernel, (x.k, x.k, d_pairs), both)
-        if self.by_feature:
-            (d_pairs,) = self._each(_d_pairs_kernel, (values, d_out), (self._square(wide),))
-            dq, dk = self._each(_pairs_vjp_kernel, (x.q, x.k, d_pairs), both)
-        of_values = None if dv is not None else self._like(x.v, x.v.dtype)
-        out = _Of(self._like(x.q, x.q.dtype), self._like(x.k, x.k.dtype), of_values)
-        d_decay = None
+            (given,) = self._each(_d_values_kernel, (d_out,), (self._like(x.v),))
+            inverse = solved.inverse
+        d_states, d_values = self.d_states(solved, d_out, given, ends)
+        batch, _, n_heads, _ = x.k.shape
+        numbers = self._shape(batch, n_heads, self.plan.padded, dtype=jnp.float32)
+        decay = None
         if x.decay is not None:
-            d_decay = self._like(x.decay, wide) if self.by_feature else self._numbers()
-        inputs = _Given(pairs, dq, dk, read, written, dv), states, d_states, values, d_out
-        out, dc = self._each(_gradients_kernel, inputs, (out, d_decay), warps=8)
-        if dc is not None:
-            dc = dc if self.by_feature else jnp.moveaxis(dc, 1, 2)[..., None]
-            dc = _summed(dc, x.ids, "ij,inh->jnh")
-        return Inputs(out.q, out.k, dv if out.v is None else out.v, dc, d_beta)
+            decay = self._like(x.k, jnp.float32) if self.by_feature else numbers
+        qkv = (self._like(a, a.dtype) for a in x[:3])
+        shapes = _Of(*qkv, decay, None if x.beta is None else numbers)
+        inputs = inverse, states, d_states, values, d_values, d_out
+        (out,) = self._each(_gradients_kernel, inputs, (shapes,))
+        decay, beta = out.decay, out.beta
+        if decay is not None and not self.by_feature:
+            decay = self._of_positions(_summed(decay, x.ids, reverse=True))
+        return Inputs(
+            out.q, out.k, out.v, decay, None if beta is None else self._of_positions(beta)
+        )
 
-    def _numbers(self):
-        batch, _, n_heads, _ = self.x.k.shape
-        return self._shape(batch, n_heads, self.plan.padded, dtype=jnp.float32)
-
-
-class _Of(NamedTuple):
-    """Arrays like the inputs."""
-
-    q: Any
-    k: Any
-    v: Any
+    def _of_positions(self, x: Float[Array, "B N Tp"]) -> Float[Array, "B T N 1"]:
+        return jnp.moveaxis(x[:, :, : self.plan.length], 1, 2)[..., None]
 
 
 def _launches(x: Inputs, ids, strict: bool, interpret: bool, groups: int | None) -> _Launches:
@@ -836,7 +834,7 @@ def forward(
       groups: of chunks, side by side; None: as many as fill a GPU.
     """
     launches = _launches(x, ids, strict, interpret, groups)
-    states, values = launches.states(launches.solved())
+    states, values, _ = launches.states(launches.solved())
     return launches.output(states, values), values
 
 
@@ -850,11 +848,4 @@ def backward(
     groups: int | None = None,
 ) -> Inputs:
     """The gradients of `x`; arguments as in `forward`, `d_out` that of the outputs."""
-    gradients = _launches(x, ids, strict, interpret, groups).gradients(d_out)
-    length = x.q.shape[1]
-    if gradients.log_decay is not None:
-        gradients = gradients._replace(log_decay=gradients.log_decay[:, :length])
-    if gradients.beta is not None:
-        beta = jnp.moveaxis(gradients.beta[:, :, :length], 1, 2)[..., None]
-        gradients = gradients._replace(beta=beta)
-    return gradients
+    return _launches(x, ids, strict, interpret, groups).gradients(d_out)
