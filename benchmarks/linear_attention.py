@@ -1,7 +1,8 @@
 """Attention in linear time by length: linear recurrences and projections of low rank.
 
-    python -m benchmarks.linear_attention --peers --plot docs/linear_attention.png
+    python -m benchmarks.linear_attention --peers --saved=docs/linear_attention.jsonl
     python -m benchmarks.linear_attention --lengths 1024 65536 1048576 --only gated_linear
+    python -m benchmarks.linear_attention --saved=docs/linear_attention.jsonl --plot=FILE --drawn
 
 prints a table for each length N of one sequence:
 
@@ -23,14 +24,18 @@ computes something else, without the nearest keys: it is checked to be finite. P
 out of peers that have them. flash-linear-attention is given features and gates, which ours compute
 themselves; in rows named `from inputs` it computes them too. A last table has the peers' times over
 ours.
+
+`--saved` adds each figure to a file as soon as it is known, one JSON line each, and `--plot` draws
+the figures of the run, or of the file with `--drawn`, which measures nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -294,14 +299,78 @@ def speedups(results: Mapping[str, Mapping[int, Any]], of: Mapping[str, str]) ->
         table.row(peer, ours, *shares)
 
 
+# Records.
+
+
+def record(name: str, of: str | None, length: int, shape: Shape, known: Checked) -> dict[str, Any]:
+    """A figure as a line of a file. `of` is the row that a peer computes too."""
+    forward, gradient, temp_mib = known.result
+    return dict(
+        machine=command_line.machine(),
+        shape=f"{shape.n_heads} heads of {shape.d_head}, {shape.dtype}",
+        attention=name,
+        of=of,
+        length=length,
+        forward_ms=round(forward.queued_ms, 4),
+        gradient_ms=round(gradient.queued_ms, 4),
+        temp_mib=None if temp_mib is None else round(temp_mib, 1),
+        errors=list(known.errors),
+    )
+
+
+def draw(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Time and memory of the gradient by length; the last record of a row counts."""
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for label, key in (
+        ("forward and backward, ms, mean of queued calls", "gradient_ms"),
+        ("temporary memory of the gradient, MiB", "temp_mib"),
+    ):
+        lines = panels.setdefault(label, {})
+        for x in sorted(records, key=lambda x: x["length"]):
+            if x[key]:
+                lines.setdefault(x["attention"], {})[x["length"]] = x[key]
+    titles = dict.fromkeys(f"{x['machine']}, one sequence, {x['shape']}" for x in records)
+    plot(path, panels, "; ".join(titles), xlabel="length")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, repeats=5, peers="add PyTorch's rows", plot=True)
     known = algorithms("auto")
     parser.add_argument("--lengths", type=command_line.positive, nargs="+", help="of the sequence")
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="these attentions")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="figures, to add to")
+    parser.add_argument("--drawn", action="store_true", help="draw those of --saved, and no more")
     args = parser.parse_args(argv)
+    if args.drawn:
+        if not (args.saved and args.plot):
+            parser.error("--drawn draws what --saved names where --plot says: give both")
+        draw(args.plot, [json.loads(line) for line in args.saved.read_text().splitlines()])
+        return
     shape = command_line.of_size(SHAPES, args.tiny)
     shape = shape._replace(lengths=tuple(sorted(args.lengths or shape.lengths)))
+    records: list[dict[str, Any]] = []
+
+    def keep(name: str, of: str | None, length: int, one: Any) -> None:
+        if not isinstance(one, Checked):
+            return
+        records.append(record(name, of, length, shape, one))
+        if args.saved:
+            with args.saved.open("a") as file:
+                file.write(json.dumps(records[-1]) + "\n")
+
+    lines = measure_all(args, known, shape, keep)
+    if args.plot:
+        draw(args.plot, records)
+    exit_if(n for n in args.only if not lines[n])
+
+
+def measure_all(
+    args: Any, known: Mapping[str, Row], shape: Shape, keep: Callable[..., None]
+) -> dict[str, dict[int, float]]:
+    """Prints the tables, and hands each figure to `keep(name, of, length, figure)`.
+
+    Returns the gradients' queued milliseconds by row and length.
+    """
     results: dict[str, dict[int, Any]] = {name: {} for name in args.only}
     peer_of: dict[str, str] = {}
     shortest = min(shape.lengths)
@@ -318,12 +387,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 answers = ask_peers(args.peers, shape, args.repeats, want, lock)
             ready = attempt_each(functools.partial(compile_row, shape), calls, COMPILERS)
         for answer in answers:
-            name = answer.get("name", "peers in PyTorch")
+            name, length = answer.get("name", "peers in PyTorch"), answer.get("length", shortest)
             one = rows.figures(answer)
             if isinstance(one, Result):
                 one = Checked(one, answer["errors"])
                 peer_of[name] = answer["of"]
-            results.setdefault(name, {})[answer.get("length", shortest)] = one
+            results.setdefault(name, {})[length] = one
+            keep(name, answer.get("of"), length, one)
     found: dict[str, Any] = {}
     for length in shape.lengths:
         table = Table("attention", *COLUMNS, title=f"1 x {length:,} tokens")
@@ -341,6 +411,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if isinstance(one, Result):
                     one = Checked(one, found[name])
                 results[name][length] = one
+                keep(name, None, length, one)
             if length in results[name]:
                 table.result(name, known=results[name][length], cells=cells)
     lines = {
@@ -352,14 +423,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table.row(name, f"{exponent(times):.2f}" if times else "-")
     if peer_of:
         speedups(results, peer_of)
-    if args.plot:
-        title = (
-            f"{command_line.machine()}, one sequence, {shape.n_heads} heads of {shape.d_head}, "
-            f"{shape.dtype}"
-        )
-        label = "forward and backward, ms, mean of queued calls"
-        plot(args.plot, {label: {n: x for n, x in lines.items() if x}}, title, xlabel="length")
-    exit_if(n for n in args.only if not lines[n])
+    return lines
 
 
 def ask_peers(

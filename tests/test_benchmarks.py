@@ -57,7 +57,11 @@ COMMANDS = [
     ("exact_attention", "--memory", "| 4,096 | 3.0 |"),
     ("exact_attention", "--curves --longest", "| flash |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
-    ("linear_attention", "--only linear linformer --peers --plot={path}/a.png", "| linformer | "),
+    (
+        "linear_attention",
+        "--only linear linformer --peers --saved={path}/a.jsonl --plot={path}/a.png",
+        "| linformer | ",
+    ),
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
     ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
     ("reversible", "--options", "| float32 | True | 1 | 1 | 0 |"),
