@@ -44,9 +44,7 @@ def test_decays_that_forget_all():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, packed", [("head", True), ("feature", False), ("delta", False)]
-)
+@pytest.mark.parametrize("kind, packed", [("head", True), ("feature", False), ("delta", False)])
 def test_groups_of_chunks_are_one_sequence(kind, packed):
     """Three groups of two chunks, of which there are five, against one group."""
     length = 300

@@ -32,7 +32,6 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.kernels.common import launch, load, power_of_two
-from reformax.ops.parts.containment import finite
 from reformax.ops.parts.recurrence import Inputs
 
 L = 64  # rows of a chunk
@@ -51,8 +50,8 @@ class _Read(NamedTuple):
     q: Array  # [B, T, N, H]
     k: Array  # [B, T, N, H]
     v: Array  # [B, T, N, V]
-    decay: Array | None  # log decays summed up in a chunk, [B, N, Tp], or [B, Tp, N, H] by feature
-    beta: Array | None  # [B, N, Tp]
+    decay: Array | None  # log decays summed up in a chunk, [B, Tp, N], or [B, Tp, N, H] by feature
+    beta: Array | None  # [B, T, N]
     ids: Array | None  # [B, Tp]; rows of one id are side by side
 
 
@@ -123,9 +122,18 @@ class _Rows(NamedTuple):
         columns = jnp.arange(L, dtype=jnp.int32)
         return ref.at[self.batch, self.head, self.place()[:, None], columns[None, :]]
 
-    def numbers(self, ref) -> Float[Array, "L 1"]:
-        """Rows of `[B, N, Tp]`."""
-        return pltriton.load(ref.at[self.batch, self.head, self.place()])[:, None]
+    def numbers(self, ref) -> Float[Array, " L"]:
+        """Rows of `[B, T, N]`."""
+        return _finite(load(*self._numbers(ref)))
+
+    def put_numbers(self, ref, x) -> None:
+        view, mask = self._numbers(ref)
+        pltriton.store(view, x.astype(ref.dtype), mask=mask)
+
+    def _numbers(self, ref):
+        place = self.place()
+        exists = self.exists(place) if ref.shape[1] == self.plan.length else None
+        return ref.at[self.batch, place, self.head], exists
 
     # Decays, from the chunk's begin on.
 
@@ -136,26 +144,25 @@ class _Rows(NamedTuple):
     def decay(self, columns=None) -> Float[Array, "L _"]:
         if self.by_feature:
             return self.read(self.x.decay, columns)
-        return self.numbers(self.x.decay)
+        return self.numbers(self.x.decay)[:, None]
 
-    def halves(self):
-        """For halves of 32 rows to one: the pairs between them, and what is left at the middle.
+    def _half(self, c, step) -> tuple[Bool[Array, "L L"], Float[Array, "L H"]]:
+        """For halves of 32 rows, of 16 and so on: their pairs, and what is left at the middle.
 
         That is `exp(c_i - c_m)` of the later rows and `exp(c_m - c_i)` of the earlier ones, m being
         the last of these.
         """
+        bit = np.int32(BITS - 1) - step
         row = jnp.arange(L, dtype=jnp.int32)
-        c = self.decay()
-        for bit in reversed(range(BITS)):
-            middle = ((row >> bit + 1) << bit + 1) + ((1 << bit) - 1)
-            view, mask = self._view(self.x.decay, self.start + middle, None)
-            # Rows of other segments have no decay between them.
-            yield _across(bit), jnp.exp(-jnp.abs(c - load(view, mask)))
+        middle = ((row >> (bit + 1)) << (bit + 1)) + (jnp.left_shift(np.int32(1), bit) - 1)
+        view, mask = self._view(self.x.decay, self.start + middle, None)
+        # Rows of other segments have no decay between them.
+        return _across(bit), jnp.exp(-jnp.abs(c - load(view, mask)))
 
     def decay_at(self, t: int, columns=None) -> Float[Array, "1 _"]:
         place = jnp.full((1,), self.start + t, jnp.int32)
         if not self.by_feature:
-            return pltriton.load(self.x.decay.at[self.batch, self.head, place])[:, None]
+            return pltriton.load(self.x.decay.at[self.batch, place, self.head])[:, None]
         view, mask = self._view(self.x.decay, place, columns)
         return load(view, mask)
 
@@ -241,10 +248,14 @@ class _Rows(NamedTuple):
         if not self.by_feature:
             return self._weighted(self.product(x, y, "11"), seen)
         i, j = _sides()
-        total = jnp.where(i == j, jnp.sum(_wide(x) * _wide(y), axis=1)[:, None], 0)
-        for across, left in self.halves():
-            total = total + jnp.where(across, self.product(x * left, y * left, "11"), 0)
-        return jnp.where(seen, total, 0)
+        c = self.decay()
+
+        def step(bit, total):  # a loop, for programs that hold all halves at once are slow
+            across, left = self._half(c, bit)
+            return total + jnp.where(across, self.product(x * left, y * left, "11"), 0)
+
+        own = jnp.where(i == j, jnp.sum(_wide(x) * _wide(y), axis=1)[:, None], 0)
+        return jnp.where(seen, lax.fori_loop(np.int32(0), np.int32(BITS), step, own), 0)
 
     def pairs_vjp(self, d, x, y, seen) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
         """The gradients of x and y of `pairs_of`."""
@@ -254,17 +265,21 @@ class _Rows(NamedTuple):
         i, j = _sides()
         d = jnp.where(seen, d, 0)
         own = jnp.sum(jnp.where(i == j, d, 0), axis=1)[:, None]
-        dx, dy = own * _wide(y), own * _wide(x)
-        for across, left in self.halves():
+        c = self.decay()
+
+        def step(bit, sums):
+            across, left = self._half(c, bit)
             here = jnp.where(across, d, 0)
-            dx = dx + self.product(here, y * left) * left
-            dy = dy + self.product(here, x * left, "00") * left
-        return dx, dy
+            dx = sums[0] + self.product(here, y * left) * left
+            return dx, sums[1] + self.product(here, x * left, "00") * left
+
+        begin = own * _wide(y), own * _wide(x)
+        return lax.fori_loop(np.int32(0), np.int32(BITS), step, begin)
 
     def _weighted(self, pairs, seen) -> Float[Array, "L L"]:
         """Products of pairs by the decay of their head."""
         if self.x.decay is not None:
-            c = pltriton.load(self.x.decay.at[self.batch, self.head, self.place()])
+            c = self.numbers(self.x.decay)
             between = c[:, None] - c[None, :]
             pairs = pairs * jnp.exp(jnp.where(seen, between, 0))
         return jnp.where(seen, pairs, 0)
@@ -305,7 +320,7 @@ def _sides() -> tuple[Int[Array, "L 1"], Int[Array, "1 L"]]:
     return row[:, None], row[None, :]
 
 
-def _across(bit: int) -> Bool[Array, "L L"]:
+def _across(bit: Any) -> Bool[Array, "L L"]:
     """Whether row i is in the later and j in the earlier half of one block of 2^(bit + 1) rows."""
     i, j = _sides()
     return (((i ^ j) >> bit) == 1) & (i > j)
@@ -338,11 +353,11 @@ def _chunk(plan: _Plan, x: _Read) -> _Rows:
     return _Rows(plan, x, batch, head, chunk * L)
 
 
-# Decays by feature.
+# Decays.
 
 
 def _sums_kernel(x, log_decay, out, *, plan):
-    """Log decays summed up from the chunk's begin, within segments."""
+    """Log decays summed up from the chunk's begin, within segments, `[B, T, N, H]`."""
     rows = _chunk(plan, x)
     # As in `ops.parts.recurrence`.
     least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
@@ -488,24 +503,29 @@ def _begins_kernel(x, kept, ends, passed, begins, *, plan, blocks, reverse):
 
 def _solve_kernel(x, reads, values, inverse, *, plan):
     rows = _chunk(plan, x)
-    k, beta = rows.read(x.k), rows.numbers(x.beta)
-    # Triangles are inverted more exactly than the products' dtype is.
-    n_parts = 3 if plan.dtype == jnp.float32 else 2
-    solution = _inverse(beta * rows.pairs_of(k, k, rows.seen(True)), n_parts)
+    k, beta = rows.read(x.k), rows.numbers(x.beta)[:, None]
+    solution = _inverse(rows, beta * rows.pairs_of(k, k, rows.seen(True)))
     if inverse is not None:
         rows.put_pairs(inverse, solution)
     rows.write(reads, rows.product(solution, beta * rows.from_old(k)))
     rows.write(values, rows.product(solution, beta * rows.read(x.v)))
 
 
-def _inverse(below: Float[Array, "L L"], n_parts: int) -> Float[Array, "L L"]:
-    """`(1 + below)^-1`, as `ops.parts.chunk_products.inverse`: all blocks of a size at once."""
+def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
+    """`(1 + below)^-1`, as `ops.parts.chunk_products.inverse`: all blocks of a size at once.
+
+    Newton's iteration, of precise residuals, takes out what products of few digits left.
+    """
     i, j = _sides()
-    result = jnp.where(i == j, 1.0, 0.0) - jnp.where(_across(0), below, 0)
+    one = jnp.where(i == j, 1.0, 0.0)
+    result = one - jnp.where(_across(0), below, 0)
     for bit in range(1, BITS):
         corner = jnp.where(_across(bit), below, 0)
-        corner = _precise(_precise(result, corner, n=n_parts), result, n=n_parts)
-        result = result - corner
+        result = result - rows.product(rows.product(result, corner), result)
+    wide = rows.plan.dtype == jnp.float32
+    for _ in range(2 if wide else 1):
+        residual = one - result - _precise(below, result, n=3 if wide else 2)
+        result = result + rows.product(result, residual)
     return result
 
 
@@ -519,7 +539,7 @@ class _Delta(NamedTuple):
 
 
 def _delta_vjp(rows, k, state, inverse, values, d_values) -> _Delta:
-    beta, below = rows.numbers(rows.x.beta), rows.seen(True)
+    beta, below = rows.numbers(rows.x.beta)[:, None], rows.seen(True)
     d_right = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
     d_below = -rows.product(d_right, values, "11")
     d_below = jnp.where(below, d_below, 0)
@@ -556,8 +576,8 @@ class _Of(NamedTuple):
     q: Any
     k: Any
     v: Any
-    decay: Any  # of decays summed up, [B, N, Tp]; by feature of each, [B, T, N, H]
-    beta: Any  # [B, N, Tp]
+    decay: Any  # [B, T, N], or [B, T, N, H] by feature
+    beta: Any  # [B, T, N]
 
 
 def _gradients_kernel(x, inverse, states, d_states, values, d_values, d_out, out, *, plan):
@@ -570,7 +590,7 @@ def _gradients_kernel(x, inverse, states, d_states, values, d_values, d_out, out
     if x.beta is not None:
         delta = _delta_vjp(rows, k, state, inverse, u, d_values)
         rows.write(out.v, delta.v)
-        pltriton.store(out.beta.at[rows.batch, rows.head, rows.place()], delta.beta)
+        rows.put_numbers(out.beta, delta.beta)
     d_state = _finite(rows.state(d_states, chunk, h, v))
     if delta is None:
         dv = rows.product(rows.pairs_of(q, k, seen), d, "00")
@@ -594,7 +614,8 @@ def _gradients_kernel(x, inverse, states, d_states, values, d_values, d_out, out
     if rows.by_feature:
         rows.write(out.decay, _sums(rows, dc, "00"))
     else:
-        pltriton.store(out.decay.at[rows.batch, rows.head, rows.place()], jnp.sum(dc, axis=1))
+        from_here = jnp.where(rows.seen(False), jnp.sum(dc, axis=1)[:, None], 0)
+        rows.put_numbers(out.decay, jnp.sum(from_here, axis=0))
 
 
 # Launches.
@@ -615,37 +636,18 @@ def _plan(x: Inputs, strict: bool, interpret: bool, groups: int | None) -> _Plan
 
 def _read(plan: _Plan, x: Inputs, ids) -> _Read:
     more = plan.padded - plan.length
-
-    def numbers(x):
-        x = jnp.moveaxis(finite(x.astype(jnp.float32))[..., 0], 1, 2)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, more)))
-
     ids = None if ids is None else jnp.pad(ids, ((0, 0), (0, more)), mode="edge")
-    beta = None if x.beta is None else numbers(x.beta)
+    beta = None if x.beta is None else x.beta[..., 0]
     read = _Read(x.q, x.k, x.v, None, beta, ids)
     if x.log_decay is None:
         return read
-    if x.log_decay.shape[3] == 1:
-        least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
-        decay = jnp.maximum(numbers(x.log_decay), least)
-        return read._replace(decay=_summed(decay, ids, reverse=False))
-    batch, _, n_heads, size = x.k.shape
-    shape = jax.ShapeDtypeStruct((batch, plan.padded, n_heads, size), jnp.float32)
-    grid = plan.padded // L, n_heads, batch
-    return read._replace(decay=_run(_sums_kernel, plan, grid, (read, x.log_decay), (shape,))[0])
-
-
-def _summed(x: Float[Array, "B N Tp"], ids, reverse: bool) -> Float[Array, "B N Tp"]:
-    """Sums over the rows of a segment in a chunk up to each row; in reverse, from each on."""
-    so_far, spec = jnp.tril(jnp.ones((L, L), bool)), "ji" if reverse else "ij"
-    if ids is not None:
-        ids, spec = ids.reshape(len(ids), -1, L), "bc" + spec
-        so_far = so_far & (ids[..., None] == ids[..., None, :])
-    chunks = x.reshape(*x.shape[:2], -1, L)
-    options = dict(precision=lax.Precision.HIGHEST)
-    return jnp.einsum(spec + ",bncj->bnci", so_far.astype(jnp.float32), chunks, **options).reshape(
-        x.shape
-    )
+    batch, _, n_heads, size = x.log_decay.shape
+    # Decays of heads are those of as many features.
+    decay = x.log_decay if size > 1 else jnp.swapaxes(x.log_decay, 2, 3)
+    shape = jax.ShapeDtypeStruct((batch, plan.padded, *decay.shape[2:]), jnp.float32)
+    grid = plan.padded // L, decay.shape[2], batch
+    (summed,) = _run(_sums_kernel, plan, grid, (read, decay), (shape,))
+    return read._replace(decay=summed if size > 1 else summed[:, :, 0])
 
 
 def _run(kernel, plan: _Plan, grid, inputs, out_shape, stages: int = 2, **static):
@@ -762,10 +764,7 @@ class _Launches(NamedTuple):
         batch, _, n_heads, size = x.k.shape
         kept = jnp.ones((batch, n_heads, plan.n_groups, 1))
         if x.decay is not None and x.beta is None:
-            axis = 1 if self.by_feature else 2
-            ends = lax.slice_in_dim(x.decay, L - 1, None, L, axis)
-            if not self.by_feature:
-                ends = jnp.moveaxis(ends, 2, 1)[..., None]
+            ends = lax.slice_in_dim(x.decay, L - 1, None, L, 1)
             ends = ends.reshape(batch, plan.n_groups, plan.n_chunks, n_heads, -1).sum(axis=2)
             kept = jnp.exp(jnp.moveaxis(ends, 1, 2))
         if x.ids is not None:
@@ -790,8 +789,7 @@ class _Launches(NamedTuple):
             (given,) = self._each(_d_values_kernel, (d_out,), (self._like(x.v),))
             inverse = solved.inverse
         d_states, d_values = self.d_states(solved, d_out, given, ends)
-        batch, _, n_heads, _ = x.k.shape
-        numbers = self._shape(batch, n_heads, self.plan.padded, dtype=jnp.float32)
+        numbers = self._shape(*x.k.shape[:3], dtype=jnp.float32)
         decay = None
         if x.decay is not None:
             decay = self._like(x.k, jnp.float32) if self.by_feature else numbers
@@ -799,15 +797,8 @@ class _Launches(NamedTuple):
         shapes = _Of(*qkv, decay, None if x.beta is None else numbers)
         inputs = inverse, states, d_states, values, d_values, d_out
         (out,) = self._each(_gradients_kernel, inputs, (shapes,))
-        decay, beta = out.decay, out.beta
-        if decay is not None and not self.by_feature:
-            decay = self._of_positions(_summed(decay, x.ids, reverse=True))
-        return Inputs(
-            out.q, out.k, out.v, decay, None if beta is None else self._of_positions(beta)
-        )
-
-    def _of_positions(self, x: Float[Array, "B N Tp"]) -> Float[Array, "B T N 1"]:
-        return jnp.moveaxis(x[:, :, : self.plan.length], 1, 2)[..., None]
+        decay = out.decay if decay is not numbers else out.decay[..., None]
+        return Inputs(out.q, out.k, out.v, decay, None if out.beta is None else out.beta[..., None])
 
 
 def _launches(x: Inputs, ids, strict: bool, interpret: bool, groups: int | None) -> _Launches:
