@@ -44,11 +44,14 @@ def test_decays_that_forget_all():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, packed", [("head", True), ("feature", False), ("delta", False)])
+@pytest.mark.parametrize(
+    "kind, packed", [("linear", False), ("head", True), ("feature", False), ("delta", False)]
+)
 def test_groups_of_chunks_are_one_sequence(kind, packed):
-    """Three groups of two chunks, of which there are five, against one group."""
+    """Three groups of two chunks, of which there are five, against one group; none forgets all."""
     length = 300
-    inputs = Inputs(*jax.tree.map(np.float32, draw(kind, length, batch=1, n_heads=1)))
+    inputs = draw(kind, length, batch=1, n_heads=1, least=-0.02)
+    inputs = Inputs(*jax.tree.map(np.float32, inputs))
     ids = np.sort(runs(length, 1), axis=1) if packed else None
     d_out = np.random.default_rng(3).normal(size=inputs.v.shape).astype(np.float32)
 

@@ -695,9 +695,9 @@ class _Launches(NamedTuple):
         return _Solved(*self._each(_solve_kernel, (), (self._like(x.k), self._like(x.v), inverse)))
 
     def states(self, solved) -> tuple[Array, Array, Array | None]:
-        """The state before each chunk, `[B, N, C, H, V]`, the values that are written, and `ends`.
+        """The state before each chunk, `[B, N, C, H, V]`, and the values that are written.
 
-        The last is None without groups.
+        The third is what the delta rule makes of a state in each group, or None.
         """
 
         def run(begins, states, ends):
@@ -711,12 +711,12 @@ class _Launches(NamedTuple):
             return self._scan(_states_kernel, inputs, (states, values, ends), n)
 
         (states, values, _), ends = self._grouped(run, None, reverse=False)
-        return states, self.x.v if solved is None else values, ends
+        return (states, self.x.v, None) if solved is None else (states, values, ends)
 
     def d_states(self, solved, d_out, given, ends) -> tuple[Array, Array | None]:
         """The gradient of the state after each chunk, and of the values of the delta rule.
 
-        ends: of `states`.
+        ends: the third of `states`.
         """
 
         def run(begins, states, ends):
