@@ -2,7 +2,7 @@
 
     python -m benchmarks.linear_attention --peers --saved=docs/linear_attention.jsonl
     python -m benchmarks.linear_attention --lengths 1024 65536 1048576 --only gated_linear
-    python -m benchmarks.linear_attention --saved=docs/linear_attention.jsonl --plot=FILE --drawn
+    python -m benchmarks.linear_attention --drawn=docs/linear_attention.jsonl --plot=FILE
 
 prints a table for each length N of one sequence:
 
@@ -25,8 +25,8 @@ out of peers that have them. flash-linear-attention is given features and gates,
 themselves; in rows named `from inputs` it computes them too. A last table has the peers' times over
 ours.
 
-`--saved` adds each figure to a file as soon as it is known, one JSON line each, and `--plot` draws
-the figures of the run, or of the file with `--drawn`, which measures nothing.
+`--saved` adds each figure to a file as soon as it is known, one JSON line each. `--plot` draws the
+figures of the run, or those that such a file has, which `--drawn` names; then nothing is measured.
 """
 
 from __future__ import annotations
@@ -339,12 +339,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=command_line.positive, nargs="+", help="of the sequence")
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="these attentions")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="figures, to add to")
-    parser.add_argument("--drawn", action="store_true", help="draw those of --saved, and no more")
+    parser.add_argument("--drawn", type=Path, metavar="FILE", help="draw these figures, and end")
     args = parser.parse_args(argv)
     if args.drawn:
-        if not (args.saved and args.plot):
-            parser.error("--drawn draws what --saved names where --plot says: give both")
-        draw(args.plot, [json.loads(line) for line in args.saved.read_text().splitlines()])
+        if not args.plot:
+            parser.error("--drawn needs --plot, which says where")
+        draw(args.plot, [json.loads(line) for line in args.drawn.read_text().splitlines()])
         return
     shape = command_line.of_size(SHAPES, args.tiny)
     shape = shape._replace(lengths=tuple(sorted(args.lengths or shape.lengths)))

@@ -524,6 +524,16 @@ def test_growth_is_fitted_to_long_sequences():
     assert math.isnan(linear_attention.exponent({4: 1.0}))
 
 
+def test_kept_figures_of_linear_attention_are_drawn(tmp_path):
+    saved, figure = tmp_path / "a.jsonl", tmp_path / "a.png"
+    times = calls.Times(2.0, 1.0)
+    known = linear_attention.Checked(linear_attention.Result(times, times, None), ())
+    shape = linear_attention.SHAPES["tiny"]
+    saved.write_text(json.dumps(linear_attention.record("linear", None, 64, shape, known)) + "\n")
+    linear_attention.main([f"--drawn={saved}", f"--plot={figure}"])
+    assert figure.stat().st_size
+
+
 def test_a_row_that_is_off_is_no_row():
     shape = linear_attention.SHAPES["tiny"]._replace(lengths=(16,))
     row = linear_attention.algorithms("xla")["linear"]
