@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from reformax.ops.parts.orders import Order
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-5}
 # A vector between two buckets may fall in either, and moves what lies between them by one place.
 NEAR, NEAR_SHARE = 16, 0.9
+# Scores of blocks may be as near.
+SAME_SHARE = 0.99
 KEY = jax.random.PRNGKey(0)
 
 
@@ -53,17 +56,42 @@ class Result(NamedTuple):
 Known = Result | Exception  # of a row: its figures, or why there are none
 
 
-def row(op: AttentionOp, reference: AttentionOp, causal: bool = True, packed: bool = False) -> Row:
+def row(
+    op: AttentionOp,
+    reference: AttentionOp,
+    causal: bool = True,
+    packed: bool = False,
+    marked: int = 0,
+) -> Row:
     """An op as its user calls it, plan and arithmetic, checked against another.
 
-    `packed` says that rows are of several `documents`.
+    Args:
+      op, reference: both, of one function.
+      causal: whether later keys are hidden.
+      packed: whether rows are of several `documents`.
+      marked: the first tokens that are marked, for an op that reads marks.
     """
 
     def attend(q, k, v, rng):
-        return op(q, k, v, causal=causal, segments=documents(q) if packed else None, rng=rng)
+        segments = documents(q) if packed else None
+        more = marks(q, marked) | extras(op, q, v)
+        return op(q, k, v, causal=causal, segments=segments, rng=rng, **more)
 
-    checked = functools.partial(check, op, reference, causal, packed)
+    checked = functools.partial(check, op, reference, causal, packed, marked)
     return Row(attend, checked, op.traits.shared_qk)
+
+
+def marks(q: Array, n: int) -> dict[str, Array]:
+    """The argument `marks` of which the first `n` tokens have one; none of 0."""
+    first = (jnp.arange(q.shape[1]) < n).astype(jnp.int32)
+    return {"marks": jnp.broadcast_to(first, q.shape[:2])} if n else {}
+
+
+def extras(op: AttentionOp, q: Array, v: Array) -> dict[str, dict[str, Array]]:
+    """The argument `extras` of zeros, such as gates that are half open, where an op has one."""
+    of_op = op.extras_of(op.dims(q, v))
+    zeros = {n: jnp.zeros((*q.shape[:2], x.n_heads, x.size), q.dtype) for n, x in of_op.items()}
+    return {"extras": zeros} if zeros else {}
 
 
 def documents(q: Array) -> Array:
@@ -98,9 +126,11 @@ def exact_ops() -> dict[str, AttentionOp]:
     return ops | {"memory_efficient": memory_efficient.memory_efficient()}
 
 
-def inputs(*size: int, dtype: str) -> tuple[Array, ...]:
-    """Random q, k, v `[B, T, N, H]` and the cotangent of the output."""
-    return tuple(jax.random.normal(rng, size, dtype) for rng in jax.random.split(KEY, 4))
+def inputs(*size: int, dtype: str, n_kv_heads: int | None = None) -> tuple[Array, ...]:
+    """Random q, k, v `[B, T, N, H]`, keys of fewer heads if asked, and the output's cotangent."""
+    keys = *size[:2], n_kv_heads or size[2], size[3]
+    sizes = zip(jax.random.split(KEY, 4), (size, keys, keys, size), strict=True)
+    return tuple(jax.random.normal(rng, size, dtype) for rng, size in sizes)
 
 
 # Correctness.
@@ -123,7 +153,12 @@ def relative_error(got: Array, want: Array) -> float:
 
 
 def check(
-    op: AttentionOp, reference: AttentionOp, causal: bool, packed: bool, *arrays: Array
+    op: AttentionOp,
+    reference: AttentionOp,
+    causal: bool,
+    packed: bool,
+    marked: int,
+    *arrays: Array,
 ) -> list[float]:
     """The errors of an op's output and gradients against another op's, both given the op's plan.
 
@@ -138,17 +173,20 @@ def check(
 
     def given_plan(op: AttentionOp, *inputs: Array | None) -> tuple[Array, Any]:
         def attend(q, k, v):
-            return op.apply((), q, k, v, plan=plan, dropout=0.0, **options)
+            more = options | extras(op, q, v)
+            return op.apply((), q, k, v, plan=plan, dropout=0.0, **more)
 
         return jax.jit(output_and_gradient(attend))(d_out, *inputs)
 
     with jax.default_matmul_precision("highest"):
         plan, other_plan = (
-            jax.jit(functools.partial(x.plan, (), train=True, **options))(q, k)
+            jax.jit(functools.partial(x.plan, (), train=True, **options, **marks(q, marked)))(q, k)
             for x in (op, reference)
         )
         if isinstance(plan, Order):
             check_order(plan, other_plan)
+        elif isinstance(plan, jax.Array):
+            check_chosen(plan, other_plan)
         got = given_plan(op, q, k, v)
         if op.traits.exact:
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -174,8 +212,16 @@ def check_order(order: Order, reference: Order) -> None:
         raise ArithmeticError(f"the plan has {share:.1%} of positions near their places")
 
 
+def check_chosen(chosen: Array, reference: Array) -> None:
+    """Raises `ArithmeticError` unless nearly all queries choose the same, in any order."""
+    same = (jnp.sort(x, axis=-1) for x in (chosen, reference))
+    share = float(jnp.mean(jnp.all(jnp.equal(*same), axis=-1)))
+    if share < SAME_SHARE:
+        raise ArithmeticError(f"the plan has {share:.1%} of the queries choose the same")
+
+
 def check_rows(
-    rows: Mapping[str, Row], size: Sequence[int], dtype: str
+    rows: Mapping[str, Row], size: Sequence[int], dtype: str, n_kv_heads: int | None = None
 ) -> dict[str, Row | Exception]:
     """Checks rows in this dtype and in float32, and prints their errors.
 
@@ -183,8 +229,11 @@ def check_rows(
     """
     dtypes = dict.fromkeys((dtype, "float32"))
 
+    def given(dtype: str) -> tuple[Array, ...]:
+        return inputs(*size, dtype=dtype, n_kv_heads=n_kv_heads)
+
     def errors(row: Row) -> list[float]:
-        return [error for x in dtypes for error in row.check(*inputs(*size, dtype=x))]
+        return [error for x in dtypes for error in row.check(*given(x))]
 
     columns = [f"{dtype} {part}" for dtype in dtypes for part in ("output", "gradient")]
     title = f"Largest errors at 1 x {size[1]:,} tokens, relative to the largest number or 1"
@@ -219,12 +268,17 @@ def measure_rows(
     rows: Mapping[Any, Row | Exception],
     arrays: tuple[Array, ...],
     repeats: int,
+    most: float = math.inf,
 ) -> Iterator[tuple[Any, Known]]:
-    """The name and the figures of each row: all are compiled together, then timed one by one."""
+    """The name and the figures of each row: all are compiled together, then timed one by one.
+
+    most: seconds of the calls of a pass, as in `time_calls`.
+    """
     ready = attempt_each(functools.partial(compile_row, arrays), rows, COMPILERS)
 
     def measure(forward, gradient, temp_mib) -> Result:
-        times = [time_calls(x, jax.block_until_ready, repeats) for x in (forward, gradient)]
+        calls = forward, gradient
+        times = [time_calls(x, jax.block_until_ready, repeats, most) for x in calls]
         return Result(*times, temp_mib)
 
     for name in rows:

@@ -56,8 +56,7 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
       top_k: blocks that a query sees, its own among them; 3 in sec. 3.1.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"`
-        takes the kernel where it computes the same function, and chooses blocks by array
-        operations; `"pallas"` has a kernel for that too.
+        takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a number below 1, an unknown `impl`.
@@ -123,12 +122,12 @@ def _plan(
     if n_best == 0:
         return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
 
-    if impl not in ("auto", "xla"):
+    impl = choose(impl, **kernel_obstacles(q, k, None))
+    if impl != "xla":
         from reformax.ops.kernels import choice
 
         sizes = choice.Sizes(n_best, size, size, size, weights=False)
         masks = () if segments is None else (ids, of_block)
-        impl = choose(impl, **kernel_obstacles(q, k, None))
         return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
 
     def best(queries):

@@ -70,8 +70,8 @@ class Settings(NamedTuple):
                 )
 
     def choose(self, q: Array, k: Array, v: Array | None) -> str:
-        """The implementation of summaries and of selected blocks; kernels are asked for."""
-        return "xla" if self.impl == "auto" else choose(self.impl, **kernel_obstacles(q, k, v))
+        """The implementation of summaries and of selected blocks."""
+        return choose(self.impl, **kernel_obstacles(q, k, v))
 
     @property
     def near(self) -> AttentionOp:
@@ -127,7 +127,8 @@ def nsa(
         own, as in sec. 3.3.3; or else all branches read the same.
       impl: `"xla"` runs everywhere. `"pallas"` has kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
-        takes array operations, and for the window what `local.local` takes.
+        takes them where they compute the same function, and for the window what `local.local`
+        takes.
 
     Raises:
       ValueError: a size out of range, or no multiple of `compress_stride`; an unknown `impl`.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.common import LOG2_E, LOWEST, launch, load, power_of_two
+from reformax.ops.kernels.common import LOG2_E, LOWEST, launch, load, power_of_two, product
 from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN, in_three
 from reformax.ops.parts.softmax import nonzero
 
-# Rows of a tile, and blocks or summaries.
-ROWS, COLUMNS = 128, 64
+# Rows of a tile, and blocks or summaries; parts of a number of float32 (`in_three`).
+ROWS, COLUMNS, N_PARTS, WARPS = 128, 64, 3, 4
 
 
 class Sizes(NamedTuple):
@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    q: Array  # [B, T, N, H]
+    q: tuple[Array, ...]  # [B, T, N, H] each; they are added up
     keys: tuple[Array, ...]  # [B, C, G, H] each; they are added up
     ids: Array | None  # [B, T]
     key_ids: Array | None  # [B, C]
@@ -64,125 +64,186 @@ class _Inputs(NamedTuple):
 
 
 class _Rows(NamedTuple):
+    """The rows of a tile: the query heads of a key head, of some queries."""
+
     position: Array
+    head: Array
     ids: Array | None
     exists: Array
+    q: tuple[Array, ...] = ()
 
 
-def _products(x: _Inputs, q, batch, head, number, exists) -> Array:
-    """Products of the rows and some keys, exact to float32."""
-    width = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :]
-    total = jnp.zeros((q.shape[0], number.shape[0]), jnp.float32)
-    for keys in x.keys:
-        mask = exists[:, None] & (width < keys.shape[3])
-        view = keys.at[batch, jnp.where(exists, number, 0)[:, None], head, width]
-        exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-        dims = (((1,), (1,)), ((), ()))
-        key = load(view, mask, 0.0)
-        total += lax.dot_general(q, key, dims, exact, preferred_element_type=jnp.float32)
-    return total
+class _Queries(NamedTuple):
+    """The queries of a tile, without their heads."""
+
+    position: Array
+    exists: Array
+    own: Array
+    first: Array | int
+
+
+class _Best(NamedTuple):
+    """The best blocks so far, in no order."""
+
+    score: Float[Array, "Q K"]
+    block: Int[Array, "Q K"]
+
+
+class _Here(NamedTuple):
+    """One program: its sequence and key head, and what it reads."""
+
+    sizes: Sizes
+    x: _Inputs
+    batch: Any
+    head: Any
+    n_queries: int
+    group: int
+
+    @property
+    def padded(self) -> int:
+        """Rows of a query."""
+        return ROWS // self.n_queries
+
+    @property
+    def scale(self) -> float:
+        return LOG2_E / math.sqrt(self.x.q[0].shape[3])
+
+    def rows(self, tile) -> _Rows:
+        row = jnp.arange(ROWS, dtype=jnp.int32)
+        member = lax.rem(row, jnp.int32(self.padded))
+        position = tile * self.n_queries + lax.div(row, jnp.int32(self.padded))
+        exists = (member < self.group) & (position < self.x.q[0].shape[1])
+        position = jnp.where(exists, position, 0)
+        head = jnp.where(exists, self.head * self.group + member, 0)
+        ids = None if self.x.ids is None else load(self.x.ids.at[self.batch, position], exists, 0)
+        rows = _Rows(position, head, ids, exists)
+        return rows._replace(q=tuple(self._vectors(ref, rows) for ref in self.x.q))
+
+    def _vectors(self, ref, rows: _Rows) -> Array:
+        number = jnp.arange(power_of_two(ref.shape[3]), dtype=jnp.int32)[None, :]
+        view = ref.at[self.batch, rows.position[:, None], rows.head[:, None], number]
+        return load(view, rows.exists[:, None] & (number < ref.shape[3]), 0.0)
+
+    def queries(self, tile) -> _Queries:
+        query = tile * self.n_queries + jnp.arange(self.n_queries, dtype=jnp.int32)
+        exists = query < self.x.q[0].shape[1]
+        query = jnp.where(exists, query, 0)
+        own = lax.div(query, jnp.int32(self.sizes.block))[:, None]
+        first = 0
+        if self.x.first is not None:
+            first = load(self.x.first.at[self.batch, query], exists, 0)[:, None]
+        return _Queries(query, exists, own, first)
+
+    def logits(self, rows: _Rows, summary) -> Array:
+        """Products with some summaries, minus infinity where a row sees none."""
+        sizes, n_summaries = self.sizes, self.x.keys[0].shape[1]
+        there = (summary >= 0) & (summary < n_summaries)
+        end = summary * sizes.stride + (sizes.span - 1)
+        mask = there[None, :] & (end[None, :] <= rows.position[:, None]) & rows.exists[:, None]
+        if rows.ids is not None:
+            view = self.x.key_ids.at[self.batch, jnp.where(there, summary, 0)]
+            of_key = load(view, there, 0)
+            mask = mask & (rows.ids[:, None] == of_key[None, :]) & (of_key != 0)[None, :]
+        return jnp.where(mask, self._products(rows.q, summary, there), -jnp.inf)
+
+    def _products(self, q: tuple[Array, ...], number, exists) -> Array:
+        """Products exact to float32: of parts, those that have a say in its digits."""
+        width = jnp.arange(q[0].shape[1], dtype=jnp.int32)[None, :]
+        total = jnp.zeros((ROWS, number.shape[0]), jnp.float32)
+        for i, keys in reversed(list(enumerate(self.x.keys))):  # small ones first
+            mask = exists[:, None] & (width < keys.shape[3])
+            view = keys.at[self.batch, jnp.where(exists, number, 0)[:, None], self.head, width]
+            key = load(view, mask, 0.0)
+            for part in reversed(q[: N_PARTS - i]):
+                total += product(part, key, transpose_b=True)
+        return total
+
+    def sums(self, rows: _Rows, last) -> tuple[Array, Array]:
+        """The largest product of each row, and the sum of its softmax."""
+
+        def count(i, state):
+            top, total = state
+            found = self.logits(rows, i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32))
+            new = jnp.maximum(top, jnp.max(found, axis=1))
+            weights = jnp.exp2((found - new[:, None]) * self.scale)
+            return new, total * jnp.exp2((top - new) * self.scale) + jnp.sum(weights, axis=1)
+
+        n = lax.div(last, jnp.int32(self.sizes.stride * COLUMNS)) + jnp.int32(1)
+        start = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+        return lax.fori_loop(jnp.int32(0), n, count, start)
+
+    def shares(self, rows: _Rows, queries: _Queries, sums, block) -> Array:
+        """What some blocks are worth to each query by the weights of summaries."""
+        sizes, (top, total) = self.sizes, sums
+        share = jnp.zeros((ROWS, COLUMNS), jnp.float32)
+        for offset, n_shared in sizes.shares.items():
+            found = self.logits(rows, block * (sizes.block // sizes.stride) + offset)
+            share += jnp.exp2((found - top[:, None]) * self.scale) * n_shared
+        share = share / nonzero(total)[:, None]
+        if self.padded > 1:
+            share = jnp.sum(share.reshape(self.n_queries, self.padded, COLUMNS), axis=1)
+        own, first, at = queries.own, queries.first, block[None, :]
+        share = jnp.where(at == own - 1, BEFORE, share)
+        share = jnp.where(at == first, FIRST, share)
+        share = jnp.where(at == own, OWN, share)
+        may = (at >= first) & (at <= own) & queries.exists[:, None]
+        return jnp.where(may, share, -jnp.inf)
+
+    def put(self, out, queries: _Queries, best: _Best) -> None:
+        slot = jnp.arange(best.block.shape[1], dtype=jnp.int32)[None, :]
+        place = jnp.where(queries.exists, queries.position, out.shape[2])[:, None]
+        mask = queries.exists[:, None] & (slot < self.sizes.n_best)
+        pltriton.store(out.at[self.batch, self.head, place, slot], best.block, mask=mask)
+
+
+def _nothing(n_queries: int, n_best: int) -> _Best:
+    """Empty lists. Slots behind their end are never the least."""
+    shape = n_queries, power_of_two(n_best)
+    slot = jnp.arange(shape[1], dtype=jnp.int32)[None, :]
+    score = jnp.broadcast_to(jnp.where(slot < n_best, -jnp.inf, jnp.inf), shape)
+    return _Best(score.astype(jnp.float32), jnp.full(shape, -1, jnp.int32))
+
+
+def _insert(scores: Float[Array, "Q J"], block: Int[Array, " J"], best: _Best) -> _Best:
+    """The best of the lists and of some more blocks."""
+    slot = jnp.arange(best.block.shape[1], dtype=jnp.int32)[None, :]
+    none = jnp.int32(2**30)
+
+    def state(scores, best: _Best):
+        """What may change, and whether a block is better than the least of its query's list."""
+        largest, least = jnp.max(scores, axis=1), jnp.min(best.score, axis=1)
+        return scores, best, largest, least, jnp.max((largest > least).astype(jnp.int32))
+
+    def replace(now):
+        scores, best, largest, least, _ = now
+        largest, least = largest[:, None], least[:, None]
+        at = jnp.min(jnp.where(scores == largest, block[None, :], none), axis=1)[:, None]
+        to = jnp.min(jnp.where(best.score == least, slot, none), axis=1)[:, None]
+        here = (slot == to) & (largest > least)
+        best = _Best(jnp.where(here, largest, best.score), jnp.where(here, at, best.block))
+        return state(jnp.where(block[None, :] == at, -jnp.inf, scores), best)
+
+    return lax.while_loop(lambda now: now[-1] > 0, replace, state(scores, best))[1]
 
 
 def _kernel(x: _Inputs, out, *, sizes: Sizes, group: int, n_queries: int):
     tile, head, batch = (pl.program_id(i) for i in range(3))
-    size, width = x.q.shape[3], power_of_two(x.q.shape[3])
-    padded = ROWS // n_queries  # rows of a query
-    row = jnp.arange(ROWS, dtype=jnp.int32)
-    member = lax.rem(row, jnp.int32(padded))
-    position = tile * n_queries + lax.div(row, jnp.int32(padded))
-    exists = (member < group) & (position < x.q.shape[1])
-    position = jnp.where(exists, position, 0)
-    number = jnp.arange(width, dtype=jnp.int32)[None, :]
-    heads = jnp.where(exists, head * group + member, 0)
-    view = x.q.at[batch, position[:, None], heads[:, None], number]
-    q = load(view, exists[:, None] & (number < size), 0.0)
-    ids = None if x.ids is None else load(x.ids.at[batch, position], exists, 0)
-    rows = _Rows(position, ids, exists)
-    last = jnp.max(position)
-    scale = LOG2_E / math.sqrt(size)
+    here = _Here(sizes, x, batch, head, n_queries, group)
+    rows, queries = here.rows(tile), here.queries(tile)
+    last = jnp.max(rows.position)
+    sums = here.sums(rows, last) if sizes.weights else None
 
-    def logits(summary):
-        """Products with some summaries, minus infinity where a row sees none."""
-        there = (summary >= 0) & (summary < x.keys[0].shape[1])
-        end = summary * sizes.stride + (sizes.span - 1)
-        mask = there[None, :] & (end[None, :] <= rows.position[:, None]) & rows.exists[:, None]
-        if x.ids is not None:
-            of_key = load(x.key_ids.at[batch, jnp.where(there, summary, 0)], there, 0)
-            mask = mask & (rows.ids[:, None] == of_key[None, :]) & (of_key != 0)[None, :]
-        found = _products(x, q, batch, head, summary, there)
-        return jnp.where(mask, found, -jnp.inf)
+    def step(i, best):
+        block = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+        if sizes.weights:
+            scores = here.shares(rows, queries, sums, block)
+        else:  # a row is a query
+            scores = jnp.where(block[None, :] < queries.own, here.logits(rows, block), -jnp.inf)
+        return _insert(scores, block, best)
 
-    columns = jnp.arange(COLUMNS, dtype=jnp.int32)
-    top = total = None
-    if sizes.weights:
-
-        def count(i, state):
-            top, total = state
-            found = logits(i * COLUMNS + columns)
-            new = jnp.maximum(top, jnp.max(found, axis=1))
-            weights = jnp.exp2((found - new[:, None]) * scale)
-            return new, total * jnp.exp2((top - new) * scale) + jnp.sum(weights, axis=1)
-
-        n = lax.div(last, jnp.int32(sizes.stride * COLUMNS)) + jnp.int32(1)
-        start = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-        top, total = lax.fori_loop(jnp.int32(0), n, count, start)
-
-    # Of each query, not of each of its heads.
-    query = tile * n_queries + jnp.arange(n_queries, dtype=jnp.int32)
-    there = query < x.q.shape[1]
-    query = jnp.where(there, query, 0)
-    own = lax.div(query, jnp.int32(sizes.block))[:, None]
-    first = 0 if x.first is None else load(x.first.at[batch, query], there, 0)[:, None]
-
-    def scores(block):
-        if not sizes.weights:  # a row is a query: `padded` is 1
-            return jnp.where(block[None, :] < own, logits(block), -jnp.inf)
-        share = jnp.zeros((ROWS, COLUMNS), jnp.float32)
-        for offset, n_shared in sizes.shares.items():
-            found = logits(block * (sizes.block // sizes.stride) + offset)
-            weights = jnp.exp2((found - top[:, None]) * scale) / nonzero(total)[:, None]
-            share += weights * n_shared
-        if padded > 1:
-            share = jnp.sum(share.reshape(n_queries, padded, COLUMNS), axis=1)
-        at = block[None, :]
-        share = jnp.where(at == own - 1, BEFORE, share)
-        share = jnp.where(at == first, FIRST, share)
-        share = jnp.where(at == own, OWN, share)
-        return jnp.where((at >= first) & (at <= own) & there[:, None], share, -jnp.inf)
-
-    length = power_of_two(sizes.n_best)
-    slot = jnp.arange(length, dtype=jnp.int32)[None, :]
-
-    def insert(i, state):
-        block = i * COLUMNS + columns
-
-        def above(found, best):
-            return jnp.max(found, axis=1) > jnp.min(best, axis=1)
-
-        def replace(state):
-            found, best, chosen, _ = state
-            largest, least = jnp.max(found, axis=1)[:, None], jnp.min(best, axis=1)[:, None]
-            none = jnp.int32(2**30)
-            at = jnp.min(jnp.where(found == largest, block[None, :], none), axis=1)[:, None]
-            to = jnp.min(jnp.where(best == least, slot, none), axis=1)[:, None]
-            here = (slot == to) & (largest > least)
-            best, chosen = jnp.where(here, largest, best), jnp.where(here, at, chosen)
-            found = jnp.where(block[None, :] == at, -jnp.inf, found)
-            return found, best, chosen, jnp.max(above(found, best).astype(jnp.int32))
-
-        found = scores(block)
-        state = found, *state, jnp.max(above(found, state[0]).astype(jnp.int32))
-        return lax.while_loop(lambda state: state[3] > 0, replace, state)[1:3]
-
-    # Slots behind the list are never the least.
-    empty = jnp.where(slot < sizes.n_best, -jnp.inf, jnp.inf)
-    best = jnp.broadcast_to(empty, (n_queries, length)).astype(jnp.float32)
     n = lax.div(last, jnp.int32(sizes.block * COLUMNS)) + jnp.int32(1)
-    chosen = jnp.full((n_queries, length), -1, jnp.int32)
-    _, chosen = lax.fori_loop(jnp.int32(0), n, insert, (best, chosen))
-    place = jnp.where(there, query, out.shape[2])[:, None]
-    mask = there[:, None] & (slot < sizes.n_best)
-    pltriton.store(out.at[batch, head, place, slot], chosen, mask=mask)
+    best = lax.fori_loop(jnp.int32(0), n, step, _nothing(n_queries, sizes.n_best))
+    here.put(out, queries, best)
 
 
 def choose(
@@ -216,13 +277,15 @@ def choose(
             f"q has {group} heads for each of the keys': expected at most {ROWS}, use impl='xla'"
         )
     n_queries = ROWS // padded
-    parts = (keys,) if keys.dtype == q.dtype else in_three(keys, q.dtype)
+    # A product of float32 on the chip would be one multiplication after the other.
+    narrow = jnp.bfloat16 if q.dtype == jnp.float32 else q.dtype
+    queries, summaries = ((x,) if x.dtype == narrow else in_three(x, narrow) for x in (q, keys))
     return launch(
         functools.partial(_kernel, sizes=sizes, group=group, n_queries=n_queries),
-        (_Inputs(q, parts, ids, key_ids, first),),
+        (_Inputs(queries, summaries, ids, key_ids, first),),
         jax.ShapeDtypeStruct((n_batch, n_kv, length, sizes.n_best), jnp.int32),
         grid=(-(-length // n_queries), n_kv, n_batch),
-        num_warps=4,
+        num_warps=WARPS,
         num_stages=2,
         interpret=interpret,
         name="choose_blocks",

@@ -48,8 +48,8 @@ from reformax.ops.parts.softmax import Softmax, nonzero
 
 # Keys of a tile, tiles of a part of a list, parts that summaries' queries are in.
 KEYS, TILES_OF_A_PART, N_PARTS = 64, 64, 8
-# Bytes of a tile's rows.
-ROWS_BYTES = 2**15
+# Rows of a tile by the bytes of a number: products of float32 are long programs.
+ROWS = {2: 128, 4: 32}
 
 
 class Sizes(NamedTuple):
@@ -94,8 +94,8 @@ class Sizes(NamedTuple):
 
 
 def n_rows(x: Array) -> int:
-    """The rows of a tile of `[B, T, N, H]`: fewer where they are long."""
-    return min(128, ROWS_BYTES // (power_of_two(x.shape[3]) * x.dtype.itemsize))
+    """The rows of a tile of `[B, T, N, H]`."""
+    return ROWS[x.dtype.itemsize]
 
 
 class Lists(NamedTuple):
