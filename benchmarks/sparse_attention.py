@@ -18,11 +18,10 @@ one head of keys, and no weights of its own.
 
 A row gets no time before its output and gradients agree, at a short length, with another
 implementation given the same plan, and nearly all of the plan with that implementation's: on a GPU
-array operations, on a CPU the interpreted kernels. What has array operations alone is compared with
-itself. `--peers` adds PyTorch's FlexAttention with the same masks, transformers' Longformer without
-its projections, and flash-linear-attention's MoBA and NSA. They get the same inputs and are checked
-against the same numbers: MoBA's means are rounded there, so some queries choose other blocks. A
-last table has the peers' times over ours.
+array operations, on a CPU the interpreted kernels. `--peers` adds PyTorch's FlexAttention with the
+same masks, transformers' Longformer without its projections, and flash-linear-attention's MoBA and
+NSA. They get the same inputs and are checked against the same numbers: MoBA's means are rounded
+there, so some queries choose other blocks. A last table has the peers' times over ours.
 """
 
 from __future__ import annotations
@@ -94,11 +93,7 @@ class Made(NamedTuple):
 
     def op(self, impl: str = "auto") -> AttentionOp:
         """The op by an implementation."""
-        with_impl = getattr(self.make, "func", self.make) not in (
-            longformer.longformer,
-            sinks.sinks,
-        )
-        return self.make(impl=impl) if with_impl else self.make()
+        return self.make(impl=impl)
 
     def row(self) -> rows.Row:
         """Its row, checked against the implementation that it does not take here."""

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from reformax.declared import Called, Count, SettingError, Size
 from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named, no_params
 from reformax.ops.parts import band
+from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.dropout import seed_words
 
 STEPS = "a number of at least 1, or one for each head"
@@ -31,6 +32,7 @@ class Settings(NamedTuple):
     dilation: int | tuple[int, ...]
     n_global: int
     own_projections: bool
+    impl: str
 
     def bands(self, n_heads: int, causal: bool) -> tuple[band.Band, ...]:
         """The band of each head, or one for all."""
@@ -50,6 +52,7 @@ def longformer(
     dilation: Dilation = 1,
     n_global: Count = 0,
     own_projections: bool = True,
+    impl: str = "auto",
 ) -> AttentionOp:
     """Attention to a window, and of global tokens to and from everything.
 
@@ -67,15 +70,21 @@ def longformer(
       n_global: how many tokens of a row can be global, its first marked ones. Of 0 none are, and
         marks are refused.
       own_projections: whether what global tokens read has projections of its own.
+      impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
+        heads of 128 or less, without dilation; `"pallas_interpret"` runs it anywhere, slowly, for
+        tests. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
-      ValueError: a size out of range; at the call, a dilation for another number of heads.
+      ValueError: a size out of range, an unknown `impl`; at the call, a dilation for another number
+        of heads.
+      NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
     if isinstance(dilation, Sequence):
         dilation = tuple(dilation)
         if not dilation:
             raise SettingError(f"dilation is {dilation}: expected {STEPS}")
-    settings = Settings(window, dilation, n_global, own_projections)
+    check_impl(impl, *KERNELS)
+    settings = Settings(window, dilation, n_global, own_projections, impl)
     return AttentionOp(
         init=no_params,
         plan=functools.partial(_plan, settings),
@@ -117,13 +126,13 @@ def _apply(
     settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng, extras=None
 ) -> Array:
     del params
-    seed = seed_words(rng, len(q)) if dropout else None
     bands = settings.bands(q.shape[2], causal)
-    out = band.attend(bands, q, k, v, plan, segments, dropout, seed)
+    out = band.attend(bands, q, k, v, plan, segments, dropout, rng, settings.impl)
     if plan is None:
         return out
     if extras:
         q, k, v = (extras[f"global_{name}"] for name in "qkv")
+    seed = seed_words(rng, len(q)) if dropout else None
     rows = band.rows_of_few(
         band.rows_at(q, plan), k, v, plan, segments, causal, dropout, seed
     ).astype(out.dtype)

@@ -16,11 +16,11 @@ from jaxtyping import Array, Int
 from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import band
-from reformax.ops.parts.dropout import seed_words
+from reformax.ops.parts.dispatch import KERNELS, check_impl
 
 
 @named
-def sinks(*, window: Size = 256, n_sinks: Count = 4) -> AttentionOp:
+def sinks(*, window: Size = 256, n_sinks: Count = 4, impl: str = "auto") -> AttentionOp:
     """Attention to a window and to the first tokens of the sequence.
 
     The paper numbers positions by their place in the cache (sec. 3.2). Here rotations go by the
@@ -31,15 +31,20 @@ def sinks(*, window: Size = 256, n_sinks: Count = 4) -> AttentionOp:
       window: a position sees those less than `window` positions away, before it and, if not causal,
         after it.
       n_sinks: how many of the first tokens it sees besides.
+      impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
+        heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly, for tests.
+        `"auto"` takes the kernel where it computes the same function.
 
     Raises:
-      ValueError: a size out of range.
-      NotImplementedError: at the call, with several segments in a row.
+      ValueError: a size out of range, an unknown `impl`.
+      NotImplementedError: at the call, with several segments in a row, or when `"pallas"` is asked
+        for what it cannot do.
     """
+    check_impl(impl, *KERNELS)
     return AttentionOp(
         init=no_params,
         plan=no_plan,
-        apply=functools.partial(_apply, window, n_sinks),
+        apply=functools.partial(_apply, window, n_sinks, impl),
         traits=Traits(packed=False, local=n_sinks == 0, heads_apart=True),
         init_cache=functools.partial(_init_cache, window, n_sinks),
         step=functools.partial(_step, window),
@@ -47,14 +52,13 @@ def sinks(*, window: Size = 256, n_sinks: Count = 4) -> AttentionOp:
 
 
 def _apply(
-    window: int, n_sinks: int, params, q, k, v, *, plan, segments, causal, dropout, rng
+    window: int, n_sinks: int, impl: str, params, q, k, v, *, plan, segments, causal, dropout, rng
 ) -> Array:
     del params, plan
-    seed = seed_words(rng, len(q)) if dropout else None
     real = jnp.ones((1, q.shape[1]), bool) if segments is None else segments != 0
     few = band.first_where(real, n_sinks) if n_sinks else None
     bands = (band.Band(window, 1, causal),)
-    return band.attend(bands, q, k, v, few, segments, dropout, seed)
+    return band.attend(bands, q, k, v, few, segments, dropout, rng, impl)
 
 
 def _init_cache(

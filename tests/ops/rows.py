@@ -564,6 +564,13 @@ ROWS = [
         slow=True,
     ),
     Row(
+        "sinks_pallas",
+        sinks.sinks,
+        {"window": (6, 1, 9), "n_sinks": (2, 0, 1, 40)} | _KERNEL,
+        _window_and_first,
+        slow=True,
+    ),
+    Row(
         "performer",
         performer.performer,
         _FEATURES,

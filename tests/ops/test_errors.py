@@ -136,6 +136,7 @@ SIZES = [
     (block_sparse.block_sparse, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla', "),
     (block_patterns.bigbird, dict(n_random=-1), "n_random is -1: expected at least 0"),
     (sinks.sinks, dict(n_sinks=-1), "n_sinks is -1: expected at least 0"),
+    (sinks.sinks, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla', "),
     (longformer.longformer, dict(window=0), "window is 0: expected at least 1"),
     (
         longformer.longformer,

@@ -31,17 +31,19 @@ def _counts(shape, causal, segments, marks, window, dilation, n_global):
 
 
 @pytest.mark.parametrize(
-    "causal, segments, dilation, n_global, own, dropout",
+    "causal, segments, dilation, n_global, own, dropout, impl",
     [
-        (False, None, 1, 6, True, 0.0),
-        (True, SEGMENTS, (1, 3), 4, True, 0.3),
-        pytest.param(False, SEGMENTS, (2, 1), 2, True, 0.3, marks=pytest.mark.slow),
-        pytest.param(True, None, 2, 3, False, 0.0, marks=pytest.mark.slow),
+        (False, None, 1, 6, True, 0.0, "xla"),
+        (True, SEGMENTS, (1, 3), 4, True, 0.3, "xla"),
+        (True, SEGMENTS, 1, 3, True, 0.3, "pallas_interpret"),
+        pytest.param(False, None, 1, 6, False, 0.0, "pallas_interpret", marks=pytest.mark.slow),
+        pytest.param(False, SEGMENTS, (2, 1), 2, True, 0.3, "xla", marks=pytest.mark.slow),
+        pytest.param(True, None, 2, 3, False, 0.0, "xla", marks=pytest.mark.slow),
     ],
 )
-def test_outputs_and_gradients(causal, segments, dilation, n_global, own, dropout):
+def test_outputs_and_gradients(causal, segments, dilation, n_global, own, dropout, impl):
     options = dict(window=4, dilation=dilation, n_global=n_global)
-    op = longformer.longformer(**options, own_projections=own)
+    op = longformer.longformer(**options, own_projections=own, impl=impl)
     x = inputs.draw(op, length=LENGTH, d_v=3)
     marks = np.zeros((2, LENGTH), np.int32)
     marks[:, MARKED] = 1

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.ops.parts.cache import (
     KeyValues,
@@ -26,11 +26,17 @@ from reformax.ops.parts.cache import (
     fill_ring,
     positions_by_slot,
 )
+from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.dispatch import choose, kernel_obstacles
+from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
+from reformax.ops.parts.orders import ChunkSizes
 
 # Logits that are in memory at a time; of more, heads are computed one after the other.
 LOGITS_AT_A_TIME = 2**29
+# Chunks of kernels are a multiple of their tiles.
+TILE = 64
 # The position of a key that is not there.
 NOWHERE = np.iinfo(np.int32).max
 
@@ -57,7 +63,8 @@ def attend(
     few: Int[Array, "#B G"] | None,
     segments: Int[Array, "B T"] | None,
     dropout: float,
-    seed: Int[Array, 5] | None,
+    rng: PRNGKeyArray | None,
+    impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
     """Softmax attention of each head to its band and to the few keys.
 
@@ -67,9 +74,18 @@ def attend(
       few: the positions of the keys that all queries see; `NOWHERE` for none.
       segments: ids; a position sees its own id only, and 0 is padding.
       dropout: the rate at which weights are dropped.
-      seed: of dropout.
+      rng: the source of dropout.
+      impl: the implementation asked for.
+
+    Raises:
+      NotImplementedError: `"pallas"` is asked for what it cannot do.
     """
     n_heads = q.shape[2]
+    dilations = {band.dilation for band in bands} - {1}
+    impl = choose(impl, **kernel_obstacles(q, k, v, dilation=max(dilations, default=None)))
+    if impl != "xla":
+        return _in_kernels(bands[0], impl, q, k, v, few, segments, dropout, rng)
+    seed = seed_words(rng, len(q)) if dropout else None
     ids = jnp.ones((1, q.shape[1]), jnp.int32) if segments is None else segments
     if len(set(bands)) == 1:
         return _of_heads(bands[0], q, k, v, few, ids, dropout, seed, np.arange(n_heads))
@@ -80,6 +96,21 @@ def attend(
         of_heads = _of_heads(band, *arrays, few, ids, dropout, seed, heads)
         out = out.at[:, :, heads].set(of_heads)
     return out
+
+
+def _in_kernels(band: Band, impl: str, q, k, v, few, segments, dropout: float, rng) -> Array:
+    """`attend` by kernels, in chunks that hold the window."""
+    sizes = ChunkSizes(-(-band.window // TILE) * TILE, 1, 0 if band.causal else 1)
+    options = dict(causal=band.causal, shared_qk=False, window=band.window, dropout=dropout)
+    chunks = sizes.cut(q.shape[1], **options)
+    if few is None or few.shape[1] == 0:
+        return chunked_attention(q, k, v, chunks, None, segments, rng, impl)
+    from reformax.ops.kernels import band as kernel
+
+    few = jnp.broadcast_to(few, (len(q), few.shape[1]))
+    if segments is not None:
+        segments = jnp.pad(jnp.asarray(segments), ((0, 0), (0, chunks.padding)))
+    return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, few, segments, rng)
 
 
 def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
