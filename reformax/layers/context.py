@@ -59,8 +59,13 @@ def arrange(op: AttentionOp, qkv: T) -> T:
             f"mesh has context={n} and op is {op}, which computes all heads together: use "
             "context=1, or an op whose traits say heads_apart=True"
         )
-    n_heads = qkv.q.shape[2]
-    if n_heads % n or qkv.v.shape[2] % n:  # heads of keys for several heads of queries
+    n_heads, n_kv_heads = qkv.q.shape[2], qkv.v.shape[2]
+    if op.traits.choose_together and n_kv_heads % n and n_kv_heads < n_heads:
+        raise SettingError(
+            f"mesh has context={n} and op is {op}, whose heads of queries choose together for each "
+            f"of {n_kv_heads} heads of keys: expected a multiple of {n}, or as many as of queries"
+        )
+    if n_heads % n or n_kv_heads % n:  # heads of keys for several heads of queries
         k, v = repeat_heads(qkv.q, qkv.k, qkv.v)
         qkv = qkv._replace(k=k, v=v)
 

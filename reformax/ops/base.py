@@ -55,6 +55,7 @@ class Traits(NamedTuple):
     marks: bool = False  # its plan reads `Tokens.marks`, such as which tokens are global
     grouped: bool = False  # it reads keys of fewer heads as they are; others get them repeated
     heads_apart: bool = False  # it computes any of the heads, told by a `Share` in place of the rng
+    choose_together: bool = False  # heads that share keys look at the same of them
 
 
 class Dims(NamedTuple):

@@ -140,7 +140,7 @@ def nsa(
         init=functools.partial(_init, settings),
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=Traits(bidirectional=False, grouped=True),
+        traits=Traits(bidirectional=False, grouped=True, heads_apart=True, choose_together=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
         extras=functools.partial(_extras, settings),

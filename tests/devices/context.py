@@ -25,6 +25,7 @@ from reformax.ops import (
     local,
     longformer,
     lsh,
+    nsa,
     nystromformer,
 )
 from reformax.ops.parts import borders
@@ -182,10 +183,16 @@ def test_cross_attention_is_that_of_one_device():
             8,
             "context=8 and op is longformer.*, which computes all heads together: use context=1",
         ),
+        (
+            nsa.nsa(compression="mean", own_projections=False),
+            8,
+            "choose together for each of 2 heads of keys: expected a multiple of 8",
+        ),
     ],
 )
 def test_what_devices_cannot_share_is_told_in_one_line(op, n_heads, message):
-    layer = Attention(op, n_heads=n_heads, d_qk=4, d_v=4, causal=True)
+    n_kv_heads = 2 if op.traits.choose_together else None
+    layer = Attention(op, n_heads=n_heads, d_qk=4, d_v=4, causal=True, n_kv_heads=n_kv_heads)
     x = jnp.ones((1, 16, 8))
     params = layer.init_params(jax.random.key(0), x.shape)
     with pytest.raises(SettingError, match=message) as error:

@@ -568,7 +568,6 @@ ROWS = [
         sinks.sinks,
         {"window": (6, 1, 9), "n_sinks": (2, 0, 1, 40)} | _KERNEL,
         _window_and_first,
-        slow=True,
     ),
     Row(
         "performer",
