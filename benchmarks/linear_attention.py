@@ -280,42 +280,7 @@ def cells(known: Checked) -> list[str]:
     return [str(forward), str(gradient), temp, *(f"{x:.1e}" for x in known.errors)]
 
 
-def speedups(results: Mapping[str, Mapping[int, Any]], of: Mapping[str, str]) -> None:
-    """Prints the peers' times over ours, means of queued calls: forward, gradient."""
-    lengths = next(iter(results.values())).keys()
-    columns = (f"{length:,}" for length in lengths)
-    table = Table("peer", "ours", *columns, title="Times of peers over ours: forward, gradient")
-    for peer, ours in of.items():
-        both = [(results[peer].get(n), results[ours].get(n)) for n in lengths]
-        shares = (
-            ", ".join(
-                f"{theirs.queued_ms / own.queued_ms:.2f}"
-                for theirs, own in zip(one.result[:2], other.result[:2], strict=True)
-            )
-            if isinstance(one, Checked) and isinstance(other, Checked)
-            else "-"
-            for one, other in both
-        )
-        table.row(peer, ours, *shares)
-
-
 # Records.
-
-
-def record(name: str, of: str | None, length: int, shape: Shape, known: Checked) -> dict[str, Any]:
-    """A figure as a line of a file. `of` is the row that a peer computes too."""
-    forward, gradient, temp_mib = known.result
-    return dict(
-        machine=command_line.machine(),
-        shape=f"{shape.n_heads} heads of {shape.d_head}, {shape.dtype}",
-        attention=name,
-        of=of,
-        length=length,
-        forward_ms=round(forward.queued_ms, 4),
-        gradient_ms=round(gradient.queued_ms, 4),
-        temp_mib=None if temp_mib is None else round(temp_mib, 1),
-        errors=list(known.errors),
-    )
 
 
 def draw(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -353,7 +318,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     def keep(name: str, of: str | None, length: int, one: Any) -> None:
         if not isinstance(one, Checked):
             return
-        records.append(record(name, of, length, shape, one))
+        line = rows.record(name, of, length, shape, one.result)
+        records.append(line | dict(errors=list(one.errors)))
         if args.saved:
             with args.saved.open("a") as file:
                 file.write(json.dumps(records[-1]) + "\n")
@@ -422,7 +388,10 @@ def measure_all(
     for name, times in lines.items():
         table.row(name, f"{exponent(times):.2f}" if times else "-")
     if peer_of:
-        speedups(results, peer_of)
+        rows.speedups(
+            {n: {x: getattr(y, "result", y) for x, y in by.items()} for n, by in results.items()},
+            peer_of,
+        )
     return lines
 
 

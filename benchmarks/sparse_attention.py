@@ -1,6 +1,6 @@
 """Attention that chooses where to look, by length, beside dense causal attention and its peers.
 
-    python -m benchmarks.sparse_attention --peers --json FILE
+    python -m benchmarks.sparse_attention --peers --saved=docs/sparse_attention.jsonl
     python -m benchmarks.sparse_attention --lengths 65536 --only moba nsa
 
 prints a table for each length N of one sequence:
@@ -182,30 +182,11 @@ def measured(
         yield from rows.measure_rows(of, inputs(made, shape, length, shape.dtype), repeats, MOST)
 
 
-def speedups(results: Mapping[str, Mapping[int, Known]], of: Mapping[str, str]) -> None:
-    """Prints the peers' times over ours, means of queued calls: forward, gradient."""
-    lengths = sorted({n for by in results.values() for n in by})
-    title = "Times of peers over ours: forward, gradient"
-    table = Table("peer", "ours", *(f"{n:,}" for n in lengths), title=title)
-    for peer, ours in of.items():
-        both = [(results[peer].get(n), results[ours].get(n)) for n in lengths]
-        shares = (
-            ", ".join(
-                f"{one.queued_ms / own.queued_ms:.2f}"
-                for one, own in zip(theirs[:2], other[:2], strict=True)
-            )
-            if isinstance(theirs, Result) and isinstance(other, Result)
-            else "-"
-            for theirs, other in both
-        )
-        table.row(peer, ours, *shares)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, repeats=5, peers="add PyTorch's rows")
     parser.add_argument("--lengths", type=command_line.positive, nargs="+", help="of the sequence")
     parser.add_argument("--only", nargs="+", help="these attentions, and exact ones")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="add each figure, as a line")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="figures, to add to")
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)
     shape = shape._replace(lengths=tuple(sorted(args.lengths or shape.lengths)))
@@ -218,10 +199,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def keep(name: str, length: int, one: Known) -> None:
         results.setdefault(name, {})[length] = one
-        if args.json and isinstance(one, Result):
-            line = dict(name=name, length=length) | one._asdict()
-            with args.json.open("a") as file:
-                print(json.dumps(line), file=file)
+        if args.saved and isinstance(one, Result):
+            line = rows.record(name, peer_of.get(name), length, shape, one)
+            with args.saved.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
     peer_of: dict[str, str] = {}
     ready: dict[str, rows.Row | Exception] = {}
@@ -251,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 dense = known[peer_of[name]].dense if name in peer_of else "flash"
                 table.row(name, *rows.cells(by[length], results[dense].get(length)))
     if peer_of:
-        speedups(results, peer_of)
+        rows.speedups(results, peer_of)
     exit_if(n for n in names if not any(isinstance(x, Result) for x in results[n].values()))
 
 

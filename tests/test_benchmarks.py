@@ -66,7 +66,7 @@ COMMANDS = [
     ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
     ("reversible", "--options", "| float32 | True | 1 | 1 | 0 |"),
     ("scaling", "--saved={path}/a.jsonl --plot={path}/a.png", "| fsdp 1 | "),
-    ("sparse_attention", "--only local --peers --json={path}/a.jsonl", "| peers in PyTorch | "),
+    ("sparse_attention", "--only local --peers --saved={path}/a.jsonl", "| peers in PyTorch | "),
     ("step", "", "| reformax TransformerLM, dense | "),
     ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),
@@ -530,7 +530,7 @@ def test_kept_figures_of_linear_attention_are_drawn(tmp_path):
     times = calls.Times(2.0, 1.0)
     known = linear_attention.Checked(linear_attention.Result(times, times, None), ())
     shape = linear_attention.SHAPES["tiny"]
-    saved.write_text(json.dumps(linear_attention.record("linear", None, 64, shape, known)) + "\n")
+    saved.write_text(json.dumps(rows.record("linear", None, 64, shape, known.result)) + "\n")
     linear_attention.main([f"--drawn={saved}", f"--plot={figure}"])
     assert figure.stat().st_size
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from benchmarks.harness import command_line
 from benchmarks.harness.calls import (
     COMPILERS,
     PeerError,
@@ -313,3 +314,45 @@ def cells(known: Known, dense: Known) -> list[str]:
         for one, other in zip(known[:2], dense[:2], strict=True):
             found.append(f"{other.ms / one.ms:.2f} ({other.queued_ms / one.queued_ms:.2f})")
     return found
+
+
+def speedups(results: Mapping[str, Mapping[int, Known]], of: Mapping[str, str]) -> None:
+    """Prints the peers' times over ours by length, means of queued calls: forward, gradient."""
+    lengths = next(iter(results.values())).keys()
+    columns = (f"{length:,}" for length in lengths)
+    table = Table("peer", "ours", *columns, title="Times of peers over ours: forward, gradient")
+    for peer, ours in of.items():
+        both = [(results[peer].get(n), results[ours].get(n)) for n in lengths]
+        shares = (
+            ", ".join(
+                f"{theirs.queued_ms / own.queued_ms:.2f}"
+                for theirs, own in zip(one[:2], other[:2], strict=True)
+            )
+            if isinstance(one, Result) and isinstance(other, Result)
+            else "-"
+            for one, other in both
+        )
+        table.row(peer, ours, *shares)
+
+
+def record(name: str, of: str | None, length: int, shape: Any, known: Result) -> dict[str, Any]:
+    """A figure as a line of a file.
+
+    Args:
+      name: of the row.
+      of: the row that a peer computes too.
+      length: of the sequence.
+      shape: has n_heads, d_head and dtype.
+      known: the figures.
+    """
+    forward, gradient, temp_mib = known
+    return dict(
+        machine=command_line.machine(),
+        shape=f"{shape.n_heads} heads of {shape.d_head}, {shape.dtype}",
+        attention=name,
+        of=of,
+        length=length,
+        forward_ms=round(forward.queued_ms, 4),
+        gradient_ms=round(gradient.queued_ms, 4),
+        temp_mib=None if temp_mib is None else round(temp_mib, 1),
+    )
