@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention --peers --plot docs/attention.png
     python -m benchmarks.attention --exact
+    python -m benchmarks.attention --table=runs/attention_table
 
 prints a table of errors, and one of times for each length N, where batch = tokens / N:
 
@@ -20,15 +21,24 @@ Packed rows are of seven documents and padding, told apart by segments.
 `--peers` adds PyTorch's FlexAttention and the LSH attention of reformer_pytorch and transformers.
 `--exact` has FlashAttention and memory-efficient attention instead, and as peers attention with the
 whole matrix of logits, where it fits, and the code that Rabe and Staats printed.
+
+`--table` measures every attention here instead, as FlashAttention's tables 9 to 21 do: the forward
+pass, the backward pass and both, with and without dropout and a mask of padding, and memory. Rows
+are not causal but where an attention must be. The folder gets table.jsonl, a line for each case,
+table.csv, table.md and, as figure 3, table.png. The same command goes on where it was interrupted;
+what runs out of memory is recorded so, and where both passes took seconds, longer rows are left
+out. The backward pass is both passes less the forward pass; times are means of queued calls.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 # PyTorch's process shares the GPU.
@@ -36,7 +46,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 
-from benchmarks.harness import command_line, rows
+from benchmarks.harness import attention_table, command_line, rows
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.rows import Known, Result, Row
@@ -103,12 +113,37 @@ def exact_peers(shape: Shape, length: int) -> dict[str, Row | Exception]:
     return peers
 
 
+def fill_table(args: argparse.Namespace) -> None:
+    """Measures what the table's file does not have, and writes the tables as they grow."""
+    shape = command_line.of_size(attention_table.SHAPES, args.tiny)
+    shape = shape._replace(lengths=tuple(sorted(args.lengths or shape.lengths)))
+    file = attention_table.File(args.table / "table.jsonl")
+    for group in attention_table.fill(file, shape, args.only, args.repeats):
+        case = group[0]
+        title = f"{case.length:,}, {attention_table.words(case.dropout, case.masked)}"
+        table = Table("attention", *attention_table.FIGURES, title=title)
+        for case in group:
+            fields = attention_table.FIGURES.values()
+            table.row(case.attention, *(attention_table.cell(file.known[case], x) for x in fields))
+        attention_table.write(args.table, file.known, case.machine)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, repeats=10, peers="add PyTorch's rows", plot=True)
     parser.add_argument("--exact", action="store_true", help="time exact attention instead")
+    table = parser.add_argument_group("every attention")
+    table.add_argument(
+        "--table", type=Path, metavar="FOLDER", help="measure them, into this folder"
+    )
+    table.add_argument("--lengths", type=command_line.positive, nargs="+", help="of its rows")
+    known = attention_table.attentions()
+    table.add_argument("--only", nargs="+", choices=known, default=list(known), help="these alone")
     args = parser.parse_args(argv)
     if args.exact and args.peers:
         parser.error("--exact has its own peers: leave --peers")
+    if args.table:
+        fill_table(args)
+        return
     shape = command_line.of_size(SHAPES, args.tiny)
     heads = shape.n_heads, shape.d_head
     ours = exact_algorithms() if args.exact else algorithms(shape)

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import reformax.ops
 from benchmarks import (
     associative_recall,
     attention,
@@ -29,7 +31,7 @@ from benchmarks import (
     reversible,
     step,
 )
-from benchmarks.harness import calls, processes, rows
+from benchmarks.harness import attention_table, calls, processes, rows
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
 from benchmarks.peers import rabe_staats
@@ -568,6 +570,80 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
 def test_a_reason_fits_a_cell():
     text = reason(ValueError("a | b\n" + 200 * "x" + " the end"))
     assert text.startswith("ValueError: a / b x") and text.endswith("the end") and len(text) < 161
+
+
+def test_the_table_has_every_attention():
+    modules = (importlib.import_module(f"reformax.ops.{x.name}") for x in OP_MODULES)
+    factories = {x.__name__.rpartition(".")[2] for x in modules if _makes_an_op(x)}
+    assert factories <= {op.name for op in attention_table.attentions().values()}
+
+
+OP_MODULES = [x for x in pkgutil.iter_modules(reformax.ops.__path__) if not x.ispkg]
+
+
+def _makes_an_op(module):
+    return hasattr(module, module.__name__.rpartition(".")[2])
+
+
+def test_the_table_goes_on_after_a_crash(tmp_path, monkeypatch):
+    """A cut line is measured again, a case that ends its process is given up, memory runs out."""
+    shape = attention_table.SHAPES["tiny"]._replace(lengths=(64, 128))
+    names, path = ["flash", "linear"], tmp_path / "a/table.jsonl"
+    measured = []
+
+    def programs(op, case):
+        if case.length == 128 and case.masked:
+            raise MemoryError("9 MiB")
+        if case.attention == "flash" and case.dropout and case.masked:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying")
+        return 0, 0, 1.5
+
+    def measure(op, case, *arguments):
+        measured.append(case)
+        slow = case.attention == "linear" and not case.masked
+        return attention_table.Figures(1.0, 2.0, 3000.0 if slow else 3.0, 1.5)
+
+    monkeypatch.setattr(attention_table, "programs", programs)
+    monkeypatch.setattr(attention_table, "measure", measure)
+
+    def fill():
+        file = attention_table.File(path)
+        groups = list(attention_table.fill(file, shape, names, repeats=1))
+        return file, [case for group in groups for case in group]
+
+    file, every = fill()
+    assert set(every) == set(file.known) and len(every) == 16
+    found = {(*x[:2], x.dropout > 0, x.masked): y for x, y in file.known.items()}
+    assert found["linear", 128, False, False].error == "left out, slow"
+    assert found["linear", 64, True, False].error == "no weights to drop"
+    assert found["flash", 128, False, True].error == "out of memory"
+    assert found["flash", 64, True, True].error == "out of memory"
+    assert found["flash", 64, True, False].combined_ms == 3.0
+
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:-9])
+    measured.clear()
+    again, _ = fill()
+    assert again.known == file.known and [list(x) for x in measured] == [json.loads(lines[-1])[0]]
+    begun = [line for line in lines if line.endswith("null]\n")]
+    path.write_text(begun[0] * 2)
+    assert fill()[0].known[every[0]].error == "the process ended 2 times"
+
+    attention_table.write(tmp_path, again.known, every[0].machine)
+    text = (tmp_path / "table.md").read_text()
+    assert "| attention | 64 | 128 |\n| --- | ---: | ---: |\n| flash | 1.00 | 1.00 |" in text
+    assert "## Memory of both passes, MiB, with dropout, with a mask" in text
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 17
+    assert (tmp_path / "table.png").stat().st_size
+
+
+@pytest.mark.slow
+def test_the_table_measures_an_attention_with_weights_and_gates(tmp_path, capsys):
+    flags = [f"--table={tmp_path}", "--tiny", "--repeats=1", "--lengths", "64", "--only"]
+    attention.main([*flags, "lsh", "linformer", "gated_linear", "routing"])
+    text = (tmp_path / "table.md").read_text()
+    assert "Error" not in text and "no weights to drop" in text
+    assert "| linformer | " in capsys.readouterr().out
 
 
 def test_block_sparse_attention_is_timed_where_it_is_right(monkeypatch, capsys):

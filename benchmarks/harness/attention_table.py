@@ -1,0 +1,345 @@
+"""Time and memory of every attention by length, with and without dropout and a mask.
+
+The tables 9 to 21 and figure 3 of Dao et al. 2022, "FlashAttention", for the attentions here:
+forward pass, backward pass, both, and memory. Figures are kept in a file, a line as soon as a case
+is done: the same command goes on after any interruption.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.harness import command_line, rows
+from benchmarks.harness.calls import COMPILERS, MIB, attempt, attempt_each, reason, time_calls
+from benchmarks.harness.output import plot
+from reformax import durable, memory
+from reformax.ops import (
+    AttentionOp,
+    asymmetric_lsh,
+    block_patterns,
+    block_sparse,
+    dense,
+    dsa,
+    flash,
+    gated_delta,
+    gated_linear,
+    hash_sparse,
+    linear,
+    linformer,
+    local,
+    long_short,
+    longformer,
+    lsh,
+    memory_efficient,
+    moba,
+    nsa,
+    nystromformer,
+    performer,
+    retention,
+    routing,
+    shared_qk,
+    sinks,
+    smyrf,
+)
+
+DROPOUT = 0.1
+N_PADDING = 20  # a masked row ends with fewer tokens of padding than this
+MOST = 2.0  # seconds of the calls of a pass
+SLOW = 2.0  # seconds of a forward and backward pass after which longer rows are left out
+OUT_OF_MEMORY, LEFT_OUT = "out of memory", "left out, slow"
+DIED = 2  # beginnings without a figure after which a case is given up
+
+
+class Shape(NamedTuple):
+    """The sizes of a run."""
+
+    batch: int
+    lengths: tuple[int, ...]
+    n_heads: int
+    d_head: int
+    dtype: str
+
+
+SHAPES = {
+    "tiny": Shape(2, (64, 128), 2, 8, "float32"),
+    "cpu": Shape(1, tuple(2**i for i in range(7, 13)), 4, 32, "float32"),
+    "gpu": Shape(16, tuple(2**i for i in range(7, 17)), 8, 64, "bfloat16"),
+}
+
+
+def attentions() -> dict[str, AttentionOp]:
+    """Every attention here, by name. Where the number of keys is free a query sees about 256."""
+    ops = [
+        flash.flash(),
+        memory_efficient.memory_efficient(),
+        dense.dense(),
+        shared_qk.shared_qk(),
+        local.local(n_chunks_after=1),
+        longformer.longformer(window=129),
+        sinks.sinks(window=129),
+        block_sparse.block_sparse(),
+        lsh.lsh(),
+        asymmetric_lsh.asymmetric_lsh(),
+        smyrf.smyrf(),
+        routing.routing(),
+        moba.moba(block_size=128),
+        nsa.nsa(),
+        dsa.dsa(top_k=256),
+        hash_sparse.hash_sparse(),
+        linear.linear(),
+        performer.performer(),
+        linformer.linformer(),
+        nystromformer.nystromformer(),
+        long_short.long_short(),
+        retention.retention(),
+        gated_linear.gated_linear(),
+        gated_delta.gated_delta(),
+    ]
+    named = {op.name: op for op in ops}
+    return named | {
+        "dense, impl='xla'": dense.dense(impl="xla"),
+        "bigbird": block_sparse.block_sparse(block_size=64, pattern=block_patterns.bigbird()),
+    }
+
+
+class Case(NamedTuple):
+    """A row of the tables at a length; what it is, and on what machine, is its key in the file."""
+
+    attention: str
+    length: int
+    dropout: float
+    masked: bool
+    batch: int
+    n_heads: int
+    d_head: int
+    dtype: str
+    machine: str
+
+
+class Figures(NamedTuple):
+    """What is known of a case: milliseconds a call and MiB, or why there are none."""
+
+    forward_ms: float | None = None
+    backward_ms: float | None = None  # both less the forward pass
+    combined_ms: float | None = None
+    memory_mib: float | None = None  # of both: arguments, results and what lies between
+    error: str = ""
+
+
+# The columns of figures, by their titles.
+FIGURES = {
+    "forward pass, ms": "forward_ms",
+    "backward pass, ms": "backward_ms",
+    "both passes, ms": "combined_ms",
+    "memory of both passes, MiB": "memory_mib",
+}
+
+
+def cases(shape: Shape, names: Sequence[str]) -> Iterator[list[Case]]:
+    """The cases in the order of their measuring, those of one length and setting together."""
+    sizes = shape.batch, shape.n_heads, shape.d_head, shape.dtype, command_line.machine()
+    settings = [(0.0, False), (DROPOUT, True), (0.0, True), (DROPOUT, False)]
+    for (dropout, masked), length in itertools.product(settings, shape.lengths):
+        yield [Case(name, length, dropout, masked, *sizes) for name in names]
+
+
+class File:
+    """Figures by case, in lines of JSON. A line that a crash cut is left out."""
+
+    def __init__(self, path: Path):
+        self._path, self.known, self._begun = path, {}, {}
+        lines = path.read_text().splitlines() if path.is_file() else []
+        for line in lines:
+            try:
+                case, figures = json.loads(line)
+            except ValueError:
+                continue
+            self._take(Case(*case), figures and Figures(*figures))
+
+    def _take(self, case: Case, figures: Figures | None) -> None:
+        if figures is None:
+            self._begun[case] = self._begun.get(case, 0) + 1
+        else:
+            self.known[case] = figures
+
+    def write(self, case: Case, figures: Figures | None) -> None:
+        """Adds what is known of a case; None says that it begins."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write("\n" * self._is_cut() + json.dumps([case, figures]) + "\n")
+        self._take(case, figures)
+
+    def _is_cut(self) -> bool:
+        text = self._path.read_bytes()[-1:] if self._path.is_file() else b""
+        return text not in (b"", b"\n")
+
+    def died(self, case: Case) -> bool:
+        """Whether the process has ended in the case again and again."""
+        return case not in self.known and self._begun.get(case, 0) >= DIED
+
+
+# A case's arrays and programs.
+
+
+def inputs_of(op: AttentionOp, case: Case) -> dict[str, Any]:
+    """Random arrays: `d_out`, `segments` or None, and of the function `inputs` and `rng`."""
+    size = case.batch, case.length, case.n_heads, case.d_head
+    q, k, v, d_out = rows.inputs(*size, dtype=case.dtype)
+    dims = op.dims(q, v)
+    extras = {
+        name: jax.random.normal(jax.random.fold_in(rows.KEY, i), (*size[:2], x.n_heads, x.size))
+        for i, (name, x) in enumerate(op.extras_of(dims).items())
+    }
+    extras = jax.tree.map(lambda x: x.astype(case.dtype), extras)
+    inputs = q, None if op.traits.shared_qk else k, v, op.init(rows.KEY, dims), extras or None
+    padding = jax.random.randint(rows.KEY, (case.batch, 1), 0, N_PADDING)
+    segments = jnp.arange(case.length) < case.length - padding
+    return dict(
+        d_out=d_out, segments=segments if case.masked else None, inputs=inputs, rng=rows.KEY
+    )
+
+
+def programs(op: AttentionOp, case: Case) -> tuple[Any, Any, float]:
+    """The compiled forward pass and both passes, of the arrays by name, and MiB of the latter.
+
+    Raises:
+      MemoryError: the passes need more memory than the device has.
+      NotImplementedError: the attention has no such call.
+    """
+
+    def attend(inputs, segments, rng):
+        q, k, v, params, extras = inputs
+        given = dict(segments=segments, rng=rng, params=params, extras=extras)
+        causal = not op.traits.bidirectional
+        return op(q, k, v, causal=causal, dropout=case.dropout, **given)
+
+    def both(inputs, segments, rng, d_out):
+        out, vjp = jax.vjp(lambda inputs: attend(inputs, segments, rng), inputs)
+        return out, vjp(d_out.astype(out.dtype))
+
+    like = jax.eval_shape(functools.partial(inputs_of, op, case))
+    combined = jax.jit(both).lower(**like).compile()
+    asked = combined.memory_analysis()
+    parts = ("argument_size", "output_size", "temp_size")
+    n_bytes = sum(getattr(asked, f"{part}_in_bytes") for part in parts)
+    if n_bytes > memory.available():
+        raise MemoryError(f"{n_bytes / MIB:,.0f} MiB")
+    like.pop("d_out")
+    return jax.jit(attend).lower(**like).compile(), combined, n_bytes / MIB
+
+
+def measure(op: AttentionOp, case: Case, repeats: int, forward, combined, mib: float) -> Figures:
+    """The figures of a case: means of queued calls."""
+    given = inputs_of(op, case)
+    of_forward = {name: x for name, x in given.items() if name != "d_out"}
+    calls = functools.partial(forward, **of_forward), functools.partial(combined, **given)
+    one, two = (time_calls(x, jax.block_until_ready, repeats, MOST).queued_ms for x in calls)
+    return Figures(one, two - one, two, mib)
+
+
+def failed(error: Exception) -> Figures:
+    """What stands for the figures of a case that has none."""
+    text = f"{type(error).__name__}: {error}"
+    out = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "Out of memory" in text
+    return Figures(error=OUT_OF_MEMORY if out else reason(error))
+
+
+def is_slow(figures: Figures) -> bool:
+    """Whether longer rows are left out."""
+    return (figures.combined_ms or 0) > SLOW * 1e3
+
+
+def fill(file: File, shape: Shape, names: Sequence[str], repeats: int) -> Iterator[list[Case]]:
+    """Measures what the file does not have; yields the cases of a length and setting when done."""
+    ops, slow = attentions(), set()
+    for group in cases(shape, names):
+        waiting = {}
+        for case in group:
+            setting = case.attention, case.dropout, case.masked
+            op = ops[case.attention]
+            if case in file.known:
+                slow |= {setting} if is_slow(file.known[case]) else set()
+            elif setting in slow:
+                file.write(case, Figures(error=LEFT_OUT))
+            elif file.died(case):
+                file.write(case, Figures(error=f"the process ended {DIED} times"))
+            elif case.dropout and not op.traits.dropout:
+                file.write(case, Figures(error="no weights to drop"))
+            else:
+                waiting[case] = op, case
+        ready = attempt_each(lambda one: programs(*one), waiting, COMPILERS)
+        for case in waiting:
+            compiled = ready.pop(case)
+            if not isinstance(compiled, Exception):
+                file.write(case, None)
+                compiled = attempt(measure, *waiting[case], repeats, *compiled)
+            known = failed(compiled) if isinstance(compiled, Exception) else compiled
+            file.write(case, known)
+            if is_slow(known):
+                slow.add((case.attention, case.dropout, case.masked))
+        yield group
+
+
+# What is written.
+
+
+def words(dropout: float, masked: bool) -> str:
+    """A setting in words."""
+    return f"{'with' if dropout else 'without'} dropout, {'with' if masked else 'without'} a mask"
+
+
+def cell(figures: Figures | None, name: str) -> str:
+    """A figure of a case for a table, or in short why there is none."""
+    if figures is None:
+        return "-"
+    number = getattr(figures, name)
+    return figures.error.partition(":")[0] if number is None else f"{number:,.2f}"
+
+
+def write(folder: Path, known: Mapping[Case, Figures], machine: str) -> None:
+    """Writes table.csv, table.md and table.png of all that is known of this machine."""
+    known = {case: x for case, x in known.items() if case.machine == machine}
+    if not known:
+        return
+    with (folder / "table.csv").open("w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow([*Case._fields, *Figures._fields])
+        lines.writerows([*case, *figures] for case, figures in known.items())
+    lengths = sorted({case.length for case in known})
+    names = list(dict.fromkeys(case.attention for case in known))
+    first = next(iter(known))
+    size = f"{first.batch} rows, {first.n_heads} heads of {first.d_head}, {first.dtype}"
+    parts = [f"# Time and memory of attention\n\n{machine}; {size}.\n"]
+    settings = dict.fromkeys((case.dropout, case.masked) for case in known)
+    for setting, (title, field) in itertools.product(settings, FIGURES.items()):
+        parts.append(f"\n## {title[0].upper()}{title[1:]}, {words(*setting)}\n")
+        parts.append(f"| attention | {' | '.join(f'{n:,}' for n in lengths)} |")
+        parts.append(f"| --- |{' ---: |' * len(lengths)}")
+        for name in names:
+            of = (first._replace(attention=name, length=n) for n in lengths)
+            of = (case._replace(dropout=setting[0], masked=setting[1]) for case in of)
+            parts.append(f"| {name} | {' | '.join(cell(known.get(x), field) for x in of)} |")
+    durable.write(folder / "table.md", ("\n".join(parts) + "\n").encode())
+    plain = {case: x for case, x in known.items() if not case.dropout and not case.masked}
+    panels = {"forward and backward, ms": "combined_ms", "memory, MiB": "memory_mib"}
+    drawn = {label: _lines(plain, field) for label, field in panels.items()}
+    if any(drawn.values()):
+        title = f"{machine}; {size}; {words(0.0, False)}"
+        plot(folder / "table.png", drawn, title, xlabel="length")
+
+
+def _lines(known: Mapping[Case, Figures], field: str) -> dict[str, dict[int, float]]:
+    lines: dict[str, dict[int, float]] = {}
+    for case, figures in sorted(known.items(), key=lambda item: item[0].length):
+        if (number := getattr(figures, field)) is not None:
+            lines.setdefault(case.attention, {})[case.length] = number
+    return lines
