@@ -304,9 +304,10 @@ def _check_quotes(override: str) -> None:
         raise ConfigError(f'--config={override!r}: a text stands in quotes: --config="{line}"')
 
 
-def _bind_data_dir(data_dir: str) -> None:
+def _bind_data_dir(data_dir: str, parameter: str = "reformax.training.loop.train.task") -> None:
+    """Binds the folder of the parameter's task, or of the task that this one is made of."""
     try:
-        reference = gin.query_parameter("reformax.training.loop.train.task")
+        reference = gin.query_parameter(parameter)
     except ValueError:
         raise ConfigError("--data_dir is set, but the config sets no loop.train.task") from None
     seen = []
@@ -330,10 +331,15 @@ def _bind_data_dir(data_dir: str) -> None:
     try:
         gin.bind_parameter((scope, selector, "data_dir"), data_dir)
     except ValueError:
-        raise ConfigError(
-            f"--data_dir={data_dir}: the task {selector} reads no files: leave the flag out, or "
-            "take a config of files, for a text of your own --config_file=reformer_text.gin"
-        ) from None
+        inner = f"{scope}/{selector}.task".removeprefix("/")
+        try:
+            gin.query_parameter(inner)
+        except ValueError:
+            raise ConfigError(
+                f"--data_dir={data_dir}: the task {selector} reads no files: leave the flag out, "
+                "or take a config of files, for a text of your own --config_file=reformer_text.gin"
+            ) from None
+        _bind_data_dir(data_dir, inner)
 
 
 def refuse_flags(unknown: Sequence[str]) -> None:

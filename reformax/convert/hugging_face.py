@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reformax.convert import hugging_face_config, hugging_face_gpt2, tables
+from reformax.convert import hugging_face_bert, hugging_face_config, hugging_face_gpt2, tables
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.data import files
@@ -408,5 +408,13 @@ FORMATS = {
         hugging_face_gpt2.config_of,
         hugging_face_gpt2.table,
         hugging_face_gpt2.without_copies,
+    ),
+    "bert": Format(
+        "BertForMaskedLM",
+        "TransformerMaskedLM",
+        hugging_face_bert.spec_of,
+        hugging_face_bert.config_of,
+        hugging_face_bert.table,
+        hugging_face_bert.without_copies,
     ),
 }

@@ -21,6 +21,7 @@ from reformax.training.step import State
 
 # The context that a converted model is scored with, unless --length says otherwise.
 LENGTH = 2048
+_MASKED_IMPORT = "from reformax.data import masked"
 
 
 class Run(NamedTuple):
@@ -95,7 +96,7 @@ def write(
         durable.write(folder / FILE, vocabulary)
         kept = pieces.PieceVocabulary(0)
         info["vocabulary"] = kept.keep_in(folder, begun=True)
-    text = gin(spec, note, kept and kept.size)
+    text = gin(spec, note, kept and kept.size, kept and kept.mask_id)
     state = State(np.int32(0), params, (), None)
     checkpoints.save(0, state, config=text, **info)
     checkpoints.wait()
@@ -103,7 +104,7 @@ def write(
     return folder
 
 
-def gin(spec: Spec, note: str, n_pieces: int | None = None) -> str:
+def gin(spec: Spec, note: str, n_pieces: int | None = None, mask_id: int | None = None) -> str:
     """The config of a converted model: its arguments, and a text to score it on.
 
     The text is of pieces if the run keeps a vocabulary of so many, and of bytes otherwise. A
@@ -120,13 +121,21 @@ def gin(spec: Spec, note: str, n_pieces: int | None = None) -> str:
         "from reformax.data import text",
         "from reformax.training import loop",
         spec.gin(),
-        f"loop.train.model = @lm.{spec.model}",
+        f"loop.train.model = @{spec.module}.{spec.model}",
         "loop.train.task = @text.text()",
         "loop.train.batch_size = 1",
         f"loop.train.length = {length}",
     ]
+    masks = spec.model == "TransformerMaskedLM"
+    if masks:
+        lines[lines.index("loop.train.task = @text.text()")] = "loop.train.task = @masked.masked()"
+        lines.insert(lines.index("from reformax.data import text"), _MASKED_IMPORT)
+        lines += ["masked.masked.task = @text.text()", f"masked.masked.length = {length}"]
+        lines += [] if mask_id is None else [f"masked.masked.mask_id = {mask_id}"]
     if n_pieces is not None:
         lines.append(f"text.text.vocab_size = {n_pieces}")
+    elif masks:
+        lines.append("text.text.offset = 1")
     elif 0 < offset <= 2:
         lines.append(f"text.text.offset = {offset}")
     return "\n".join(lines) + "\n"

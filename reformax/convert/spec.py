@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 from reformax.cli import config
 from reformax.declared import shown
-from reformax.models import base, lm
+from reformax.models import base, encoder, lm
 from reformax.ops import AttentionOp, dense, flash, local, lsh, shared_qk
 from reformax.training import loop
 
-MODELS = {"ReformerLM": lm.ReformerLM, "TransformerLM": lm.TransformerLM}
+MODELS = {
+    model.__name__: model
+    for model in (lm.ReformerLM, lm.TransformerLM, encoder.TransformerMaskedLM)
+}
 OPS = {
     "dense": dense.dense,
     "flash": flash.flash,
@@ -89,6 +92,11 @@ class Spec(NamedTuple):
         return spec
 
     @property
+    def module(self) -> str:
+        """The module of the model, in `reformax.models`."""
+        return MODELS[self.model].__module__.rpartition(".")[2]
+
+    @property
     def n_repeats(self) -> int:
         """The number of times that the cycle of attentions repeats over the depth."""
         return self.arguments["n_layers"] // len(self.attention)
@@ -118,14 +126,14 @@ class Spec(NamedTuple):
         scoped = any(options != found[0] for found in alike.values() for options in found)
         used = dict.fromkeys(op.name for op in self.attention)
         lines = [f"from reformax.ops import {name}" for name in sorted(used)]
-        lines = ["from reformax.models import lm", *lines, ""]
+        lines = [f"from reformax.models import {self.module}", *lines, ""]
         cycle, settings = [], {}
         for i, op in enumerate(self.attention):
             call = f"{f'layer_{i}/' if scoped else ''}{op.name}.{op.name}"
             cycle.append(f"@{call}()")
             for option, value in op.options.items():
                 settings[f"{call}.{option}"] = value
-        prefix = f"lm.{self.model}"
+        prefix = f"{self.module}.{self.model}"
         lines.append(f"{prefix}.attention_type = ({', '.join(cycle)},)")
         for name, value in self.arguments.items():
             if callable(value):

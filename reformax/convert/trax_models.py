@@ -118,6 +118,8 @@ def _check(spec: Spec) -> None:
         if not holds:
             raise ValueError(f"Trax has no such {spec.model}: {what}, expected {instead}")
 
+    language_model = spec.model in ("ReformerLM", "TransformerLM")
+    require(language_model, f"the model is {spec.model}", "ReformerLM or TransformerLM")
     pos_type = a["pos_type"]
     known = pos_type in ("axial", "sinusoidal", "none")
     require(known, f"pos_type is {pos_type!r}", "'axial', 'sinusoidal' or 'none'")

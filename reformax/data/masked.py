@@ -23,19 +23,21 @@ _MASKED, _REPLACED = 0.8, 0.9  # the share up to which a chosen token is hidden,
 
 
 @checked
-def masked(task: Rows, length: Size, rate: Share = 0.15) -> Task:
+def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = None) -> Task:
     """Fill in the tokens of a task's rows that were chosen; labels are not read.
 
     The rows of a text are windows of it, in evaluations one behind the other. Its id 0 is padding,
     as models of hidden tokens have it, and never chosen: bytes need `text.text.offset = 1`.
 
-    [MASK] is the id after the task's own, so that the vocabulary has one more. A row's choice in
+    A row's choice in
     evaluations is a function of its number, in training of (seed, step). Padding is never chosen.
 
     Args:
       task: gives the rows.
       length: of batches.
       rate: the share of tokens that is chosen.
+      mask_id: [MASK], such as BERT's 103; None: the id after the task's own, so that the vocabulary
+        has one more.
 
     Raises:
       ValueError: the task is neither a text nor one of single rows with labels. Its functions
@@ -46,7 +48,10 @@ def masked(task: Rows, length: Size, rate: Share = 0.15) -> Task:
             f"task {task.name} is neither a text nor single rows with labels: give one, such as "
             "listops.listops()"
         )
-    mask_id = task.vocab_size
+    vocab_size = task.vocab_size + (mask_id is None)
+    mask_id = task.vocab_size if mask_id is None else mask_id
+    if mask_id >= vocab_size:
+        raise SettingError(f"mask_id is {mask_id}: expected an id below {vocab_size}")
 
     def check_length(given: int) -> None:
         if given != length:
@@ -54,7 +59,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15) -> Task:
 
     def draws(rng: np.random.Generator, shape: int | tuple[int, int]):
         """What decides whether a token is chosen, and the token that may take its place."""
-        return rng.random(shape), rng.integers(1, mask_id, size=shape)
+        return rng.random(shape), rng.integers(1, task.vocab_size, size=shape)
 
     def hidden(tokens: Int[np.ndarray, "B T"], draw, others, real) -> Batch:
         chosen = (draw < rate) & (tokens > 0) & real
@@ -94,7 +99,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15) -> Task:
     fingerprint = task.fingerprint
     return Task(
         f"masked {task.name}",
-        mask_id + 1,
+        vocab_size,
         train_batch,
         eval_batches,
         n_targets,

@@ -43,7 +43,8 @@ _LOSSLESS: dict[str, Any] = {
     "user_defined_symbols": ["\n"],
     "character_coverage": 0.9995,
 }
-# The names of a document's end in vocabularies of Hugging Face.
+# The names of a hidden token, and of a document's end, in vocabularies of Hugging Face.
+_MASKS = ("[MASK]", "<mask>")
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -56,6 +57,7 @@ class _SentencePieces:
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=serialised)
         self.size = self._pieces.get_piece_size()
         self.end = self._pieces.eos_id()
+        self.mask = None
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return self._pieces.encode(list(texts), num_threads=-1)
@@ -81,6 +83,7 @@ class _Tokenizer:
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = 1 + max(known.values())
         self.end = next((known[name] for name in _ENDS if name in known), -1)
+        self.mask = next((known[name] for name in _MASKS if name in known), None)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -140,6 +143,11 @@ class PieceVocabulary:
                 durable.write(path, made)
             self._warn_of_loss()
         return hash_of(self._bytes)
+
+    @property
+    def mask_id(self) -> int | None:
+        """The id of the token that hides others; None if the vocabulary has none."""
+        return self._codec.mask
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""

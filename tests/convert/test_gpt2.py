@@ -125,7 +125,7 @@ def test_a_round_trip_gives_the_identical_arrays_and_config(tmp_path):
         (dict(scale_attn_by_inverse_layer_idx=True), "layer_idx is True: expected False"),
         (dict(bos_token_id=21), "bos_token_id is 21: expected an id below vocab_size, 21"),
         (dict(n_positions=None), "n_positions is None: expected"),
-        (dict(model_type="bert"), "model_type is 'bert': expected one of 'reformer', 'gpt2'"),
+        (dict(model_type="t5"), "model_type is 't5': expected one of 'reformer', 'gpt2', 'bert'"),
     ],
 )
 def test_a_config_that_has_no_model_here(change, message):

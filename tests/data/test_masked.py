@@ -80,6 +80,12 @@ def test_windows_of_a_text(tmp_path):
         n_hidden = sum(batch.weights.sum() for batch in batches)
         assert n_hidden == task.n_targets("valid")
         assert abs(n_hidden / own.n_targets("valid") - 0.5) < 0.2
+        its_own = masked(own, 32, rate=0.5, mask_id=5)
+        assert its_own.vocab_size == own.vocab_size
+        np.testing.assert_array_equal(
+            its_own.train_batch(0, 1, 4, 32).inputs == 5,
+            np.isin(task.train_batch(0, 1, 4, 32).inputs, [5, size]),
+        )
         batch = task.train_batch(0, 1, 4, 32)
         np.testing.assert_array_equal(batch.targets, own.train_batch(0, 1, 4, 32).inputs)
         assert (batch.inputs == size).any()
@@ -90,6 +96,7 @@ def test_what_does_not_fit_is_refused(both):
     for call, message in (
         (lambda: masked(reverse.reverse(), 32), "is neither a text nor single rows with lab"),
         (lambda: masked(own, 32, rate=0.0), "rate is 0.0: expected"),
+        (lambda: masked(own, 32, mask_id=own.vocab_size), "mask_id is .*: expected an id below"),
         (lambda: task.train_batch(0, 0, 1, 31), "length=31 must be 32, masked.masked.length"),
         (lambda: task.eval_batches("dev", 1, 32, 32), "split='dev' must be one of"),
         (lambda: task.n_targets("dev"), "split='dev' must be one of"),

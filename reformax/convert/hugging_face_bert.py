@@ -1,0 +1,199 @@
+"""Hugging Face's `BertForMaskedLM` (Devlin et al. 2018), its config.json and tensors, to be read.
+
+It is `encoder.TransformerMaskedLM` with `post_norm`, `embedding_norm`, learned positions, one axis
+of axial ones, and biases in attention. Every token is of type 0 here: the vector of that type is
+added to each position's. The pooler and the head of next sentences, which other models of the
+family have, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from reformax.convert.hugging_face_config import ACTIVATIONS, Field, checked
+from reformax.convert.spec import Op, Spec
+from reformax.convert.tables import Tensor
+from reformax.declared import Depth, NonNegative, Positive, Rate, Size, VocabSize
+
+FIELDS = {
+    "attention_probs_dropout_prob": Field(0.1, Rate),
+    "hidden_act": Field("gelu", Literal[*ACTIVATIONS]),
+    "hidden_dropout_prob": Field(0.1, Rate),
+    "hidden_size": Field(768, Size),
+    "initializer_range": Field(0.02, Positive),
+    "intermediate_size": Field(3072, Size),
+    "is_decoder": Field(False, bool),
+    "layer_norm_eps": Field(1e-12, NonNegative),
+    "max_position_embeddings": Field(512, Size),
+    "num_attention_heads": Field(12, Size),
+    "num_hidden_layers": Field(12, Depth),
+    "position_embedding_type": Field("absolute", Literal["absolute"]),
+    "tie_word_embeddings": Field(True, bool),
+    "vocab_size": Field(30522, VocabSize),
+}
+EMBEDDINGS = "bert.embeddings"
+_TYPES = f"{EMBEDDINGS}.token_type_embeddings.weight"
+_POSITIONS = f"{EMBEDDINGS}.position_embeddings.weight"
+_NOT_READ = ("bert.pooler.", "cls.seq_relationship.", f"{EMBEDDINGS}.position_ids")
+
+
+def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
+    """The model that computes the function of a config.json, and notes on the differences.
+
+    Raises:
+      ValueError: a value is out of range here or there, or the function is another.
+    """
+    get = checked(config, FIELDS)
+    for name, field in FIELDS.items():
+        if field.hint is bool and get[name] != field.default:
+            raise ValueError(f"{name} is {get[name]}: expected {field.default}")
+    d, n_heads = get["hidden_size"], get["num_attention_heads"]
+    if d % n_heads:
+        raise ValueError(
+            f"hidden_size is {d}: expected a multiple of num_attention_heads, {n_heads}"
+        )
+    if get["hidden_act"] != "gelu":
+        raise ValueError(
+            f"hidden_act is {get['hidden_act']!r}: expected 'gelu', which the head has here"
+        )
+    spec = Spec.make(
+        "TransformerMaskedLM",
+        [Op("flash", {})],
+        vocab_size=get["vocab_size"],
+        d_model=d,
+        d_ff=get["intermediate_size"],
+        d_attention_key=d // n_heads,
+        d_attention_value=d // n_heads,
+        n_layers=get["num_hidden_layers"],
+        n_heads=n_heads,
+        dropout=get["hidden_dropout_prob"],
+        ff_dropout=0.0,
+        attention_dropout=get["attention_probs_dropout_prob"],
+        attention_bias=True,
+        pos_type="axial",
+        pos_axial_shape=(get["max_position_embeddings"],),
+        pos_d_axial_embs=(d,),
+        post_norm=True,
+        embedding_norm=True,
+        ff_activation=ACTIVATIONS[get["hidden_act"]],
+        norm_epsilon=get["layer_norm_eps"],
+        init_std=get["initializer_range"],
+    )
+    return spec, ["every token is of type 0, the first of two segments there"]
+
+
+def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises `ValueError`: the format is read alone."""
+    del like
+    raise ValueError(f"Hugging Face's BERT is read and not written: the model is {spec.model}")
+
+
+def table(spec: Spec) -> list[Tensor]:
+    """The tensors of `BertForMaskedLM`, and which weight each one is."""
+    a = spec.arguments
+    d, d_ff, vocab = a["d_model"], a["d_ff"], a["vocab_size"]
+    rows = [
+        Tensor(f"{EMBEDDINGS}.word_embeddings.weight", ("embedding",), (vocab, d)),
+        Tensor(_POSITIONS, ("positions", "axis_0"), (a["pos_axial_shape"][0], d)),
+        *_norm(f"{EMBEDDINGS}.LayerNorm", ("embedding_norm",), d),
+    ]
+    for layer, block, repeat, _ in spec.layers():
+        name, path = f"bert.encoder.layer.{layer}", ("stack", f"block_{block}")
+        rows += _attention(f"{name}.attention", (*path, "attention"), d, a["n_heads"], repeat)
+        rows += _norm(f"{name}.attention.output.LayerNorm", (*path, "attention_norm"), d, repeat)
+        into, out = (*path, "feed_forward"), (*path, "feed_forward_norm")
+        rows += _linear(f"{name}.intermediate.dense", into, ("w1", "b1"), (d_ff, d), repeat)
+        rows += _linear(f"{name}.output.dense", into, ("w2", "b2"), (d, d_ff), repeat)
+        rows += _norm(f"{name}.output.LayerNorm", out, d, repeat)
+    head = "cls.predictions"
+    rows += _linear(f"{head}.transform.dense", ("hidden",), ("w", "b"), (d, d))
+    rows += _norm(f"{head}.transform.LayerNorm", ("head_norm",), d)
+    return [*rows, Tensor(f"{head}.bias", ("logits", "b"), (vocab,))]
+
+
+def _attention(name: str, path: tuple[str, ...], d: int, n: int, repeat: int) -> list[Tensor]:
+    rows = []
+    for letter, there in (("q", "query"), ("k", "key"), ("v", "value")):
+        part = f"{name}.self.{there}"
+        rows += [
+            Tensor(
+                f"{part}.weight",
+                (*path, f"w_{letter}"),
+                (d, d),
+                repeat,
+                lambda w: w.reshape(n, d // n, d).transpose(0, 2, 1),
+                lambda w: w.transpose(0, 2, 1).reshape(d, d),
+            ),
+            Tensor(
+                f"{part}.bias",
+                (*path, f"b_{letter}"),
+                (d,),
+                repeat,
+                lambda b: b.reshape(n, d // n),
+                np.ravel,
+            ),
+        ]
+    return [
+        *rows,
+        Tensor(
+            f"{name}.output.dense.weight",
+            (*path, "w_o"),
+            (d, d),
+            repeat,
+            lambda w: w.T.reshape(n, d // n, d),
+            lambda w: w.reshape(d, d).T,
+        ),
+        Tensor(f"{name}.output.dense.bias", (*path, "b_o"), (d,), repeat),
+    ]
+
+
+def _linear(
+    name: str, path: tuple[str, ...], weights: tuple[str, str], sizes, repeat: int | None = None
+) -> list[Tensor]:
+    w, b = ((*path, weight) for weight in weights)
+    return [
+        Tensor(f"{name}.weight", w, sizes, repeat, np.transpose, np.transpose),
+        Tensor(f"{name}.bias", b, sizes[:1], repeat),
+    ]
+
+
+def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None) -> list[Tensor]:
+    return [
+        Tensor(f"{name}.{there}", (*path, here), (size,), repeat)
+        for there, here in (("weight", "scale"), ("bias", "bias"))
+    ]
+
+
+def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
+    """The tensors by the names of `table`: with type 0 in the positions, without copies.
+
+    Older files name a norm's weights gamma and beta.
+    """
+    named = {
+        name.replace(".gamma", ".weight").replace(".beta", ".bias"): array
+        for name, array in tensors.items()
+        if not name.startswith(_NOT_READ)
+    }
+    copies = (
+        ("cls.predictions.decoder.weight", f"{EMBEDDINGS}.word_embeddings.weight"),
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    )
+    for copy, of in copies:
+        array = named.pop(copy, None)
+        if array is not None and not np.array_equal(array, named.setdefault(of, array)):
+            raise ValueError(f"{where}: {copy} and {of} differ, and BERT's are one")
+    types, positions = named.pop(_TYPES, None), named.get(_POSITIONS)
+    if types is None or positions is None or types.ndim != 2 or positions.ndim != 2:
+        raise ValueError(f"{where} is of another model: expected {_TYPES} and {_POSITIONS}")
+    if types.shape[1] != positions.shape[1] or not len(types):
+        raise ValueError(
+            f"{where} is of another model: {_TYPES} has shape {types.shape} and {_POSITIONS} "
+            f"{positions.shape}"
+        )
+    floats = (types.dtype.kind, positions.dtype.kind)
+    if set(floats) <= set("fV"):  # `tables.check` says of others what is wrong
+        named[_POSITIONS] = positions.astype(np.float32) + types[0].astype(np.float32)
+    return named
