@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from reformax.ops import dense, dsa
+from reformax.models import lm
+from reformax.ops import dense, dsa, local
 from tests.helpers import assert_trees_close
 from tests.ops import indexed
 
@@ -59,3 +61,19 @@ def test_the_indexer_learns_from_the_attention_and_from_nothing_else():
         got, *others = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(params, q, k, v)
         assert_trees_close(got, want, 1e-5)
         assert all(np.any(x) == bool(scale) for x in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [lm.ReformerLM, lm.TransformerLM])
+def test_in_a_model_the_loss_reaches_the_indexer_alone(kind):
+    sizes = dict(vocab_size=32, d_model=16, d_ff=16, d_attention_key=8, d_attention_value=8)
+    op = dsa.dsa(top_k=6, n_index_heads=2, d_index=4)
+    cycle = local.local(chunk_len=8), op
+    model = kind(**sizes, n_heads=2, n_layers=2, attention_type=cycle, mode="train")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 24)))
+    params = model.init_params(jax.random.key(0), tokens.shape)
+    total = lambda params: 0 * model.features(params, tokens, rng=jax.random.key(1)).sum()  # noqa: E731
+    gradient = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(total))(params))
+    reached = [jax.tree_util.keystr(path) for path, x in gradient if np.any(x)]
+    assert len(reached) == 3
+    assert all("['op']" in name for name in reached)
