@@ -249,6 +249,8 @@ def _divergence(
     """Eq. 4 of each query: `KL(attention || softmax(scores))` over the positions that it sees."""
     mask = mask & real[..., None]
     scores = scores - largest(scores, mask, axis=-1)
+    # A score exceeds the maximum by rounding alone, which of large ones is no small number.
+    scores = scores - jnp.where(mask, lax.stop_gradient(jnp.maximum(scores, 0)), 0)
     total = masked_exp(scores, mask, jnp.zeros_like(scores[..., :1])).sum(axis=-1, keepdims=True)
     log_ratio = jnp.log(jnp.where(attention > 0, attention, 1)) - scores + jnp.log(nonzero(total))
     return jnp.where(mask, attention * log_ratio, 0).sum(axis=-1)
