@@ -1,5 +1,6 @@
 """Classes as targets: a run learns them and says how many are right; misfits are refused."""
 
+import dataclasses
 import json
 from functools import partial
 
@@ -10,9 +11,11 @@ import pytest
 import evaluate
 import generate
 import train
+from reformax.cli import config, configs
 from reformax.data import base, labelled, stdlib
 from reformax.declared import SettingError
 from reformax.models import ReformerEncoder, TransformerEncoder, TransformerLM, TransformerMaskedLM
+from reformax.models.backbone import Backbone
 from reformax.training import evaluation, loop, optimizer
 from reformax.training import mesh as mesh_lib
 from reformax.training.checkpoint import Checkpoints
@@ -152,6 +155,17 @@ def test_a_masked_models_weights_begin_a_classifier(tmp_path, capsys):
     ):
         with pytest.raises(SettingError, match=message):
             train_on(tmp_path / "b", **{"model": classes} | options)
+
+
+def test_the_configs_of_pretraining_have_one_backbone():
+    """Shapes do not tell where positions or activations differ."""
+
+    def backbone(name):
+        config.parse([name], folders=configs.FOLDERS)
+        model = config.bindings(loop.train)["model"](mode="eval")
+        return {x.name: getattr(model, x.name) for x in dataclasses.fields(Backbone)}
+
+    assert backbone("listops_masked.gin") == backbone("listops_pretrained.gin")
 
 
 def test_devices_cannot_share_the_positions_of_a_row(monkeypatch):
