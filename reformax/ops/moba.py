@@ -32,6 +32,7 @@ from reformax.ops.parts.containment import finite, is_finite, tokens_only
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.gathered import softmax_of_piece, taken
+from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 # Queries whose scores are in memory at a time.
@@ -67,7 +68,7 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
         init=no_params,
         plan=functools.partial(_plan, block_size, top_k, impl),
         apply=functools.partial(_apply, block_size, impl),
-        traits=Traits(bidirectional=False, heads_apart=True),
+        traits=Traits(bidirectional=False, grouped=True, heads_apart=True),
         init_cache=functools.partial(_init_cache, block_size),
         step=functools.partial(_step, block_size, top_k),
         replace_value=_replace_value,
@@ -118,6 +119,7 @@ def _plan(
     ids = jnp.ones((n_batch, length), jnp.int32) if segments is None else jnp.asarray(segments)
     size = min(block_size, length)
     of_block, means = _means(tokens_only(k, ids), ids, block_size)
+    (means,) = repeat_heads(q, means)
     n_best = min(top_k, means.shape[1]) - 1
     if n_best == 0:
         return jnp.zeros((n_batch, n_heads, length, 0), jnp.int32)
@@ -173,6 +175,7 @@ def _apply(block_size, impl, params, q, k, v, *, plan, segments, causal, dropout
     length, size = q.shape[1], min(block_size, q.shape[1])
     impl = choose(impl, **kernel_obstacles(q, k, v))
     if impl == "xla":
+        k, v = repeat_heads(q, k, v)
         return _in_arrays(_tiles(plan, size, size), size, q, k, v, segments, dropout, rng)
     from reformax.ops.kernels import moba as kernel
 
@@ -259,7 +262,7 @@ class Cache(NamedTuple):
     """All positions, and the sum of the keys of each block."""
 
     memory: KeyValues
-    sums: Float[Array, "B N C H"]
+    sums: Float[Array, "B G C H"]
 
 
 def _replace_value(cache: Cache, v, position) -> Cache:
@@ -282,8 +285,10 @@ def _step(block_size, top_k, params, q, k, v, cache: Cache, *, position: Int[Arr
     new = k[:, 0].astype(cache.sums.dtype)
     sums = cache.sums.at[jnp.arange(q.shape[0]), :, own].add(new)
 
-    query = q[:, 0].astype(sums.dtype)
-    scores = jnp.einsum("bnh,bnch->bnc", query, sums / size, precision=lax.Precision.HIGHEST)
+    n_rows, n_heads, group = q.shape[0], q.shape[2], q.shape[2] // k.shape[2]
+    query = q[:, 0].astype(sums.dtype).reshape(n_rows, -1, group, q.shape[3])
+    scores = jnp.einsum("bgmh,bgch->bgmc", query, sums / size, precision=lax.Precision.HIGHEST)
+    scores = scores.reshape(n_rows, n_heads, -1)
     may = jnp.arange(n_blocks, dtype=jnp.int32)[None, None] < own[:, None, None]
     chosen = _best(scores, may, min(top_k, n_blocks) - 1)
     own = jnp.broadcast_to(own[:, None, None], (*chosen.shape[:2], 1))
@@ -291,6 +296,6 @@ def _step(block_size, top_k, params, q, k, v, cache: Cache, *, position: Int[Arr
     seen = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
     mask = (seen >= 0) & (seen <= position[:, None, None, None])
     seen = seen.reshape(*seen.shape[:2], -1)
-    index = jnp.clip(seen, 0, capacity - 1)[..., None]
-    keys, values = (jnp.take_along_axis(x, index, axis=2) for x in memory)
+    row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
+    keys, values = (x[row, head, jnp.clip(seen, 0, capacity - 1)] for x in memory)
     return attend_to(q, keys, values, mask.reshape(seen.shape)), Cache(memory, sums)

@@ -75,8 +75,8 @@ class Sizes(NamedTuple):
 
 class _Inputs(NamedTuple):
     q: Array  # [B, T, N, H]
-    k: Array  # [B, T, N, H]
-    v: Array  # [B, T, N, V]
+    k: Array  # [B, T, G, H]
+    v: Array  # [B, T, G, V]
     ids: Array | None  # [B, T]
     seed: Array | None  # [5]
     block: Array  # of `Lists`, as the next two are
@@ -112,9 +112,17 @@ class _Here(NamedTuple):
 
     def rows(self, ref, position, exists) -> Array:
         """Rows of `[B, T, N, H]`; zeros where there is none, H padded."""
+        return self._rows(ref, self.head, position, exists)
+
+    def rows_of_keys(self, ref, x: _Inputs, position, exists) -> Array:
+        """The same of `[B, T, G, H]`."""
+        group = jnp.int32(x.q.shape[2] // x.k.shape[2])
+        return self._rows(ref, lax.div(self.head, group), position, exists)
+
+    def _rows(self, ref, head, position, exists) -> Array:
         width = power_of_two(ref.shape[3])
         there = jnp.where(exists, position, 0)
-        return load(*view_rows(ref, self.batch, there, self.head, width, exists), 0.0)
+        return load(*view_rows(ref, self.batch, there, head, width, exists), 0.0)
 
     def statistics(self, ref, position, exists) -> Array | None:
         """Entries of `[B, N, T]`; zeros where there is none; None of None."""
@@ -163,7 +171,7 @@ def _forward_kernel(x: _Inputs, out: Softmax, *, sizes):
 
     def attend(number, state):
         key, there, key_ids = here.keys(x, block, number)
-        k, v = here.rows(x.k, key, there), here.rows(x.v, key, there)
+        k, v = (here.rows_of_keys(ref, x, key, there) for ref in (x.k, x.v))
         mask = here.visible(*column((position, ids)), *line((key, there, key_ids)))
         logits = hide(product(q, k, transpose_b=True), mask)
         dropped = here.dropped(x, position[:, None], key[None])
@@ -203,7 +211,7 @@ def _queries_kernel(x: _Inputs, row: QueryRows, dq, *, sizes):
 
     def differentiate(number, sums):
         key = here.keys(x, block, number)
-        k, v = (here.rows(ref, *key[:2]) for ref in (x.k, x.v))
+        k, v = (here.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
         p, dropped = _weights(here, x, q, k, position, key, ids, (top, share), False)
         ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
         return sums + product(ds.astype(k.dtype), k)
@@ -219,7 +227,7 @@ def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
     n_tiles = jnp.int32(-(-sizes.block // sizes.key))
     block = lax.div(pl.program_id(0), n_tiles)
     key = here.keys(x, block, lax.rem(pl.program_id(0), n_tiles))
-    k, v = (here.rows(ref, *key[:2]) for ref in (x.k, x.v))
+    k, v = (here.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
 
     def differentiate(tile, sums):
         dk, dv = sums
@@ -247,8 +255,8 @@ def attend(
     sizes: Sizes,
     interpret: bool,
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N V"],
+    k: Float[Array, "B T G H"],
+    v: Float[Array, "B T G V"],
     ids: Int[Array, "B T"] | None,
     lists: Lists,
     rng: Array | None,
@@ -318,10 +326,19 @@ def _attend_backward(sizes, interpret, residuals, d_out):
     shape = jax.ShapeDtypeStruct(shape, jnp.float32)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), shape, lists.block.shape[2])
     dq = jnp.where(exists[..., None], dq.reshape(*exists.shape, -1), 0).sum(axis=3)
-    like = tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (k, v))
     n_programs = (lists.bounds.shape[2] - 1) * -(-sizes.block // sizes.key)
-    ((dk, dv),) = _launch(_keys_kernel, sizes, interpret, (x, row), (like,), n_programs)
-    return jnp.swapaxes(dq, 1, 2).astype(q.dtype), dk, dv, None, None, None
+    alone = q.shape[2] == k.shape[2]
+    like = tuple(
+        jax.ShapeDtypeStruct((*q.shape[:3], y.shape[3]), y.dtype if alone else jnp.float32)
+        for y in (k, v)
+    )
+    (sums,) = _launch(_keys_kernel, sizes, interpret, (x, row), (like,), n_programs)
+    if not alone:  # a head of keys has the sum of its group
+        sums = (
+            d.reshape(*y.shape[:3], -1, y.shape[3]).sum(axis=3).astype(y.dtype)
+            for d, y in zip(sums, (k, v), strict=True)
+        )
+    return jnp.swapaxes(dq, 1, 2).astype(q.dtype), *sums, None, None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
