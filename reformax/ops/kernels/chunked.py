@@ -279,8 +279,7 @@ class _Program(NamedTuple):
         if self.n_rounds == 0 and c.causal:
             last = jnp.minimum(last, self.start + self.tiles.own)
         if self.n_rounds == 0 and c.window is not None:
-            reach = self.start - c.window + 1
-            first = jnp.maximum(first, reach // self.tiles.other * self.tiles.other)
+            first, last = self._within_reach(first, last)
         return first, last
 
     def queries(self):
@@ -290,8 +289,14 @@ class _Program(NamedTuple):
         if self.n_rounds == 0 and c.causal:
             first = self.start
         if self.n_rounds == 0 and c.window is not None:
-            last = jnp.minimum(last, self.start + self.tiles.own + c.window - 1)
+            first, last = self._within_reach(first, last)
         return first, last
+
+    def _within_reach(self, first, last):
+        """The places, of those from `first` to `last`, within a window of the program's own."""
+        reach = self.start - self.chunks.window + 1
+        first = jnp.maximum(first, reach // self.tiles.other * self.tiles.other)
+        return first, jnp.minimum(last, self.start + self.tiles.own + self.chunks.window - 1)
 
     def over(self, x: _Inputs, window, body, carry):
         """`carry = body(block, carry)` over the blocks of a window."""

@@ -35,7 +35,7 @@ from reformax.ops.parts.orders import ChunkSizes
 
 # Logits that are in memory at a time; of more, heads are computed one after the other.
 LOGITS_AT_A_TIME = 2**29
-# Chunks of kernels are a multiple of their tiles.
+# Chunks of kernels are powers of two from here on: of whole tiles, and often of whole sequences.
 TILE = 64
 # The position of a key that is not there.
 NOWHERE = np.iinfo(np.int32).max
@@ -100,7 +100,8 @@ def attend(
 
 def _in_kernels(band: Band, impl: str, q, k, v, few, segments, dropout: float, rng) -> Array:
     """`attend` by kernels, in chunks that hold the window."""
-    sizes = ChunkSizes(-(-band.window // TILE) * TILE, 1, 0 if band.causal else 1)
+    length = max(TILE, 1 << (band.window - 1).bit_length())
+    sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
     options = dict(causal=band.causal, shared_qk=False, window=band.window, dropout=dropout)
     chunks = sizes.cut(q.shape[1], **options)
     if few is None or few.shape[1] == 0:
