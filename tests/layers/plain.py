@@ -1,5 +1,7 @@
 """Stacks of layers written out one after the other, for plain autodiff; and what tests share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,23 +58,33 @@ def layer_norm(params, x):
 
 
 def halves(cycle, n_layers, params, segments, rng):
-    """The two residual functions of each layer in turn, `(attention, feed_forward)`."""
+    """The two residual functions of each layer in turn, `(attention, feed_forward)`.
+
+    Each is compiled once for all repeats of the cycle, which is far less than a program of all
+    layers, so that what calls them need not be compiled.
+    """
     mask = () if segments is None else (segments,)
+
+    def sublayer(name, place, index):
+        """`(weights of all repeats, repeat, x) -> the sublayer's output`."""
+
+        @jax.jit
+        def run(params, repeat, x):
+            p = jax.tree.map(lambda w: w[repeat], params)
+            own = jax.random.fold_in(jax.random.fold_in(rng, repeat), place)
+            x = layer_norm(p[f"{name}_norm"], x)
+            layer, masks = getattr(cycle[place], name), mask if name == "attention" else ()
+            return layer.apply(p[name], x, *masks, rng=jax.random.fold_in(own, index))
+
+        return run
+
+    compiled = [
+        [sublayer(name, place, index) for index, name in enumerate(("attention", "feed_forward"))]
+        for place in range(len(cycle))
+    ]
     for layer in range(n_layers):
         repeat, place = divmod(layer, len(cycle))
-        block = cycle[place]
-        p = jax.tree.map(lambda w: w[repeat], params[f"block_{place}"])  # noqa: B023
-        layer_rng = jax.random.fold_in(jax.random.fold_in(rng, repeat), place)
-
-        def attention(x, block=block, p=p, rng=layer_rng):
-            x = layer_norm(p["attention_norm"], x)
-            return block.attention.apply(p["attention"], x, *mask, rng=jax.random.fold_in(rng, 0))
-
-        def feed_forward(x, block=block, p=p, rng=layer_rng):
-            x = layer_norm(p["feed_forward_norm"], x)
-            return block.feed_forward.apply(p["feed_forward"], x, rng=jax.random.fold_in(rng, 1))
-
-        yield attention, feed_forward
+        yield [functools.partial(f, params[f"block_{place}"], repeat) for f in compiled[place]]
 
 
 def reversible(cycle, n_layers, params, x1, x2, segments, rng):

@@ -40,7 +40,7 @@ def by_plain_autodiff():
         out = plain.reversible(cycle, 4, params, x1, x2, segments, RNG)
         return sum(jnp.sum(w * y) for w, y in zip(weights, out, strict=True)), out
 
-    gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    gradient = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
     return (params, x1, x2), segments, weights, gradient(params, x1, x2)
 
 

@@ -35,7 +35,7 @@ def by_plain_autodiff():
         out = plain.slotted(cycle, 4, params, x, segments, RNG, N_SLOTS)
         return jnp.sum(weights * out), out
 
-    gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
     return (params, x), segments, weights, gradient(params, x)
 
 
