@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -175,6 +175,7 @@ def _training(command: str, folder: Path, page: str) -> str:
     text = config_text(name, folder)
     modules = set(re.findall(r"^(?:from \S+ )?import (?:\S+\.)?(\w+)$", text, re.MULTILINE))
     values = {name: value for name, value in SMALL.items() if _is_larger(name, value, text)}
+    values |= dict(_shorter_cycles(text))
     for module in modules & SMALL_OF.keys():
         values |= SMALL_OF[module]
     if "vocab_size=" in command and "vocabulary=" not in command:
@@ -200,6 +201,14 @@ def config_text(name: str, folder: Path) -> str:
     text = next(path for path in places if path.is_file()).read_text()
     included = re.findall(r"^include '(.+)'$", text, re.MULTILINE)
     return "\n".join([*(config_text(other, folder) for other in included), text])
+
+
+def _shorter_cycles(text: str) -> Iterator[tuple[str, str]]:
+    """A cycle that repeats an algorithm with each of its two once: XLA compiles every place."""
+    for name, cycle in re.findall(r"^([\w./]+) = \((@.+)\)$", text, re.MULTILINE):
+        distinct = list(dict.fromkeys(cycle.split(", ")))
+        if len(distinct) == 2 < len(cycle.split(", ")):
+            yield name, f"({', '.join(distinct)})"
 
 
 def _is_larger(name: str, value, text: str) -> bool:

@@ -25,6 +25,7 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.evaluation import evaluate
 from tests.helpers import assert_trees_close
+from tests.layers import plain
 from tests.ops.toys import counting
 from tests.training import tiny, worker
 from tests.training.scripts import call
@@ -131,8 +132,7 @@ def on_axes(sizes):
 def params_of(name):
     """The weights to begin with."""
     shapes = [(BATCH, LENGTH)] * (1 + (name in PAIRS))
-    init = jax.jit(lambda: model_of(name).init_params(jax.random.PRNGKey(1), *shapes))
-    return jax.device_get(init())
+    return jax.device_get(plain.init(model_of(name), *shapes))
 
 
 def step_on(mesh, name):
