@@ -158,8 +158,21 @@ def test_a_figure_says_its_setup(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_campaigns_find_training_reliable(monkeypatch, capsys):
-    """Of the phases of `kills` two that compile nothing; both campaigns have one server."""
+def test_campaigns_find_training_reliable(tmp_path, monkeypatch, capsys):
+    """Of the phases of `kills` two that compile nothing; both campaigns have one server.
+
+    The model has one layer: each of their twenty processes traces it.
+    """
+    config = tmp_path / "run.gin"
+    config.write_text(f"""
+from __gin__ import dynamic_registration
+from reformax.models import lm
+from reformax.ops import local
+include '{reliability_runs.CONFIG}'
+n_layers = 1
+lm.ReformerLM.attention_type = @local.local()
+""")
+    monkeypatch.setattr(reliability_runs, "CONFIG", config)
 
     def phases_of(*traces):
         found = every_phase(*traces)
