@@ -25,6 +25,7 @@ from reformax.declared import (
 from reformax.layers import context
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
+from reformax.layers.float8 import product
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
@@ -81,6 +82,7 @@ class MultiHead(Layer):
       attention_dropout: the rate on attention weights.
       output_dropout: the rate on the output.
       init_std: the standard deviation of fresh projections; None: Glorot and Bengio's bounds.
+      float8: whether the projections multiply FP8 numbers in training (`layers.float8`).
       mode: "train" or "eval". Evaluation has no dropout, and the algorithm plans with its settings
         for evaluation.
     """
@@ -97,6 +99,7 @@ class MultiHead(Layer):
     attention_dropout: Rate = 0.0
     output_dropout: Rate = 0.0
     init_std: Positive | None = None
+    float8: bool = False
     mode: Literal["train", "eval"] = "train"
 
     n_sequences = 1  # `CrossAttention` reads two
@@ -108,6 +111,7 @@ class MultiHead(Layer):
         self._check_kv_heads()
         self._weights_rate = rate_in(self.mode, self.attention_dropout)
         self._output_rate = rate_in(self.mode, self.output_dropout)
+        self._float8 = self.float8 and self.mode == "train"
 
     def _check_kv_heads(self) -> None:
         if self.n_kv_heads is None:
@@ -157,7 +161,13 @@ class MultiHead(Layer):
 
     def _heads(self, params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T _ _"]:
         """The projection of `x` by `w_<name>`."""
-        y = jnp.einsum("btd,ndh->btnh", x, params[f"w_{name}"].astype(x.dtype))
+        w = params[f"w_{name}"]
+        if self._float8:
+            n_heads, d_model, size = w.shape
+            y = product(x, jnp.moveaxis(w, 0, 1).reshape(d_model, -1))
+            y = y.reshape(*x.shape[:2], n_heads, size)
+        else:
+            y = jnp.einsum("btd,ndh->btnh", x, w.astype(x.dtype))
         return y + params[f"b_{name}"][None, None].astype(x.dtype) if self.bias else y
 
     def plan(self, params, qkv: QKV, segments=None, rng=None, length: int | None = None) -> Any:
@@ -200,7 +210,11 @@ class MultiHead(Layer):
         """Attention by a plan, and the output projection."""
         out = self._apply_op(params, qkv, plan, segments, _fold_in(rng, WEIGHTS))
         w_o = params["w_o"].reshape(*out.shape[2:], -1)  # `for_decoding` merges the heads
-        out = jnp.einsum("btnv,nvd->btd", out, w_o.astype(out.dtype))
+        if self._float8:
+            d_model = w_o.shape[-1]
+            out = product(out.reshape(*out.shape[:2], -1), w_o.reshape(-1, d_model))
+        else:
+            out = jnp.einsum("btnv,nvd->btd", out, w_o.astype(out.dtype))
         if self.output_bias:
             out = out + params["b_o"][None, None].astype(out.dtype)
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))

@@ -13,6 +13,7 @@ from reformax import devices
 from reformax.declared import Count, Positive, Rate, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
+from reformax.layers.float8 import product
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.dropout import seed_words
 
@@ -61,6 +62,7 @@ class FeedForward(Layer):
         mode: Literal["train", "eval"] = "train",
         impl: str = "auto",
         init_std: Positive | None = None,
+        float8: bool = False,
     ):
         """Args:
         d_ff: F, the width of the hidden layer.
@@ -75,6 +77,7 @@ class FeedForward(Layer):
           anywhere, slowly, for tests. "auto" takes the kernel on one such GPU for bfloat16 and
           float16.
         init_std: the standard deviation of fresh weights; None: Glorot and Bengio's bounds.
+        float8: whether both products multiply FP8 numbers in training (`layers.float8`).
         """
         super().__init__()
         check_all(hints_of(FeedForward), locals())
@@ -93,6 +96,7 @@ class FeedForward(Layer):
         self._impl = impl
         normal = jax.nn.initializers.normal
         self._initializer = glorot if init_std is None else normal(init_std)
+        self._float8 = float8 and mode == "train"
 
     def init_params(self, rng, shape):
         d_model = shape[-1]
@@ -110,7 +114,12 @@ class FeedForward(Layer):
         return self._chunk_size
 
     def cast(self, params, dtype: str):
-        """The weights, those of the two products in `dtype`, as `apply_chunk` needs them."""
+        """The weights, those of the two products in `dtype`, as `apply_chunk` needs them.
+
+        FP8 products round the weights themselves.
+        """
+        if self._float8:
+            return params
         return params | {name: params[name].astype(dtype) for name in ("w1", "w2")}
 
     def apply_chunk(
@@ -120,7 +129,8 @@ class FeedForward(Layer):
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
         params = self.cast(params, x.dtype)
         # Products in the dtype of `x`, and float32 between them, which is never stored.
-        out = self._activated(params, x @ params["w1"], start, hidden_rng)
+        multiply = product if self._float8 else jnp.matmul
+        out = self._activated(params, multiply(x, params["w1"]), start, hidden_rng)
         out = out.astype(jnp.float32) + params["b2"][None, None]
         return dropout(out, rate_in(self._mode, self._dropout), output_rng, start=start).astype(
             x.dtype
@@ -136,10 +146,12 @@ class FeedForward(Layer):
         if chosen == "xla":
             hidden = self._activation(pre.astype(jnp.float32) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
-            return _narrow(hidden, params["w2"])
+            return (product if self._float8 else _narrow)(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel
 
-        options = kernel.Options(self._activation, pre.shape[1], rate, chosen == "pallas_interpret")
+        options = kernel.Options(
+            self._activation, pre.shape[1], rate, self._float8, chosen == "pallas_interpret"
+        )
 
         def project(first, pre, b1, w2, start, rng):
             seed = seed_words(rng, len(pre)) if rate else None

@@ -48,8 +48,8 @@ class Backbone(Model):
         blocks = self._blocks("attention_type", causal=self.causal)
         self._layers = self._stack(blocks, self.n_layers)
         # The gradient of a mean over many targets underflows in float16: features are float32.
-        narrow = self.dtype == "float16"
-        self._features_dtype = "float32" if narrow else self.dtype
+        narrow = self.width == "float16"
+        self._features_dtype = "float32" if narrow else self.width
         self._norm = LayerNorm(self.norm_epsilon, self._features_dtype)
         self._embedding_norm = LayerNorm(self.norm_epsilon)
 

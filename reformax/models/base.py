@@ -39,7 +39,8 @@ from reformax.layers import (
 from reformax.layers.dropout import rate_in
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.layers.reversible import SlotCount
-from reformax.layers.stacks import BlockStack, Dtype
+from reformax.layers.stacks import BlockStack
+from reformax.layers.stacks import Dtype as Width
 from reformax.ops.base import AttentionOp
 
 AttentionType = Annotated[
@@ -47,6 +48,7 @@ AttentionType = Annotated[
     Called("an AttentionOp, such as lsh.lsh(), or a cycle of them"),
 ]
 Activation = Callable[[Array], Array] | str
+Dtype = Width | Literal["float8"]
 PosType = Literal["rotary", "rotary_local", "axial", "sinusoidal", "alibi", "t5", "none"]
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -89,7 +91,9 @@ class Model(Layer):
         own. Pre-norm layers' last matrices are scaled down by the depth in either case.
       scan_layers: whether the layers compile as a loop over the cycle. False unrolls the loop:
         slower to compile, faster on a GPU.
-      dtype: of the arithmetic in sublayers and logits; weights and streams are float32.
+      dtype: of the arithmetic in sublayers and logits; weights and streams are float32. "float8" is
+        "bfloat16" but for the projections and feed-forward layers in training, whose products are
+        of FP8 numbers (`layers.float8`).
       mode: "train" or "eval".
     """
 
@@ -126,6 +130,11 @@ class Model(Layer):
         self._positions = self._added_positions()
 
     @property
+    def width(self) -> Width:
+        """`dtype`, or what it is where no products are of FP8 numbers."""
+        return "bfloat16" if self.dtype == "float8" else self.dtype
+
+    @property
     def max_length(self) -> int | None:
         """The largest length that the positions hold; None if they hold any."""
         return None if self._positions is None else self._positions.max_length
@@ -147,7 +156,7 @@ class Model(Layer):
         raise NotImplementedError
 
     def _stack_options(self) -> dict[str, Any]:
-        return dict(dtype=self.dtype, norm_epsilon=self.norm_epsilon, scan_layers=self.scan_layers)
+        return dict(dtype=self.width, norm_epsilon=self.norm_epsilon, scan_layers=self.scan_layers)
 
     def _blocks(
         self, argument: str, *, causal: bool = True, cross: AttentionOp | None = None
@@ -210,6 +219,7 @@ class Model(Layer):
             attention_dropout=self.attention_dropout,
             output_dropout=self.dropout,
             init_std=self.init_std,
+            float8=self.dtype == "float8",
             mode=self.mode,
         )
 
@@ -231,6 +241,7 @@ class Model(Layer):
             self.ff_chunk_size,
             self.mode,
             init_std=self.init_std,
+            float8=self.dtype == "float8",
         )
 
 

@@ -140,8 +140,8 @@ class Classifier(Encoder):
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d C"]:
         """Unnormalised log-probabilities of the classes; products are computed in `dtype`."""
         if self.d_classifier is not None:
-            features = jax.nn.relu(affine(params["hidden"], features, self.dtype))
-        return affine(params["logits"], features, self.dtype)
+            features = jax.nn.relu(affine(params["hidden"], features, self.width))
+        return affine(params["logits"], features, self.width)
 
     def apply(self, params, *inputs: Int[Array, "B T"], rng=None) -> Float[Array, "B 1 C"]:
         read = inputs if self.pairs else inputs[0]
@@ -177,9 +177,9 @@ class MaskedLanguageModel(Encoder):
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities; products are computed in `dtype`."""
-        x = jax.nn.gelu(affine(params["hidden"], features, self.dtype), approximate=False)
+        x = jax.nn.gelu(affine(params["hidden"], features, self.width), approximate=False)
         x = self._head_norm.apply(params["head_norm"], x)
-        return logits_product(x, params["embedding"], self.dtype, params["logits"]["b"])
+        return logits_product(x, params["embedding"], self.width, params["logits"]["b"])
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))

@@ -83,8 +83,8 @@ class LanguageModel(Backbone):
         """Unnormalised log-probabilities, float32; their product is computed in `dtype`."""
         if self.tie_embeddings:
             table = params.get("softmax", params["embedding"])  # the former for decoding
-            return logits_product(features, table, self.dtype)
-        return affine(params["logits"], features, self.dtype)
+            return logits_product(features, table, self.width)
+        return affine(params["logits"], features, self.width)
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))
@@ -95,9 +95,9 @@ class LanguageModel(Backbone):
         """The weights for `step`: a tree for each repeat of the cycle, cast to their dtypes."""
         params = params | {"stack": self._layers.for_decoding(params["stack"])}
         if self.tie_embeddings:
-            return params | {"softmax": params["embedding"].astype(self.dtype)}
+            return params | {"softmax": params["embedding"].astype(self.width)}
         return params | {
-            "logits": params["logits"] | {"w": params["logits"]["w"].astype(self.dtype)}
+            "logits": params["logits"] | {"w": params["logits"]["w"].astype(self.width)}
         }
 
     def prefill(

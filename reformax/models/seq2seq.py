@@ -187,7 +187,7 @@ class EncoderDecoder(Model):
 
     def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
         """Unnormalised log-probabilities, float32; their product is computed in `dtype`."""
-        return logits_product(features, params["embedding"], self.dtype)
+        return logits_product(features, params["embedding"], self.width)
 
     def apply(
         self,
@@ -238,7 +238,7 @@ class EncoderDecoder(Model):
         return {
             "decoder": params["decoder"] | {"stack": stack},
             "embedding": params["embedding"],
-            "softmax": params["embedding"].astype(self.dtype).T,
+            "softmax": params["embedding"].astype(self.width).T,
         }
 
     def prefill(
@@ -316,7 +316,7 @@ class EncoderDecoder(Model):
 
     def _next(self, params, streams: Sequence[Float[Array, "R 1 D"]]) -> Float[Array, "R V"]:
         """`logits` with the weights from `for_decoding`."""
-        features = self._merge(params["decoder"], streams)[:, 0].astype(self.dtype)
+        features = self._merge(params["decoder"], streams)[:, 0].astype(self.width)
         return jnp.dot(features, params["softmax"], preferred_element_type=jnp.float32)
 
     def beams(self, decoding: Decoding, n_beams: int, capacity: int) -> Decoding:

@@ -263,6 +263,7 @@ CHANGES_PROGRAM = [
     dict(ff_chunk_size=5),
     dict(norm_epsilon=1e-2),
     dict(dtype="bfloat16"),
+    dict(dtype="float8"),
     dict(scan_layers=False),
     dict(first_token=3),
 ]

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from reformax.layers import float8
 from reformax.layers.dropout import APART, multiplier
 from reformax.ops.kernels.common import launch, load
 from reformax.ops.parts.dropout import dropout_bits
@@ -51,12 +52,14 @@ class Options(NamedTuple):
       activation: one of `ACTIVATIONS`.
       length: C, the rows of a sequence.
       rate: the dropout rate.
+      float8: whether the product multiplies FP8 numbers.
       interpret: whether to run anywhere, slowly.
     """
 
     activation: Callable
     length: int
     rate: float
+    float8: bool = False
     interpret: bool = False
 
 
@@ -202,13 +205,24 @@ def project(options: Options, inputs: Inputs, w2: Float[Array, "F D"]) -> Float[
 
 def _project_forward(options, inputs, w2):
     inputs, w2 = first_order((inputs, w2))
-    return forward(inputs, options) @ w2, (inputs, w2)
+    hidden = forward(inputs, options)
+    if options.float8:
+        return float8.product(hidden, w2), (inputs, w2)
+    return hidden @ w2, (inputs, w2)
 
 
 def _project_backward(options, residuals, d_out):
     (inputs, w2), d_out = first_order((residuals, d_out))
-    hidden, d_pre, d_bias = backward(inputs, d_out @ w2.T, options)
-    return Inputs(d_pre, d_bias, None, None), hidden.T @ d_out
+    if options.float8:
+        narrow = float8.quantize(d_out, float8.E5M2)
+        weights = float8.quantize(w2, float8.E4M3)
+        d_hidden = float8.of_inputs(narrow, weights, d_out.dtype)
+        hidden, d_pre, d_bias = backward(inputs, d_hidden, options)
+        d_w2 = float8.of_weights(float8.quantize(hidden, float8.E4M3), narrow, w2.dtype)
+    else:
+        hidden, d_pre, d_bias = backward(inputs, d_out @ w2.T, options)
+        d_w2 = hidden.T @ d_out
+    return Inputs(d_pre, d_bias, None, None), d_w2
 
 
 project.defvjp(_project_forward, _project_backward)

@@ -1,0 +1,108 @@
+"""Products of FP8 numbers, whose sums are wider: e4m3 forward, e5m2 for gradients.
+
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning": e4m3 has 3 bits of fraction and reaches
+448; e5m2 has 2 and reaches 57,344. An array is multiplied by a scale that brings its largest finite
+number near the end of the range, and rounded. Here scales are powers of two, so that scaling rounds
+nothing: only numbers far below the largest one, by 2^-13 in e4m3 and 2^-28 in e5m2, lose more than
+the format's own fraction. A number that is not finite is NaN, in the products that read it.
+
+XLA multiplies such operands by cuBLASLt's FP8 products, which take the scales; elsewhere they are
+multiplied as what they are after rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from reformax.declared import Unsupported
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+# The scaled maximum is below 2^TOP, and so is every number that rounds to it.
+TOP = {E4M3: 8, E5M2: 15}
+
+
+class Quantized(NamedTuple):
+    """Numbers `values / scale`, of which `values` are FP8 and `scale` is a power of two."""
+
+    values: Float[Array, "*d"]
+    scale: Float[Array, ""]
+
+
+def quantize(x: Float[Array, "*d"], dtype: Any) -> Quantized:
+    """`x` rounded to FP8 by a scale of its own."""
+    finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    largest = jnp.max(finite, initial=0).astype(jnp.float32)
+    # The largest number is below 2^exponent. The product of two scales must have an inverse.
+    _, exponent = jnp.frexp(largest)
+    scale = jnp.ldexp(jnp.float32(1), jnp.clip(TOP[dtype] - exponent, -126, 60))
+    return Quantized((x * scale.astype(x.dtype)).astype(dtype), scale)
+
+
+@jax.custom_vjp
+def product(x: Float[Array, "*d K"], w: Float[Array, "K N"]) -> Float[Array, "*d N"]:
+    """`x @ w` in the dtype of `x`, from both rounded to e4m3.
+
+    The gradients multiply the same rounded numbers by that of the output, rounded to e5m2; the
+    gradient of `w` has its dtype.
+
+    Raises:
+      NotImplementedError: a GPU that cannot multiply FP8 numbers.
+    """
+    return _forward(x, w)[0]
+
+
+def _forward(x, w):
+    check_device()
+    read = quantize(x, E4M3), quantize(w, E4M3)
+    return forward(*read, x.dtype), (*read, jnp.zeros(0, w.dtype))
+
+
+def _backward(residuals, d_out):
+    x, w, like_w = residuals
+    narrow = quantize(d_out, E5M2)
+    return of_inputs(narrow, w, d_out.dtype), of_weights(x, narrow, like_w.dtype)
+
+
+product.defvjp(_forward, _backward)
+
+
+def forward(x: Quantized, w: Quantized, dtype: Any) -> Float[Array, "*d N"]:
+    """`x @ w`."""
+    return _contract(x, w, ((x.values.ndim - 1,), (0,)), dtype)
+
+
+def of_inputs(d_out: Quantized, w: Quantized, dtype: Any) -> Float[Array, "*d K"]:
+    """`d_out @ w.T`, the gradient of `x`."""
+    return _contract(d_out, w, ((d_out.values.ndim - 1,), (1,)), dtype)
+
+
+def of_weights(x: Quantized, d_out: Quantized, dtype: Any) -> Float[Array, "K N"]:
+    """`x.T @ d_out`, the gradient of `w`."""
+    rows = tuple(range(x.values.ndim - 1))
+    return _contract(x, d_out, (rows, rows), dtype)
+
+
+def _contract(x: Quantized, y: Quantized, axes, dtype: Any) -> Array:
+    values = x.values, y.values
+    if jax.default_backend() != "gpu":
+        values = (z.astype(jnp.float32) for z in values)
+    # XLA hands the factor behind an FP8 product to cuBLASLt, which scales before it rounds.
+    out = lax.dot_general(*values, (axes, ((), ())), preferred_element_type=dtype)
+    return out * (1 / (x.scale * y.scale)).astype(dtype)
+
+
+def check_device() -> None:
+    """Raises `Unsupported` on a GPU without FP8 products; other machines round and multiply."""
+    if jax.default_backend() != "gpu":
+        return
+    device = jax.local_devices()[0]
+    if float(getattr(device, "compute_capability", None) or 0) < 8.9:
+        raise Unsupported(
+            f"dtype is 'float8': the device {device.device_kind!r} does not multiply FP8 numbers, "
+            "which takes an NVIDIA GPU of Ada, Hopper or later; use dtype='bfloat16'"
+        )
