@@ -2,7 +2,8 @@
 
 The compiled programs depend on the model, the number of rows and two lengths: that of the longest
 prompt, rounded up to a few sizes, and the capacity of the cache. Other prompts, numbers of new
-tokens, seeds and sampling settings run the same programs.
+tokens, seeds and sampling settings run the same programs, of which there are two: one ranks tokens
+to leave some out.
 """
 
 from __future__ import annotations
@@ -130,8 +131,7 @@ def stream(
     n_prompt = min(rounded(int(lengths.max())), capacity - 1)
     tokens = np.pad(tokens, ((0, 0), (0, n_prompt - tokens.shape[1])))
     draws = _Draws(
-        # As arrays of one dtype each: 1 and 1.0 run the same program.
-        Sampler(*(jnp.asarray(x, d) for x, d in zip(sampler, (float, int, float), strict=True))),
+        sampler.arrays(),
         jax.random.PRNGKey(seed),
         jnp.int32(-1 if end is None else end),
     )

@@ -1,7 +1,7 @@
 """Draws the next token from its logits: temperature, then top-k, then top-p.
 
-Their order and meaning are those of Hugging Face's `generate`. The settings are arrays, so that
-other values compile nothing anew.
+Their order and meaning are those of Hugging Face's `generate`. In a compiled step the settings are
+arrays, so that other values compile nothing anew.
 """
 
 from __future__ import annotations
@@ -35,12 +35,23 @@ class Sampler(NamedTuple):
         check_all(hints_of(Sampler), self._asdict())
         return self
 
+    def arrays(self) -> Sampler:
+        """Itself for a compiled step: 1 and 1.0 run the same program.
+
+        Where no token is left out, `top_k` and `top_p` are None, and the program ranks none.
+        """
+        some = self.top_k > 0 or self.top_p < 1
+        of_ranks = (jnp.int32(self.top_k), jnp.float32(self.top_p)) if some else (None, None)
+        return Sampler(jnp.float32(self.temperature), *of_ranks)
+
     def logits(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Unnormalised log-probabilities of the draw; -inf for tokens left out."""
         n_tokens = logits.shape[-1]
         # Below the largest, so that a tiny temperature makes -inf of them and no nan.
         scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
         scaled = scaled / jnp.where(self.temperature > 0, self.temperature, 1.0)
+        if self.top_k is None:  # from `arrays`
+            return scaled
         ranked = -jnp.sort(-scaled, axis=-1)
         n_top = jnp.where(self.top_k > 0, jnp.minimum(self.top_k, n_tokens), n_tokens)
         # Ties with the last of the top k stay: they are equally good.
@@ -55,6 +66,7 @@ class Sampler(NamedTuple):
 
     def draw(self, logits: Float[Array, "B V"], keys: PRNGKeyArray) -> Int[Array, " B"]:
         """Draws a token for each row; each row has its own key."""
-        drawn = jax.vmap(jax.random.categorical)(keys, self.logits(logits))
-        best = jnp.argmax(logits, axis=-1)
-        return jnp.where(self.temperature > 0, drawn, best).astype(jnp.int32)
+        kept = self.logits(logits)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:], kept.dtype))(keys)
+        noise = jnp.where(self.temperature > 0, noise, 0)
+        return jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)

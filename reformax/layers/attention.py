@@ -209,7 +209,9 @@ class MultiHead(Layer):
     def attend(self, params, qkv: QKV, plan, segments=None, rng=None) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
         out = self._apply_op(params, qkv, plan, segments, _fold_in(rng, WEIGHTS))
-        w_o = params["w_o"].reshape(*out.shape[2:], -1)  # `for_decoding` merges the heads
+        w_o = params["w_o"]
+        if w_o.ndim == 2:  # from `for_decoding`
+            w_o = w_o.T.reshape(*out.shape[2:], -1)
         if self._float8:
             d_model = w_o.shape[-1]
             out = product(out.reshape(*out.shape[:2], -1), w_o.reshape(-1, d_model))
@@ -243,13 +245,16 @@ class MultiHead(Layer):
         return None
 
     def _merge(self, params, products: dict[str, Sequence[str]], dtype: str) -> dict[str, Any]:
-        """The weights for decoding: one matrix a product, its projections side by side."""
+        """The weights for decoding: one matrix a product, of all its projections.
+
+        A row of a matrix makes one number. XLA multiplies a single position by reading rows to
+        their sums; along columns it would write every product to memory first.
+        """
         d_model = params["w_o"].shape[-1]
-        merged = {"w_o": params["w_o"].reshape(-1, d_model)}
+        merged = {"w_o": params["w_o"].reshape(-1, d_model).T}
         for name, letters in products.items():
-            columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
-            columns = [w.reshape(d_model, -1) for w in columns]
-            merged[f"w_{name}"] = jnp.concatenate(columns, axis=1)
+            rows = [jnp.swapaxes(params[f"w_{x}"], 1, 2).reshape(-1, d_model) for x in letters]
+            merged[f"w_{name}"] = jnp.concatenate(rows)
             if self.bias:
                 biases = [jnp.ravel(params[f"b_{x}"]) for x in letters]
                 merged[f"b_{name}"] = jnp.concatenate(biases)
@@ -376,8 +381,8 @@ class Attention(MultiHead):
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`: one product for all heads and projections, in `dtype`.
 
-        `w_in [D, N * H + G * (H + V)]`, or `N * (H + V)` with shared queries and keys, and behind
-        them the algorithm's further projections; `b_in` likewise, `w_o [N * V, D]`, `b_o [D]`, and
+        `w_in [N * H + G * (H + V), D]`, or `N * (H + V)` with shared queries and keys, and behind
+        them the algorithm's further projections; `b_in` likewise, `w_o [D, N * V]`, `b_o [D]`, and
         `op` unchanged.
         """
         return self._merge(params, {"in": list(self.projections())}, dtype)
@@ -485,8 +490,8 @@ class Attention(MultiHead):
 
 
 def affine(params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
-    """`x @ w_<name> + b_<name>`, with weights from `for_decoding`."""
-    y = x @ params[f"w_{name}"]
+    """`x @ w_<name>.T + b_<name>`, with weights from `for_decoding`."""
+    y = x @ params[f"w_{name}"].T
     return y + params[f"b_{name}"][None, None] if f"b_{name}" in params else y
 
 

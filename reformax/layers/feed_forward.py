@@ -122,6 +122,15 @@ class FeedForward(Layer):
             return params
         return params | {name: params[name].astype(dtype) for name in ("w1", "w2")}
 
+    def for_decoding(self, params, dtype: str):
+        """The weights for `step` in `dtype`, with matrices transposed as attention's are."""
+        cast = jax.tree.map(lambda w: w.astype(dtype), params)
+        return cast | {name: cast[name].T for name in ("w1", "w2")}
+
+    def step(self, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """`apply` with the weights from `for_decoding`."""
+        return self.apply(params | {name: params[name].T for name in ("w1", "w2")}, x)
+
     def apply_chunk(
         self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None
     ) -> Float[Array, "B C D"]:

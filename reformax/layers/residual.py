@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -42,7 +43,8 @@ class ResidualStack(BlockStack):
                         return block.attention.apply(p, h, *mask, rng=rngs["attention"]), None
 
                     cross = _cross(block, memory, masks, rngs)
-                    ((x,), _) = self._layer(block, p, (x,), attend, cross, rng=rngs["feed_forward"])
+                    feed = functools.partial(block.feed_forward.apply, rng=rngs["feed_forward"])
+                    ((x,), _) = self._layer(block, p, (x,), attend, cross, feed)
                     return x
 
                 layer = jax.checkpoint(layer) if self.remat else layer

@@ -178,7 +178,7 @@ class BlockStack(Layer):
         """`x` as it is added to a stream."""
         return x.astype(jnp.float32)
 
-    def _layer(self, block: Block, params, streams, attend: Callable, cross: Callable, rng=None):
+    def _layer(self, block: Block, params, streams, attend: Callable, cross: Callable, feed):
         """The streams after a layer, and the second output of `attend`.
 
         Args:
@@ -187,7 +187,7 @@ class BlockStack(Layer):
           streams: those before it.
           attend: `(params, input) -> (output, anything)`, the self-attention.
           cross: `(params, input) -> output`, the cross-attention if there is one.
-          rng: of the feed-forward layer.
+          feed: `(params, input) -> output`, the feed-forward layer.
         """
         h, streams = self._read(params, "attention", streams)
         attended, other = attend(params["attention"], h)
@@ -197,7 +197,7 @@ class BlockStack(Layer):
             crossed = cross(params["cross_attention"], h)
             streams, normed = self._add(params, "cross_attention", streams, crossed)
         h, streams = self._read(params, "feed_forward", streams, normed)
-        out = block.feed_forward.apply(params["feed_forward"], h, rng=rng)
+        out = feed(params["feed_forward"], h)
         return self._add(params, "feed_forward", streams, out)[0], other
 
     # Decoding: `prefill` reads a prompt, or the memory; `step` one more position of each row.
@@ -210,8 +210,9 @@ class BlockStack(Layer):
                 name: layer.for_decoding(params[name], self.dtype)
                 for name, layer in self.blocks[i].attentions.items()
             }
-            feed_forward = jax.tree.map(lambda w: w.astype(self.dtype), params["feed_forward"])
-            return params | merged | {"feed_forward": feed_forward}
+            feed_forward = self.blocks[i].feed_forward
+            own = feed_forward.for_decoding(params["feed_forward"], self.dtype)
+            return params | merged | {"feed_forward": own}
 
         return tuple(
             {f"block_{i}": for_step(i, layer[f"block_{i}"]) for i in range(len(self.blocks))}
@@ -255,7 +256,8 @@ class BlockStack(Layer):
                     return layer.step(p, h, memory_kv[-1], memory_segments)
 
                 p = this.params[f"block_{i}"]
-                streams, cache = self._layer(block, p, streams, attend, cross)
+                feed = block.feed_forward.step if self._cross else block.feed_forward.apply
+                streams, cache = self._layer(block, p, streams, attend, cross, feed)
                 caches.append(cache)
             return streams, (tuple(caches), tuple(memory_kv))
 
@@ -303,7 +305,8 @@ class BlockStack(Layer):
                         memory_segments=memory_segments,
                     )
                 p = params_here[f"block_{i}"]
-                streams, cache = self._layer(block, p, streams, attend, cross)
+                feed = block.feed_forward.step
+                streams, cache = self._layer(block, p, streams, attend, cross, feed)
                 after[-1].append(cache)
         return streams[: self.n_streams], tuple(map(tuple, after))
 

@@ -90,7 +90,8 @@ def test_a_seed_reproduces_the_text(model, params):
 
 def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
     options = dict(max_length=64)
-    generation.generate(model, params, PROMPTS, 2, **options)
+    for top_k in (0, 2):  # without tokens left out, and with
+        generation.generate(model, params, PROMPTS, 2, **options, top_k=top_k)
     before = decoding._start._cache_size(), decoding._go_on._cache_size()
     for prompts, n, more in [
         (PROMPTS, 1, {}),

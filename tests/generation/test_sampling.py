@@ -35,7 +35,7 @@ def wanted(logits, temperature, top_k, top_p):
 @pytest.mark.parametrize("temperature, top_k, top_p", SETTINGS)
 def test_probabilities(temperature, top_k, top_p):
     logits = np.random.default_rng(0).normal(size=(6, 11)).astype(np.float32) * 2
-    got = jax.nn.softmax(Sampler(temperature, top_k, top_p).logits(logits), axis=-1)
+    got = jax.nn.softmax(Sampler(temperature, top_k, top_p).arrays().logits(logits), axis=-1)
     for row, one in zip(np.asarray(got), logits, strict=True):
         np.testing.assert_allclose(row, wanted(one, temperature, top_k, top_p), atol=1e-5)
 
