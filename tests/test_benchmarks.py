@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 import reformax.ops
+from benchmarks import all as all_figures
 from benchmarks import (
     associative_recall,
     attention,
@@ -30,10 +32,20 @@ from benchmarks import (
     recall,
     reversible,
     step,
+    tables,
 )
-from benchmarks.harness import attention_table, calls, processes, rows
+from benchmarks.harness import (
+    attention_table,
+    calls,
+    command_line,
+    figures,
+    output,
+    processes,
+    rows,
+)
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
+from benchmarks.harness.output import Table
 from benchmarks.peers import rabe_staats
 from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
@@ -726,3 +738,50 @@ def test_models_with_exact_attention_have_the_losses_of_dense_attention(model_fn
         op = exact_attention.in_parts(32)[name]
         difference = train(op) - want
         assert np.abs(difference).max() < 1e-3, name
+
+
+def test_figures_are_kept_by_part_and_say_when_they_are_stale(tmp_path, monkeypatch, capsys):
+    """A part that is known is skipped, one that fails leaves nothing, and tables are as printed."""
+    path, ran = tmp_path / "figures", []
+    run = subprocess.run
+
+    def measured(command, **options):
+        if command[0] != sys.executable:
+            return run(command, **options)
+        if command[1] == "-c":
+            return types.SimpleNamespace(stdout="1 x a device\n")
+        ran.append(command[2])
+        if command[2] == "benchmarks.reversible":
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        with monkeypatch.context() as patch:
+            patch.setattr(output, "_recorded", [])
+            arguments = command_line.parser("").parse_args([command[-1]])
+            table = Table("model", "ms", "MiB", title="a title")
+            table.row("one", "1.5")
+            assert arguments.rows.read_text()
+
+    monkeypatch.setattr(subprocess, "run", measured)
+    all_figures.main([f"--out={path}", "--only", "step"])
+    with pytest.raises(SystemExit, match="failed: reversible"):
+        all_figures.main([f"--out={path}", "--only", "step", "reversible"])
+    assert ran == ["benchmarks.step", "benchmarks.reversible"]
+    printed = capsys.readouterr().out
+    known = figures.read(path)
+    assert list(known) == ["step"] and known["step"].hardware == "1 x a device"
+    tables.main([str(path)])
+    shown = capsys.readouterr().out
+    wanted = "| model | ms | MiB |\n| --- | ---: | ---: |\n| one | 1.5 | - |"
+    assert "python -m benchmarks.step --lengths 65536" in shown and "a title" in shown
+    assert wanted in printed and wanted in shown
+
+    of_head = known["step"]._replace(commit=figures.git("rev-parse", "HEAD"), changed=False)
+    assert of_head.stale() is None
+    first = figures.git("rev-list", "--max-parents=0", "HEAD").splitlines()[0]
+    assert re.fullmatch(r"older than \d+ changes? of .*", of_head._replace(commit=first).stale())
+    assert "not in this repository" in of_head._replace(commit="0" * 40).stale()
+    assert "no commit" in of_head._replace(changed=True).stale()
+
+
+def test_figures_are_of_commands_that_pages_have():
+    of_pages = {" ".join(found).strip() for found in _of_pages()}
+    assert {part.command for part in all_figures.PARTS.values()} <= of_pages

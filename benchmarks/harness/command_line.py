@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 
+from benchmarks.harness import output
+
 
 def parser(
     doc: str, repeats: int | None = None, peers: str = "", plot: bool | Path = False
 ) -> argparse.ArgumentParser:
-    """A parser with --tiny and, if asked, --repeats with a default, --peers and --plot.
+    """A parser with --tiny, --rows and, if asked, --repeats with a default, --peers and --plot.
 
     `doc` describes the command, and `peers` says what --peers adds. A path as `plot` is the default
     of --plot.
@@ -23,6 +25,8 @@ def parser(
     shape = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser(description=doc, formatter_class=shape)
     flags.add_argument("--tiny", action="store_true", help="tiny sizes, to see that it runs")
+    rows = "a file that all rows are added to, as lines of JSON"
+    flags.add_argument("--rows", type=output.record, metavar="FILE", help=rows)
     if repeats is not None:
         flags.add_argument(
             "--repeats",

@@ -13,8 +13,8 @@ from reformax.layers._trax import Layer
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.normalization import length_normalize
 
-# The sizes for which "auto" takes the kernel. With fewer rows, as in a step of decoding, XLA fuses
-# the norm with its neighbours; more than `MOST` numbers were never tested.
+# The sizes for which "auto" takes the kernel. XLA fuses the norm of fewer rows, as in a step of
+# decoding, but makes three kernels of one row's; more than `MOST` numbers were never tested.
 LEAST_ROWS, MOST = 4096, 2**31
 
 
@@ -65,7 +65,8 @@ class LayerNorm(Layer):
         """The norms of `x + y`, and `x`; `pass_on` says that `x` has other readers."""
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
         weights = params["scale"], params["bias"]
-        fits = x.size >= LEAST_ROWS * x.shape[-1] and x.size < MOST
+        many = LEAST_ROWS * x.shape[-1] <= x.size < MOST
+        fits = many or x.size == x.shape[-1]
         wanted = "xla" if self._impl == "auto" and not fits else self._impl
         chosen = choose(wanted, pallas=None) if x.size else "xla"
 

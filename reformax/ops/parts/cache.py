@@ -60,22 +60,26 @@ def add_to_ring(
     position: Int[Array, " B"],
 ) -> KeyValues:
     """The ring with the key and the value of each row's `position`."""
-    row, slot = jnp.arange(position.shape[0]), position % ring.keys.shape[2]
-    return KeyValues(
-        *(
-            x.at[row, :, slot].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
-            for x, new in zip(ring, (k, v), strict=True)
-        )
-    )
+    slot = position % ring.keys.shape[2]
+    return KeyValues(*(put(x, new[:, 0], slot) for x, new in zip(ring, (k, v), strict=True)))
 
 
 def replace_value(
     ring: KeyValues, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]
 ) -> KeyValues:
     """The ring with another value of each row's `position`, which it holds."""
-    row, slot = jnp.arange(position.shape[0]), position % ring.values.shape[2]
+    slot = position % ring.values.shape[2]
+    return ring._replace(values=put(ring.values, v[:, 0], slot))
+
+
+def put(
+    x: Float[Array, "B N S J"], new: Float[Array, "B N J"], slot: Int[Array, " B"]
+) -> Float[Array, "B N S J"]:
+    """`x` with `new` in a slot of each row."""
+    if len(slot) == 1:  # of which XLA makes one kernel, and of a scatter three
+        return jax.lax.dynamic_update_slice_in_dim(x, new[:, :, None], slot[0], axis=2)
     options = dict(mode="promise_in_bounds", unique_indices=True)
-    return ring._replace(values=ring.values.at[row, :, slot].set(v[:, 0], **options))
+    return x.at[jnp.arange(len(slot)), :, slot].set(new, **options)
 
 
 def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]:

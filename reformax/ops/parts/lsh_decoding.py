@@ -20,6 +20,7 @@ from reformax.ops.parts.cache import (
     add_to_ring,
     attend_to,
     fill_ring,
+    put,
     replace_value,
 )
 from reformax.ops.parts.hashing import hash_by
@@ -79,8 +80,9 @@ def _step(
     memory = add_to_ring(memory, length_normalize(q), v, position)
     bucket = hash_by(rotations, q, settings.hashing.factors_for(order.shape[-1]))
     now = position[:, None, None, None]
+    lines = buckets.reshape(q.shape[0], -1, buckets.shape[-1], 1)
+    buckets = put(lines, bucket.reshape(*lines.shape[:2], 1), position).reshape(buckets.shape)
     order, first, own = _inserted(order, buckets, bucket, now)
-    buckets = buckets.at[jnp.arange(q.shape[0]), :, :, position].set(bucket[..., 0])
 
     seen, exists = _seen(settings, order, first, own, now)
     exists = exists & (seen != now)
