@@ -237,3 +237,41 @@ def check_beams(op, heads):
             copied, (parents + n_beams * np.arange(n_groups)[:, None]).reshape(-1)
         )
         origins = jnp.take_along_axis(origins, parents[..., None], axis=1)
+
+
+@pytest.mark.parametrize(
+    "n_groups, n_places, sizes, dtype, given",
+    [
+        (4, 70, (8, 8), "float32", ()),
+        (2, 20, (20, 12), "float32", ("alone", "bias")),
+        (4, 130, (16, 16), "bfloat16", ("alone", "index")),
+    ],
+)
+def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
+    """Heads in groups, keys that tiles do not divide, rows that see nothing, NaN that is hidden."""
+    rng, n_heads, n_keys = np.random.default_rng(0), 4, 90 if "index" in given else n_places
+
+    def numbers(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    q, alone = numbers(2, 1, n_heads, sizes[0]), numbers(2, 1, n_heads, sizes[1])
+    keys, values = (numbers(2, n_groups, n_keys, size) for size in sizes)
+    mask = rng.random((2, n_heads, n_places)) < 0.5
+    mask[:, 0] = False
+    options = dict(
+        alone=alone,
+        bias=numbers(1, n_heads, n_places),
+        index=jnp.asarray(rng.integers(0, n_keys, mask.shape), jnp.int32),
+    )
+    options = {name: options[name] for name in given}
+
+    def run(impl, keys, values):
+        return jax.jit(lambda: cache.attend_to(q, keys, values, mask, **options, impl=impl))()
+
+    want = run("xla", keys, values)
+    if "index" not in given:
+        hidden = ~mask.reshape(2, n_groups, -1, n_places).any(axis=2)[..., None]
+        keys, values = (jnp.where(hidden, jnp.nan, x) for x in (keys, values))
+    got = run("pallas_interpret", keys, values)
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got, want, atol=1e-2 if dtype == "bfloat16" else 1e-5)

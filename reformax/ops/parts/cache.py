@@ -5,6 +5,7 @@ Letters besides those of `reformax.ops.base`: S slots of a ring, K keys that one
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,8 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.parts.dispatch import choose, kernel_obstacles
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+
+# A program of the kernel reads the keys of a head alone, so many of them would take it long.
+MOST_IN_KERNEL = 1024
 
 
 class KeyValues(NamedTuple):
@@ -89,12 +94,14 @@ def positions_by_slot(last: Int[Array, " B"], n_slots: int) -> Int[Array, "B S"]
 
 def attend_to(
     q: Float[Array, "B 1 N H"],
-    keys: Float[Array, "B G K H"],
-    values: Float[Array, "B G K V"],
+    keys: Float[Array, "B G S H"],
+    values: Float[Array, "B G S V"],
     mask: Bool[Array, "#B #N K"],
     alone: Float[Array, "B 1 N V"] | None = None,
     scale: float | None = None,
     bias: Float[Array, "#B N K"] | None = None,
+    index: Int[Array, "B N K"] | None = None,
+    impl: str = "auto",
 ) -> Float[Array, "B 1 N V"]:
     """Softmax attention of one query a row.
 
@@ -105,11 +112,24 @@ def attend_to(
       alone: the output of a query that sees nothing; None is zeros.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       bias: added to the logits.
+      index: the K keys that each head may see, where every head has keys of its own; None: all.
+      impl: "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or later, and
+        "pallas_interpret" runs it anywhere. "auto" takes it on one for few keys.
     """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    obstacles = kernel_obstacles(q, keys, values)
+    few = mask.shape[-1] <= MOST_IN_KERNEL
+    if choose(impl if impl != "auto" or few else "xla", **obstacles) != "xla":
+        from reformax.ops.kernels import one_query as kernel
+
+        interpret = impl == "pallas_interpret"
+        return kernel.attend(q, keys, values, mask, index, alone, scale, bias, interpret)
+    if index is not None:
+        take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
+        keys, values = (take(x, index[..., None]) for x in (keys, values))
     dtype = wide(q.dtype, values.dtype)
     heads = grouped(q[:, 0], keys).astype(dtype)
-    logits = jnp.einsum("bgmh,bgkh->bgmk", heads, keys.astype(dtype))
-    logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    logits = jnp.einsum("bgmh,bgkh->bgmk", heads, keys.astype(dtype)) * scale
     if bias is not None:
         logits = logits + grouped(bias, keys).astype(dtype)
     mask = mask[:, :, None] if mask.shape[1] == 1 else grouped(mask, keys)

@@ -90,9 +90,8 @@ def _step(
     if settings.count_once and seen.shape[2] > 1:
         exists = exists & ~_seen_before(seen)
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
-    keys, values = (_take(x, index[..., None], axis=2) for x in memory)
     alone = v if settings.own else None
-    out = attend_to(q, keys, values, exists.reshape(index.shape), alone)
+    out = attend_to(q, *memory, exists.reshape(index.shape), alone, index=index)
     return out, Hashed(memory, buckets, order, Shared(rotations))
 
 

@@ -1,0 +1,121 @@
+"""Softmax attention of one query a row as a Pallas kernel for NVIDIA GPUs (Triton).
+
+A step of decoding is bound by the number of its kernels. In array operations the logits, their
+maximum, the sum of the weights and that of the values are kernels of their own, and XLA writes the
+weighted values to memory between two of them. Here a program has a head's query and goes over its
+keys once. An index may say where they lie, so that nothing is gathered beforehand.
+
+Letters as in `reformax.ops.parts.cache`; I is the number of keys of a tile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Bool, Float, Int
+
+from reformax.ops.kernels.common import LOWEST, launch, load, power_of_two
+from reformax.ops.parts.softmax import nonzero
+
+TILE, WARPS = 64, 4
+
+
+class Inputs(NamedTuple):
+    """The arrays that a program reads."""
+
+    q: Float[Array, "B N H"]
+    keys: Float[Array, "B G S H"]
+    values: Float[Array, "B G S V"]
+    seen: Int[Array, "#B #N K"]  # 1 or 0
+    index: Int[Array, "B N K"] | None  # the key of each place; None: place k has key k
+    alone: Float[Array, "B N V"] | None  # the output of a query that sees nothing; None: zeros
+    bias: Float[Array, "#B N K"] | None
+
+
+def _kernel(inputs: Inputs, out, *, scale: float):
+    row, head = pl.program_id(0), pl.program_id(1)
+    n_places, n_heads = inputs.seen.shape[2], inputs.q.shape[1]
+    group = head // (n_heads // inputs.keys.shape[1])
+
+    def line(ref, *at, size: int):
+        """Numbers along a last axis of `size`, float32, zeros behind the end."""
+        column = jnp.arange(power_of_two(size), dtype=jnp.int32)
+        view = ref.at[(*at, column[None] if len(at) == 3 else column)]
+        return view, column < size
+
+    size, d_v = inputs.q.shape[2], inputs.values.shape[3]
+    q = load(*line(inputs.q, row, head, size=size), 0.0).astype(jnp.float32)
+
+    def of_place(ref, place, exists, other):
+        first, second = (at if n > 1 else 0 for at, n in zip((row, head), ref.shape, strict=False))
+        return load(ref.at[first, second, place], exists, other)
+
+    def rows(ref, place, seen, size):
+        view, inside = line(ref, row, group, place[:, None], size=size)
+        return load(view, seen[:, None] & inside[None], 0.0).astype(jnp.float32)
+
+    def step(i, state):
+        acc, top, total = state
+        place = i * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        exists = place < n_places
+        seen = of_place(inputs.seen, place, exists, 0) > 0
+        key = place if inputs.index is None else of_place(inputs.index, place, seen, 0)
+        logits = jnp.sum(rows(inputs.keys, key, seen, size) * q[None], axis=1) * scale
+        if inputs.bias is not None:
+            logits = logits + of_place(inputs.bias, place, seen, 0.0).astype(jnp.float32)
+        logits = jnp.where(seen, logits, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(logits))
+        weights, decay = jnp.exp(logits - new_top), jnp.exp(top - new_top)
+        added = jnp.sum(weights[:, None] * rows(inputs.values, key, seen, d_v), axis=0)
+        return acc * decay + added, new_top, total * decay + jnp.sum(weights)
+
+    width = power_of_two(d_v)
+    start = jnp.zeros(width, jnp.float32), jnp.float32(LOWEST), jnp.float32(0)
+    acc, _, total = lax.fori_loop(0, pl.cdiv(n_places, TILE), step, start)
+    nothing = 0.0
+    if inputs.alone is not None:
+        nothing = load(*line(inputs.alone, row, head, size=d_v), 0.0).astype(jnp.float32)
+    view, inside = line(out, row, head, size=d_v)
+    found = jnp.where(total == 0, nothing, acc / nonzero(total))
+    pltriton.store(view, found.astype(out.dtype), mask=inside)
+
+
+def attend(
+    q: Float[Array, "B 1 N H"],
+    keys: Float[Array, "B G S H"],
+    values: Float[Array, "B G S V"],
+    mask: Bool[Array, "#B #N K"],
+    index: Int[Array, "B N K"] | None,
+    alone: Float[Array, "B 1 N V"] | None,
+    scale: float,
+    bias: Float[Array, "#B N K"] | None,
+    interpret: bool = False,
+) -> Float[Array, "B 1 N V"]:
+    """`ops.parts.cache.attend_to`."""
+    inputs = Inputs(
+        q[:, 0],
+        keys,
+        values,
+        mask.astype(jnp.int32),
+        index,
+        None if alone is None else alone[:, 0],
+        bias,
+    )
+    batch, _, n_heads, _ = q.shape
+    out = launch(
+        functools.partial(_kernel, scale=scale),
+        (inputs,),
+        jax.ShapeDtypeStruct((batch, n_heads, values.shape[-1]), values.dtype),
+        grid=(batch, n_heads),
+        num_warps=WARPS,
+        num_stages=2,
+        interpret=interpret,
+        name="one_query",
+    )
+    return out[:, None]
