@@ -7,7 +7,8 @@ nothing: only numbers far below the largest one, by 2^-13 in e4m3 and 2^-28 in e
 the format's own fraction. A number that is not finite is NaN, in the products that read it.
 
 XLA multiplies such operands by cuBLASLt's FP8 products, which take the scales; elsewhere they are
-multiplied as what they are after rounding.
+multiplied as what they are after rounding. The gradient of weights is no such product: cuBLASLt
+wants both of its operands transposed, which takes longer than the product saves.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def quantize(x: Float[Array, "*d"], dtype: Any) -> Quantized:
 def product(x: Float[Array, "*d K"], w: Float[Array, "K N"]) -> Float[Array, "*d N"]:
     """`x @ w` in the dtype of `x`, from both rounded to e4m3.
 
-    The gradients multiply the same rounded numbers by that of the output, rounded to e5m2; the
-    gradient of `w` has its dtype.
+    The gradient of `x` multiplies the rounded `w` by that of the output, rounded to e5m2. The
+    gradient of `w` multiplies what was not rounded, and has the dtype of `w`.
 
     Raises:
       NotImplementedError: a GPU that cannot multiply FP8 numbers.
@@ -58,41 +59,33 @@ def product(x: Float[Array, "*d K"], w: Float[Array, "K N"]) -> Float[Array, "*d
 
 def _forward(x, w):
     check_device()
-    read = quantize(x, E4M3), quantize(w, E4M3)
-    return forward(*read, x.dtype), (*read, jnp.zeros(0, w.dtype))
+    narrow = quantize(w, E4M3)
+    out = _contract(quantize(x, E4M3), narrow, (x.ndim - 1, 0), x.dtype)
+    return out, (x, narrow, jnp.zeros(0, w.dtype))
 
 
 def _backward(residuals, d_out):
     x, w, like_w = residuals
-    narrow = quantize(d_out, E5M2)
-    return of_inputs(narrow, w, d_out.dtype), of_weights(x, narrow, like_w.dtype)
+    rows = tuple(range(x.ndim - 1))
+    d_w = jnp.tensordot(x, d_out, (rows, rows), preferred_element_type=like_w.dtype)
+    return of_input(d_out, w), d_w
 
 
 product.defvjp(_forward, _backward)
 
 
-def forward(x: Quantized, w: Quantized, dtype: Any) -> Float[Array, "*d N"]:
-    """`x @ w`."""
-    return _contract(x, w, ((x.values.ndim - 1,), (0,)), dtype)
+def of_input(d_out: Float[Array, "*d N"], w: Quantized) -> Float[Array, "*d K"]:
+    """`d_out @ w.T`, the gradient of `x`, from `d_out` rounded to e5m2."""
+    return _contract(quantize(d_out, E5M2), w, (d_out.ndim - 1, 1), d_out.dtype)
 
 
-def of_inputs(d_out: Quantized, w: Quantized, dtype: Any) -> Float[Array, "*d K"]:
-    """`d_out @ w.T`, the gradient of `x`."""
-    return _contract(d_out, w, ((d_out.values.ndim - 1,), (1,)), dtype)
-
-
-def of_weights(x: Quantized, d_out: Quantized, dtype: Any) -> Float[Array, "K N"]:
-    """`x.T @ d_out`, the gradient of `w`."""
-    rows = tuple(range(x.values.ndim - 1))
-    return _contract(x, d_out, (rows, rows), dtype)
-
-
-def _contract(x: Quantized, y: Quantized, axes, dtype: Any) -> Array:
+def _contract(x: Quantized, y: Quantized, axes: tuple[int, int], dtype: Any) -> Array:
+    of_x, of_y = axes
     values = x.values, y.values
     if jax.default_backend() != "gpu":
         values = (z.astype(jnp.float32) for z in values)
     # XLA hands the factor behind an FP8 product to cuBLASLt, which scales before it rounds.
-    out = lax.dot_general(*values, (axes, ((), ())), preferred_element_type=dtype)
+    out = lax.dot_general(*values, (((of_x,), (of_y,)), ((), ())), preferred_element_type=dtype)
     return out * (1 / (x.scale * y.scale)).astype(dtype)
 
 

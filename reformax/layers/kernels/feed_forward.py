@@ -214,15 +214,11 @@ def _project_forward(options, inputs, w2):
 def _project_backward(options, residuals, d_out):
     (inputs, w2), d_out = first_order((residuals, d_out))
     if options.float8:
-        narrow = float8.quantize(d_out, float8.E5M2)
-        weights = float8.quantize(w2, float8.E4M3)
-        d_hidden = float8.of_inputs(narrow, weights, d_out.dtype)
-        hidden, d_pre, d_bias = backward(inputs, d_hidden, options)
-        d_w2 = float8.of_weights(float8.quantize(hidden, float8.E4M3), narrow, w2.dtype)
+        d_hidden = float8.of_input(d_out, float8.quantize(w2, float8.E4M3))
     else:
-        hidden, d_pre, d_bias = backward(inputs, d_out @ w2.T, options)
-        d_w2 = hidden.T @ d_out
-    return Inputs(d_pre, d_bias, None, None), d_w2
+        d_hidden = d_out @ w2.T
+    hidden, d_pre, d_bias = backward(inputs, d_hidden, options)
+    return Inputs(d_pre, d_bias, None, None), (hidden.T @ d_out).astype(w2.dtype)
 
 
 project.defvjp(_project_forward, _project_backward)
