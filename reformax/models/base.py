@@ -48,7 +48,7 @@ AttentionType = Annotated[
     Called("an AttentionOp, such as lsh.lsh(), or a cycle of them"),
 ]
 Activation = Callable[[Array], Array] | str
-Dtype = Width | Literal["float8"]
+Dtype = Literal["float32", "bfloat16", "float16", "float8"]
 PosType = Literal["rotary", "rotary_local", "axial", "sinusoidal", "alibi", "t5", "none"]
 ACTIVATIONS = {
     "relu": jax.nn.relu,
