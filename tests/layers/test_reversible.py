@@ -52,7 +52,7 @@ def by_plain_autodiff():
         pytest.param(
             True, 0, dict(scan_layers=False, keep_ff_outputs=True), marks=pytest.mark.slow
         ),
-        (True, 5, {}),
+        pytest.param(True, 5, {}, marks=pytest.mark.slow),
         pytest.param(False, 5, dict(keep_ff_outputs=True), marks=pytest.mark.slow),
     ],
 )
@@ -74,7 +74,10 @@ def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatc
     assert all(np.any(g) for g in jax.tree.leaves(got[1]))
 
 
-@pytest.mark.parametrize("ff_chunk_size, keep_ff_outputs", [(0, True), (5, False)])
+@pytest.mark.parametrize(
+    "ff_chunk_size, keep_ff_outputs",
+    [(0, True), pytest.param(5, False, marks=pytest.mark.slow)],
+)
 def test_kernels_of_norms_and_feed_forward_layers_change_no_gradient(
     ff_chunk_size, keep_ff_outputs, monkeypatch
 ):
@@ -248,7 +251,7 @@ def compiled_gradient(n_layers, exact, length=4096, d_model=128):
     return jax.jit(jax.grad(loss, (0, 1, 2))).lower(params, x, x)
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_depth(exact):
     """Temporary memory: without parameters and gradients, which are arguments and outputs."""
     shallow, deep = (
