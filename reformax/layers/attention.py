@@ -26,6 +26,7 @@ from reformax.layers import context
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
+from reformax.layers.matrices import turned
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
@@ -211,7 +212,7 @@ class MultiHead(Layer):
         out = self._apply_op(params, qkv, plan, segments, _fold_in(rng, WEIGHTS))
         w_o = params["w_o"]
         if w_o.ndim == 2:  # from `for_decoding`
-            w_o = w_o.T.reshape(*out.shape[2:], -1)
+            w_o = turned(w_o).reshape(*out.shape[2:], -1)
         if self._float8:
             d_model = w_o.shape[-1]
             out = product(out.reshape(*out.shape[:2], -1), w_o.reshape(-1, d_model))
@@ -245,16 +246,13 @@ class MultiHead(Layer):
         return None
 
     def _merge(self, params, products: dict[str, Sequence[str]], dtype: str) -> dict[str, Any]:
-        """The weights for decoding: one matrix a product, of all its projections.
-
-        A row of a matrix makes one number. XLA multiplies a single position by reading rows to
-        their sums; along columns it would write every product to memory first.
-        """
+        """The weights for decoding: one matrix a product, its projections side by side."""
         d_model = params["w_o"].shape[-1]
-        merged = {"w_o": params["w_o"].reshape(-1, d_model).T}
+        merged = {"w_o": turned(params["w_o"].reshape(-1, d_model))}
         for name, letters in products.items():
-            rows = [jnp.swapaxes(params[f"w_{x}"], 1, 2).reshape(-1, d_model) for x in letters]
-            merged[f"w_{name}"] = jnp.concatenate(rows)
+            columns = [jnp.moveaxis(params[f"w_{x}"], 0, 1) for x in letters]
+            columns = [w.reshape(d_model, -1) for w in columns]
+            merged[f"w_{name}"] = turned(jnp.concatenate(columns, axis=1))
             if self.bias:
                 biases = [jnp.ravel(params[f"b_{x}"]) for x in letters]
                 merged[f"b_{name}"] = jnp.concatenate(biases)
@@ -381,9 +379,9 @@ class Attention(MultiHead):
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `step`: one product for all heads and projections, in `dtype`.
 
-        `w_in [N * H + G * (H + V), D]`, or `N * (H + V)` with shared queries and keys, and behind
-        them the algorithm's further projections; `b_in` likewise, `w_o [D, N * V]`, `b_o [D]`, and
-        `op` unchanged.
+        `w_in [D, N * H + G * (H + V)]`, or `N * (H + V)` with shared queries and keys, and behind
+        them the algorithm's further projections; `b_in` likewise, `w_o [N * V, D]`, `b_o [D]`, and
+        `op` unchanged. Matrices are `turned`.
         """
         return self._merge(params, {"in": list(self.projections())}, dtype)
 
@@ -490,8 +488,8 @@ class Attention(MultiHead):
 
 
 def affine(params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
-    """`x @ w_<name>.T + b_<name>`, with weights from `for_decoding`."""
-    y = x @ params[f"w_{name}"].T
+    """`x @ w_<name> + b_<name>`, with weights from `for_decoding`."""
+    y = x @ turned(params[f"w_{name}"])
     return y + params[f"b_{name}"][None, None] if f"b_{name}" in params else y
 
 

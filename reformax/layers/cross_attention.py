@@ -74,7 +74,7 @@ class CrossAttention(MultiHead):
     def for_decoding(self, params, dtype: str) -> dict[str, Any]:
         """The weights for `precompute_kv` and `step`: one product a projection, for all heads.
 
-        `w_in [N * H, D]` makes queries, `w_k [G * H, D]` and `w_v [G * V, D]` read the memory; the
+        `w_in [D, N * H]` makes queries, `w_k [D, G * H]` and `w_v [D, G * V]` read the memory; the
         others are those of `Attention.for_decoding`.
         """
         return self._merge(params, {"in": "q", "k": "k", "v": "v"}, dtype)

@@ -14,6 +14,7 @@ from reformax.declared import Count, Positive, Rate, SettingError, Size, check_a
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
+from reformax.layers.matrices import turned
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.dropout import seed_words
 
@@ -123,13 +124,13 @@ class FeedForward(Layer):
         return params | {name: params[name].astype(dtype) for name in ("w1", "w2")}
 
     def for_decoding(self, params, dtype: str):
-        """The weights for `step` in `dtype`, with matrices transposed as attention's are."""
+        """The weights for `step`, in `dtype`, matrices `turned`."""
         cast = jax.tree.map(lambda w: w.astype(dtype), params)
-        return cast | {name: cast[name].T for name in ("w1", "w2")}
+        return cast | {name: turned(cast[name]) for name in ("w1", "w2")}
 
     def step(self, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """`apply` with the weights from `for_decoding`."""
-        return self.apply(params | {name: params[name].T for name in ("w1", "w2")}, x)
+        return self.apply(params | {name: turned(params[name]) for name in ("w1", "w2")}, x)
 
     def apply_chunk(
         self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None
