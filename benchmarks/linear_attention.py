@@ -12,9 +12,9 @@ prints a table for each length N of one sequence:
   * temporary memory of the gradient as compiled; of a peer in PyTorch its peak allocation,
 
 and then the exponent e of time ~ N^e, fitted to the queued gradients of lengths from a 16th of the
-longest on. What runs out of memory is recorded so; where a gradient took more than `SLOW` seconds,
-longer sequences are left out. Rows are causal but linformer, nystromformer,
-which cannot be, and those named `all`.
+longest on. What runs out of memory is recorded so. A row whose gradient would take more than `SLOW`
+seconds at a length, or more memory than there is, as both grew at shorter ones, is left out. Rows
+are causal but linformer, nystromformer, which cannot be, and those named `all`.
 
 A row gets no time before its output and gradients agree with those of array operations in float32
 on the CPU, at the shortest length. `--peers` adds flash-linear-attention's kernels,
@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ from benchmarks.harness.calls import (
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import alone, ask
 from benchmarks.harness.rows import Result
+from reformax import memory
 from reformax.ops import (
     AttentionOp,
     flash,
@@ -76,7 +78,7 @@ COLUMNS = ("forward ms", "gradient ms", "temp MiB", "error", "of gradient")
 # Of the largest number of each array or 1.
 TOLERANCE = {"bfloat16": 5e-2, "float32": 1e-3}
 MOST = 2.0  # seconds of the calls of a pass
-SLOW = 0.5
+SLOW = 1.0
 N_FEATURES = 256
 
 
@@ -268,9 +270,29 @@ def exponent(times: Mapping[int, float]) -> float:
     return float(np.polyfit(np.log(list(long)), np.log(list(long.values())), 1)[0])
 
 
-def slow(known: Any) -> bool:
-    """Whether longer sequences are left out."""
-    return isinstance(known, Checked) and known.result.gradient.ms > SLOW * 1e3
+def left_out(known: Mapping[int, Any], length: int, memory_mib: float) -> Exception | None:
+    """Why a row is not run at a length, if so, by its figures at shorter ones.
+
+    Time and memory are taken to grow from the last two lengths on as between them, and from one
+    length on linearly. A row that is too much may take minutes to compile.
+    """
+    if failed := next((x for x in known.values() if isinstance(x, Exception)), None):
+        return failed
+    seconds = grown({n: x.result.gradient.queued_ms / 1e3 for n, x in known.items()}, length)
+    mib = grown({n: x.result.temp_mib or 0.0 for n, x in known.items()}, length)
+    if seconds > SLOW or mib > memory_mib:
+        return TimeoutError(f"left out: about {seconds:.2g} s and {mib / 1024:.2g} GiB")
+    return None
+
+
+def grown(values: Mapping[int, float], length: int) -> float:
+    """What values by length come to at a longer one."""
+    known = sorted((n, x) for n, x in values.items() if x > 0)[-2:]
+    if not known:
+        return 0.0
+    (first, low), (last, high) = known[0], known[-1]
+    growth = math.log(high / low) / math.log(last / first) if last > first else 1.0
+    return high * (length / last) ** max(1.0, growth)
 
 
 def cells(known: Checked) -> list[str]:
@@ -341,17 +363,21 @@ def measure_all(
     peer_of: dict[str, str] = {}
     shortest = min(shape.lengths)
     want = expected(shape, shortest, args.only)
-    calls = {
-        (name, n): want[name] if isinstance(want[name], Exception) else (known[name], n)
-        for name in args.only
-        for n in shape.lengths
-    }
+
+    def compile_rows(length: int) -> dict[str, Any]:
+        wanted: dict[str, Any] = {}
+        for name in args.only:
+            error = want[name] if isinstance(want[name], Exception) else None
+            error = error or left_out(results[name], length, memory.available() / 2**20)
+            wanted[name] = error or (known[name], length)
+        return attempt_each(functools.partial(compile_row, shape), wanted, COMPILERS)
+
     with tempfile.TemporaryDirectory() as folder:
         answers, lock = iter(()), Path(folder) / "lock"
         with alone(lock):  # peers check themselves and tune their kernels meanwhile
             if args.peers:
                 answers = ask_peers(args.peers, shape, args.repeats, want, lock)
-            ready = attempt_each(functools.partial(compile_row, shape), calls, COMPILERS)
+            ready = compile_rows(shortest)
         for answer in answers:
             name, length = answer.get("name", "peers in PyTorch"), answer.get("length", shortest)
             one = rows.figures(answer)
@@ -363,15 +389,14 @@ def measure_all(
     found: dict[str, Any] = {}
     for length in shape.lengths:
         table = Table("attention", *COLUMNS, title=f"1 x {length:,} tokens")
+        ready = ready if length == shortest else compile_rows(length)
         for name in results:
             if name in args.only:
-                one = ready.pop((name, length))
+                one = ready.pop(name)
                 if length == shortest and not isinstance(one, Exception):
                     found[name] = attempt(check, one, known[name], shape, length, want[name])
                 if isinstance(error := found.get(name), Exception):
                     one = error
-                if any(slow(known) for known in results[name].values()):
-                    one = TimeoutError("left out")
                 if not isinstance(one, Exception):
                     one = attempt(measure, one, known[name], shape, length, args.repeats)
                 if isinstance(one, Result):

@@ -552,6 +552,24 @@ def test_growth_is_fitted_to_long_sequences():
     assert math.isnan(linear_attention.exponent({4: 1.0}))
 
 
+def test_what_would_be_too_much_is_left_out():
+    def known(**by):
+        return {
+            int(n[1:]): linear_attention.Checked(
+                linear_attention.Result(*[calls.Times(ms, ms)] * 2, mib), ()
+            )
+            for n, (ms, mib) in by.items()
+        }
+
+    quadratic = known(n1024=(1.0, 1.0), n2048=(4.0, 4.0))
+    assert linear_attention.left_out(quadratic, 16384, 1e3) is None
+    assert "1 s and 1 GiB" in str(linear_attention.left_out(quadratic, 32768, 1e3))
+    assert "64 s" in str(linear_attention.left_out(known(n1024=(1e3, 1.0)), 65536, 1e3))
+    assert linear_attention.left_out({}, 1024, 1e3) is None
+    failed = {1024: MemoryError("no")}
+    assert linear_attention.left_out(failed, 2048, 1e3) is failed[1024]
+
+
 def test_kept_figures_of_linear_attention_are_drawn(tmp_path):
     saved, figure = tmp_path / "a.jsonl", tmp_path / "a.png"
     times = calls.Times(2.0, 1.0)
