@@ -38,7 +38,7 @@ from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions
-from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
 
 # The largest number that the indexer reads. A score is a product of three such numbers.
 LARGEST = 1e9
@@ -196,7 +196,7 @@ def _apply(
         mask = _shown(chosen, length) & _visible(causal, ids, of_query, position)
         logits = product("bqnh,bsnh->bnqs", finite(q), keys, q.dtype) / math.sqrt(q.shape[-1])
         seen_fine = jnp.swapaxes(fine, 1, 2)[:, :, None] & _of_heads(is_finite(q))
-        weights, whole = _softmax(logits, mask[:, None], seen_fine)
+        weights, whole = contained_softmax(logits, mask[:, None], seen_fine)
         kept = weights
         if seed is not None:
             query = position[:, None, :, None]
@@ -228,16 +228,6 @@ def _shown(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:
 def _of_heads(x: Array) -> Array:
     """`[B, Q, N, 1]` as `[B, N, Q, 1]`."""
     return jnp.swapaxes(x, 1, 2)
-
-
-def _softmax(logits, mask, fine) -> tuple[Array, Array]:
-    """The weights, and whether all that a query sees is finite; such a row has no gradient."""
-    top = largest(jnp.where(fine, logits, jnp.nan), mask, axis=-1)
-    whole = jnp.isfinite(top)
-    weights = masked_exp(logits, mask & whole, jnp.where(whole, top, 0))
-    weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
-    # The gradient of a hidden weight, a product with what is hidden, may overflow.
-    return jnp.where(mask & whole, weights, 0), whole
 
 
 def _divergence(

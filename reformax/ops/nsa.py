@@ -39,7 +39,7 @@ from reformax.ops.parts.containment import finite, is_finite, tokens_only
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions
-from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
 
 
 class Settings(NamedTuple):
@@ -458,12 +458,7 @@ def _in_kernels(
 def _softmax(logits, to_values, mask, fine, dropped) -> Array:
     """Attention. A row that sees what is not finite is NaN, without a gradient."""
     axes, values = to_values
-    top = largest(jnp.where(fine, logits, jnp.nan), mask, axis=-1)
-    whole = jnp.isfinite(top)
-    weights = masked_exp(logits, mask & whole, jnp.where(whole, top, 0))
-    weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
-    # The gradient of a hidden weight, a product with what is hidden, may overflow.
-    weights = jnp.where(mask & whole, weights, 0)
+    weights, whole = contained_softmax(logits, mask, fine)
     if dropped is not None:
         weights = weights * dropped.astype(weights.dtype)
     out = product(axes, weights, values, values.dtype)

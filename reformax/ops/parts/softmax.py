@@ -61,3 +61,21 @@ def masked_exp(
 def nonzero(total: Float[Array, "*d"]) -> Float[Array, "*d"]:
     """`total`, or 1 for a row that has seen nothing, so that dividing by it leaves zeros."""
     return jnp.where(total == 0.0, 1.0, total)
+
+
+def contained_softmax(
+    logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], fine: Bool[Array, "*#d"]
+) -> tuple[Float[Array, "*d"], Bool[Array, "*#d"]]:
+    """Weights, and whether all that a row sees is finite; another row has zeros and no gradient.
+
+    Args:
+      logits: of finite vectors.
+      mask: which keys a row sees.
+      fine: whether row and key were finite to begin with.
+    """
+    top = largest(jnp.where(fine, logits, jnp.nan), mask, axis=-1)
+    whole = jnp.isfinite(top)
+    weights = masked_exp(logits, mask & whole, jnp.where(whole, top, 0))
+    weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
+    # The gradient of a hidden weight, a product with what is hidden, may overflow.
+    return jnp.where(mask & whole, weights, 0), whole
