@@ -65,8 +65,7 @@ class LayerNorm(Layer):
         """The norms of `x + y`, and `x`; `pass_on` says that `x` has other readers."""
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
         weights = params["scale"], params["bias"]
-        many = LEAST_ROWS * x.shape[-1] <= x.size < MOST
-        fits = many or x.size == x.shape[-1]
+        fits = LEAST_ROWS * x.shape[-1] <= x.size < MOST
         wanted = "xla" if self._impl == "auto" and not fits else self._impl
         chosen = choose(wanted, pallas=None) if x.size else "xla"
 

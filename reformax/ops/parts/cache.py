@@ -14,12 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.parts.dispatch import choose, kernel_obstacles
+from reformax.ops.parts.dispatch import choose, kernel_obstacles, on_request
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
-
-# A program of the kernel reads the keys of a head alone, so many of them would take it long.
-MOST_IN_KERNEL = 1024
 
 
 class KeyValues(NamedTuple):
@@ -114,12 +111,11 @@ def attend_to(
       bias: added to the logits.
       index: the K keys that each head may see, where every head has keys of its own; None: all.
       impl: "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or later, and
-        "pallas_interpret" runs it anywhere. "auto" takes it on one for few keys.
+        "pallas_interpret" runs it anywhere. "auto" is "xla".
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    obstacles = kernel_obstacles(q, keys, values)
-    few = mask.shape[-1] <= MOST_IN_KERNEL
-    if choose(impl if impl != "auto" or few else "xla", **obstacles) != "xla":
+    impl = choose(on_request(impl), **kernel_obstacles(q, keys, values))
+    if impl != "xla":
         from reformax.ops.kernels import one_query as kernel
 
         interpret = impl == "pallas_interpret"

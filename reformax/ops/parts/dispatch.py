@@ -54,6 +54,11 @@ def choose(impl: str, **obstacles: str | None) -> str:
     raise AssertionError("nothing stands in the way of 'xla'")
 
 
+def on_request(impl: str) -> str:
+    """`impl`, of a kernel that no GPU has run yet: `"auto"` takes array operations."""
+    return "xla" if impl == "auto" else impl
+
+
 def _machine_obstacle(impl: str) -> str | None:
     return gpu_obstacle() if impl in ON_GPU else None
 
