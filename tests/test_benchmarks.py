@@ -362,6 +362,7 @@ def test_calls_take_turns():
     assert set(times) == {"a", "b"} and all(t >= 0 for t in times.values())
 
 
+@pytest.mark.slow
 def test_generation_against_the_forward(monkeypatch, capsys):
     """Everything runs; the times are made up: 1 ms for the prompt, 3 for all, 9 for the forward."""
 
@@ -444,6 +445,7 @@ def test_attention_that_is_wrong_is_found(spoil, reason):
         spoiled(spoil).check(*rows.inputs(1, 60, 2, 8, dtype="float32"))
 
 
+@pytest.mark.slow
 def test_attention_is_timed_where_it_is_right(monkeypatch, capsys):
     found = ATTENTION | {"wrong": spoiled(wrong_output)}
     monkeypatch.setattr(attention, "algorithms", lambda shape: found)
@@ -689,6 +691,7 @@ def test_the_table_measures_an_attention_with_weights_and_gates(tmp_path, capsys
     assert "| linformer | " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_block_sparse_attention_is_timed_where_it_is_right(monkeypatch, capsys):
     def row(shape, name, pattern):
         found = make(shape, name, pattern)

@@ -107,6 +107,7 @@ def swept(folder, monkeypatch, capsys):
     return swept
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_each_and_leaves_what_has_finished(swept, folder):
     (folder / "grid.gin").write_text(GRID.replace("[4, 6]", "[4]"))
     code, out, err, begun = swept("grid.gin")

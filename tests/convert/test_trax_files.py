@@ -81,6 +81,7 @@ def initialised(model, length, batch=1):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name == "lsh" else pytest.param(name, marks=pytest.mark.slow) for name in SPECS],

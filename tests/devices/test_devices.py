@@ -28,7 +28,8 @@ def on_eight_devices(*arguments):
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
 
 
-@pytest.mark.parametrize("kind", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["not slow", "slow"])
 def test_eight_devices_compute_what_one_does(kind):
     on_eight_devices("-m", kind, *(HERE / name for name in ("eight.py", "context.py")))
 

@@ -56,6 +56,7 @@ def test_greedy_is_the_argmax_of_the_forward(model, params):
     assert len(set(np.concatenate(rows))) > 3
 
 
+@pytest.mark.slow
 def test_draws_follow_the_models_probabilities(model, params):
     """The first token of many rows, and the second given the first."""
     n = 3000

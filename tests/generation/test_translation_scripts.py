@@ -122,6 +122,7 @@ def test_an_evaluation_translates_and_scores(run, runs, monkeypatch):
     assert code == 0 and blocks.count("\n") == 7 and "note: 1 lines have more than 16 tok" in err
 
 
+@pytest.mark.slow
 def test_numbers(run, runs):
     flags = ["--output_dir=numbers", *FAST]
     code, out, err = run(evaluate.main, *flags, "--split=valid", "--length_penalty=0")

@@ -158,16 +158,14 @@ def rebuilt(dtype, exact, ff_chunk_size=0, n_layers=24, **options):
     return *rebuild(params, x1, x2), seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, ff_chunk_size, options",
     [
         ("float32", 0, {}),
-        pytest.param("bfloat16", 0, {}, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 8, {}, marks=pytest.mark.slow),
-        pytest.param(
-            *("bfloat16", 8, dict(n_layers=2, scan_layers=False, keep_ff_outputs=True)),
-            marks=pytest.mark.slow,
-        ),
+        ("bfloat16", 0, {}),
+        ("bfloat16", 8, {}),
+        ("bfloat16", 8, dict(n_layers=2, scan_layers=False, keep_ff_outputs=True)),
     ],
 )
 def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):

@@ -39,14 +39,15 @@ def by_plain_autodiff():
     return (params, x), segments, weights, gradient(params, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ff_chunk_size, options",
     [
         (5, dict(keep_ff_outputs=True)),
-        pytest.param(0, {}, marks=pytest.mark.slow),
-        pytest.param(0, dict(exact=True, scan_layers=False), marks=pytest.mark.slow),
-        pytest.param(5, dict(exact=True, keep_ff_outputs=True), marks=pytest.mark.slow),
-        pytest.param(5, dict(scan_layers=False), marks=pytest.mark.slow),
+        (0, {}),
+        (0, dict(exact=True, scan_layers=False)),
+        (5, dict(exact=True, keep_ff_outputs=True)),
+        (5, dict(scan_layers=False)),
     ],
 )
 def test_gradients_are_plain_autodiffs(ff_chunk_size, options, monkeypatch):
@@ -117,6 +118,7 @@ def test_the_inputs_are_rebuilt(dtype, options):
     assert error <= (0 if stack.exact else 8 * reversible.GRID)
 
 
+@pytest.mark.slow
 def test_memory_and_program_do_not_grow_with_depth():
     """But for the slots, which the depth does not number."""
 

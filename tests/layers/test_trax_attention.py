@@ -77,10 +77,15 @@ def test_chunked_self_attention(options):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(chunk_len=LENGTH, n_parallel_heads=2, n_hashes=2, causal=True, masked=True),
+        pytest.param(
+            dict(chunk_len=LENGTH, n_parallel_heads=2, n_hashes=2, causal=True, masked=True),
+            marks=pytest.mark.slow,
+        ),
         # Several chunks: the hashes must be Trax's own.
         dict(chunk_len=8, n_hashes=3, n_buckets=[4, 2], masked=True, n_chunks_after=1),
-        dict(chunk_len=8, n_hashes=3, n_buckets=4, causal=True),
+        pytest.param(
+            dict(chunk_len=8, n_hashes=3, n_buckets=4, causal=True), marks=pytest.mark.slow
+        ),
         pytest.param(dict(chunk_len=8, max_length_for_buckets=40), marks=pytest.mark.slow),
     ],
 )
@@ -146,6 +151,7 @@ def dropping(n_parallel_heads, **options):
     )
 
 
+@pytest.mark.slow
 def test_the_backward_pass_attends_to_what_the_forward_pass_did():
     layer = dropping(1)
     layer.init(signature((X, MASK)), rng=jax.random.PRNGKey(1))

@@ -50,6 +50,7 @@ assert not loaded("trax", "gin", "tensorflow", "tensorflow_datasets")
 """)
 
 
+@pytest.mark.slow
 @needs_tensorflow
 def test_layers_leave_an_installed_tensorflow_alone(tmp_path):
     run(

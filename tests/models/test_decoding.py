@@ -66,6 +66,8 @@ MODELS = {
 # Each differs from another by its positions or hashing alone.
 SLOW = {
     "transformer, axial",
+    "transformer, one head of keys",
+    "reformer, axial",
     "reformer, sinusoidal",
     "reformer, none",
     "reformer, next values by hashing",

@@ -484,6 +484,7 @@ def test_in_trax():
     assert net(tokens).shape == (2, LENGTH, 16)
 
 
+@pytest.mark.slow
 def test_the_stack_among_traxs_layers():
     """Trax makes two streams and concatenates them."""
     stack = ReversibleStack(plain.blocks([OPS["local"]]), 2)

@@ -90,10 +90,10 @@ def nats(model, params, inputs, weights):
 @pytest.mark.parametrize(
     "name",
     [
-        "transformer",
+        pytest.param("transformer", marks=pytest.mark.slow),
         pytest.param("post-norm, axial", marks=pytest.mark.slow),
         pytest.param("rotary", marks=pytest.mark.slow),
-        "reformer",
+        pytest.param("reformer", marks=pytest.mark.slow),
         "reformer, windows, two vocabularies",
     ],
 )
@@ -282,11 +282,11 @@ DECODERS = {
     "name",
     [
         "dense",
-        "rotary",
+        pytest.param("rotary", marks=pytest.mark.slow),
         pytest.param("local", marks=pytest.mark.slow),
         "lsh",
         pytest.param("shared", marks=pytest.mark.slow),
-        "random",
+        pytest.param("random", marks=pytest.mark.slow),
     ],
 )
 def test_every_step_is_that_of_the_forward(name):

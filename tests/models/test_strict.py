@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from reformax import generation
 from reformax.data import duplication, reverse
@@ -25,6 +26,7 @@ def task_of(options):
     return duplication.duplication(length=LENGTH, n_eval=2)
 
 
+@pytest.mark.slow
 @models
 def test_training_evaluation_and_generation(name):
     """A step of training is traced, which tells all types. Optax's own arithmetic is left out."""

@@ -209,6 +209,7 @@ def make_plan(op, x):
     return jax.jit(plan)(x)
 
 
+@pytest.mark.slow
 @over_rows
 def test_padding_changes_no_real_position(row):
     length, n_pad = 11, row.n_pad

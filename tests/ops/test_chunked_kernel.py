@@ -29,8 +29,10 @@ SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16),
             *(AROUND | dict(chunk_len=1, n_chunks_before=0), 7, False, SQUARE),
             marks=pytest.mark.slow,
         ),
-        (ONE_BEFORE | dict(shared_qk=False), 0, False, SQUARE),
-        (ONE_BEFORE | dict(chunk_len=64), 0, True, SQUARE),
+        pytest.param(
+            *(ONE_BEFORE | dict(shared_qk=False), 0, False, SQUARE), marks=pytest.mark.slow
+        ),
+        pytest.param(*(ONE_BEFORE | dict(chunk_len=64), 0, True, SQUARE), marks=pytest.mark.slow),
         (AROUND | dict(chunk_len=32, window=9, dropout=0.2), 0, True, TALL),
         (ONE_BEFORE | dict(chunk_len=32, window=20, shared_qk=False), 0, False, WIDE),
     ],

@@ -71,6 +71,7 @@ def test_tiles_that_share_a_pair_meet(causal):
                 np.testing.assert_array_equal(meet, visited)
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_length():
     """Both passes, whatever falls into one bucket."""
     op = hash_sparse.hash_sparse(n_buckets=2, impl="xla")

@@ -44,6 +44,7 @@ def test_the_change_arrives(name):
     np.testing.assert_array_equal(counts(jax.jit(jax.grad(loss))(params)), np.ones(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_both_passes_of_a_reversible_stack_have_the_redrawn_features(exact):
     """Its gradients are those of a stack that keeps what the first pass computed."""
