@@ -208,6 +208,7 @@ def test_into_a_model_of_traxs_layers_or_of_ours(trained, layer, tmp_path):
     assert other(np.zeros((1, 32), np.int32)).shape == (1, 32, 12)
 
 
+@pytest.mark.slow
 def test_our_models_as_layers_of_trax(tmp_path):
     """Weights in a dict: saved by Trax and read here, and the other way around."""
 

@@ -215,6 +215,7 @@ def test_exact_of_many_seeds(options, rate):
         assert bits_that_differ(again, inputs) == 0
 
 
+@pytest.mark.slow
 def test_otherwise_the_inputs_drift():
     inputs, again, seen = rebuilt("float32", False)
     for x, given in zip(inputs, streams(19, batch=1), strict=True):

@@ -132,6 +132,7 @@ def check_every_position(model, params):
         np.testing.assert_allclose(logits, whole[b, t], atol=1e-5 * max(1, np.abs(whole).max()))
 
 
+@pytest.mark.slow
 def test_ordinary_lsh_in_one_layer_is_the_last_row_of_each_forward():
     """Evaluation reads the tokens so far, padded to the capacity."""
     op = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4)
@@ -155,6 +156,7 @@ def test_a_prompt_is_the_forward_whatever_the_algorithm():
     np.testing.assert_allclose(found[0, LENGTH - 1], logits[0, -1], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reformer, rotary", "transformer, rotary"])
 def test_a_row_is_the_same_alone(name):
     model, params = make(name)
@@ -166,6 +168,7 @@ def test_a_row_is_the_same_alone(name):
             np.testing.assert_allclose(together[b, t], alone[0, t], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, options", [("reformer, rotary", dict(exact=True)), ("reformer, slots", {})]
 )

@@ -316,6 +316,7 @@ def test_no_option_is_ignored(model_fn):
         seen.add(program(model))
 
 
+@pytest.mark.slow
 @both_models
 def test_fresh_weights_have_the_deviation_asked_for(model_fn):
     """Matrices and embeddings, the last ones of pre-norm layers scaled by the depth."""
@@ -376,6 +377,7 @@ def test_exact_rounds_the_streams():
     assert 1e-6 < np.abs(exact - usual).max() < 2e-2
 
 
+@pytest.mark.slow
 @both_models
 def test_bfloat16_is_near_float32(model_fn):
     options = SMALL | dict(dropout=0.1, attention_type=OPS["local"])

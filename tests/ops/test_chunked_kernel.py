@@ -22,7 +22,10 @@ SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16),
     [
         (ONE_BEFORE, 1, False, SQUARE),
         pytest.param(ONE_BEFORE, 3, True, TALL, marks=pytest.mark.slow),
-        (ONE_BEFORE | dict(chunk_len=10, n_chunks_before=2), 2, False, WIDE),
+        pytest.param(
+            *(ONE_BEFORE | dict(chunk_len=10, n_chunks_before=2), 2, False, WIDE),
+            marks=pytest.mark.slow,
+        ),
         (ONE_BEFORE | dict(count_once=False, dropout=0.2), 2, False, SQUARE),
         pytest.param(AROUND | dict(dropout=0.2), 3, True, WIDE, marks=pytest.mark.slow),
         pytest.param(

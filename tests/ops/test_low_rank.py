@@ -186,6 +186,7 @@ def test_performer_redraws_of_a_seed():
         performer.performer(seed=None, redraw=5)
 
 
+@pytest.mark.slow
 def test_performers_error_falls_with_the_root_of_the_number_of_features():
     q, k, v = draw(length=40, d_qk=8, scale=np.float32(0.5))
     want = dense.dense()(q, k, v, causal=True)

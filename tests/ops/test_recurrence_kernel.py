@@ -12,7 +12,13 @@ from reformax.ops.parts.recurrence import Inputs, recurrence
 from tests.helpers import assert_trees_close, assert_trees_equal, lower_for_gpu, with_gradients
 from tests.ops.test_recurrence import KINDS, compare, draw, runs
 
-SLOW = ("head", "delta", "feature", "feature delta")  # an interpreted kernel compiles slowly
+SLOW = (
+    "linear",
+    "head",
+    "delta",
+    "feature",
+    "feature delta",
+)  # an interpreted kernel compiles slowly
 LENGTH = 150  # two chunks, and a third that is not full
 
 

@@ -75,6 +75,7 @@ def second_derivatives(attend, d_out, along):
     return slope, forward_over_reverse, reverse_over_reverse
 
 
+@pytest.mark.slow
 @over(row for row in ROWS if not row.in_kernel)
 def test_hessian_vector_products_are_the_references_or_refused(row):
     with with_x64():

@@ -79,7 +79,7 @@ def test_a_weight_that_nothing_reads_stays():
     assert not np.any(change.value)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_carries_on(accumulate):
     """The optimizer, its clipping and its decay of weights do not see what is carried."""
     model = TransformerLM(**SMALL)

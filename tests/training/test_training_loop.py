@@ -235,7 +235,8 @@ def test_a_request_to_stop_is_acknowledged(tmp_path, capsys):
     assert "\nSIGTERM: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("killed_at", [17, *(pytest.param(n, marks=SLOW) for n in (5, 33))])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_at", [5, 17, 33])
 def test_checkpoints_by_time_change_no_bit(uninterrupted, tmp_path, killed_at):
     """One after every step that takes longer than nothing, and a run that a fault ends."""
     _, record, vector = uninterrupted
