@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     flags.add_argument("--node", type=command_line.positive, default=8, help="devices of a node")
     flags.add_argument("--length", type=command_line.positive, default=65536)
     flags.add_argument(
-        "--rows", type=command_line.positive, help="of a batch (default: one a share)"
+        "--batch_size", type=command_line.positive, help="sequences (default: one a share)"
     )
     flags.add_argument("--tokens_per_second", type=float, help="of one device, for the efficiency")
     given = flags.parse_args(argv)
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", n_devices)
     pairs = (pair.split("=") for pair in given.mesh.split(",") if pair)
     mesh = mesh_lib.make({axis: int(size) for axis, size in pairs}, jax.devices()[:n_devices])
-    rows = given.rows or devices.row_shares(mesh)
+    rows = given.batch_size or devices.row_shares(mesh)
     print(f"{mesh_lib.words(mesh)}, {rows:,} rows of {length:,} tokens, {given.model}")
     model = model_of(given.model, TINY if given.tiny else PAPER, length)
     found = collectives(compiled_step(model, mesh, rows, length))

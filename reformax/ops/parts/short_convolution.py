@@ -77,8 +77,8 @@ def _convolved(
     for j in range(min(weights.shape[-1], x.shape[1])):
         past, past_bad = _delayed(numbers, j), _delayed(bad, j)
         if ids is not None:
-            same = _delayed(jnp.ones_like(ids), j) * (ids == _delayed(ids, j))
-            same = same[..., None, None] > 0
+            same = _delayed(jnp.ones_like(ids, bool), j) & (ids == _delayed(ids, j))
+            same = same[..., None, None]
             past, past_bad = jnp.where(same, past, 0), past_bad & same
         total = total + past * weights[None, None, ..., j].astype(total.dtype)
         sees_bad = sees_bad | past_bad
