@@ -44,6 +44,7 @@ def test_output_and_gradients_are_the_equations(remat, packed, scan_layers):
     assert_trees_close(by_stack(weights, params, x), (want, vjp(weights)))
 
 
+@pytest.mark.slow
 def test_remat_keeps_less():
     def memory(remat):
         cycle = plain.blocks([local.local(chunk_len=16)], d_ff=64)

@@ -74,6 +74,7 @@ def test_gradients_are_plain_autodiffs(exact, ff_chunk_size, options, monkeypatc
     assert all(np.any(g) for g in jax.tree.leaves(got[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ff_chunk_size, keep_ff_outputs",
     [(0, True), pytest.param(5, False, marks=pytest.mark.slow)],
@@ -176,6 +177,7 @@ def test_exact_rebuilds_the_inputs_bit_for_bit(dtype, ff_chunk_size, options):
     assert bits_that_differ(seen, inputs) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, rate",
     [

@@ -120,6 +120,7 @@ def test_any_length_and_padding(layer, length):
     np.testing.assert_allclose(attend(jnp.where(mask[..., None], x, 9.0)), y, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer, n_parallel_heads",
     [
@@ -282,6 +283,7 @@ def reformer_lm(*attention_types):
     )
 
 
+@pytest.mark.slow
 def test_traxs_reformer_takes_our_layers_and_weights_saved_from_its_own(tmp_path):
     tokens = jax.random.randint(jax.random.PRNGKey(0), (2, LENGTH), 1, 16)
     ours, theirs = (

@@ -510,6 +510,7 @@ def test_the_stack_among_traxs_layers():
     assert_trees_close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_fn, options",
     [

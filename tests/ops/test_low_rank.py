@@ -202,6 +202,7 @@ def test_performers_error_falls_with_the_root_of_the_number_of_features():
     assert errors[-1] < 0.05
 
 
+@pytest.mark.slow
 def test_performer_attends_to_packed_segments_as_one_by_one():
     q, k, v = draw(length=19)
     op = performer.performer(n_features=16, chunk_len=4)
