@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reformax.convert.hugging_face_config import ACTIVATIONS, Field, checked
+from reformax.convert.hugging_face_config import ACTIVATIONS, Field, checked, size_of_head
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.declared import Depth, NonNegative, Positive, Rate, Size, VocabSize
@@ -47,14 +47,8 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
       ValueError: a value is out of range here or there, or the function is another.
     """
     get = checked(config, FIELDS)
-    for name, field in FIELDS.items():
-        if field.hint is bool and get[name] != field.default:
-            raise ValueError(f"{name} is {get[name]}: expected {field.default}")
     d, n_heads = get["hidden_size"], get["num_attention_heads"]
-    if d % n_heads:
-        raise ValueError(
-            f"hidden_size is {d}: expected a multiple of num_attention_heads, {n_heads}"
-        )
+    d_head = size_of_head(get, "hidden_size", "num_attention_heads")
     if get["hidden_act"] != "gelu":
         raise ValueError(
             f"hidden_act is {get['hidden_act']!r}: expected 'gelu', which the head has here"
@@ -65,8 +59,8 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
         vocab_size=get["vocab_size"],
         d_model=d,
         d_ff=get["intermediate_size"],
-        d_attention_key=d // n_heads,
-        d_attention_value=d // n_heads,
+        d_attention_key=d_head,
+        d_attention_value=d_head,
         n_layers=get["num_hidden_layers"],
         n_heads=n_heads,
         dropout=get["hidden_dropout_prob"],

@@ -160,11 +160,24 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
 
 
 def checked(config: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
-    """The fields of a config.json, defaults filled in, once each of them is what it may be."""
+    """The fields of a config.json, defaults filled in, once each of them is what it may be.
+
+    A switch that is not at its default makes another function, and is refused.
+    """
     get = {name: config.get(name, field.default) for name, field in fields.items()}
     for name, field in fields.items():
         check(name, get[name], field.hint)
+    for name, field in fields.items():
+        if field.hint is bool and get[name] != field.default:
+            raise ValueError(f"{name} is {get[name]}: expected {field.default}")
     return get
+
+
+def size_of_head(get: Mapping[str, Any], size: str, n_heads: str) -> int:
+    """The size of a head, of the fields that have all heads' and how many there are."""
+    if get[size] % get[n_heads]:
+        raise ValueError(f"{size} is {get[size]}: expected a multiple of {n_heads}, {get[n_heads]}")
+    return get[size] // get[n_heads]
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reformax.convert.hugging_face_config import ACTIVATIONS, Field, checked, requirement
+from reformax.convert.hugging_face_config import (
+    ACTIVATIONS,
+    Field,
+    checked,
+    requirement,
+    size_of_head,
+)
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
@@ -46,13 +52,7 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
       ValueError: a value is out of range here or there, or the function is another.
     """
     get, notes = checked(config, FIELDS), []
-    for name, field in FIELDS.items():
-        if field.hint is bool and get[name] != field.default:
-            raise ValueError(f"{name} is {get[name]}: expected {field.default}")
-    if get["n_embd"] % get["n_head"]:
-        raise ValueError(
-            f"n_embd is {get['n_embd']}: expected a multiple of n_head, {get['n_head']}"
-        )
+    d, d_head = get["n_embd"], size_of_head(get, "n_embd", "n_head")
     if get["bos_token_id"] >= get["vocab_size"]:
         raise ValueError(
             f"bos_token_id is {get['bos_token_id']}: expected an id below vocab_size, "
@@ -64,7 +64,6 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
             f"dropout: embeddings and sublayers have {sorted(rates)} there and one rate here, "
             f"{max(rates)}; training alone can tell"
         )
-    d, d_head = get["n_embd"], get["n_embd"] // get["n_head"]
     spec = Spec.make(
         "TransformerLM",
         [Op("flash", {})],

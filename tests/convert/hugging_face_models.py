@@ -22,8 +22,14 @@ def weights(name: str) -> dict[str, np.ndarray]:
 
 
 def saved(folder: Path, name: str, config=None, tensors=None) -> Path:
+    """A folder of a model, or of another config and tensors."""
+    config = CONFIGS[name] if config is None else config
+    return write(folder, config, weights(name) if tensors is None else tensors)
+
+
+def write(folder: Path, config, tensors) -> Path:
     """A folder as `save_pretrained` writes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name] if config is None else config))
-    save_file(weights(name) if tensors is None else tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
     return folder

@@ -1,19 +1,19 @@
 """Hugging Face's BERT, which is read: an independent forward pass's logits, a run, refusals."""
 
 import importlib.util
-import json
 import math
 import sys
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import evaluate
 from reformax.cli import errors
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face
+from tests.convert import hugging_face_models
 
 CONFIG = dict(
     model_type="bert",
@@ -47,10 +47,7 @@ def tensors(seed=0):
 
 
 def saved(folder, config=CONFIG, arrays=None):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors() if arrays is None else arrays, folder / "model.safetensors")
-    return folder
+    return hugging_face_models.write(folder, config, tensors() if arrays is None else arrays)
 
 
 def forward(weights, tokens):
