@@ -10,20 +10,27 @@ attention shows a query.
 
 asks the same of any op, of the layers of a trained model that see every key: the share of their
 weight that falls on the keys that the op would show them. It prints the mean over layers and heads,
-the same at equal numbers of keys that a query sees, and each head. With --bits=TARGETS it also
-scores the model with the op in the place of these layers' attention, without training: bits that
-are lost. What an op carries, such as centroids, first sees the layer's vectors a few times, and
-an indexer first learns on them; such ops have no bits. Ops are calls, as in
---op='lsh.lsh(chunk_len=64, n_hashes={1, 2, 4})'; a set is values to try. The figure is
-DIR/recall.png.
+the same at equal numbers of keys, and each head. A key that several rounds or branches show counts
+once, and one of the future not at all; numbers are means over all queries of a sequence, and lie on
+straight lines between the values that were tried. --op='largest weights' are the keys of the
+largest weight of each query, of which no choice of as many shows more.
+
+With --bits=TARGETS it also scores the model with the op in the place of these layers' attention,
+without training: bits that are lost. What an op carries, such as centroids, first sees the layer's
+vectors a few times, and an indexer first learns on them; such ops have no bits. Ops are calls, as
+in --op='lsh.lsh(chunk_len=64, n_hashes={1, 2, 4})'; a set is values to try. --saved=FILE adds what
+is found to a file, and does not ask again for what is there: several calls may share the ops. The
+figure is DIR/recall.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +40,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from benchmarks.harness import command_line, coverage
-from benchmarks.harness.calls import COMPILERS, attempt_each, exit_if
+from benchmarks.harness.calls import COMPILERS, attempt, exit_if
 from benchmarks.harness.output import Table, plot
 from reformax.declared import SettingError, Unsupported
 from reformax.ops import AttentionOp, lsh
@@ -48,16 +55,20 @@ N_HASHES = (1, 2, 4, 8, 16)
 NOISES = (0.25, 0.5, 1.0)
 SIZE, N_CLUSTERS = 64, 32
 PLOT = Path("docs/recall.png")
+# Of a trained model: numbers of keys to compare at, and what no choice of so many keys exceeds.
+N_KEYS = (32, 64, 128, 256, 512, 1024)
+LARGEST = "largest weights"
 # Of a trained model, where a query sees chunks of 64 or blocks of 64 more and more.
 OPS = (
+    LARGEST,
     "lsh.lsh(chunk_len=64, own=False, n_hashes={1, 2, 4, 8, 16})",
-    "asymmetric_lsh.asymmetric_lsh(chunk_len=64, n_hashes={1, 2, 4, 8, 16})",
-    "smyrf.smyrf(chunk_len=64, n_hashes={1, 2, 4, 8, 16})",
+    "smyrf.smyrf(chunk_len=64, n_hashes={2, 4, 8, 16, 32})",
+    "asymmetric_lsh.asymmetric_lsh(chunk_len=64, n_hashes={1, 2, 4, 8})",
     "moba.moba(block_size=64, top_k={2, 4, 8, 16})",
     "nsa.nsa(compression='mean', own_projections=False, window=64, n_selected={2, 4, 8, 16})",
-    "hash_sparse.hash_sparse(n_buckets={64, 32, 16, 8, 4})",
-    "dsa.dsa(top_k={64, 128, 256, 512})",
-    "routing.routing(decay=0.9, n_clusters={64, 32, 16, 8, 4})",
+    "hash_sparse.hash_sparse(n_buckets={32, 16, 8, 4, 2})",
+    "dsa.dsa(top_k={64, 256, 1024})",
+    "routing.routing(decay=0.9, n_clusters={32, 16, 8, 4, 2})",
     "local.local(chunk_len={64, 128, 256, 512})",
 )
 SHARPNESS = 10.0  # the length of a query; a logit is this times the cosine between two
@@ -120,9 +131,65 @@ class Run(NamedTuple):
     settings: dict[str, Any]
 
 
+class Known(NamedTuple):
+    """What is known of an op, from all sequences."""
+
+    layers: list[int]
+    weight: list[list[float]]  # the share of the weight, by layer and head
+    keys: list[list[float]]  # the mean number of keys that a query sees
+    bits: float | None  # of the model with the op in the place of its own
+    own: float | None  # of the model as it is
+
+
 def of_run(args: argparse.Namespace) -> None:
     """The recall of ops on a trained model."""
-    lines = {text: coverage.ops_of(text) for text in args.op or OPS}
+    lines = {text: _ops(text) for text in args.op or OPS}
+    ops = {name: op for line in lines.values() for name, op in line.items()}
+    found = _saved(args.saved)
+    asked = {name: op for name, op in ops.items() if name not in found}
+    find = _finder(args) if asked else None
+    table = Table("op", "keys", "weight", "lowest head", "highest head", "bits", "lost")
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        waiting = {name: pool.submit(attempt, find, op) for name, op in asked.items()}
+        for name in ops:
+            if name in waiting:
+                found[name] = waiting[name].result()
+                _save(args.saved, name, found[name])
+            table.result(f"`{name}`", known=found[name], cells=_cells)
+    own = next((x.own for x in found.values() if isinstance(x, Known) and x.own), None)
+    print("" if own is None else f"\nbits of the run as it is: {own:.4f}")
+    points = {
+        text: [
+            (float(np.mean(one.keys)), float(np.mean(one.weight)))
+            for one in map(found.get, line)
+            if isinstance(one, Known)
+        ]
+        for text, line in lines.items()
+    }
+    points = {text: line for text, line in points.items() if line}
+    _print_equal(points)
+    _print_heads(lines, found)
+    label = "share of the attention weight"
+    axes = dict(yscale="linear", xlabel="keys that a query sees", ylim=(0, 1.02))
+    path = Path(args.run, "recall.png") if args.plot == PLOT else args.plot
+    drawn = {_short(text, points): dict(sorted(line)) for text, line in points.items()}
+    plot(path, {label: drawn}, args.run, ticks=N_KEYS, **axes)
+    exit_if(name for name in ops if _is_failure(found[name]))
+
+
+def _short(text: str, lines: Iterable[str]) -> str:
+    """The name of a line's op, where no other line is of the same."""
+    module = text.split(".")[0]
+    return module if sum(x.split(".")[0] == module for x in lines) == 1 else text
+
+
+def _ops(text: str) -> dict[str, AttentionOp | int]:
+    """The ops that a line names, and for `LARGEST` numbers of keys."""
+    return {f"{n} {text}": n for n in N_KEYS} if text == LARGEST else coverage.ops_of(text)
+
+
+def _finder(args: argparse.Namespace) -> Callable[[AttentionOp | int], Known | Unsupported]:
+    """What finds out what is asked of an op, on the layers of the run."""
     run = _open(args)
     length = args.length or run.settings["length"]
     batches = run.task.eval_batches("valid", 1, length, length)
@@ -138,38 +205,43 @@ def of_run(args: argparse.Namespace) -> None:
     if not layers:
         raise SettingError(f"length is {length}: the valid split has no text so long")
     print(f"{args.run}, {args.sequences} sequences of {length:,}, {command_line.machine()}")
+    truths = [coverage.truth(layer, rng) for layer in layers]
+    own = _bits(run, None, args, length)
+    numbers = sorted({layer.number for layer in layers})
 
-    def find(op):
+    def of_layer(op, i: int) -> coverage.Found:
+        if isinstance(op, int):
+            return coverage.largest(truths[i], op)
+        return coverage.found(op, layers[i], truths[i], jax.random.fold_in(rng, i))
+
+    def find(op: AttentionOp | int) -> Known | Unsupported:
         try:
-            each = [
-                coverage.found(op, layer, jax.random.fold_in(rng, i))
-                for i, layer in enumerate(layers)
-            ]
+            each = [of_layer(op, i) for i in range(len(layers))]
         except Unsupported as error:  # it is a row of the table, and no failure
             return error
-        weight, keys = map(np.array, zip(*each, strict=True))
-        return (weight, keys), _bits(run, op, args, length) if args.bits else None
+        weight, keys = (
+            np.array(x, float).reshape(-1, len(numbers), len(x[0])).mean(axis=0).tolist()
+            for x in zip(*each, strict=True)
+        )
+        bits = None if isinstance(op, int) else _bits(run, op, args, length)
+        return Known(numbers, weight, keys, bits, own)
 
-    ops = {name: op for line in lines.values() for name, op in line.items()}
-    own = _bits(run, None, args, length) if args.bits else None
-    found = attempt_each(find, ops, COMPILERS)
-    _print_ops(found, own)
-    points = {
-        text: [
-            (float(np.mean(found[name][0][1])), float(np.mean(found[name][0][0])))
-            for name in line
-            if not isinstance(found[name], Exception)
-        ]
-        for text, line in lines.items()
-    }
-    points = {text: line for text, line in points.items() if line}
-    _print_equal(points, length)
-    _print_heads(lines, found, [layer.number for layer in layers])
-    label, title = "share of the attention weight", f"{args.run}, length {length:,}"
-    axes = dict(yscale="linear", xlabel="keys that a query sees", ylim=(0, 1.02))
-    path = Path(args.run, "recall.png") if args.plot == PLOT else args.plot
-    plot(path, {label: {t: dict(sorted(x)) for t, x in points.items()}}, title, **axes)
-    exit_if(name for name, x in found.items() if _is_failure(x))
+    return find
+
+
+def _saved(path: Path | None) -> dict[str, Known | Unsupported]:
+    """What earlier calls found, by op."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    each = map(json.loads, lines)
+    return {x["op"]: Unsupported(x["not"]) if "not" in x else Known(**x["found"]) for x in each}
+
+
+def _save(path: Path | None, name: str, found: Known | Exception) -> None:
+    if path and not _is_failure(found):
+        known = isinstance(found, Known)
+        line = {"found": found._asdict()} if known else {"not": str(found)}
+        with path.open("a") as file:
+            file.write(json.dumps({"op": name} | line) + "\n")
 
 
 def _open(args: argparse.Namespace) -> Run:
@@ -188,7 +260,9 @@ def _open(args: argparse.Namespace) -> Run:
 
 
 def _bits(run: Run, op: AttentionOp | None, args: argparse.Namespace, length: int) -> float | None:
-    """Bits of the valid split with `op` in the dense layers; None where it does not fit them."""
+    """Bits of the valid split with `op` in the dense layers; None if not asked or no fit."""
+    if not args.bits:
+        return None
     try:
         model = run.model if op is None else coverage.instead(run.model, op)
     except Unsupported:
@@ -203,47 +277,31 @@ def _is_failure(known: Any) -> bool:
     return isinstance(known, Exception) and not isinstance(known, Unsupported)
 
 
-def _print_ops(found: dict[str, Any], own: float | None) -> None:
-    names = ["op", "keys", "weight", "lowest head", "highest head"]
-    table = Table(*names, *([] if own is None else ["bits", "lost"]))
-
-    def cells(known):
-        (weight, keys), bits = known
-        figures = [f"{np.mean(keys):.1f}"]
-        figures += [f"{f(weight):.3f}" for f in (np.mean, np.min, np.max)]
-        if bits is not None:
-            figures += [f"{bits:.4f}", f"{bits - own:+.4f}"]
-        return figures
-
-    if own is not None:
-        table.row("the run's own", "", "1", "1", "1", f"{own:.4f}", "")
-    for name, known in found.items():
-        table.result(f"`{name}`", known=known, cells=cells)
+def _cells(known: Known) -> list[str]:
+    figures = [f"{np.mean(known.keys):.1f}"]
+    figures += [f"{f(known.weight):.3f}" for f in (np.mean, np.min, np.max)]
+    if known.bits is not None:
+        figures += [f"{known.bits:.4f}", f"{known.bits - known.own:+.4f}"]
+    return figures
 
 
-def _print_equal(points: dict[str, list[tuple[float, float]]], length: int) -> None:
-    n_keys = [2**i for i in range(3, length.bit_length())]
-    rows = {text: coverage.at_equal_keys(line, n_keys) for text, line in points.items()}
-    n_keys = [n for n in n_keys if any(n in row for row in rows.values())]
+def _print_equal(points: dict[str, list[tuple[float, float]]]) -> None:
+    rows = {text: coverage.at_equal_keys(line, N_KEYS) for text, line in points.items()}
+    n_keys = [n for n in N_KEYS if any(n in row for row in rows.values())]
     table = Table("weight at equal numbers of keys", *map(str, n_keys))
     for text, row in rows.items():
         table.row(f"`{text}`", *(f"{row[n]:.3f}" if n in row else "-" for n in n_keys))
 
 
-def _print_heads(lines, found: dict[str, Any], numbers: list[int]) -> None:
+def _print_heads(lines, found: dict[str, Any]) -> None:
     """Each head of each layer, for the op of a line that shows the most keys."""
-    known = {
-        name: found[name][0]
-        for names in map(list, lines.values())
-        for name in names[-1:]
-        if not isinstance(found[name], Exception)
-    }
-    n_heads = max((weight.shape[1] for weight, _ in known.values()), default=0)
+    last = [list(line)[-1] for line in lines.values()]
+    known = {name: found[name] for name in last if isinstance(found[name], Known)}
+    n_heads = max((len(one.weight[0]) for one in known.values()), default=0)
     table = Table("op", "layer", *(f"head {i}" for i in range(n_heads)))
-    for name, (weight, _) in known.items():
-        for number in sorted(set(numbers)):
-            mean = weight[[n == number for n in numbers]].mean(axis=0)
-            table.row(f"`{name}`", str(number), *(f"{x:.3f}" for x in mean))
+    for name, one in known.items():
+        for number, heads in zip(one.layers, one.weight, strict=True):
+            table.row(f"`{name}`", str(number), *(f"{x:.3f}" for x in heads))
 
 
 def _flags() -> argparse.ArgumentParser:
@@ -251,6 +309,9 @@ def _flags() -> argparse.ArgumentParser:
     parser.add_argument("--run", metavar="DIR", help="the folder of a trained language model")
     parser.add_argument("--op", action="append", help=f"with --run (default: {', '.join(OPS)})")
     parser.add_argument("--checkpoint", default="best", help="of --run (default: best)")
+    parser.add_argument(
+        "--saved", type=Path, metavar="FILE", help="with --run: what is known already"
+    )
     parser.add_argument("--data_dir", help="of --run: where its task finds its data")
     positive = dict(type=command_line.positive)
     parser.add_argument("--length", **positive, help="with --run (default: the run's)")

@@ -30,6 +30,10 @@ def layer_of(op, n_heads=2):
     return coverage.Layer(0, op, q, None if op.traits.shared_qk else k)
 
 
+def found(op, layer, rng):
+    return coverage.found(op, layer, coverage.truth(layer, rng), rng)
+
+
 @pytest.mark.parametrize(
     "name, of_layer, n_own",
     [
@@ -57,23 +61,36 @@ def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own
     weights = np.exp(logits / np.sqrt(8)) * visible
     weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
 
-    found = coverage.found(op, layer, rng)
+    of_op = found(op, layer, rng)
     share = (weights * shown).sum(axis=(0, 2, 3)) / weights.sum(axis=(0, 2, 3))
-    np.testing.assert_allclose(found.weight, share, atol=1e-5)
+    np.testing.assert_allclose(of_op.weight, share, atol=1e-5)
     assert np.all(share < 0.999)
-    np.testing.assert_allclose(found.keys, (visible * shown).sum(axis=(0, 2, 3)) / LENGTH)
+    np.testing.assert_allclose(of_op.keys, (visible * shown).sum(axis=(0, 2, 3)) / LENGTH)
+
+
+def test_no_choice_of_so_many_keys_shows_more_than_the_largest_weights():
+    layer, rng = layer_of(dense.dense()), jax.random.key(0)
+    known = coverage.truth(layer, rng)
+    weight = np.asarray(known.weight, float)
+    np.testing.assert_allclose(weight.sum(axis=-1), 1, rtol=1e-5)
+    assert np.array_equal(known.visible[0], np.tril(np.ones((LENGTH, LENGTH), bool)))
+    of_best = coverage.largest(known, 5)
+    best = np.sort(weight, axis=-1)[..., -5:].sum(axis=(1, 2)) / LENGTH
+    np.testing.assert_allclose(of_best.weight, best, rtol=1e-5)
+    np.testing.assert_allclose(of_best.keys, np.minimum(np.arange(LENGTH) + 1, 5).mean())
+    assert np.all(coverage.largest(known, 10 * LENGTH).weight > 0.99999)
 
 
 def test_what_an_op_cannot_show_is_said():
     rng = jax.random.key(0)
     with pytest.raises(NotImplementedError, match="has weights of its own"):
-        coverage.found(linformer.linformer(), layer_of(dense.dense()), rng)
+        found(linformer.linformer(), layer_of(dense.dense()), rng)
     with pytest.raises(NotImplementedError, match="makes its keys of the queries"):
-        coverage.found(shared_qk.shared_qk(), layer_of(dense.dense()), rng)
+        found(shared_qk.shared_qk(), layer_of(dense.dense()), rng)
     with pytest.raises(NotImplementedError, match="has projections of its own"):
-        coverage.found(nsa.nsa(compression="mean"), layer_of(dense.dense()), rng)
+        found(nsa.nsa(compression="mean"), layer_of(dense.dense()), rng)
     with pytest.raises(NotImplementedError, match="makes no attention weights"):
-        coverage.found(linear.linear(), layer_of(dense.dense()), rng)
+        found(linear.linear(), layer_of(dense.dense()), rng)
 
 
 @pytest.mark.slow
@@ -91,7 +108,7 @@ def test_what_an_op_carries_sees_the_layer_first():
 
     assert nearness(moved) > nearness(began) + 0.05
     (share, _), (everything, _) = (
-        coverage.found(op, layer, rng) for op in (op, routing.routing(n_clusters=1))
+        found(op, layer, rng) for op in (op, routing.routing(n_clusters=1))
     )
     assert np.all(share < 0.999)
     np.testing.assert_allclose(everything, 1, rtol=1e-5)
@@ -107,9 +124,9 @@ def test_nsa_shows_the_blocks_that_it_selects_and_its_window():
     query, key = np.ogrid[:LENGTH, :LENGTH]
     shown = (chosen[..., None] == key[0] // 4).any(axis=-2) | (query - key < 6)
     shown = shown & (key <= query)
-    found = coverage.found(op, layer, rng)
-    np.testing.assert_allclose(found.keys, shown.sum(axis=(0, 2, 3)) / LENGTH)
-    assert np.all(found.weight < 0.999)
+    of_op = found(op, layer, rng)
+    np.testing.assert_allclose(of_op.keys, shown.sum(axis=(0, 2, 3)) / LENGTH)
+    assert np.all(of_op.weight < 0.999)
 
 
 @pytest.mark.slow
@@ -117,9 +134,9 @@ def test_an_indexer_learns_from_the_layer_first(monkeypatch):
     layer, rng, shares = layer_of(dense.dense()), jax.random.key(0), []
     for n in (1, coverage.N_LEARNT):
         monkeypatch.setattr(coverage, "N_LEARNT", n)
-        found = coverage.found(dsa.dsa(top_k=6, n_index_heads=2, d_index=8), layer, rng)
-        np.testing.assert_allclose(found.keys, np.minimum(np.arange(LENGTH) + 1, 6).mean())
-        shares.append(found.weight.mean())
+        of_op = found(dsa.dsa(top_k=6, n_index_heads=2, d_index=8), layer, rng)
+        np.testing.assert_allclose(of_op.keys, np.minimum(np.arange(LENGTH) + 1, 6).mean())
+        shares.append(of_op.weight.mean())
     assert shares[1] > shares[0] + 0.02
 
 
@@ -138,15 +155,21 @@ def test_lines_between_points():
 
 
 @pytest.mark.slow
-def test_recall_and_bits_of_a_run(tmp_path, capsys):
+def test_recall_and_bits_of_a_run(tmp_path, capsys, monkeypatch):
     """Dense attention shows all of itself and loses nothing; hashing shows no more than it sees."""
     run_folder.write(tmp_path / "run", BYTES, random_params(BYTES), {}, "A note.")
     (tmp_path / "text").write_text("one line of a text.\n" * 500)
     ops = ["dense.dense()", "smyrf.smyrf(chunk_len=8, n_hashes={1, 4})", "lsh.lsh()"]
     flags = [f"--run={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=64"]
     flags += [f"--plot={tmp_path / 'a.png'}", "--bits=100", "--sequences=1"]
+    flags += [f"--saved={tmp_path / 'a.jsonl'}", f"--op={recall.LARGEST}"]
     recall.main(flags + [f"--op={op}" for op in ops])
     printed = capsys.readouterr().out
+    table = printed[printed.index("| op |") :]
+    monkeypatch.setattr(recall, "_finder", None)  # all is known
+    recall.main(flags + [f"--op={op}" for op in ops])
+    again = capsys.readouterr().out
+    assert again[again.index("| op |") :] == table
     exact = r"`dense.dense\(\)` \| 32\.5 \| 1\.000 \| 1\.000 \| 1\.000 \| [\d.]+ \| [+-]0\.0000 \|"
     assert re.search(exact, printed)
     shares = re.findall(r"`smyrf.smyrf\(chunk_len=8.*\)` \| [\d.]+ \| (0\.\d+)", printed)

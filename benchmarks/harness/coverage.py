@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.carried import advanced, merged, trained
 from reformax.declared import SettingError, Unsupported
 from reformax.ops.base import AttentionOp, Dims
 from reformax.ops.parts.normalization import length_normalize
 
-# Columns of the matrix of attention in memory at a time: values of a size that kernels take.
-COLUMNS = 128
+# Columns of the matrix of attention that a call computes: as values they have a head's usual size.
+COLUMNS = 64
 # How often an op's carried weights, such as running means, see a layer's vectors first, and the
 # steps of Adam of weights that learn by a loss of their own, such as an indexer's.
 N_ADVANCED, N_LEARNT, LEARNING_RATE = 50, 200, 2e-3
@@ -44,6 +44,13 @@ class Layer(NamedTuple):
     op: AttentionOp
     q: Float[Array, "1 T N H"]
     k: Float[Array, "1 T G H"] | None
+
+
+class Truth(NamedTuple):
+    """The attention of a layer."""
+
+    weight: Float[Array, "N T S"]
+    visible: Bool[Array, "N T S"]
 
 
 class Found(NamedTuple):
@@ -166,43 +173,63 @@ def _vectors(op: AttentionOp, layer: Layer) -> tuple[Array, Array | None]:
     return layer.q, length_normalize(layer.q) if layer.k is None else layer.k
 
 
-def found(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Found:
-    """What `op` would show of a layer's causal attention, with hashes of `rng`."""
-    params, own = own_weights(op, layer, rng), layer.op.init(rng, Dims(1, 1, 1, 1))
-    arrays = (params, own), _vectors(op, layer), (layer.q, layer.k), rng
-    return Found(*jax.device_get(_sums(op, layer.op, *arrays)))
+def truth(layer: Layer, rng: PRNGKeyArray) -> Truth:
+    """The causal attention of a layer's own op, which all others are measured by."""
+    params = layer.op.init(rng, Dims(1, 1, 1, 1))
+    weight, visible = (
+        _matrix(layer.op, seen, params, (layer.q, layer.k), rng) for seen in (False, True)
+    )
+    return Truth(weight, visible > 0)
+
+
+def found(op: AttentionOp, layer: Layer, known: Truth, rng: PRNGKeyArray) -> Found:
+    """What `op` would show of a layer's attention, which is `known`, with hashes of `rng`."""
+    params = own_weights(op, layer, rng)
+    shown = _matrix(op, True, params, _vectors(op, layer), rng)
+    return Found(*jax.device_get(_shares(known, shown)))
+
+
+def largest(known: Truth, n_keys: int) -> Found:
+    """What the `n_keys` keys of the largest weight show of each query: no choice shows more."""
+    return Found(*jax.device_get(_largest(known, n_keys)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sums(op, of_layer, params, vectors, own_vectors, rng):
-    length = own_vectors[0].shape[1]
+def _matrix(op, seen: bool, params, vectors, rng) -> Float[Array, "N T S"]:
+    """The weights of an op's causal attention; `seen`: of equal logits."""
+    q, k = vectors
+    options = dict(segments=None, causal=True, rng=rng)
+    plan = op.plan(params, q, k, **options, train=False)
+    if seen:
+        q, k = jnp.zeros_like(q), None if k is None else jnp.zeros_like(k)
+    length, n_heads = q.shape[1], q.shape[2] if k is None else k.shape[2]
+    options |= _extras(op, q)
 
-    def matrix(op, params, q, k, seen: bool):
-        options = dict(segments=None, causal=True, rng=rng)
-        plan = op.plan(params, q, k, **options, train=False)
-        if seen:
-            q, k = jnp.zeros_like(q), None if k is None else jnp.zeros_like(k)
-        n_heads = q.shape[2] if k is None else k.shape[2]
-        options |= _extras(op, q)
+    def columns(first: Int[Array, ""]) -> Float[Array, "T N S"]:
+        key = first + jnp.arange(COLUMNS)
+        v = (jnp.arange(length)[:, None] == key[None]).astype(q.dtype)
+        v = jnp.broadcast_to(v[None, :, None], (1, length, n_heads, COLUMNS))
+        return op.apply(params, q, k, v, plan=plan, dropout=0.0, **options)[0]
 
-        def columns(first: Int[Array, ""]) -> Float[Array, "T N S"]:
-            key = first + jnp.arange(COLUMNS)
-            v = (jnp.arange(length)[:, None] == key[None]).astype(q.dtype)
-            v = jnp.broadcast_to(v[None, :, None], (1, length, n_heads, COLUMNS))
-            return op.apply(params, q, k, v, plan=plan, dropout=0.0, **options)[0]
+    parts = jax.lax.map(columns, jnp.arange(0, length, COLUMNS))  # [C, T, N, S / C]
+    whole = jnp.transpose(parts, (2, 1, 0, 3)).reshape(q.shape[2], length, -1)
+    return whole[..., :length]
 
-        return columns
 
-    shown = matrix(op, params[0], *vectors, seen=True)
-    visible, true = (matrix(of_layer, params[1], *own_vectors, seen=x) for x in (True, False))
+@jax.jit
+def _shares(known: Truth, shown: Float[Array, "N T S"]):
+    sees = known.visible & (shown > 0)
+    weight = jnp.where(sees, known.weight, 0).sum(axis=(1, 2)) / known.weight.sum(axis=(1, 2))
+    return weight, sees.sum(axis=(1, 2)) / known.weight.shape[1]
 
-    def sums(first):
-        sees = (shown(first) > 0) & (visible(first) > 0)
-        weight = true(first)
-        return jnp.stack([x.sum(axis=(0, 2)) for x in (weight, jnp.where(sees, weight, 0), sees)])
 
-    total, weight, keys = jax.lax.map(sums, jnp.arange(0, length, COLUMNS)).sum(axis=0)
-    return weight / total, keys / length
+@functools.partial(jax.jit, static_argnums=1)
+def _largest(known: Truth, n_keys: int):
+    weight, visible = known
+    n_keys = min(n_keys, weight.shape[-1])
+    best = jax.lax.map(lambda head: jax.lax.top_k(head, n_keys)[0].sum(), weight)
+    keys = jnp.minimum(visible.sum(axis=-1), n_keys).mean(axis=-1)
+    return best / weight.sum(axis=(1, 2)), keys
 
 
 def instead(model: Any, op: AttentionOp) -> Any:

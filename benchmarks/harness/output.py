@@ -66,11 +66,13 @@ def plot(
     title: str = "",
     yscale: str = "log",
     styles: Mapping[str, Mapping[str, Any]] | None = None,
+    ticks: Sequence[float] | None = None,
     **options: Any,
 ) -> None:
     """Draws panels of lines, by what their y axes show, and writes them to `path`.
 
     `styles` has options of matplotlib by a line's name; others have a colour and a marker each.
+    `ticks` are of the x axes; None: wherever a line has a point.
     """
     from matplotlib.figure import Figure
 
@@ -85,8 +87,8 @@ def plot(
             style = (styles or {}).get(name) or _style(name, names.index(name))
             axes.plot(list(points), list(points.values()), label=name, **style)
         axes.set(xscale="log", yscale=yscale, ylabel=label, **options)
-        ticks = sorted({x for points in lines.values() for x in points})
-        axes.set_xticks(ticks, [f"{x:,}" for x in ticks], fontsize=8)
+        at = ticks or sorted({x for points in lines.values() for x in points})
+        axes.set_xticks(at, [f"{x:,}" for x in at], fontsize=8)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     handles = grid[-1].get_legend_handles_labels()
