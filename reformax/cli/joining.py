@@ -20,9 +20,11 @@ from reformax.declared import Bounds, Count, Filled, SettingError, Size
 Address = Annotated[str, Filled("HOST:PORT")]
 Seconds = Annotated[int, Bounds(1, 86_400)]
 _NAMES = ("coordinator_address", "num_processes", "process_id")
+_TIMEOUTS = ("heartbeat_timeout", "step_timeout")
 # Seconds that a process waits for the others to be there.
 WAIT = 300
 HEARTBEAT = 100
+STEP = 1800
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +50,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="seconds without a sign of life after which a process counts as dead and the others "
         f"end (default: {HEARTBEAT})",
     )
+    group.add_argument(
+        "--step_timeout",
+        type=flags.of(Seconds),
+        help="seconds without a step, or a batch of an evaluation, after which all processes end "
+        f"because one hangs (default: {STEP})",
+    )
 
 
 def join(args: argparse.Namespace) -> None:
@@ -59,7 +67,7 @@ def join(args: argparse.Namespace) -> None:
     """
     given = {name: getattr(args, name) for name in _NAMES if getattr(args, name) is not None}
     if not (given or args.distributed):
-        flags.refuse(args, ["heartbeat_timeout"], "this process is alone")
+        flags.refuse(args, _TIMEOUTS, "this process is alone")
         return
     import jax
 
@@ -87,12 +95,12 @@ def join(args: argparse.Namespace) -> None:
         ) from None
     from reformax.training import processes
 
-    processes.watch(timeout)
+    processes.watch(timeout, args.step_timeout or STEP)
 
 
 def refuse(args: argparse.Namespace, why: str) -> None:
     """Raises `SettingError` where the flags, of `add_flags`, ask for several processes."""
-    flags.refuse(args, [*_NAMES, "distributed", "heartbeat_timeout"], why)
+    flags.refuse(args, [*_NAMES, "distributed", *_TIMEOUTS], why)
 
 
 def agree(name: str, value: object) -> None:

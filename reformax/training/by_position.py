@@ -20,6 +20,7 @@ from reformax.training import curves, evaluation
 from reformax.training import loss as loss_lib
 from reformax.training.placing import place
 from reformax.training.prefetch import prefetch
+from reformax.training.processes import go_on
 
 # The first band of positions; each later one is as wide as all before it.
 FIRST = 64
@@ -81,6 +82,7 @@ def by_position(
     with prefetch(batches) as ready:
         for index, batch in ready:
             totals += jax.device_get(score(batch, index))
+            go_on()
     return [
         Band(*ends, loss_lib.bits_per_dim(nats, weight), round(weight))
         for ends, (nats, weight) in zip(pairwise(edges), totals, strict=True)

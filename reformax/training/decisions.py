@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from reformax.training.callbacks import Callbacks
 from reformax.training.interrupt import Interrupt
-from reformax.training.processes import Processes
+from reformax.training.processes import Processes, go_on
 
 
 class Moment(NamedTuple):
@@ -52,7 +52,12 @@ class Decisions:
         if self._stopping and not (self._processes.first or self._wished):
             self._wished = True
             self._processes.wish(str(int(self._interrupt.signal or 0)))
-        return Moment(*self._processes.same(self._decide))
+        if not self._processes.first:
+            go_on()
+        moment = Moment(*self._processes.same(self._decide))
+        if self._processes.first:
+            go_on()
+        return moment
 
     @property
     def _stopping(self) -> bool:

@@ -19,6 +19,7 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import side_channels
 from reformax.training.placing import place, place_batch, take
 from reformax.training.prefetch import prefetch
+from reformax.training.processes import go_on
 
 # Batches dispatched before the first one's sums are waited for.
 _IN_FLIGHT = 2
@@ -287,6 +288,7 @@ def _totals(
                 total = totals[0]
                 figures = f"{loss_lib.bits_per_dim(total[0], total[1]):.4f} {unit}"
             bar.advance(1, figures)
+            go_on()
             if should_stop():
                 return None
     while in_flight:

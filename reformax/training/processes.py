@@ -44,6 +44,7 @@ _WATCHER = "reformax/watcher"
 _MEETING = 300  # seconds to wait for the watcher of process 0
 _numbers = itertools.count()
 _watcher: subprocess.Popen | None = None
+_steps = 0  # how far this process is, as it told its watcher
 
 
 class Processes:
@@ -195,20 +196,21 @@ def _opened(text: str, who: str) -> Any:
 # The end of a process.
 
 
-def watch(timeout: float) -> None:
-    """Ends this process when another one ends, by an error that it tells, or dies.
+def watch(timeout: float, step_timeout: float) -> None:
+    """Ends this process when another one ends, by an error that it tells, dies or hangs.
 
     Args:
       timeout: seconds without a sign of life after which a machine counts as failed.
+      step_timeout: seconds without `go_on` after which those that are behind count as hanging.
 
     Raises:
       OSError: the other machines cannot be reached.
     """
-    _start_watcher(timeout)
+    _start_watcher(timeout, step_timeout)
     threading.Thread(target=_watch, name="other processes", daemon=True).start()
 
 
-def _start_watcher(timeout: float) -> None:
+def _start_watcher(timeout: float, step_timeout: float) -> None:
     """Starts the program of `watcher`, beside this process, and joins it to that of process 0."""
     global _watcher
     index, client = _index(), _client()
@@ -216,7 +218,8 @@ def _start_watcher(timeout: float) -> None:
     if index:
         token, port = client.blocking_key_value_get(_WATCHER, 1_000 * _MEETING).split()
         where = [port, _host()]
-    command = [sys.executable, "-I", watcher.__file__, str(index), str(timeout), token, *where]
+    numbers = [str(x) for x in (index, timeout, step_timeout)]
+    command = [sys.executable, "-I", watcher.__file__, *numbers, token, *where]
     _watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     said = _watcher.stdout.readline().decode().strip()
     if not said:
@@ -226,6 +229,7 @@ def _start_watcher(timeout: float) -> None:
         )
     if not index:
         client.key_value_set(_WATCHER, f"{token} {said}")
+    os.set_blocking(_watcher.stdin.fileno(), False)
     atexit.register(_release)
 
 
@@ -242,6 +246,19 @@ def _release() -> None:
         with suppress(OSError, ValueError):
             _watcher.stdin.write(b"done\n")
             _watcher.stdin.close()
+
+
+def go_on() -> None:
+    """Tells the watcher that this process goes on; all processes call it equally often.
+
+    Process 0 calls it after a decision that the others wait for, and these before: the one that
+    does not go on is then behind the others.
+    """
+    global _steps
+    if _watcher is not None:
+        _steps += 1
+        with suppress(OSError, ValueError):  # a watcher that is behind hears a later number
+            os.write(_watcher.stdin.fileno(), b"%d\n" % _steps)
 
 
 def settle() -> None:

@@ -69,8 +69,8 @@ class Launch:
                 [
                     sys.executable,
                     str(ROOT / script),
-                    *command,
                     "--heartbeat_timeout=100",
+                    *command,
                 ],
                 cwd=folder,
                 env=environment,
@@ -268,6 +268,34 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (["--heartbeat_timeout=2"], "process 1 was stopped for 2 s"),
+        (
+            ["--step_timeout=3", "--config=loop.train.callbacks=[@tiny.hanging()]"],
+            "process 1 did not go on for 3 s (--step_timeout)",
+        ),
+    ],
+    ids=["stopped", "hanging"],
+)
+def test_a_process_that_hangs_ends_both(given, told, tmp_path):
+    (tmp_path / "run.gin").write_text(CONFIG)
+    command = ["--config_file=run.gin", "--output_dir=run", *given]
+    address = f"localhost:{port()}"
+    with Launch([[*command, *flags(address, index)] for index in range(2)], tmp_path) as launched:
+        if "stopped" in told:
+            end = time.monotonic() + 100
+            while not Checkpoints(tmp_path / "run").steps():
+                assert time.monotonic() < end, launched.said
+                time.sleep(0.05)
+            launched.processes[1].send_signal(signal.SIGSTOP)
+        assert launched.codes() == [-signal.SIGKILL] * 2, launched.said
+        line = f"error: {told}: the same command goes on from the latest checkpoint\n"
+        assert all(said.endswith(line) for said in launched.said), launched.said
+
+
 @pytest.mark.parametrize(
     "given, told",
     [
@@ -279,6 +307,8 @@ def test_what_ends_one_process_ends_both_and_nothing_is_lost(tmp_path):
         (["--process_id=-1"], "process_id is -1: expected at least 0"),
         (["--heartbeat_timeout=0"], "heartbeat_timeout is 0"),
         (["--heartbeat_timeout=9"], "heartbeat_timeout=9: this process is alone"),
+        (["--step_timeout=0"], "step_timeout is 0"),
+        (["--step_timeout=9"], "step_timeout=9: this process is alone"),
     ],
 )
 def test_wrong_flags_are_one_line(given, told, tmp_path, monkeypatch, capsys):

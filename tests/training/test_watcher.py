@@ -11,13 +11,15 @@ import pytest
 
 from reformax.training import watcher
 
-# Starts a watcher, prints its process and what it says, and ends when it reads a line.
+# Starts a watcher, prints its process and what it says, passes on lines, and ends at an empty one.
 PROCESS = """
 import subprocess, sys
 command = [sys.executable, "-I", *sys.argv[1:]]
 watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 print(watcher.pid, watcher.stdout.readline().decode().strip(), flush=True)
-sys.stdin.readline()
+while line := sys.stdin.readline().strip():
+    watcher.stdin.write(line.encode() + b"\\n")
+    watcher.stdin.flush()
 watcher.stdin.write(b"done\\n")
 watcher.stdin.close()
 """
@@ -26,12 +28,17 @@ watcher.stdin.close()
 class Run:
     """Three processes."""
 
-    def __init__(self, timeout: float):
+    def __init__(self, timeout: float, step_timeout: float):
         self.processes, self.watchers = [], []
         port = "0"
         for index in range(3):
             where = [port] if index == 0 else [port, "localhost"]
-            arguments = [watcher.__file__, str(index), str(timeout), "token", *where]
+            arguments = [
+                watcher.__file__,
+                *map(str, (index, timeout, step_timeout)),
+                "token",
+                *where,
+            ]
             process = subprocess.Popen(
                 [sys.executable, "-c", PROCESS, *arguments],
                 stdin=subprocess.PIPE,
@@ -46,6 +53,12 @@ class Run:
             self.watchers.append(int(pid))
         time.sleep(0.2)  # until watcher 0 has read who they are
 
+    def tell(self, *steps: int) -> None:
+        """Each process says how far it is."""
+        for process, step in zip(self.processes, steps, strict=True):
+            process.stdin.write(f"{step}\n")
+            process.stdin.flush()
+
     def ended(self) -> list[tuple[int, str]]:
         """The code and the errors of each."""
         return [(process.wait(20), process.stderr.read()) for process in self.processes]
@@ -54,7 +67,7 @@ class Run:
 @pytest.fixture
 def run():
     made = []
-    yield lambda timeout=60: made.append(Run(timeout)) or made[-1]
+    yield lambda timeout=60, step_timeout=60: made.append(Run(timeout, step_timeout)) or made[-1]
     for process in made[-1].processes:
         process.kill()
         process.wait()
@@ -93,6 +106,54 @@ def test_a_machine_that_falls_silent_ends_the_others(run):
         assert told == [LINE.format(1, "gave no sign of life for 5 s")] * 2
     finally:
         os.kill(found.watchers[1], signal.SIGKILL)
+
+
+def test_a_process_that_is_stopped_ends_all(run):
+    found = run(timeout=1)
+    begin = time.monotonic()
+    os.kill(found.processes[1].pid, signal.SIGSTOP)
+    line = LINE.format(1, "was stopped for 1 s")
+    assert found.ended() == [(-signal.SIGKILL, line)] * 3
+    assert 0.7 < time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize(
+    "steps, hanging, how",
+    [
+        ((8, 7, 8), 1, ""),
+        ((7, 8, 9), 0, ""),
+        ((8, 7, 7), 1, "and 1 more "),
+        ((7,) * 3, 0, "and 2 more "),
+    ],
+)
+def test_processes_that_do_not_go_on_end_all(run, steps, hanging, how):
+    found = run(step_timeout=1)
+    for step in (5, 6):  # before the first one, and from each to the next, they may take their time
+        time.sleep(0.6)
+        found.tell(step, step, step)
+    begin = time.monotonic()
+    found.tell(*steps)
+    line = LINE.format(hanging, f"{how}did not go on for 1 s (--step_timeout)")
+    assert found.ended() == [(-signal.SIGKILL, line)] * 3
+    assert 0.7 < time.monotonic() - begin < 20
+
+
+def test_who_is_done_lets_nobody_wait(run):
+    found = run(step_timeout=0.8)
+    found.tell(3, 3, 3)
+    found.processes[2].stdin.write("\n")
+    found.processes[2].stdin.flush()
+    for step in range(4, 8):
+        time.sleep(0.4)
+        for process in found.processes[:2]:
+            process.stdin.write(f"{step}\n")
+            process.stdin.flush()
+    assert all(process.poll() is None for process in found.processes[:2])
+    for process in found.processes[1::-1]:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        time.sleep(0.1)
+    assert found.ended() == [(0, "")] * 3
 
 
 def test_processes_that_are_done_end_in_silence(run):

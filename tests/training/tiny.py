@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reformax.training.callbacks import Callback
+
 
 class TinyLM:
     """Predicts a token from the mean of the embeddings of the `width` before it."""
@@ -41,6 +43,16 @@ class TinyLM:
 
     def logits(self, params, features):
         return features @ params["head"]
+
+
+def hanging(process=1, step=5):
+    """A callback that does not return in one process."""
+
+    def hang(done, values):
+        if jax.process_index() == process and done == step:
+            time.sleep(1_000)
+
+    return Callback(on_step=hang)
 
 
 class Batch(NamedTuple):
