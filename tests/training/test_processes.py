@@ -57,27 +57,30 @@ loop.train.keep = 3
 
 
 class Launch:
-    """A command in two processes of four devices each."""
+    """A command in two processes of four devices each, with what each finds in its environment."""
 
-    def __init__(self, commands: list[list[str]], folder: Path, script: str = "train.py"):
+    def __init__(
+        self,
+        commands: list[list[str]],
+        folder: Path,
+        script: str = "train.py",
+        found: tuple[dict[str, str], ...] = ({}, {}),
+    ):
+        program = [sys.executable, str(ROOT / script), "--heartbeat_timeout=100"]
+        program = ["/bin/sh"] if script == "sh" else program
         flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
         environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         self.outputs = [folder / f".process.{i}" for i in range(len(commands))]
         self.processes = [
             subprocess.Popen(
-                [
-                    sys.executable,
-                    str(ROOT / script),
-                    "--heartbeat_timeout=100",
-                    *command,
-                ],
+                [*program, *command],
                 cwd=folder,
-                env=environment,
+                env=environment | own,
                 stdout=output.open("w"),
                 stderr=subprocess.STDOUT,
             )
-            for command, output in zip(commands, self.outputs, strict=True)
+            for command, own, output in zip(commands, found, self.outputs, strict=True)
         ]
 
     def __enter__(self):
@@ -194,6 +197,80 @@ def evaluate_together(folder: str, monkeypatch, capsys) -> None:
     assert all(one == pytest.approx(other, abs=1e-5) for one, other in bands)
     assert together.keys() == alone.keys() and together["n_targets"] == alone["n_targets"]
     assert together["bits_per_dim"] == pytest.approx(alone["bits_per_dim"], abs=1e-5)
+
+
+def under_slurm(index: int, port: int) -> dict[str, str]:
+    """What Slurm gives a process; JAX makes the port of the job's number."""
+    names = {"JOB_ID": 4096 * 9 + port - FIRST_PORT, "STEP_NODELIST": "localhost", "NTASKS": 2}
+    names |= {"PROCID": index, "LOCALID": index, "STEP_NUM_NODES": 1}
+    return {f"SLURM_{name}": str(value) for name, value in names.items()}
+
+
+def under_open_mpi(index: int, port: int) -> dict[str, str]:
+    """What Open MPI gives a process, likewise."""
+    world = {"SIZE": 2, "RANK": index, "LOCAL_RANK": index}
+    found = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in world.items()}
+    uri = f"{4096 * (port - FIRST_PORT)}.0;tcp://127.0.0.1,10.1.0.1:34911"
+    return found | {"OMPI_MCA_orte_hnp_uri": uri}
+
+
+# JAX takes one of 4,096 ports from this one on.
+FIRST_PORT = 61_440
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, found", [("srun", under_slurm), ("mpirun", under_open_mpi)])
+def test_the_page_finds_the_processes_of_a_launcher(launcher, found, tmp_path):
+    """Its command, in two processes with the launcher's variables."""
+    text = (ROOT / "docs/launching.md").read_text()
+    (line,) = re.findall(rf"^{launcher} .*python train\.py (--dist.*)", text, re.M)
+    words = [*shlex.split(line.replace("/shared/runs/two", "two")), "--config_file=run.gin"]
+    (tmp_path / "run.gin").write_text(CONFIG.replace("100_000", "6"))
+    free = next(p for p in range(FIRST_PORT, 2**16) if not joining_fails(p))
+    each = tuple(found(index, free) for index in range(2))
+    with Launch([words] * 2, tmp_path, found=each) as launched:
+        assert launched.codes() == [0, 0], launched.said
+    first, second = launched.said
+    assert "8 cpu devices (data 8) of 2 processes, from step 1 to 6" in first and not second
+    assert [line["step"] for line in lines(tmp_path / "two", "train")] == [*range(1, 7)]
+
+
+def joining_fails(port: int) -> bool:
+    try:
+        return joining._check_free(port)
+    except SettingError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pattern, own",
+    [
+        (r"- >\n((?: {14}.*\n)+)", lambda i: {"JOB_COMPLETION_INDEX": str(i)}),
+        (r"sh -c '((?:[^']|\n)*)'", lambda i: under_open_mpi(i, FIRST_PORT)),
+    ],
+    ids=["kubernetes", "Open MPI 5"],
+)
+def test_the_page_numbers_processes_in_a_shell(pattern, own, tmp_path):
+    (command,) = re.findall(pattern, (ROOT / "docs/launching.md").read_text())
+    train, address = (
+        f"{sys.executable} -m reformax train --config_file=run.gin",
+        f"localhost:{port()}",
+    )
+    for old, new in [
+        (r"exec (reformax train|python train\.py)", f"exec {train}"),
+        ("/shared/runs/two", "two"),
+        (r"\S+:12355", f"--coordinator_address={address}"),
+    ]:
+        command, times = re.subn(old, new, command)
+        assert times == 1
+    (tmp_path / "run.gin").write_text(CONFIG.replace("100_000", "6"))
+    command = command.replace("\\\n", " ").replace("\n", " ")
+    each = own(0), own(1)
+    with Launch([["-c", command]] * 2, tmp_path, "sh", each) as launched:
+        assert launched.codes() == [0, 0], launched.said
+    assert "of 2 processes, from step 1 to 6" in launched.said[0]
+    assert [line["step"] for line in lines(tmp_path / "two", "train")] == [*range(1, 7)]
 
 
 def test_generation_refuses_several_processes_in_a_line(monkeypatch, capsys):
