@@ -2,16 +2,24 @@
 
     python -m benchmarks.associative_recall --out recall.jsonl
 
-trains two-layer language models on `reformax.data.associative_recall` with each attention and
-prints, for each number of pairs, the share of values that it names (Arora et al. 2023, "Zoology",
-section 4). The state is what decoding keeps of a row in a layer, once it has read the row; an
-attention without a step of decoding has none. Of several learning rates a model's best counts. A
-training ends before its last step, and no further rate is tried, once a model names `ENOUGH` of the
-values of a stretch of steps, which it has not seen before.
+trains small language models on `reformax.data.associative_recall` with each attention and prints,
+for each number of pairs, the share of values that it names (Arora et al. 2023, "Zoology", section
+4). The state is what decoding keeps of a row in the attention, once it has read the row; one
+without a step of decoding has none. Of several learning rates a model's best counts. A training
+ends before its last step, and no further rate is tried, once a model names `ENOUGH` of the values
+of a stretch of steps, which it has not seen before.
+
+To answer, a model must know of a value which key stands before it. A window of two positions, the
+first layer of all models, can tell; the attention in question follows, alone. So it is measured
+for looking keys up, which is quickly learnt or not at all. The paper has a convolution over three
+positions before the attention in each of two layers. As there, models have no feed-forward layers
+(here they have one feature, the least) and logits are products with the embedding; other than
+there, the attention has no positions, but for windows, and matrices begin with a deviation of
+`INIT_STD`, not 0.02.
 
 With `--out` each model is a line of a file, and the same command goes on after an interruption:
 what the file has is not trained again. All models see the same batches. `--threads` compiles and
-trains several side by side. Positions are rotary; with `--pos_type=axial` learned, as in the paper.
+trains several side by side.
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,17 +69,19 @@ from reformax.ops import (
     sinks,
     smyrf,
 )
+from reformax.ops.base import AttentionOp
 from reformax.training import loss, optimizer
 
-N_LAYERS, N_HEADS, VOCAB_SIZE = 2, 2, 8192
+N_HEADS, VOCAB_SIZE, INIT_STD = 2, 8192, 0.05
 N_PAIRS = (4, 8, 16, 32, 64)
 WINDOW = 64
+MIXER = local.local(window=2, chunk_len=WINDOW)
 ENOUGH = 0.995
 KEY = jax.random.key(0)
 
 
-def attentions() -> dict[str, Any]:
-    """The attention of a model, or the cycle of its layers, by name.
+def attentions() -> dict[str, tuple[AttentionOp, ...]]:
+    """The layers of a model after its first one, by name.
 
     Linformer and Nystromformer are left out: they mix the future in. So are other algorithms for
     dense attention, which compute what flash does, and Longformer's global tokens, which no task
@@ -86,17 +97,17 @@ def attentions() -> dict[str, Any]:
         gated_delta.gated_delta,
     )
     convolved = {f"{one.__name__}, convolved": one(conv_size=4) for one in recurrent}
-    delta, gla = gated_delta.gated_delta(), gated_linear.gated_linear()
-    return {
+    alone = {
         "flash": flash.flash(),
         "shared-QK": shared_qk.shared_qk(),
+        "shared-QK, next value": shared_qk.shared_qk(own=False),
         f"local, window {WINDOW}": window,
         f"sinks, window {WINDOW}": sinks.sinks(window=WINDOW),
         "longformer, dilations 1 and 4": longformer.longformer(window=WINDOW, dilation=(1, 4)),
         "LSH, 1 hash": hashes[1],
         "LSH, 4 hashes": hashes[4],
         "LSH, 8 hashes": hashes[8],
-        "local and LSH": (window, hashes[4]),
+        "LSH, 4 hashes, next value": lsh.lsh(chunk_len=32, n_hashes=4, own=False),
         "asymmetric LSH": asymmetric_lsh.asymmetric_lsh(chunk_len=32),
         "hash-sparse": hash_sparse.hash_sparse(),
         "smyrf": smyrf.smyrf(chunk_len=32),
@@ -112,13 +123,16 @@ def attentions() -> dict[str, Any]:
         "linear": linear.linear(),
         "performer": performer.performer(n_features=128),
         "retention": retention.retention(),
-        "gated_linear": gla,
-        "gated_delta": delta,
+        "gated_linear": gated_linear.gated_linear(),
+        "gated_delta": gated_delta.gated_delta(),
         **convolved,
-        "local and gated_linear": (window, gla),
-        "local and gated_delta": (window, delta),
         "long_short": long_short.long_short(window=WINDOW, chunk_len=WINDOW, rank=4),
     }
+    both = {
+        f"window {WINDOW} and {name}": (window, alone[name])
+        for name in ("LSH, 4 hashes", "linear", "gated_linear", "gated_delta")
+    }
+    return {name: (op,) for name, op in alone.items()} | both
 
 
 class Sizes(NamedTuple):
@@ -129,7 +143,6 @@ class Sizes(NamedTuple):
     batch_size: int
     steps: int
     rates: tuple[float, ...]
-    pos_type: str
     stretch: int  # steps compiled as one, after which a training may end
     n_eval: int
 
@@ -150,7 +163,7 @@ class Batches:
     """The batches of a training, drawn once for all models: a stretch of steps at a time."""
 
     def __init__(self, sizes: Sizes, n_pairs: Sequence[int]):
-        self._sizes, self._most = sizes, max(n_pairs)
+        self._sizes, self._most = sizes, max(sizes.n_pairs())
         self._task = associative_recall(sizes.length, n_pairs, VOCAB_SIZE, n_eval=sizes.n_eval)
         self._drawn: dict[int, Rows] = {}
         self._lock = threading.Lock()
@@ -181,30 +194,32 @@ class Batches:
         return Rows(tokens.astype(np.uint16), places.astype(np.uint16), weights)
 
 
-def build(attention: Any, sizes: Sizes, mode: str) -> TransformerLM:
-    """A language model. With rotary positions the windows of a cycle alone have them."""
-    positions: dict[str, Any] = {"pos_type": sizes.pos_type}
-    if sizes.pos_type == "axial":  # a learned embedding of each
-        positions |= dict(pos_axial_shape=(sizes.length,), pos_d_axial_embs=(sizes.d_model,))
-    elif isinstance(attention, tuple):
-        positions["pos_type"] = "rotary_local"
+def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
+    """A language model of these layers, of which windows alone have positions, rotary ones.
+
+    A strict algorithm brings the next position's value too.
+    """
     return TransformerLM(
         vocab_size=VOCAB_SIZE,
         d_model=sizes.d_model,
-        d_ff=2 * sizes.d_model,
+        d_ff=1,
         n_heads=N_HEADS,
         d_attention_key=sizes.d_model // N_HEADS,
         d_attention_value=sizes.d_model // N_HEADS,
-        n_layers=N_LAYERS,
-        attention_type=attention,
+        n_layers=len(ops),
+        attention_type=ops,
+        pos_type="rotary_local",
+        next_value=any(op.traits.strict for op in ops),
+        tie_embeddings=True,
+        init_std=INIT_STD,
         dropout=0.0,
         mode=mode,
-        **positions,
     )
 
 
-def state_bytes(model: TransformerLM, length: int) -> float | None:
-    """The bytes that decoding keeps of a row in a layer, after `length - 1` tokens."""
+def state_bytes(ops: Sequence[AttentionOp], sizes: Sizes) -> float | None:
+    """The bytes that decoding keeps of a row in these layers, after `length - 1` tokens."""
+    model, length = build(ops, sizes, "eval"), sizes.length
 
     def read(tokens):
         params = model.init_params(KEY, tokens.shape)
@@ -215,7 +230,7 @@ def state_bytes(model: TransformerLM, length: int) -> float | None:
         caches = jax.eval_shape(read, jnp.zeros((1, length - 1), jnp.int32))
     except NotImplementedError:
         return None
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) / N_LAYERS
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
 
 
 def sums(model: TransformerLM, params, rows: Rows, rng) -> loss.Sums:
@@ -262,14 +277,17 @@ def trainer(model: TransformerLM, steps: int) -> Callable[..., Any]:
     return run
 
 
-def accuracies(sizes: Sizes, batches: Batches, tests: Mapping[int, Rows], attention: Any) -> dict:
+def accuracies(
+    sizes: Sizes, batches: Batches, tests: Mapping[int, Rows], ops: Sequence[AttentionOp]
+) -> dict[str, Any]:
     """The best model's accuracy by the number of pairs, its rate and steps; all rates' seconds.
 
     `learning` is its accuracy in each stretch of steps.
     """
-    model, start = build(attention, sizes, "train"), time.perf_counter()
+    ops, start = (MIXER, *ops), time.perf_counter()
+    model = build(ops, sizes, "train")
     run = trainer(model, sizes.steps)
-    correct = jax.jit(functools.partial(sums, build(attention, sizes, "eval")))
+    correct = jax.jit(functools.partial(sums, build(ops, sizes, "eval")))
     found = []
     for rate in sizes.rates:
         shape = sizes.batch_size, sizes.length
@@ -281,6 +299,8 @@ def accuracies(sizes: Sizes, batches: Batches, tests: Mapping[int, Rows], attent
             params, opt_state, accuracy = run(params, opt_state, step, rate, rows)
             accuracy, step = float(accuracy), step + sizes.stretch
             learning.append(round(accuracy, 4))
+            where = f"{ops[1:]} of {sizes.d_model} at {rate:g}: {step:,} steps"
+            print(f"{where}, {accuracy:.1%}", file=sys.stderr, flush=True)
         named = {}
         for n, rows in tests.items():
             n_batches = -(-len(rows.tokens) // sizes.batch_size)
@@ -306,12 +326,15 @@ def recorded(path: Path | None) -> list[dict[str, Any]]:
 
 
 def models(
-    rows: Mapping[tuple[str, Sizes], Any], path: Path | None, threads: int, only_known: bool
+    rows: Mapping[tuple[str, Sizes], Sequence[AttentionOp]],
+    path: Path | None,
+    threads: int,
+    only_known: bool,
 ) -> Iterator[tuple[tuple[str, Sizes], Any]]:
     """The record of each model, or the exception in its place, in order.
 
     Args:
-      rows: attentions by name and sizes.
+      rows: layers after the first one, by name and sizes.
       path: of the file of records.
       threads: models trained side by side.
       only_known: whether those that the file lacks are left out.
@@ -320,22 +343,21 @@ def models(
     lock = threading.Lock()
     before = recorded(path)
 
-    def one(name: str, sizes: Sizes, attention: Any) -> dict[str, Any] | None:
+    def one(name: str, sizes: Sizes, ops: Sequence[AttentionOp]) -> dict[str, Any] | None:
         wanted = json.loads(json.dumps({"attention": name} | sizes._asdict()))
         for record in before:
             if wanted.items() <= record.items():
                 return record
         if only_known:
             return None
-        same = sizes._replace(d_model=0, rates=(), pos_type="")
+        same = sizes._replace(d_model=0, rates=())
         with lock:
             if same not in drawn:
                 n_pairs = sizes.n_pairs()
                 tests = {n: Batches(sizes, (n,)).evaluation() for n in n_pairs}
                 drawn[same] = Batches(sizes, n_pairs), tests
-        known = accuracies(sizes, *drawn[same], attention)
-        state = state_bytes(build(attention, sizes, "eval"), sizes.length)
-        record = wanted | {"state_bytes": state, "device": command_line.machine()} | known
+        known = accuracies(sizes, *drawn[same], ops)
+        record = wanted | {"device": command_line.machine()} | known
         if path is not None:
             with lock, path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -363,7 +385,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=kind, nargs="+", default=default, help=text)
     known = attentions()
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="these attentions")
-    parser.add_argument("--pos_type", choices=("rotary", "axial"), default="rotary")
     parser.add_argument("--out", type=Path, metavar="FILE", help="lines of JSON, a model each")
     text = "train nothing: show what the file has"
     parser.add_argument("--only_known", action="store_true", help=text)
@@ -381,7 +402,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             batch_size=max(1, args.tokens // length),
             steps=args.steps,
             rates=tuple(args.learning_rate),
-            pos_type=args.pos_type,
             stretch=min(100, args.steps),
             n_eval=n_eval,
         )
@@ -396,12 +416,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             columns = "d_model", "state, KiB", *pairs, "rate", "steps", "seconds"
             table = Table("attention", *columns, title=f"{sizes.length:,} tokens")
         lines = panels.setdefault(label, {})
-        table.result(name, str(sizes.d_model), known=one, cells=cells)
         if isinstance(one, Exception):
             failed.append(f"{name}, d_model={sizes.d_model}, length={sizes.length}")
-        elif one["state_bytes"] is not None:
-            kib = max(1, round(one["state_bytes"] / 1024))
-            lines.setdefault(name, {})[kib] = one["accuracy"][str(n_pairs[-1])]
+        else:
+            one["state_bytes"] = state = state_bytes(known[name], sizes)
+            if state is not None:
+                kib = max(1, round(state / 1024))
+                lines.setdefault(name, {})[kib] = one["accuracy"][str(n_pairs[-1])]
+        table.result(name, str(sizes.d_model), known=one, cells=cells)
     axes = dict(yscale="linear", xlabel="state of a layer, KiB", ylim=(0, 1.02))
     if panels:
         plot(args.plot, panels, **axes)
