@@ -61,6 +61,7 @@ from reformax.ops import (
 
 MOST = 1.5  # seconds of the calls of a pass
 SLOW = 0.5
+LIMIT = 120  # seconds in which a peer compiles, or is timed at a length
 
 
 class Shape(NamedTuple):
@@ -159,16 +160,14 @@ def ask_peers(
     wanted = {name: known[name] for name in PEERS_OF if name in names}
     found = attempt_each(functools.partial(numbers, shape), wanted, COMPILERS)
     right = {name: arrays for name, arrays in found.items() if not isinstance(arrays, Exception)}
-    file = lock.with_name("rows.npz")
-    np.savez(
-        file, **{f"{n}/{part}": x for n, arrays in right.items() for part, x in arrays.items()}
-    )
+    for name, arrays in right.items():
+        np.savez(lock.with_name(f"{name}.npz"), **arrays)
     request = dict(
         lengths=shape.lengths, dtype=shape.dtype, repeats=repeats, n_known=shape.check_length
     )
     request |= dict(most=MOST, slow=SLOW, window=shape.block // 2, n_global=shape.n_global)
-    request |= dict(block=shape.block)
-    return ask(python, "sparse_torch.by_length", file=str(file), lock=str(lock), **request)
+    request |= dict(block=shape.block, folder=str(lock.parent), limit=LIMIT)
+    return ask(python, "sparse_torch.by_length", **request)
 
 
 def measured(

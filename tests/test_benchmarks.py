@@ -46,7 +46,7 @@ from benchmarks.harness import (
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
 from benchmarks.harness.output import Table
-from benchmarks.peers import rabe_staats
+from benchmarks.peers import linear_jax, rabe_staats
 from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
 from benchmarks.reliability import failing_calls, kills
@@ -555,42 +555,108 @@ def test_growth_is_fitted_to_long_sequences():
 
 
 def test_what_would_be_too_much_is_left_out():
-    def known(**by):
-        return {
-            int(n[1:]): linear_attention.Checked(
-                linear_attention.Result(*[calls.Times(ms, ms)] * 2, mib), ()
-            )
-            for n, (ms, mib) in by.items()
-        }
-
-    quadratic = known(n1024=(1.0, 1.0), n2048=(4.0, 4.0))
-    assert linear_attention.left_out(quadratic, 16384, 1e3) is None
-    assert "1 s and 1 GiB" in str(linear_attention.left_out(quadratic, 32768, 1e3))
-    assert "64 s" in str(linear_attention.left_out(known(n1024=(1e3, 1.0)), 65536, 1e3))
-    assert linear_attention.left_out({}, 1024, 1e3) is None
-    failed = {1024: MemoryError("no")}
-    assert linear_attention.left_out(failed, 2048, 1e3) is failed[1024]
+    quadratic = {1024: (1.0, 1.0), 2048: (4.0, 4.0), 65536: (1e6, 1e6)}
+    assert linear_jax.left_out(quadratic, 16384, 1e3) is None
+    assert "1 s and 1 GiB" in str(linear_jax.left_out(quadratic, 32768, 1e3))
+    assert "64 s" in str(linear_jax.left_out({1024: (1e3, 1.0)}, 65536, 1e3))
+    assert linear_jax.left_out({}, 1024, 1e3) is None
 
 
 def test_kept_figures_of_linear_attention_are_drawn(tmp_path):
     saved, figure = tmp_path / "a.jsonl", tmp_path / "a.png"
     times = calls.Times(2.0, 1.0)
-    known = linear_attention.Checked(linear_attention.Result(times, times, None), ())
     shape = linear_attention.SHAPES["tiny"]
-    saved.write_text(json.dumps(rows.record("linear", None, 64, shape, known.result)) + "\n")
+    line = rows.record("linear", None, 64, shape, rows.Result(times, times, None))
+    assert rows.recorded(line) == rows.Result(times, times, None)
+    saved.write_text(json.dumps(line) + "\n")
     linear_attention.main([f"--drawn={saved}", f"--plot={figure}"])
     assert figure.stat().st_size
 
 
 def test_a_row_that_is_off_is_no_row():
-    shape = linear_attention.SHAPES["tiny"]._replace(lengths=(16,))
-    row = linear_attention.algorithms("xla")["linear"]
-    (want,) = linear_attention.expected(shape, 16, ["linear"]).values()
-    programs = linear_attention.compile_row(shape, (row, 16))
-    assert max(linear_attention.check(programs, row, shape, 16, want)) < 1e-5
+    shape = linear_attention.SHAPES["tiny"]._replace(check_length=16)
+    row = linear_jax.algorithm("linear", shape, "xla")
+    want = linear_jax.expected(row, shape)
+    programs = linear_jax.compile_row(row, shape, 16)
+    assert max(linear_jax.check(programs, row, shape, want)) < 1e-5
     want["d k"] = want["d k"] + 0.1
     with pytest.raises(ArithmeticError, match="the gradient in float32 is 0.1 off"):
-        linear_attention.check(programs, row, shape, 16, want)
+        linear_jax.check(programs, row, shape, want)
+
+
+# An interpreter of peers, of which `hangs` hangs where `where` says, and `other` does not.
+PEERS = """#!{python}
+import json, sys, time
+_, _, _, function, request = sys.argv
+request = json.loads(request)
+def tell(**line):
+    print(json.dumps(line), flush=True)
+def work(name, where):
+    tell(stage=f"{{where}} {{name}}", limit=request["limit"])
+    time.sleep(60 if (name, where) == ("hangs", "{where}") else 0)
+if function == "linear_torch.names":
+    tell(name="hangs", of="linear")
+    tell(name="other", of="linear")
+elif function == "linear_torch.tune":
+    work(request["name"], "tune")
+    tell(name=request["name"], errors=[])
+else:
+    for name, lengths in request["lengths"].items():
+        for length in lengths:
+            work(name, "time")
+            times = dict(forward=[1, 2], gradient=[3, 4], temp_mib=None, errors=[])
+            tell(name=name, of="linear", length=length, **times)
+"""
+
+
+@pytest.mark.parametrize("where", ["tune", "time"])
+def test_a_peer_that_hangs_is_killed_and_the_next_one_asked(where, tmp_path, monkeypatch, capsys):
+    """What a file has is not measured again."""
+    python, saved = tmp_path / "python", tmp_path / "a.jsonl"
+    python.write_text(PEERS.format(python=sys.executable, where=where))
+    python.chmod(0o755)
+    monkeypatch.setattr(linear_attention, "compute_numbers", lambda run, names: None)
+    flags = ["--tiny", "--only=linear", "--peers_alone", f"--peers={python}", f"--saved={saved}"]
+    linear_attention.main([*flags, "--limit=0.5"])
+    seconds = {"tune": "1", "time": "0.5"}[where]
+    printed = capsys.readouterr()
+    late = f"| hangs | 128 | TimeoutError: more than {seconds} s: {where} hangs |"
+    assert late in printed.out and f" s] {where} other" in printed.err
+    for table in "| other | 128 | 1.000 (2.000) |", "| other | 1.000 (2.000) | 3.000 (4.000) |":
+        assert table in printed.out
+    saved.open("a").write('{"machine": "cut o')
+    linear_attention.main([*flags, "--limit=0.5"])
+    printed = capsys.readouterr()
+    assert "s] " not in printed.err and "| other | 1.000 (2.000) | 3.000 (4.000) |" in printed.out
+
+
+def test_a_row_that_fails_costs_itself_alone(tmp_path, monkeypatch, capsys):
+    """Its reason is in the file for all lengths; a row whose numbers fail is told why."""
+
+    def ask_each(asked, at_once):
+        assert list(asked) == ["linear: numbers", "retention: numbers", "linear", "retention"]
+        yield "linear: numbers", {"error": "no numbers"}
+        yield "linear", {"error": "RuntimeError: no numbers"}
+        times = dict(forward=[1, 2], gradient=[3, 4], temp_mib=5.0, errors=[0.0, 0.0])
+        for length in (64, 128):
+            yield "retention", {"name": "retention", "length": length} | times
+
+    monkeypatch.setattr(linear_attention, "ask_each", ask_each)
+    saved = tmp_path / "a.jsonl"
+    with pytest.raises(SystemExit, match="failed: linear"):
+        linear_attention.main(["--tiny", "--only", "linear", "retention", f"--saved={saved}"])
+    lines = linear_attention.read(saved)
+    assert [x["attention"] for x in lines] == ["linear"] * 2 + ["retention"] * 2
+    printed = capsys.readouterr().out
+    assert "| retention | -0.00 |" in printed and "| linear | - |" in printed
+
+
+def test_a_row_does_not_wait_for_numbers_that_failed(tmp_path):
+    (tmp_path / "linear.failed").write_text("MemoryError: no")
+    with pytest.raises(RuntimeError, match="MemoryError: no"):
+        linear_jax.wait_for(tmp_path, "linear")
+    linear_jax.save(tmp_path / "retention.npz", {"q": np.ones(2)})
+    assert linear_jax.wait_for(tmp_path, "retention")["q"].shape == (2,)
 
 
 def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):

@@ -1,40 +1,134 @@
 """Peers in processes of their own, which answer a request by lines of JSON.
 
 Two frameworks in one process would share CUDA libraries, and each wants its own version of them.
+A process can also be ended: one that takes longer than it said for a stage is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import importlib
 import json
 import os
+import queue
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.calls import attempt, reason
 
 ROOT = Path(__file__).resolve().parents[2]
+_BEGIN = time.monotonic()
+
+Answer = dict[str, Any]
 
 
-def ask(python: str, peer: str, **request: Any) -> Iterator[dict[str, Any]]:
+def tell(text: str) -> None:
+    """A line on stderr, with the seconds since this process began."""
+    print(f"[{time.monotonic() - _BEGIN:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def stage(what: str, limit: float | None = None) -> Answer:
+    """Not an answer but news: what a process does now. It is killed after `limit` seconds of it."""
+    return {"stage": what, "limit": limit}
+
+
+def ask(
+    python: str,
+    peer: str,
+    *,
+    patience: float | None = None,
+    env: Mapping[str, str] | None = None,
+    **request: Any,
+) -> Iterator[Answer]:
     """Starts a peer: its answers, as they come. The last is an `error` if the process failed.
 
-    A peer is a function that yields answers, as `module.function` of `benchmarks.peers`, and
-    `request` its arguments. The interpreter `python` runs it.
+    A peer is a function that yields answers and stages, as `module.function` of `benchmarks.peers`,
+    and `request` its arguments. Stages are told on stderr.
+
+    Args:
+      python: the interpreter that runs it.
+      peer: the function.
+      patience: seconds until the first stage, and after an answer; None: any.
+      env: variables of its environment besides those of this one.
+      request: the function's arguments.
     """
     command = [python, "-m", "benchmarks.harness.processes", peer, json.dumps(request)]
-    return _answers(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+    environment = os.environ | (env or {})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
+    return _answers(process, patience)
 
 
-def _answers(process: subprocess.Popen) -> Iterator[dict[str, Any]]:
-    yield from map(json.loads, process.stdout)
-    if status := process.wait():
-        yield {"error": f"ended with status {status}"}
+def _answers(process: subprocess.Popen, patience: float | None) -> Iterator[Answer]:
+    doing, late = "begin", ""
+
+    def kill(what: str, seconds: float) -> None:
+        nonlocal late
+        late = f"TimeoutError: more than {seconds:g} s: {what}"
+        process.kill()
+
+    def watch(what: str, seconds: float | None) -> threading.Timer:
+        timer = threading.Timer(1e6 if seconds is None else seconds, kill, (what, seconds))
+        timer.daemon = True
+        if seconds is not None:
+            timer.start()
+        return timer
+
+    timer = watch(doing, patience)
+    try:
+        for line in process.stdout:
+            timer.cancel()
+            message = json.loads(line)
+            if "stage" in message:
+                doing = message["stage"]
+                tell(doing)
+                timer = watch(doing, message["limit"])
+            else:
+                timer = watch(f"after {doing}", patience)
+                yield message
+        if status := process.wait():
+            yield {"error": late or f"ended with status {status}"}
+    finally:
+        timer.cancel()
+        process.kill()
+
+
+def ask_each(
+    asked: Mapping[str, Callable[[], Iterator[Answer]]], at_once: int
+) -> Iterator[tuple[str, Answer]]:
+    """The answers of several processes, with their names, as they come.
+
+    Args:
+      asked: starts each of them, in this order.
+      at_once: how many run side by side.
+    """
+    found: queue.SimpleQueue[tuple[str, Answer | None]] = queue.SimpleQueue()
+
+    def one(name: str) -> None:
+        error = attempt(lambda: [found.put((name, answer)) for answer in asked[name]()])
+        if isinstance(error, Exception):
+            found.put((name, {"error": reason(error)}))
+        found.put((name, None))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for name in asked:
+            pool.submit(one, name)
+        left = len(asked)
+        while left:
+            name, answer = found.get()
+            if answer is None:
+                left -= 1
+            else:
+                yield name, answer
 
 
 @contextlib.contextmanager
@@ -45,13 +139,24 @@ def alone(lock: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def together(lock: Path) -> Iterator[None]:
+    """Waits for the process that holds this file alone, and keeps others from doing so."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
 def main(peer: str, request: str) -> None:
-    """Prints the answers, alone on stdout."""
+    """Prints the answers, alone on stdout. A stage shows where it is shortly before its limit."""
 
     def answer() -> None:
         module, function = peer.split(".")
         module = importlib.import_module(f"benchmarks.peers.{module}")
         for one in getattr(module, function)(**json.loads(request)):
+            faulthandler.cancel_dump_traceback_later()
+            if one.get("limit"):
+                faulthandler.dump_traceback_later(0.9 * one["limit"])
             print(json.dumps(one), file=stdout, flush=True)
 
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as stdout:
@@ -61,7 +166,7 @@ def main(peer: str, request: str) -> None:
             print(json.dumps({"error": reason(error)}), file=stdout)
 
 
-def answers(rows: dict[str, Callable[[], dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def answers(rows: dict[str, Callable[[], Answer]]) -> Iterator[Answer]:
     """The result of each row with its name; one that fails has its error."""
     for name, measure in rows.items():
         known = attempt(measure)

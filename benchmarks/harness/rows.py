@@ -335,24 +335,36 @@ def speedups(results: Mapping[str, Mapping[int, Known]], of: Mapping[str, str]) 
         table.row(peer, ours, *shares)
 
 
+def about(shape: Any) -> dict[str, str]:
+    """What a figure is of: this machine, and a shape that has n_heads, d_head and dtype."""
+    sizes = f"{shape.n_heads} heads of {shape.d_head}, {shape.dtype}"
+    return dict(machine=command_line.machine(), shape=sizes)
+
+
 def record(name: str, of: str | None, length: int, shape: Any, known: Result) -> dict[str, Any]:
-    """A figure as a line of a file.
+    """A figure as a line of a file: means of queued calls, and medians of those waited for.
 
     Args:
       name: of the row.
       of: the row that a peer computes too.
       length: of the sequence.
-      shape: has n_heads, d_head and dtype.
+      shape: as in `about`.
       known: the figures.
     """
     forward, gradient, temp_mib = known
-    return dict(
-        machine=command_line.machine(),
-        shape=f"{shape.n_heads} heads of {shape.d_head}, {shape.dtype}",
+    return about(shape) | dict(
         attention=name,
         of=of,
         length=length,
         forward_ms=round(forward.queued_ms, 4),
         gradient_ms=round(gradient.queued_ms, 4),
+        waited_ms=[round(forward.ms, 4), round(gradient.ms, 4)],
         temp_mib=None if temp_mib is None else round(temp_mib, 1),
     )
+
+
+def recorded(line: Mapping[str, Any]) -> Result:
+    """The figures of a line of `record`."""
+    queued = line["forward_ms"], line["gradient_ms"]
+    forward, gradient = map(Times, line["waited_ms"], queued)
+    return Result(forward, gradient, line["temp_mib"])

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.harness.calls import attempt
-from benchmarks.harness.processes import alone, answers
+from benchmarks.harness.calls import attempt, reason
+from benchmarks.harness.processes import Answer, alone, stage
 from benchmarks.peers.attention_torch import Peer, measure
 from benchmarks.peers.torch_calls import DEVICE
 
@@ -256,68 +256,87 @@ def longer(x: np.ndarray, length: int, new_length: int) -> torch.Tensor:
     return torch.randn(size, device=DEVICE) * float(x.std())
 
 
+def numbers(case: Case, folder: str) -> dict[str, np.ndarray]:
+    """Inputs, weights, output and gradients of our row at a length."""
+    with np.load(Path(folder) / f"{case.numbers or case.of}.npz") as arrays:
+        return dict(arrays)
+
+
+def first_check(case: Case, folder: str, dtype: str) -> list[float]:
+    """As `check`, in the dtype of the case."""
+    return check(case, numbers(case, folder), case.checked or case.dtype or dtype)
+
+
+def names() -> Iterator[Answer]:
+    """The peers of this file, and our rows that compute the same."""
+    yield from ({"name": name, "of": case.of} for name, case in PEERS.items())
+
+
+def tune(folder: str, name: str, dtype: str, limit: float) -> Iterator[Answer]:
+    """Compiles the kernels of a peer, which Triton keeps on the disk, and checks it."""
+    yield stage(f"{name}: compile and check", limit)
+    yield {"name": name, "errors": first_check(PEERS[name], folder, dtype)}
+
+
 def by_length(
-    file: str,
-    lock: str,
-    lengths: Sequence[int],
+    folder: str,
+    lengths: Sequence[int] | Mapping[str, Sequence[int]],
     dtype: str,
     repeats: int,
     most: float,
     slow: float,
-    n_known: int | None = None,
+    n_known: int,
+    limit: float,
     cases: Mapping[str, Case] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """The rows of all lengths.
+) -> Iterator[Answer]:
+    """The rows of peers, one after another.
 
     Args:
-      file: inputs, weights, output and gradients of our rows at a length, `row/array`.
-      lock: a file, held while nothing may be timed.
-      lengths: the lengths, ascending.
+      folder: of the files of `numbers`, and of the file `lock`, held while nothing may be timed.
+      lengths: the lengths, ascending, those of each peer if they have names.
       dtype: of the inputs.
       repeats: timed calls.
       most: seconds of the calls of a pass.
       slow: seconds of a gradient, above which longer sequences are left out.
-      n_known: the length of the arrays in the file; None: the shortest.
-      cases: the peers; None: those of this file.
+      n_known: the length of the arrays in the files.
+      limit: seconds of a stage.
+      cases: the peers; None: those of this file. Those without numbers are left out.
     """
-    known: dict[str, dict[str, np.ndarray]] = {}
-    with np.load(file) as arrays:
-        for key in arrays:
-            row, name = key.split("/")
-            known.setdefault(row, {})[name] = arrays[key]
     cases = PEERS if cases is None else cases
-    cases = {name: case for name, case in cases.items() if (case.numbers or case.of) in known}
-    checked = {
-        name: attempt(
-            check, case, known[case.numbers or case.of], case.checked or case.dtype or dtype
-        )
-        for name, case in cases.items()
-    }
+    if isinstance(lengths, Mapping):
+        cases = {name: cases[name] for name in lengths}
+    yield stage("peers: wait for the device")
+    with alone(Path(folder) / "lock"):
+        for name, case in cases.items():
+            if not (Path(folder) / f"{case.numbers or case.of}.npz").exists():
+                continue
+            yield stage(f"{name}: tune and check", limit)
+            error = attempt(first_check, case, folder, dtype)
+            for length in lengths[name] if isinstance(lengths, Mapping) else lengths:
+                yield stage(f"{name}: time {length:,}", limit)
+                found = error
+                if not isinstance(error, Exception):
+                    found = attempt(timed, case, folder, dtype, length, n_known, repeats, most)
+                of = {"name": name, "of": case.of, "length": length}
+                if isinstance(found, Exception):
+                    yield of | {"error": reason(found)}
+                    continue
+                yield of | found | {"errors": error}
+                if found["gradient"].ms > slow * 1e3:
+                    error = TimeoutError("left out: slow where it is shorter")
 
-    left_out: set[str] = set()
 
-    def measured(name: str, length: int) -> dict[str, Any]:
-        case = cases[name]
-        if isinstance(checked[name], Exception):
-            raise checked[name]
-        if name in left_out:
-            raise TimeoutError("left out")
-        arrays = known[case.numbers or case.of]
-        arrays = {n: longer(arrays[n], n_known or lengths[0], length) for n in inputs_of(arrays)}
-        made = case.make(tensors(arrays, case.dtype or dtype))
-        inputs = tuple(x.detach().contiguous().requires_grad_() for x in made.inputs)
-        try:
-            found = measure(Peer(made.attend, inputs), repeats, most)
-        finally:
-            del made, inputs
-            if DEVICE == "cuda":
-                torch.cuda.empty_cache()
-        if found["gradient"].ms > slow * 1e3:
-            left_out.add(name)
-        return found | {"errors": checked[name], "of": case.of}
-
-    with alone(Path(lock)):
-        for length in lengths:
-            rows = {name: functools.partial(measured, name, length) for name in cases}
-            for answer in answers(rows):
-                yield answer | {"length": length}
+def timed(
+    case: Case, folder: str, dtype: str, length: int, n_known: int, repeats: int, most: float
+) -> dict[str, Any]:
+    """The figures of a peer at a length."""
+    arrays = numbers(case, folder)
+    arrays = {n: longer(arrays[n], n_known, length) for n in inputs_of(arrays)}
+    made = case.make(tensors(arrays, case.dtype or dtype))
+    inputs = tuple(x.detach().contiguous().requires_grad_() for x in made.inputs)
+    try:
+        return measure(Peer(made.attend, inputs), repeats, most)
+    finally:
+        del made, inputs
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
