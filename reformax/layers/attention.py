@@ -325,7 +325,7 @@ class Attention(MultiHead):
         Plans are made of rotated vectors, for hashing looks for large logits.
         """
         qkv = self._with_next_value(params, self._project(params, x))
-        return context.arrange(self.op, qkv)
+        return context.arrange(self.op, qkv, self.position_bias is not None)
 
     def _project(self, params, x: Float[Array, "B T D"]) -> QKV:
         """`project` without the next value."""

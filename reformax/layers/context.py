@@ -1,13 +1,15 @@
 """Attention on several devices: rows are split between them, and along `context` the sequence is.
 
 Each row is computed alone, so devices with different rows do not talk. Along `context` a device has
-a stretch of each sequence, and there are two ways to what lies in the others:
+a stretch of each sequence, and there are three ways to what lies in the others:
 
 * **Heads for positions** (Ulysses, Jacobs et al. 2023). An all-to-all gives each device the whole
   sequence and a share of the heads, and another one takes the result back. Whatever an algorithm
   does with a sequence, such as to sort it, it does so within a device.
 * **Borders** (`ops.parts.borders`). An algorithm that sees no further than a `Reach` reads the ends
   of the neighbouring stretches.
+* **A ring** (`ops.parts.ring`). Where many heads would be of zeros, keys and values go round. The
+  algorithm has the trait `stretches`.
 """
 
 from __future__ import annotations
@@ -37,21 +39,39 @@ HEADS = Spec(devices.ROWS, None, devices.CONTEXT)  # [B, T, n, H]
 OWN = Spec((*devices.ROWS, devices.CONTEXT))
 
 
-def by_heads(op: AttentionOp) -> bool:
+# A ring computes no heads of zeros, and its pieces take up to 1.5 times as long as one call of
+# cuDNN's (docs/devices.md).
+RING = 1.5
+
+
+def by_ring(op: AttentionOp, n_heads: int, biased: bool) -> bool:
+    """Whether keys and values go round the devices to compute `op`."""
+    n = devices.n_stretches()
+    filled = -(-n_heads // n) * n
+    return n > 1 and op.traits.stretches and not biased and filled >= RING * n_heads
+
+
+def by_heads(op: AttentionOp, n_heads: int, biased: bool) -> bool:
     """Whether devices trade positions for heads to compute `op`."""
-    return devices.n_stretches() > 1 and op.reach is None
+    there = devices.n_stretches() > 1 and op.reach is None
+    return there and not by_ring(op, n_heads, biased)
 
 
-def arrange(op: AttentionOp, qkv: T) -> T:
+def arrange(op: AttentionOp, qkv: T, biased: bool = False) -> T:
     """Queries, keys and values as `plan` and `attend` read them: `[B, T, M, H]`.
 
-    M is the number of heads N, or where devices do not divide them the next multiple: heads of
-    zeros follow, which `attend` takes off again.
+    M is the number of heads N, or where devices trade heads and do not divide them the next
+    multiple: heads of zeros follow, which `attend` takes off again.
+
+    Args:
+      op: the algorithm.
+      qkv: of the layer.
+      biased: whether `attend` gets a bias.
 
     Raises:
       SettingError: the devices cannot share the heads.
     """
-    if not by_heads(op):
+    if not by_heads(op, qkv.q.shape[2], biased):
         return qkv
     n = devices.n_stretches()
     if not op.traits.heads_apart:
@@ -99,7 +119,7 @@ def plan(function: Callable[..., T], op: AttentionOp, n_heads: int, qkv, tokens,
     """
     if inspect.unwrap(op.plan) is no_plan:
         return ()
-    if not by_heads(op):
+    if not by_heads(op, n_heads, False):
         return devices.by_rows(function, (qkv, tokens), (params, rng))
 
     def of_heads(qkv, tokens, params, rng):
@@ -136,7 +156,10 @@ def attend(
         reach = op.reach(causal)
         return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segments, Share(rng))
 
-    if by_heads(op):
+    def of_ring(qkv, plan, segments, params, rng, bias):
+        return function(qkv, plan, segments, params, Share(rng, axis=devices.CONTEXT), bias)
+
+    if by_heads(op, n_heads, bias is not None):
         all_heads = bias is not None and bias.shape[1] == n_heads
         of_bias = Spec(None, devices.CONTEXT) if all_heads else Spec()
         if all_heads:
@@ -144,7 +167,8 @@ def attend(
             bias = jnp.pad(bias, ((0, 0), (0, more), (0, 0), (0, 0)))
         region, specs = of_heads, (HEADS, OWN, Spec(devices.ROWS), Spec(), Spec(), of_bias)
     else:
-        region, specs = of_stretch, (STRETCH, OWN, STRETCH, Spec(), Spec(), Spec())
+        region = of_stretch if op.reach is not None else of_ring
+        specs = STRETCH, OWN, STRETCH, Spec(), Spec(), Spec()
     region = devices.per_shard(region, specs, STRETCH)
     return region(qkv, plan, segments, params, rng, bias)[:, :, :n_heads]
 

@@ -56,6 +56,7 @@ class Traits(NamedTuple):
     grouped: bool = False  # it reads keys of fewer heads as they are; others get them repeated
     heads_apart: bool = False  # it computes any of the heads, told by a `Share` in place of the rng
     choose_together: bool = False  # heads that share keys look at the same of them
+    stretches: bool = False  # it computes stretches of sequences, told by a `Share` with an axis
 
 
 class Dims(NamedTuple):

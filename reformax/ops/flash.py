@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
 from reformax.declared import Positive, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import tiles
+from reformax.ops.parts import ring, tiles
 from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.containment import over_tokens
@@ -25,6 +26,7 @@ from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.masks import segment_pair
+from reformax.ops.parts.share import Share
 
 
 @named
@@ -67,6 +69,7 @@ def flash(
             keeps_padding_out=True,
             grouped=True,
             heads_apart=True,
+            stretches=impl != "cudnn",
         ),
         **full_decoding(scale=scale),
     )
@@ -76,6 +79,10 @@ def _apply(
     params, q, k, v, *, plan, segments, causal, dropout, rng, block_sizes, scale, impl, bias=None
 ):
     del params, plan
+    if isinstance(rng, Share) and rng.axis is not None:
+        impl = choose(impl, **kernel_obstacles(q, k, v, scale=scale))
+        pieces = _Pieces(block_sizes, scale, dropout, impl)
+        return ring.attend(pieces, causal, q, k, v, segment_pair(segments), rng)
     bias_shape = None if bias is None else bias.shape
     impl = choose(
         impl,
@@ -92,14 +99,7 @@ def _apply(
         layout = Everything(n_queries, n_keys, causal, dropout)
         interpret = impl == "pallas_interpret"
         return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)
-    query_size, key_size = (size or default_block_size(q) for size in block_sizes)
-    tiling = tiles.Tiling(
-        query_size=min(query_size, n_queries),
-        key_size=min(key_size, n_keys),
-        causal=causal,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
-        dropout=dropout,
-    )
+    tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
     every = tiles.every_tile(tiling, n_queries, n_keys)
 
     def attend(q, k, v):
@@ -107,6 +107,59 @@ def _apply(
         return tiles.attend(tiles.forward, tiling, x, every)
 
     return over_tokens(attend, q, k, v, segments)
+
+
+def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Tiling:
+    query_size, key_size = (size or default_block_size(q) for size in block_sizes)
+    return tiles.Tiling(
+        query_size=min(query_size, q.shape[1]),
+        key_size=min(key_size, k.shape[1]),
+        causal=causal,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        dropout=dropout,
+    )
+
+
+class _Pieces(NamedTuple):
+    """Attention of some queries to some keys, as `ring.Pieces` says."""
+
+    block_sizes: tuple[int | None, int | None]
+    scale: float | None
+    dropout: float
+    impl: str
+
+    def unit(self, size: int) -> float:
+        return 1.0 if self.impl == "xla" else 1 / math.sqrt(size)
+
+    def forward(self, causal, q, k, v, segments, share):
+        k, v = repeat_heads(q, k, v)
+        if self.impl != "xla":
+            kernel, layout, interpret = self._kernel(causal, q, k)
+            return kernel.forward(layout, q, k, v, segments, share, interpret=interpret)
+        tiling = _tiling(*self[:3], causal, q, k)
+        x = tiles.inputs(q, k, v, None, segments, self.dropout, share)
+        every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
+        return tuple(tiles.forward(tiling, x.marked(), every.by_query))
+
+    def backward(self, causal, q, k, v, segments, share, results, d_out):
+        (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
+        if self.impl != "xla":
+            kernel, layout, interpret = self._kernel(causal, q, k)
+            arrays = q, k, v, segments, share, *results, d_out
+            dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
+        else:
+            tiling = _tiling(*self[:3], causal, q, k)
+            x = tiles.inputs(q, k, v, None, segments, self.dropout, share).finite()
+            every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
+            found = tiles.backward(tiling, x, every.by_key, tiles.Results(*results), d_out)
+            dq, *of_keys = found[:3]
+        return dq, *of_groups(tuple(of_keys))
+
+    def _kernel(self, causal: bool, q, k):
+        from reformax.ops.kernels import block_sparse as kernel
+
+        layout = Everything(q.shape[1], k.shape[1], causal, self.dropout)
+        return kernel, layout, self.impl == "pallas_interpret"
 
 
 def default_block_size(q: Float[Array, "B T N H"]) -> int:

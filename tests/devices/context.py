@@ -20,6 +20,7 @@ from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import (
     block_sparse,
     dense,
+    flash,
     gated_delta,
     linformer,
     local,
@@ -71,6 +72,12 @@ OPS = {
     "biases": (dense.dense(), True, 40),
     "biases, 6 heads": (dense.dense(), True, 40),
     "fewer keys, 12 heads": (dense.dense(), True, 40),
+    "ring": (flash.flash(), True, 48),
+    "ring, odd stretches": (flash.flash(query_block_size=2), True, 40),
+    "ring both ways": (flash.flash(), False, 24),
+    "ring of kernels": (flash.flash(impl="pallas_interpret"), True, 40),
+    "ring of stretches of one": (flash.flash(), True, 8),
+    "too few heads, biases": (flash.flash(), True, 16),
     "gated_delta, 6 heads": (gated_delta.gated_delta(chunk_len=8, conv_size=3), True, 40),
     "linformer, own weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
     "nystromformer, convolved": (
@@ -87,11 +94,17 @@ OPTIONS = {
     "biases, 6 heads": dict(n_heads=6, position_bias="t5"),
     "fewer keys, 12 heads": dict(n_heads=12, n_kv_heads=4),
     "gated_delta, 6 heads": dict(n_heads=6),
+    "ring": dict(n_heads=4, n_kv_heads=2),
+    "ring, odd stretches": dict(n_heads=1),
+    "ring both ways": dict(n_heads=2, n_kv_heads=1),
+    "ring of kernels": dict(n_heads=4, n_kv_heads=1, d_v=4),
+    "ring of stretches of one": dict(n_heads=3),
+    "too few heads, biases": dict(n_heads=2, position_bias="t5"),
 }
 QUICK = {("window", True), ("long stretches", True), ("lsh, 11 heads", True)}
 # Packed rows where the op tells them apart, and of each kind one without.
 CASES = [(name, op.traits.packed) for name, (op, *_) in OPS.items()]
-CASES += [(name, False) for name in ("chunks", "long stretches")]
+CASES += [(name, False) for name in ("chunks", "long stretches", "ring, odd stretches")]
 # On eight devices for one row of a batch, and these on four for each of two as well.
 ROWS_TOO = {"chunks", "long stretches", "window", "lsh, 11 heads", "biases"}
 

@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
     pre: Float[Array, "R F"]
     bias: Float[Array, " F"]
-    seed: Int[Array, 5] | None  # of dropout; None: there is none
+    seed: Int[Array, 6] | None  # of dropout; None: there is none
     start: Int[Array, 1]  # the position of each sequence's first row
 
 
@@ -130,7 +130,7 @@ class _Tile(NamedTuple):
         if inputs.seed is not None:
             row = self._row[:, None]
             sequence, position = row // self.length, row % self.length + inputs.start[0]
-            seed = tuple(inputs.seed[i] for i in range(5))
+            seed = tuple(inputs.seed[i] for i in range(6))
             head = jnp.zeros((), jnp.int32)  # there are none
             bits = dropout_bits(seed, sequence, head, position, self._column[None])
             masks = multiplier(bits, self.rate), multiplier(bits << 16, self.rate)

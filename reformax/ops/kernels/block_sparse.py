@@ -78,7 +78,7 @@ class _Inputs(NamedTuple):
     v: Array  # [B, S, N, V]
     query_segments: Array | None  # [B, T]
     key_segments: Array | None  # [B, S]
-    seed: Array | None  # [5], of dropout
+    seed: Array | None  # [6], of dropout
     query_order: Array | None = None  # [B, T], the position that stands at each place
     key_order: Array | None = None  # [B, S]
 

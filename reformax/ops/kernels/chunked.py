@@ -81,7 +81,7 @@ class _Inputs(NamedTuple):
     order: Array | None  # [B, N, R, Tp]
     packs: Array | None  # [W, B, N, R, Tp], `PackedChunks` of all rounds but the last
     segment: Array | None  # [B, N, R, Tp]
-    seed: Array | None  # [5], of dropout
+    seed: Array | None  # [6], of dropout
     key_order: Array | None = None  # [B, N, R, Tp]
     key_packs: Array | None = None  # [W, B, N, R, Tp]
     key_segment: Array | None = None  # [B, N, R, Tp]

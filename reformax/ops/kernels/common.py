@@ -190,7 +190,7 @@ def dropout_mask(
     """`ops.parts.dropout.dropout_mask`, given a reference to the seed; 1.0 if that is None."""
     if seed is None:
         return 1.0
-    return dropout.dropout_mask(tuple(seed[i] for i in range(5)), rate, batch, head, query, key)
+    return dropout.dropout_mask(tuple(seed[i] for i in range(6)), rate, batch, head, query, key)
 
 
 def launch(

@@ -78,7 +78,7 @@ class _Inputs(NamedTuple):
     k: Array  # [B, T, G, H]
     v: Array  # [B, T, G, V]
     ids: Array | None  # [B, T]
-    seed: Array | None  # [5]
+    seed: Array | None  # [6]
     block: Array  # of `Lists`, as the next two are
     pair: Array
     bounds: Array

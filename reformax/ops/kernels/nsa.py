@@ -121,7 +121,7 @@ class _Inputs(NamedTuple):
     v: Array  # [B, S, G, V]
     ids: Array | None  # [B, T]
     key_ids: Array | None  # [B, S]
-    seed: Array | None  # [5]
+    seed: Array | None  # [6]
     lists: Lists | None
 
 

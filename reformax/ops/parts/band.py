@@ -193,7 +193,7 @@ def rows_of_few(
     segments: Int[Array, "B T"] | None,
     causal: bool,
     dropout: float,
-    seed: Int[Array, 5] | None,
+    seed: Int[Array, 6] | None,
 ) -> Float[Array, "B G N V"]:
     """Attention of a few queries, at positions `few`, to all keys."""
 

@@ -312,7 +312,7 @@ def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Ar
 
 
 def _dropout_mask(
-    this: _Round, length: int, head: Int[Array, "N B"], seed: Int[Array, 5] | None
+    this: _Round, length: int, head: Int[Array, "N B"], seed: Int[Array, 6] | None
 ) -> Float[Array, "N B C L M"] | float:
     """The dropout mask of a round's weights."""
     if this.chunks.dropout == 0.0:

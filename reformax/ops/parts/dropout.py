@@ -22,24 +22,26 @@ def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
     return x ^ (x >> 16)
 
 
-def seed_words(rng: PRNGKeyArray | Share, n_rows: int) -> Int[Array, 5]:
+def seed_words(rng: PRNGKeyArray | Share, n_rows: int) -> Int[Array, 6]:
     """The seed of a dropout mask, as words of uint32, which a kernel can read.
 
-    Two are drawn. The others are the numbers of the first row, head and position here, to which
-    addresses add: a device may have a share of the batch, whose rows it numbers from 0.
+    Two are drawn. The others are the numbers of the first row, head and positions of a query and of
+    a key here, to which addresses add: a device may have a share of the batch, whose rows it
+    numbers from 0.
 
     Args:
       rng: the source.
       n_rows: how many rows, by which addresses go, are here.
     """
     share = rng if isinstance(rng, Share) else Share(rng)
-    here = devices.first_row(n_rows), share.head, share.position
+    of_key = share.position if share.key_position is None else share.key_position
+    here = devices.first_row(n_rows), share.head, share.position, of_key
     here = jnp.stack([jnp.asarray(x, jnp.int32) for x in here]).astype(jnp.uint32)
     return jnp.concatenate([jax.random.bits(share.rng, (2,), jnp.uint32), here])
 
 
 def dropout_mask(
-    seed: Int[Array, 5],
+    seed: Int[Array, 6],
     rate: float,
     batch: Int[Array, "*d"],
     head: Int[Array, "*d"],
@@ -53,14 +55,16 @@ def dropout_mask(
       rate: the probability that a weight is dropped.
       batch, head, query, key: the weights' addresses, integers that broadcast.
     """
-    query, key = (jnp.asarray(x).astype(jnp.uint32) + seed[4] for x in (query, key))
+    query, key = (
+        jnp.asarray(x).astype(jnp.uint32) + start for x, start in ((query, seed[4]), (key, seed[5]))
+    )
     bits = dropout_bits(seed, batch, head, query, key)
     kept = bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.where(kept, np.float32(1 / (1 - rate)), np.float32(0))
 
 
 def dropout_bits(
-    seed: Int[Array, 5],
+    seed: Int[Array, 6],
     batch: Int[Array, "*d"],
     head: Int[Array, "*d"],
     query: Int[Array, "*d"],

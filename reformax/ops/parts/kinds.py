@@ -35,7 +35,7 @@ def attend_to_kinds(
     q: Float[Array, "B C L N H"],
     query: Int[Array, "#B C L"],
     dropout: float,
-    seed: Int[Array, 5] | None,
+    seed: Int[Array, 6] | None,
     heads: Int[Array, " N"],
 ) -> Float[Array, "B C L N V"]:
     """The softmax over all kinds. A row that sees what is not finite is NaN, without a gradient.

@@ -17,8 +17,8 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("rng", "head", "position"),
-    meta_fields=("n_heads",),
+    data_fields=("rng", "head", "position", "key_position"),
+    meta_fields=("n_heads", "axis"),
 )
 @dataclasses.dataclass(frozen=True)
 class Share:
@@ -30,12 +30,17 @@ class Share:
       position: the first position of queries and of keys. It may be below 0 where what stands
         there is padding.
       n_heads: the heads of the whole call; None: the call has them all.
+      key_position: the first position of keys, where it is another than that of queries.
+      axis: the mesh axis whose devices each have a stretch of the sequences, as many positions one
+        as the other; None: the arrays are whole sequences. For an op with the trait `stretches`.
     """
 
     rng: PRNGKeyArray | None
     head: Int[Array, ""] | int = 0
     position: Int[Array, ""] | int = 0
     n_heads: int | None = None
+    key_position: Int[Array, ""] | int | None = None
+    axis: str | None = None
 
 
 def rng_of(rng: PRNGKeyArray | Share | None) -> PRNGKeyArray | None:

@@ -69,7 +69,7 @@ class Inputs(NamedTuple):
     bias: Float[Array, "#B #N #T #S"] | None
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
-    seed: Int[Array, 5] | None  # `seed_words` of the rng
+    seed: Int[Array, 6] | None  # `seed_words` of the rng
     query_order: Int[Array, "B T"] | None = None  # the position that stands at each place
     key_order: Int[Array, "B S"] | None = None
 
