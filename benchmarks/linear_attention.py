@@ -196,29 +196,44 @@ def compute_numbers(run: Run, names: Iterable[str]) -> None:
         pass  # peers say what they miss
 
 
-def measure_peers(run: Run, python: str, of: Mapping[str, str]) -> None:
+def measure_peers(run: Run, python: str, peers: Mapping[str, Answer]) -> None:
     """Peers: all compile their kernels and are checked side by side; then they are timed in turn.
 
-    of: our rows by peers.
+    peers: what `linear_torch.names` says of each.
     """
     sizes = dict(dtype=run.shape.dtype)
 
     def fail(name: str, answer: Answer) -> None:
         for length in run.figures.missing(name):
-            run.keep(name, of[name], length, answer)
+            run.keep(name, peers[name]["of"], length, answer)
 
-    # With others at work, so what is tuned here is forgotten.
+    compilers = run._replace(limit=2 * run.limit)
     asked = {
-        name: functools.partial(
-            run._replace(limit=2 * run.limit).ask, python, "linear_torch.tune", name=name, **sizes
+        f"{name}: {index}": functools.partial(
+            compilers.ask,
+            python,
+            "linear_torch.compile_and_check",
+            env={"FLA_CACHE_RESULTS": "0"},  # what is chosen where others work is forgotten
+            name=name,
+            index=index,
+            **sizes,
         )
-        for name in of
+        for name, peer in peers.items()
+        for index in range(peer["processes"])
     }
-    for name, answer in ask_each(asked, os.cpu_count() or 1):
+    right, wrong = set(), {}
+    for who, answer in ask_each(asked, os.cpu_count() or 1):
+        name = who.rpartition(": ")[0]
         if "error" in answer:
-            fail(name, answer)
+            wrong[name] = answer
+        else:
+            right.add(name)
+    for name in set(wrong) - right:
+        fail(name, wrong[name])
     sizes |= dict(repeats=run.repeats, most=MOST, slow=SLOW, n_known=run.shape.check_length)
-    while lengths := {name: run.figures.missing(name) for name in of if run.figures.missing(name)}:
+    while lengths := {
+        name: run.figures.missing(name) for name in peers if run.figures.missing(name)
+    }:
         killed = {"error": "no answer"}
         for answer in run.ask(python, "linear_torch.by_length", lengths=lengths, **sizes):
             if "name" in answer:
@@ -226,7 +241,7 @@ def measure_peers(run: Run, python: str, of: Mapping[str, str]) -> None:
             else:
                 killed = answer
         # The peer that a process has ended in is the first one that lacks something.
-        if left := [name for name in of if run.figures.missing(name)]:
+        if left := [name for name in peers if run.figures.missing(name)]:
             fail(left[0], killed)
 
 
@@ -319,15 +334,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             peers = ask(args.peers, "linear_torch.names", patience=run.patience)
         if not args.peers_alone:
             measure_ours(run, [n for n in args.only if figures.missing(n)])
-        of = {}
+        wanted = {}
         for answer in peers:
             if "error" in answer:
                 table.row("peers in PyTorch", "", answer["error"])
             elif answer["of"] in args.only and figures.missing(answer["name"]):
-                of[answer["name"]] = answer["of"]
-        if of:
-            compute_numbers(run, of.values())
-            measure_peers(run, args.peers, of)
+                wanted[answer["name"]] = answer
+        if wanted:
+            compute_numbers(run, [peer["of"] for peer in wanted.values()])
+            measure_peers(run, args.peers, wanted)
     print_tables(figures, shape, args.only)
     if args.plot:
         draw(args.plot, list(figures.lines.values()))

@@ -595,10 +595,10 @@ def work(name, where):
     tell(stage=f"{{where}} {{name}}", limit=request["limit"])
     time.sleep(60 if (name, where) == ("hangs", "{where}") else 0)
 if function == "linear_torch.names":
-    tell(name="hangs", of="linear")
-    tell(name="other", of="linear")
-elif function == "linear_torch.tune":
-    work(request["name"], "tune")
+    tell(name="hangs", of="linear", processes=2)
+    tell(name="other", of="linear", processes=1)
+elif function == "linear_torch.compile_and_check":
+    work(request["name"], "compile")
     tell(name=request["name"], errors=[])
 else:
     for name, lengths in request["lengths"].items():
@@ -609,7 +609,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("where", ["tune", "time"])
+@pytest.mark.parametrize("where", ["compile", "time"])
 def test_a_peer_that_hangs_is_killed_and_the_next_one_asked(where, tmp_path, monkeypatch, capsys):
     """What a file has is not measured again."""
     python, saved = tmp_path / "python", tmp_path / "a.jsonl"
@@ -618,7 +618,7 @@ def test_a_peer_that_hangs_is_killed_and_the_next_one_asked(where, tmp_path, mon
     monkeypatch.setattr(linear_attention, "compute_numbers", lambda run, names: None)
     flags = ["--tiny", "--only=linear", "--peers_alone", f"--peers={python}", f"--saved={saved}"]
     linear_attention.main([*flags, "--limit=0.5"])
-    seconds = {"tune": "1", "time": "0.5"}[where]
+    seconds = {"compile": "1", "time": "0.5"}[where]
     printed = capsys.readouterr()
     late = f"| hangs | 128 | TimeoutError: more than {seconds} s: {where} hangs |"
     assert late in printed.out and f" s] {where} other" in printed.err

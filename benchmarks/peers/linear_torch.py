@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from benchmarks.harness.calls import attempt, reason
 from benchmarks.harness.processes import Answer, alone, stage
+from benchmarks.peers import triton_tuning
 from benchmarks.peers.attention_torch import Peer, measure
 from benchmarks.peers.torch_calls import DEVICE
 
@@ -158,6 +159,8 @@ class Case(NamedTuple):
       by_head: whether it is checked with one head alone, because heads share something.
       any_gradient: whether it is timed even where its gradients are wrong, with their error.
       agree: the share of an array's rows that must agree; below 1 where near scores choose others.
+      triton: how many processes compile its kernels, among whose versions Triton chooses; 0 where
+        these are another peer's; None: it has none.
     """
 
     of: str
@@ -169,17 +172,18 @@ class Case(NamedTuple):
     by_head: bool = False
     any_gradient: bool = False
     agree: float = 1.0
+    triton: int | None = None
 
 
 PEERS = {
-    "fla linear": Case("linear", fla_linear),
-    "fla linear, from inputs": Case("linear", from_inputs(fla_linear)),
-    "fla retention": Case("retention", fla_retention),
-    "fla gated_linear": Case("gated_linear", fla_gated_linear),
-    "fla gated_linear, from inputs": Case("gated_linear", from_inputs(fla_gated_linear)),
-    "fla gated_delta": Case("gated_delta", fla_gated_delta, any_gradient=True),
+    "fla linear": Case("linear", fla_linear, triton=3),
+    "fla gated_linear": Case("gated_linear", fla_gated_linear, triton=8),
+    "fla gated_delta": Case("gated_delta", fla_gated_delta, any_gradient=True, triton=4),
+    "fla retention": Case("retention", fla_retention, triton=3),
+    "fla linear, from inputs": Case("linear", from_inputs(fla_linear), triton=0),
+    "fla gated_linear, from inputs": Case("gated_linear", from_inputs(fla_gated_linear), triton=0),
     "fla gated_delta, from inputs": Case(
-        "gated_delta", from_inputs(fla_gated_delta), any_gradient=True
+        "gated_delta", from_inputs(fla_gated_delta), any_gradient=True, triton=0
     ),
     "linear-attention-transformer": Case("linear", lucidrains_linear, same=False),
     "performer-pytorch": Case(
@@ -268,14 +272,20 @@ def first_check(case: Case, folder: str, dtype: str) -> list[float]:
 
 
 def names() -> Iterator[Answer]:
-    """The peers of this file, and our rows that compute the same."""
-    yield from ({"name": name, "of": case.of} for name, case in PEERS.items())
+    """The peers of this file, our rows that compute the same, and processes that compile them."""
+    for name, case in PEERS.items():
+        yield {"name": name, "of": case.of, "processes": case.triton or 1}
 
 
-def tune(folder: str, name: str, dtype: str, limit: float) -> Iterator[Answer]:
-    """Compiles the kernels of a peer, which Triton keeps on the disk, and checks it."""
-    yield stage(f"{name}: compile and check", limit)
-    yield {"name": name, "errors": first_check(PEERS[name], folder, dtype)}
+def compile_and_check(
+    folder: str, name: str, index: int, dtype: str, limit: float
+) -> Iterator[Answer]:
+    """Checks a peer with its share of its kernels, which Triton keeps on the disk."""
+    case = PEERS[name]
+    yield stage(f"{name}: compile and check, {index}", limit)
+    if case.triton is not None:
+        triton_tuning.compile_share(index, case.triton or triton_tuning.FIRST)
+    yield {"name": name, "errors": first_check(case, folder, dtype)}
 
 
 def by_length(
@@ -305,13 +315,18 @@ def by_length(
     cases = PEERS if cases is None else cases
     if isinstance(lengths, Mapping):
         cases = {name: cases[name] for name in lengths}
+    if any(case.triton is not None for case in cases.values()):
+        triton_tuning.tune_shortly()
     yield stage("peers: wait for the device")
     with alone(Path(folder) / "lock"):
         for name, case in cases.items():
             if not (Path(folder) / f"{case.numbers or case.of}.npz").exists():
                 continue
             yield stage(f"{name}: tune and check", limit)
-            error = attempt(first_check, case, folder, dtype)
+            error = None
+            if case.triton is not None:
+                error = attempt(tune, case, folder, dtype, n_known)
+            error = error or attempt(first_check, case, folder, dtype)
             for length in lengths[name] if isinstance(lengths, Mapping) else lengths:
                 yield stage(f"{name}: time {length:,}", limit)
                 found = error
@@ -324,6 +339,11 @@ def by_length(
                 yield of | found | {"errors": error}
                 if found["gradient"].ms > slow * 1e3:
                     error = TimeoutError("left out: slow where it is shorter")
+
+
+def tune(case: Case, folder: str, dtype: str, n_known: int) -> None:
+    """Has Triton choose its kernels for 16 times the length of the numbers."""
+    timed(case, folder, dtype, 16 * n_known, n_known, repeats=1, most=0.0)
 
 
 def timed(
