@@ -5,6 +5,8 @@ import pytest
 
 from reformax.training import curves
 
+pytestmark = pytest.mark.usefixtures("figures")
+
 
 def lines(split="valid", n=40):
     """Every tenth step is followed by an evaluation; a step takes 9 s."""

@@ -226,6 +226,7 @@ def test_the_record_is_cut_back_and_a_torn_line_dropped(tmp_path):
     assert lines[0]["timing"] == {"seconds": 1.0}
 
 
+@pytest.mark.usefixtures("figures")
 def test_the_plot_and_the_events_are_written(tmp_path):
     record = open_record(tmp_path, 0)
     record.plot()  # of nothing

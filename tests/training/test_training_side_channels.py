@@ -103,6 +103,7 @@ def test_a_folder_of_events_that_cannot_be_made_costs_no_line(tmp_path, capsys, 
     assert capsys.readouterr().err.count("note: ") == 1
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_plot_that_fails_is_drawn_at_the_next_evaluation(tmp_path, capsys, monkeypatch, wanted):
     from matplotlib.figure import Figure
 
