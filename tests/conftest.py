@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import zlib
 from importlib import metadata
 
 import hypothesis
@@ -51,6 +52,24 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases", type=int, default=60, help="of tests/ops/test_random_cases.py, over all rows"
     )
+    parser.addoption(
+        "--part",
+        default="1/1",
+        metavar="I/N",
+        help="of slow cases of a matrix, such as every op's, those of the i-th of n parts",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves slow cases of other parts out: a test's name says which part it is of."""
+    part, n_parts = map(int, config.getoption("--part").split("/"))
+    taken, left_out = [], []
+    for item in items:
+        case = all(item.get_closest_marker(name) for name in ("slow", "matrix"))
+        other = case and zlib.crc32(item.nodeid.encode()) % n_parts != part % n_parts
+        (left_out if other else taken).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = taken
 
 
 def pytest_collection_finish():

@@ -167,6 +167,7 @@ CASES += [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name, sizes",
     [pytest.param(*c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES],

@@ -81,6 +81,7 @@ def test_a_reversible_row_too():
     check_padding(ReformerEncoder(**SMALL, **CYCLE))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row",

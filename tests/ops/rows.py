@@ -644,12 +644,13 @@ def over(rows):
     """Runs a test over rows, each with its name as the test's id.
 
     All but the first row of each factory are slow: variants and interpreted kernels. So is a row
-    that says it.
+    that says it. The tests are cases of a matrix, of which `--part` takes some.
     """
     seen: set[Callable[..., AttentionOp]] = set()
     params = []
     for row in rows:
         slow = row.slow or row.in_kernel or row.factory in seen
         seen.add(row.factory)
-        params.append(pytest.param(row, id=row.name, marks=[pytest.mark.slow] if slow else []))
+        marks = [pytest.mark.matrix, *([pytest.mark.slow] if slow else [])]
+        params.append(pytest.param(row, id=row.name, marks=marks))
     return pytest.mark.parametrize("row", params)

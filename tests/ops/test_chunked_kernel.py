@@ -16,6 +16,7 @@ AROUND = ONE_BEFORE | dict(n_chunks_after=1, causal=False)
 SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16), (16, 32)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("length", [83, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options, n_rounds, packed, tiles",

@@ -57,6 +57,7 @@ def test_the_loop_over_positions(kind):
     compare(draw(kind, 29), np.float32, 2e-6, runs(29), chunk_len=4)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize(

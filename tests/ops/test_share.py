@@ -13,6 +13,7 @@ APART = [row for row in ROWS if row.op().traits.heads_apart]
 QUICK = {"lsh", "flash_pallas"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "row",
     [
