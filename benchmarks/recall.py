@@ -71,6 +71,8 @@ OPS = (
     "routing.routing(decay=0.9, n_clusters={32, 16, 8, 4, 2})",
     "local.local(chunk_len={64, 128, 256, 512})",
 )
+# Rows that are scored together: models under several ops are on a device beside each other.
+SCORED = 4
 SHARPNESS = 10.0  # the length of a query; a logit is this times the cosine between two
 
 
@@ -267,7 +269,7 @@ def _bits(run: Run, op: AttentionOp | None, args: argparse.Namespace, length: in
         model = run.model if op is None else coverage.instead(run.model, op)
     except Unsupported:
         return None
-    sizes = dict(batch_size=run.settings["batch_size"], length=length)
+    sizes = dict(batch_size=min(SCORED, run.settings["batch_size"]), length=length)
     result = evaluate(model, run.params, run.task, "valid", max_tokens=args.bits, **sizes)
     return result[metric_name(run.task)]
 

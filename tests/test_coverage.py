@@ -71,11 +71,13 @@ def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own
 def test_no_choice_of_so_many_keys_shows_more_than_the_largest_weights():
     layer, rng = layer_of(dense.dense()), jax.random.key(0)
     known = coverage.truth(layer, rng)
-    weight = np.asarray(known.weight, float)
+    weight, visible = (  # [N, T, S]
+        np.concatenate(list(np.asarray(x)), axis=-1)[..., :LENGTH].swapaxes(0, 1) for x in known
+    )
     np.testing.assert_allclose(weight.sum(axis=-1), 1, rtol=1e-5)
-    assert np.array_equal(known.visible[0], np.tril(np.ones((LENGTH, LENGTH), bool)))
+    assert np.array_equal(visible[0], np.tril(np.ones((LENGTH, LENGTH), bool)))
     of_best = coverage.largest(known, 5)
-    best = np.sort(weight, axis=-1)[..., -5:].sum(axis=(1, 2)) / LENGTH
+    best = np.sort(weight.astype(float), axis=-1)[..., -5:].sum(axis=(1, 2)) / LENGTH
     np.testing.assert_allclose(of_best.weight, best, rtol=1e-5)
     np.testing.assert_allclose(of_best.keys, np.minimum(np.arange(LENGTH) + 1, 5).mean())
     assert np.all(coverage.largest(known, 10 * LENGTH).weight > 0.99999)

@@ -47,10 +47,10 @@ class Layer(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """The attention of a layer."""
+    """The attention of a layer, by blocks of keys, the last of which zeros fill up."""
 
-    weight: Float[Array, "N T S"]
-    visible: Bool[Array, "N T S"]
+    weight: Float[Array, "C T N K"]
+    visible: Bool[Array, "C T N K"]
 
 
 class Found(NamedTuple):
@@ -176,17 +176,13 @@ def _vectors(op: AttentionOp, layer: Layer) -> tuple[Array, Array | None]:
 def truth(layer: Layer, rng: PRNGKeyArray) -> Truth:
     """The causal attention of a layer's own op, which all others are measured by."""
     params = layer.op.init(rng, Dims(1, 1, 1, 1))
-    weight, visible = (
-        _matrix(layer.op, seen, params, (layer.q, layer.k), rng) for seen in (False, True)
-    )
-    return Truth(weight, visible > 0)
+    return _truth(layer.op, params, (layer.q, layer.k), rng)
 
 
 def found(op: AttentionOp, layer: Layer, known: Truth, rng: PRNGKeyArray) -> Found:
     """What `op` would show of a layer's attention, which is `known`, with hashes of `rng`."""
     params = own_weights(op, layer, rng)
-    shown = _matrix(op, True, params, _vectors(op, layer), rng)
-    return Found(*jax.device_get(_shares(known, shown)))
+    return Found(*jax.device_get(_shares(op, params, _vectors(op, layer), rng, known)))
 
 
 def largest(known: Truth, n_keys: int) -> Found:
@@ -194,9 +190,11 @@ def largest(known: Truth, n_keys: int) -> Found:
     return Found(*jax.device_get(_largest(known, n_keys)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _matrix(op, seen: bool, params, vectors, rng) -> Float[Array, "N T S"]:
-    """The weights of an op's causal attention; `seen`: of equal logits."""
+def _columns(op, params, vectors, rng, seen: bool):
+    """`first -> [T, N, K]`: the weights of an op's causal attention to keys from `first` on.
+
+    With `seen` they are those of equal logits.
+    """
     q, k = vectors
     options = dict(segments=None, causal=True, rng=rng)
     plan = op.plan(params, q, k, **options, train=False)
@@ -205,31 +203,47 @@ def _matrix(op, seen: bool, params, vectors, rng) -> Float[Array, "N T S"]:
     length, n_heads = q.shape[1], q.shape[2] if k is None else k.shape[2]
     options |= _extras(op, q)
 
-    def columns(first: Int[Array, ""]) -> Float[Array, "T N S"]:
+    def columns(first: Int[Array, ""]) -> Float[Array, "T N K"]:
         key = first + jnp.arange(COLUMNS)
         v = (jnp.arange(length)[:, None] == key[None]).astype(q.dtype)
         v = jnp.broadcast_to(v[None, :, None], (1, length, n_heads, COLUMNS))
         return op.apply(params, q, k, v, plan=plan, dropout=0.0, **options)[0]
 
-    parts = jax.lax.map(columns, jnp.arange(0, length, COLUMNS))  # [C, T, N, S / C]
-    whole = jnp.transpose(parts, (2, 1, 0, 3)).reshape(q.shape[2], length, -1)
-    return whole[..., :length]
+    return columns
 
 
-@jax.jit
-def _shares(known: Truth, shown: Float[Array, "N T S"]):
-    sees = known.visible & (shown > 0)
-    weight = jnp.where(sees, known.weight, 0).sum(axis=(1, 2)) / known.weight.sum(axis=(1, 2))
-    return weight, sees.sum(axis=(1, 2)) / known.weight.shape[1]
+@functools.partial(jax.jit, static_argnums=0)
+def _truth(op, params, vectors, rng) -> Truth:
+    weight, visible = (_columns(op, params, vectors, rng, seen) for seen in (False, True))
+    first = jnp.arange(0, vectors[0].shape[1], COLUMNS)
+    return Truth(*jax.lax.map(lambda x: (weight(x), visible(x) > 0), first))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _shares(op, params, vectors, rng, known: Truth):
+    shown, length = _columns(op, params, vectors, rng, True), vectors[0].shape[1]
+
+    def sums(block):  # the whole matrix of an op is never in memory
+        first, (weight, visible) = block
+        sees = visible & (shown(first) > 0)
+        return jnp.stack([x.sum(axis=(0, 2)) for x in (weight, jnp.where(sees, weight, 0), sees)])
+
+    first = jnp.arange(0, length, COLUMNS)
+    total, weight, keys = jax.lax.map(sums, (first, known)).sum(axis=0)
+    return weight / total, keys / length
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _largest(known: Truth, n_keys: int):
-    weight, visible = known
-    n_keys = min(n_keys, weight.shape[-1])
-    best = jax.lax.map(lambda head: jax.lax.top_k(head, n_keys)[0].sum(), weight)
-    keys = jnp.minimum(visible.sum(axis=-1), n_keys).mean(axis=-1)
-    return best / weight.sum(axis=(1, 2)), keys
+    n_blocks, length, n_heads, size = known.weight.shape
+
+    def of_head(head: Int[Array, ""]) -> Array:
+        weight = jnp.swapaxes(known.weight[:, :, head], 0, 1).reshape(length, n_blocks * size)
+        best = jax.lax.top_k(weight, min(n_keys, weight.shape[1]))[0]
+        return best.sum() / weight.sum()
+
+    keys = jnp.minimum(known.visible.sum(axis=(0, 3)), n_keys).mean(axis=0)
+    return jax.lax.map(of_head, jnp.arange(n_heads)), keys
 
 
 def instead(model: Any, op: AttentionOp) -> Any:

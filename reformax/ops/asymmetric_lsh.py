@@ -1,10 +1,13 @@
 """LSH attention with separate queries and keys.
 
-The buckets are those of angular hashing (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2), of
-vectors that the asymmetric transformations of Smyrf give one length (Daras et al. 2020, sec. 3.1).
-Each round sorts the queries by bucket and, apart from them, the keys. Both orders are cut into
-chunks, and the queries of a chunk see the keys of the chunk at its place and of its neighbours.
-Time is O(n_hashes * T * chunk_len), besides sorting.
+The buckets are those of angular hashing (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2), of the
+queries, and of the keys less their mean: a softmax does not see what all keys share, and a hash
+would see little else. Smyrf's asymmetric transformations (Daras et al. 2020, sec. 3.1) do not serve
+here. The number that they add to a query stands where a key has a zero, so the angle between the
+two is never below 60 degrees where they have one length. Each round sorts the queries by bucket
+and, apart from them, the keys. Both orders are cut into chunks, and the queries of a chunk see the
+keys of the chunk at its place and of its neighbours. Time is O(n_hashes * T * chunk_len), besides
+sorting.
 """
 
 from __future__ import annotations
@@ -102,10 +105,11 @@ def _plan(
     del params, causal, train
     if q.shape[1] <= settings.chunk_len:
         return None
-    vectors = asymmetric.transformed(*lax.stop_gradient((q, k)), segments)
+    q, k = lax.stop_gradient((q, k))
+    vectors = q, asymmetric.centred(k, segments)
     hashing, length = settings.hashing, length or q.shape[1]
     factors = hashing.factors_for(length)
-    rotations = hashing.rotations_for(vectors[0], length, settings.n_hashes, rng)
+    rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
     n_pad = -q.shape[1] % settings.chunk_len
     queries, keys = (
         sort_by_bucket(hash_by(rotations, x, factors), math.prod(factors), segments, n_pad).queries

@@ -1,8 +1,14 @@
 """What the hashing is for: the keys that LSH attention shows are those that carry the weight."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.recall import mean_recall
+from reformax.ops import asymmetric_lsh, smyrf
+from reformax.ops.parts.masks import visibility
+from reformax.ops.parts.reference import reference_attention
 
 
 @pytest.mark.slow
@@ -17,3 +23,31 @@ def test_recall_of_the_attention_weight_grows_with_the_hashes(causal):
     # One round shows a query far more of the weight than of the keys, so it is not the number of
     # keys that does it.
     assert weight[0] > 2 * keys[0]
+
+
+@pytest.mark.parametrize(
+    "op", [asymmetric_lsh.asymmetric_lsh, smyrf.smyrf], ids=lambda f: f.__name__
+)
+def test_separate_queries_and_keys_find_each_other(op):
+    """Of keys with a mean of their own, and in two segments with two: no softmax sees a mean."""
+    rng = np.random.default_rng(0)
+    length, size = 256, 32
+    keys = rng.normal(size=(length, size))
+    queries = 2 * keys[rng.permutation(length)] + rng.normal(size=keys.shape)
+    second = np.arange(length) >= length // 2
+    keys = keys + np.where(second[:, None], 3 * rng.normal(size=size), 3 * rng.normal(size=size))
+    q, k = (jnp.asarray(x[None, :, None], jnp.float32) for x in (queries, keys))
+    segments = jnp.asarray(second[None] + 1)
+    mask = visibility(length, length, causal=False, segments=segments)
+    names = jnp.eye(length)[None, :, None]
+    truth = reference_attention(q, k, names, mask)[0, :, 0]
+    attend = op(chunk_len=16, n_hashes=1)
+    for seed in range(3):
+        # Equal logits: what a query sees is above 0, however small its weight.
+        plan = attend.plan(
+            (), q, k, segments=segments, causal=False, rng=jax.random.key(seed), train=True
+        )
+        options = dict(plan=plan, segments=segments, causal=False, dropout=0.0, rng=None)
+        shown = attend.apply((), 0 * q, k, names, **options)[0, :, 0] > 0
+        weight, share = jnp.sum(truth, where=shown) / length, shown.sum() / mask.sum()
+        assert weight > 1.5 * share

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.ops.base import Traits
 from reformax.ops.parts.chunked import chunked_attention
+from reformax.ops.parts.containment import finite
 from reformax.ops.parts.dispatch import choose, kernel_obstacles
 from reformax.ops.parts.masks import segment_numbers
 from reformax.ops.parts.orders import ChunkSizes, Order, inverse
@@ -97,18 +98,22 @@ def largest_of_segment(
     return jax.vmap(of_row)(squares, segment_numbers(jnp.asarray(segments)))
 
 
-def transformed(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
-) -> tuple[Float[Array, "B T N H+2"], Float[Array, "B T N H+2"]]:
-    """F(q) and G(k), float32, with M of each segment."""
-    squares, most = lengths(q, k, segments)
-    of_query, of_key = (jnp.swapaxes(_last_number(x, most), 1, 2)[..., None] for x in squares)
-    nothing = jnp.zeros_like(of_query)
-    f32 = [x.astype(jnp.float32) for x in (q, k)]
-    return (
-        jnp.concatenate([f32[0], nothing, of_query], axis=-1),
-        jnp.concatenate([f32[1], of_key, nothing], axis=-1),
-    )
+def centred(
+    x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
+) -> Float[Array, "B T N H"]:
+    """Vectors less the mean of their segment, float32; what is not finite does not count."""
+    x = finite(x.astype(jnp.float32))
+    if segments is None:
+        return x - x.mean(axis=1, keepdims=True)
+
+    def of_row(x: Float[Array, "T N H"], number: Int[Array, " T"]) -> Float[Array, "T N H"]:
+        sums, counts = (
+            jax.ops.segment_sum(part, number, num_segments=len(number))
+            for part in (x, jnp.ones(len(number)))
+        )
+        return x - (sums / jnp.maximum(counts, 1)[:, None, None])[number]
+
+    return jax.vmap(of_row)(x, segment_numbers(jnp.asarray(segments)))
 
 
 def two_orders(queries: Int[Array, "B N R T"], keys: Int[Array, "B N R T"]) -> Order:
