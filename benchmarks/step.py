@@ -231,6 +231,8 @@ def print_table(results: Results, shape: Shape) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, repeats=10)
     parser.add_argument("--lengths", type=int, nargs="+", help="only the tables of these lengths")
+    text = "models whose names have one of these in them"
+    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help=text)
     args = parser.parse_args(argv)
     shapes = command_line.of_size(SHAPES, args.tiny)
     lengths = {s.length for s in shapes}
@@ -240,8 +242,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for shape in shapes:
         if args.lengths and shape.length not in args.lengths:
             continue
-        results = measure(candidates(shape), shape, args.repeats)
-        results |= measure(baseline(shape), shape, min(args.repeats, 3))
+        results = {}
+        for named, repeats in ((candidates, args.repeats), (baseline, min(args.repeats, 3))):
+            rows = {n: b for n, b in named(shape).items() if any(x in n for x in args.only)}
+            results |= measure(rows, shape, repeats)
         print_table(results, shape)
         failed += [n for n, r in results.items() if isinstance(r, Exception) and TRAX not in n]
     exit_if(failed)

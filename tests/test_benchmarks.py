@@ -76,6 +76,7 @@ COMMANDS = [
         "--only linear linformer --peers --saved={path}/a.jsonl --plot={path}/a.png",
         "| linformer | ",
     ),
+    ("published", "--only gpt2", "| PyTorch, compiled | ImportError: none here |"),
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
     ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
     ("reversible", "--options", "| float32 | True | 1 | 1 | 0 |"),

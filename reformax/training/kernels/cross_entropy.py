@@ -59,11 +59,12 @@ def _kernel(logits, targets, weights, *results, block: int, label_smoothing: flo
     def gather(i, state):
         top, exponentials, best, total = state
         column, mask, x = read(i, -jnp.inf)
-        higher = jnp.maximum(top, x)
-        exponentials = exponentials * jnp.exp(top - higher) + jnp.exp(x - higher)
+        # One exponential: of the two, the larger number's is 1.
+        higher, smaller = x > top, jnp.exp(-jnp.abs(x - top))
+        exponentials = jnp.where(higher, exponentials * smaller + 1, exponentials + smaller)
         if label_smoothing:
             total += x if mask is None else jnp.where(mask, x, 0.0)
-        return higher, exponentials, jnp.where(x > top, column, best), total
+        return jnp.where(higher, x, top), exponentials, jnp.where(higher, column, best), total
 
     zeros = jnp.zeros(block, jnp.float32)
     start = jnp.full(block, LOWEST, jnp.float32), zeros, lane, zeros
