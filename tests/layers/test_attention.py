@@ -133,7 +133,7 @@ def test_dropout_is_a_function_of_the_rng(random_plan):
     layer = layers.Attention(op, **SIZES)
     params = plain.init(layer, x.shape)
     # The plan is fixed, so that an rng changes the dropout alone.
-    plan = layer.plan(params, layer.project(params, x), rng=RNG)
+    plan = jax.jit(lambda: layer.plan(params, layer.project(params, x), rng=RNG))()
     op = op._replace(plan=lambda *_, **__: plan)
 
     def apply(**options):
@@ -184,7 +184,7 @@ def test_mode_selects_the_hashes_of_evaluation():
 
     def plan(op, mode):
         layer = layers.Attention(op, **SIZES, mode=mode)
-        return layer.plan(params, layer.project(params, x), rng=RNG)
+        return jax.eval_shape(lambda: layer.plan(params, layer.project(params, x), rng=RNG))
 
     assert plan(op, "train").queries.shape[2] == 1
     assert plan(op, "eval").queries.shape[2] == 3

@@ -111,7 +111,7 @@ def test_a_packed_batch_trains_like_its_sentences_one_by_one(name):
         # With an empty row, for a batch of the same shape: nothing is compiled again.
         (s, s_segments), (t, t_segments) = (packed([[x], []], 16) for x in pair)
         parts.append(gradient(params, (s, t, s_segments, t_segments), t_segments > 0))
-    want = jax.tree.map(lambda *x: sum(x), *parts)
+    want = jax.tree.map(lambda *x: sum(x), *jax.device_get(parts))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     # With exact=True the two now and then round to another multiple of the grid.
     assert_trees_close(got[1], want[1], 2e-3 if "windows" in name else 2e-5)

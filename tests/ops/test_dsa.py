@@ -44,7 +44,7 @@ def test_the_indexer_learns_from_the_attention_and_from_nothing_else():
     params = weights(op, q)
     attend = lambda params, q, k, v: op(q, k, v, causal=True, params=params)  # noqa: E731
     np.testing.assert_allclose(
-        attend(params, q, k, v), dense.dense()(q, k, v, causal=True), atol=1e-6
+        jax.jit(attend)(params, q, k, v), dense.dense()(q, k, v, causal=True), atol=1e-6
     )
 
     seen = np.tril(np.ones((9, 9), bool))
@@ -55,7 +55,7 @@ def test_the_indexer_learns_from_the_attention_and_from_nothing_else():
         scores = jnp.where(seen, indexed.scores(OPTIONS, params, q, k), -1e30)
         return -jnp.where(seen, attention * jax.nn.log_softmax(scores), 0).sum() / 18
 
-    want = jax.tree.map(lambda x: 0.5 * x, jax.grad(divergence)(params))
+    want = jax.tree.map(lambda x: 0.5 * x, jax.jit(jax.grad(divergence))(params))
     for scale in (0.0, 3.0):
         total = lambda *x, scale=scale: scale * jnp.sin(attend(*x)).sum()  # noqa: E731
         got, *others = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(params, q, k, v)

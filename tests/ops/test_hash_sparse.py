@@ -52,8 +52,9 @@ def test_tiles_that_share_a_pair_meet(causal):
     pairs &= (np.asarray(queries.group) != 0)[..., None]
     if causal:
         pairs &= np.asarray(queries.position)[..., None] >= np.asarray(keys.position)[:, None]
+    find = jax.jit(sorted_groups.visits, static_argnums=(0, 1))
     for sizes in ((1, 1), (4, 3)):
-        plan = sorted_groups.visits(sizes, causal, queries, keys)
+        plan = find(sizes, causal, queries, keys)
         for visits, mine, sizes_here in (
             (plan.by_query, pairs, sizes),
             (plan.by_key, pairs.swapaxes(1, 2), sizes[::-1]),
