@@ -39,6 +39,7 @@ def by_plain_autodiff():
     return (params, x), segments, weights, gradient(params, x)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ff_chunk_size, options",
