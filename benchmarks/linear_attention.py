@@ -26,9 +26,10 @@ peers that have them. flash-linear-attention is given features and gates, which 
 themselves; in rows named `from inputs` it computes them too. A last table has the peers' times over
 ours.
 
-Each row is a process. Ours compile side by side, then have the device alone in turn; peers come
-after them, and tune their kernels alone. What takes more than `--limit` seconds to compile, to tune
-or to time is killed, recorded so, and the others go on; stderr says what each does, and since when.
+Each row is a process. All compile side by side, and then have the device alone in turn; peers are
+one process then, and choose among versions of their kernels alone. What takes more than `--limit`
+seconds to compile, to tune or to time is killed, recorded so, and the others go on; stderr says
+what each does, and since when.
 
 `--saved` adds each figure to a file, one JSON line each; what the file has of this machine and
 these sizes is in the tables and not measured again. `--plot` draws the figures, or those that
@@ -42,7 +43,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,9 +56,10 @@ import numpy as np
 from benchmarks.harness import command_line, rows
 from benchmarks.harness.calls import PeerError, exit_if
 from benchmarks.harness.output import Table, plot
-from benchmarks.harness.processes import Answer, ask, ask_each
+from benchmarks.harness.processes import Answer, ask, ask_each, together
 from benchmarks.harness.rows import Result
 from benchmarks.peers.linear_jax import MOST, NAMES, SLOW, Shape
+from benchmarks.peers.linear_names import PEERS
 
 COLUMNS = ("forward ms", "gradient ms", "temp MiB", "error", "of gradient")
 
@@ -158,6 +161,37 @@ class Run(NamedTuple):
         request = dict(name=name, shape=self.shape)
         return self.ask(sys.executable, "linear_jax.numbers", on_cpu, **request)
 
+    def compiler(self, python: str, peer: str, index: int) -> Iterator[Answer]:
+        """A process that compiles its share of a peer's kernels, and checks it."""
+        # What is chosen where others work is forgotten.
+        request = dict(name=peer, index=index, dtype=self.shape.dtype)
+        function = "linear_torch.compile_and_check"
+        return self.ask(python, function, {"FLA_CACHE_RESULTS": "0"}, **request)
+
+    def times(self, python: str, peers: Sequence[str]) -> Iterator[Answer]:
+        """The figures of peers, one after another; a process for those after one that hangs."""
+        missing = {peer: self.figures.missing(peer) for peer in peers}
+        shape = self.shape
+        request = dict(dtype=shape.dtype, n_known=shape.check_length, repeats=self.repeats)
+        request |= dict(most=MOST, slow=SLOW)
+        while missing:
+            killed = {"error": "no answer"}
+            for answer in self.ask(python, "linear_torch.by_length", lengths=missing, **request):
+                if "name" in answer:
+                    missing[answer["name"]].remove(answer["length"])
+                    yield answer
+                else:
+                    killed = answer
+            # Those that could not be compiled are recorded already.
+            missing = {
+                peer: lengths
+                for peer, lengths in missing.items()
+                if lengths and not (self.folder / f"{peer}.failed").exists()
+            }
+            for peer in list(missing)[:1]:  # the one that the process has ended in
+                for length in missing.pop(peer):
+                    yield {"name": peer, "of": PEERS[peer].of, "length": length} | killed
+
     def ours(self, name: str) -> Iterator[Answer]:
         """A process that measures a row of ours."""
         checked = [x for x in self.figures.of(name).items() if isinstance(x[1], Checked)]
@@ -174,75 +208,55 @@ class Run(NamedTuple):
         )
 
 
-def measure_ours(run: Run, names: Sequence[str]) -> None:
-    """Our rows, side by side but where they are timed, and what they have to compute."""
-    new = [n for n in names if not any(isinstance(x, Checked) for x in run.figures.of(n).values())]
-    asked = {f"{name}: numbers": functools.partial(run.numbers, name) for name in new}
-    asked |= {name: functools.partial(run.ours, name) for name in names}
-    for who, answer in ask_each(asked, os.cpu_count() or 1):
-        name, _, numbers = who.partition(": ")
-        if numbers:
-            (run.folder / f"{name}.failed").write_text(answer["error"])
-            continue
-        for length in [answer["length"]] if "length" in answer else run.figures.missing(name):
-            run.keep(name, None, length, answer)
+def measure(run: Run, names: Sequence[str], python: str | None, peers: Sequence[str]) -> None:
+    """Rows of ours and peers: side by side they compile, and compute what is right.
 
+    Then each of ours has the device alone in turn, and so have all peers, which are one process.
 
-def compute_numbers(run: Run, names: Iterable[str]) -> None:
-    """What rows have to compute, where it is not known yet."""
-    new = [n for n in dict.fromkeys(names) if not (run.folder / f"{n}.npz").exists()]
-    asked = {name: functools.partial(run.numbers, name) for name in new}
-    for _ in ask_each(asked, os.cpu_count() or 1):
-        pass  # peers say what they miss
-
-
-def measure_peers(run: Run, python: str, peers: Mapping[str, Answer]) -> None:
-    """Peers: all compile their kernels and are checked side by side; then they are timed in turn.
-
-    peers: what `linear_torch.names` says of each.
+    Args:
+      run: what is known, and how to ask.
+      names: of ours.
+      python: the interpreter of the peers.
+      peers: their names.
     """
-    sizes = dict(dtype=run.shape.dtype)
-
-    def fail(name: str, answer: Answer) -> None:
-        for length in run.figures.missing(name):
-            run.keep(name, peers[name]["of"], length, answer)
-
-    compilers = run._replace(limit=2 * run.limit)
-    asked = {
-        f"{name}: {index}": functools.partial(
-            compilers.ask,
-            python,
-            "linear_torch.compile_and_check",
-            env={"FLA_CACHE_RESULTS": "0"},  # what is chosen where others work is forgotten
-            name=name,
-            index=index,
-            **sizes,
-        )
-        for name, peer in peers.items()
-        for index in range(peer["processes"])
+    figures = run.figures
+    new = [n for n in names if not any(isinstance(x, Checked) for x in figures.of(n).values())]
+    of = dict.fromkeys([*new, *(PEERS[peer].of for peer in peers)])
+    asked = {("numbers", name): functools.partial(run.numbers, name) for name in of}
+    compilers = {
+        (index, peer): functools.partial(run.compiler, python, peer, index)
+        for peer in peers
+        for index in range(PEERS[peer].compilers)
     }
-    right, wrong = set(), {}
-    for who, answer in ask_each(asked, os.cpu_count() or 1):
-        name = who.rpartition(": ")[0]
-        if "error" in answer:
-            wrong[name] = answer
-        else:
-            right.add(name)
-    for name in set(wrong) - right:
-        fail(name, wrong[name])
-    sizes |= dict(repeats=run.repeats, most=MOST, slow=SLOW, n_known=run.shape.check_length)
-    while lengths := {
-        name: run.figures.missing(name) for name in peers if run.figures.missing(name)
-    }:
-        killed = {"error": "no answer"}
-        for answer in run.ask(python, "linear_torch.by_length", lengths=lengths, **sizes):
-            if "name" in answer:
-                run.keep(answer["name"], answer["of"], answer["length"], answer)
+    asked |= compilers
+    if peers:
+        asked["times", ""] = functools.partial(run.times, python, peers)
+    asked |= {("ours", name): functools.partial(run.ours, name) for name in names}
+    found: dict[str, list[Answer]] = {peer: [] for peer in peers}
+
+    def fail(name: str, of: str | None, answer: Answer) -> None:
+        for length in figures.missing(name):
+            run.keep(name, of, length, answer)
+
+    with ExitStack() as compiling:
+        if compilers:
+            compiling.enter_context(together(run.folder / "lock"))
+        for (kind, name), answer in ask_each(asked, 2 * (os.cpu_count() or 1)):
+            if kind == "numbers":
+                (run.folder / f"{name}.failed").write_text(answer["error"])
+            elif kind == "ours" and "length" not in answer:
+                fail(name, None, answer)
+            elif kind in ("ours", "times"):
+                run.keep(answer["name"], answer.get("of"), answer["length"], answer)
             else:
-                killed = answer
-        # The peer that a process has ended in is the first one that lacks something.
-        if left := [name for name in peers if run.figures.missing(name)]:
-            fail(left[0], killed)
+                found[name].append(answer)
+                if len(found[name]) == PEERS[name].compilers and all(
+                    "error" in x for x in found[name]
+                ):
+                    (run.folder / f"{name}.failed").write_text(answer["error"])
+                    fail(name, PEERS[name].of, answer)
+                if sum(map(len, found.values())) == len(compilers):
+                    compiling.close()
 
 
 # Tables.
@@ -329,20 +343,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         run = Run(figures, shape, args.repeats, args.limit, Path(folder), keep)
-        peers = iter(())
-        if args.peers:  # it begins now, and is read later
-            peers = ask(args.peers, "linear_torch.names", patience=run.patience)
-        if not args.peers_alone:
-            measure_ours(run, [n for n in args.only if figures.missing(n)])
-        wanted = {}
-        for answer in peers:
-            if "error" in answer:
-                table.row("peers in PyTorch", "", answer["error"])
-            elif answer["of"] in args.only and figures.missing(answer["name"]):
-                wanted[answer["name"]] = answer
-        if wanted:
-            compute_numbers(run, [peer["of"] for peer in wanted.values()])
-            measure_peers(run, args.peers, wanted)
+        wanted = [name for name in PEERS if PEERS[name].of in args.only and figures.missing(name)]
+        measure(
+            run,
+            [] if args.peers_alone else [n for n in args.only if figures.missing(n)],
+            args.peers,
+            wanted if args.peers else [],
+        )
     print_tables(figures, shape, args.only)
     if args.plot:
         draw(args.plot, list(figures.lines.values()))

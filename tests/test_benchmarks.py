@@ -46,7 +46,7 @@ from benchmarks.harness import (
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
 from benchmarks.harness.output import Table
-from benchmarks.peers import linear_jax, rabe_staats
+from benchmarks.peers import linear_jax, linear_names, rabe_staats
 from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
 from benchmarks.reliability import failing_calls, kills
@@ -587,7 +587,7 @@ def test_a_row_that_is_off_is_no_row():
 
 # An interpreter of peers, of which `hangs` hangs where `where` says, and `other` does not.
 PEERS = """#!{python}
-import json, sys, time
+import fcntl, json, os, sys, time
 _, _, _, function, request = sys.argv
 request = json.loads(request)
 def tell(**line):
@@ -595,14 +595,15 @@ def tell(**line):
 def work(name, where):
     tell(stage=f"{{where}} {{name}}", limit=request["limit"])
     time.sleep(60 if (name, where) == ("hangs", "{where}") else 0)
-if function == "linear_torch.names":
-    tell(name="hangs", of="linear", processes=2)
-    tell(name="other", of="linear", processes=1)
-elif function == "linear_torch.compile_and_check":
+if function == "linear_torch.compile_and_check":
     work(request["name"], "compile")
     tell(name=request["name"], errors=[])
 else:
+    tell(stage="wait", limit=None)
+    fcntl.flock(lock := open(request["folder"] + "/lock", "w"), fcntl.LOCK_EX)
     for name, lengths in request["lengths"].items():
+        if os.path.exists(request["folder"] + f"/{{name}}.failed"):
+            continue
         for length in lengths:
             work(name, "time")
             times = dict(forward=[1, 2], gradient=[3, 4], temp_mib=None, errors=[])
@@ -616,10 +617,12 @@ def test_a_peer_that_hangs_is_killed_and_the_next_one_asked(where, tmp_path, mon
     python, saved = tmp_path / "python", tmp_path / "a.jsonl"
     python.write_text(PEERS.format(python=sys.executable, where=where))
     python.chmod(0o755)
-    monkeypatch.setattr(linear_attention, "compute_numbers", lambda run, names: None)
+    peers = {"hangs": linear_names.Known("linear", 2), "other": linear_names.Known("linear")}
+    monkeypatch.setattr(linear_attention, "PEERS", peers)
+    monkeypatch.setattr(linear_attention.Run, "numbers", lambda run, name: iter(()))
     flags = ["--tiny", "--only=linear", "--peers_alone", f"--peers={python}", f"--saved={saved}"]
     linear_attention.main([*flags, "--limit=0.5"])
-    seconds = {"compile": "1", "time": "0.5"}[where]
+    seconds = "0.5"
     printed = capsys.readouterr()
     late = f"| hangs | 128 | TimeoutError: more than {seconds} s: {where} hangs |"
     assert late in printed.out and f" s] {where} other" in printed.err
@@ -635,12 +638,12 @@ def test_a_row_that_fails_costs_itself_alone(tmp_path, monkeypatch, capsys):
     """Its reason is in the file for all lengths; a row whose numbers fail is told why."""
 
     def ask_each(asked, at_once):
-        assert list(asked) == ["linear: numbers", "retention: numbers", "linear", "retention"]
-        yield "linear: numbers", {"error": "no numbers"}
-        yield "linear", {"error": "RuntimeError: no numbers"}
+        assert list(asked) == [(x, n) for x in ("numbers", "ours") for n in ("linear", "retention")]
+        yield ("numbers", "linear"), {"error": "no numbers"}
+        yield ("ours", "linear"), {"error": "RuntimeError: no numbers"}
         times = dict(forward=[1, 2], gradient=[3, 4], temp_mib=5.0, errors=[0.0, 0.0])
         for length in (64, 128):
-            yield "retention", {"name": "retention", "length": length} | times
+            yield ("ours", "retention"), {"name": "retention", "length": length} | times
 
     monkeypatch.setattr(linear_attention, "ask_each", ask_each)
     saved = tmp_path / "a.jsonl"
@@ -655,9 +658,10 @@ def test_a_row_that_fails_costs_itself_alone(tmp_path, monkeypatch, capsys):
 def test_a_row_does_not_wait_for_numbers_that_failed(tmp_path):
     (tmp_path / "linear.failed").write_text("MemoryError: no")
     with pytest.raises(RuntimeError, match="MemoryError: no"):
-        linear_jax.wait_for(tmp_path, "linear")
+        processes.wait_for(tmp_path, "linear")
     linear_jax.save(tmp_path / "retention.npz", {"q": np.ones(2)})
-    assert linear_jax.wait_for(tmp_path, "retention")["q"].shape == (2,)
+    with np.load(processes.wait_for(tmp_path, "retention")) as arrays:
+        assert arrays["q"].shape == (2,)
 
 
 def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):

@@ -20,14 +20,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.harness.calls import attempt, reason
 
 ROOT = Path(__file__).resolve().parents[2]
 _BEGIN = time.monotonic()
 
+T = TypeVar("T")
 Answer = dict[str, Any]
+
+_held: list[Any] = []  # files
 
 
 def tell(text: str) -> None:
@@ -103,17 +106,17 @@ def _answers(process: subprocess.Popen, patience: float | None) -> Iterator[Answ
 
 
 def ask_each(
-    asked: Mapping[str, Callable[[], Iterator[Answer]]], at_once: int
-) -> Iterator[tuple[str, Answer]]:
+    asked: Mapping[T, Callable[[], Iterator[Answer]]], at_once: int
+) -> Iterator[tuple[T, Answer]]:
     """The answers of several processes, with their names, as they come.
 
     Args:
       asked: starts each of them, in this order.
       at_once: how many run side by side.
     """
-    found: queue.SimpleQueue[tuple[str, Answer | None]] = queue.SimpleQueue()
+    found: queue.SimpleQueue[tuple[T, Answer | None]] = queue.SimpleQueue()
 
-    def one(name: str) -> None:
+    def one(name: T) -> None:
         error = attempt(lambda: [found.put((name, answer)) for answer in asked[name]()])
         if isinstance(error, Exception):
             found.put((name, {"error": reason(error)}))
@@ -139,12 +142,32 @@ def alone(lock: Path) -> Iterator[None]:
         yield
 
 
+def alone_until_the_end(lock: Path) -> None:
+    """As `alone`, until this process has ended, and with it what it holds of a device's memory."""
+    _held.append(lock.open("w"))
+    fcntl.flock(_held[-1], fcntl.LOCK_EX)
+
+
 @contextlib.contextmanager
 def together(lock: Path) -> Iterator[None]:
     """Waits for the process that holds this file alone, and keeps others from doing so."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
+
+
+def wait_for(folder: Path, name: str) -> Path:
+    """The file `{name}.npz` that another process writes, once it is there.
+
+    Raises:
+      RuntimeError: the file `{name}.failed` is there, which says why.
+    """
+    file, failed = folder / f"{name}.npz", folder / f"{name}.failed"
+    while not file.exists():
+        if failed.exists():
+            raise RuntimeError(failed.read_text())
+        time.sleep(0.05)
+    return file
 
 
 def main(peer: str, request: str) -> None:

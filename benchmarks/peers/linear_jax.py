@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,14 @@ import numpy as np
 
 from benchmarks.harness import rows
 from benchmarks.harness.calls import attempt, attempt_each, compiled, reason, time_calls
-from benchmarks.harness.processes import Answer, alone, stage, together
+from benchmarks.harness.processes import (
+    Answer,
+    alone,
+    alone_until_the_end,
+    stage,
+    together,
+    wait_for,
+)
 from reformax import memory
 from reformax.ops import (
     AttentionOp,
@@ -293,7 +300,8 @@ def by_length(
     row, errors = algorithm(name, sizes), known_errors
     measured = {int(n): tuple(x) for n, x in known.items()}
     to_compile = sorted({*lengths, sizes.check_length} if errors is None else lengths)
-    for group in [[n] for n in to_compile] if row.quadratic else [to_compile]:
+    groups = [[n] for n in to_compile] if row.quadratic else [to_compile]
+    for i, group in enumerate(groups):
         most = memory.available() / 2**20
         why = {n: left_out(measured, n, most) for n in group}
         yield from ({"name": name, "length": n, "error": reason(x)} for n, x in why.items() if x)
@@ -306,11 +314,14 @@ def by_length(
             programs = attempt_each(make, {n: n for n in group}, len(group))
             if errors is None:
                 yield stage(f"{name}: wait for its numbers", 2 * limit)
-                want = wait_for(Path(folder), name)
+                with np.load(wait_for(Path(folder), name)) as arrays:
+                    want = dict(arrays)
                 yield stage(f"{name}: check", limit)
                 errors = first_check(programs[sizes.check_length], row, sizes, want)
         yield stage(f"{name}: wait for the device")
-        with alone(lock):
+        if i == len(groups) - 1:
+            alone_until_the_end(lock)
+        with alone(lock) if i < len(groups) - 1 else nullcontext():
             for length in group:
                 if length not in lengths:
                     continue
@@ -331,18 +342,3 @@ def first_check(
     if isinstance(programs, Exception):
         raise programs
     return check(programs, row, shape, want)
-
-
-def wait_for(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """What `numbers` has written, once it is there.
-
-    Raises:
-      RuntimeError: the file `{name}.failed` is there, which says why.
-    """
-    file, failed = folder / f"{name}.npz", folder / f"{name}.failed"
-    while not file.exists():
-        if failed.exists():
-            raise RuntimeError(failed.read_text())
-        time.sleep(0.05)
-    with np.load(file) as arrays:
-        return dict(arrays)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.harness.calls import attempt, reason
-from benchmarks.harness.processes import Answer, alone, stage
-from benchmarks.peers import triton_tuning
+from benchmarks.harness.processes import Answer, alone, stage, wait_for
+from benchmarks.peers import linear_names, triton_tuning
 from benchmarks.peers.attention_torch import Peer, measure
 from benchmarks.peers.torch_calls import DEVICE
 
@@ -159,8 +159,7 @@ class Case(NamedTuple):
       by_head: whether it is checked with one head alone, because heads share something.
       any_gradient: whether it is timed even where its gradients are wrong, with their error.
       agree: the share of an array's rows that must agree; below 1 where near scores choose others.
-      triton: how many processes compile its kernels, among whose versions Triton chooses; 0 where
-        these are another peer's; None: it has none.
+      triton: whether Triton chooses among versions of its kernels.
     """
 
     of: str
@@ -172,18 +171,20 @@ class Case(NamedTuple):
     by_head: bool = False
     any_gradient: bool = False
     agree: float = 1.0
-    triton: int | None = None
+    triton: bool = False
 
 
 PEERS = {
-    "fla linear": Case("linear", fla_linear, triton=3),
-    "fla gated_linear": Case("gated_linear", fla_gated_linear, triton=8),
-    "fla gated_delta": Case("gated_delta", fla_gated_delta, any_gradient=True, triton=4),
-    "fla retention": Case("retention", fla_retention, triton=3),
-    "fla linear, from inputs": Case("linear", from_inputs(fla_linear), triton=0),
-    "fla gated_linear, from inputs": Case("gated_linear", from_inputs(fla_gated_linear), triton=0),
+    "fla gated_linear": Case("gated_linear", fla_gated_linear, triton=True),
+    "fla gated_delta": Case("gated_delta", fla_gated_delta, any_gradient=True, triton=True),
+    "fla linear": Case("linear", fla_linear, triton=True),
+    "fla retention": Case("retention", fla_retention, triton=True),
+    "fla linear, from inputs": Case("linear", from_inputs(fla_linear), triton=True),
+    "fla gated_linear, from inputs": Case(
+        "gated_linear", from_inputs(fla_gated_linear), triton=True
+    ),
     "fla gated_delta, from inputs": Case(
-        "gated_delta", from_inputs(fla_gated_delta), any_gradient=True, triton=0
+        "gated_delta", from_inputs(fla_gated_delta), any_gradient=True, triton=True
     ),
     "linear-attention-transformer": Case("linear", lucidrains_linear, same=False),
     "performer-pytorch": Case(
@@ -271,20 +272,16 @@ def first_check(case: Case, folder: str, dtype: str) -> list[float]:
     return check(case, numbers(case, folder), case.checked or case.dtype or dtype)
 
 
-def names() -> Iterator[Answer]:
-    """The peers of this file, our rows that compute the same, and processes that compile them."""
-    for name, case in PEERS.items():
-        yield {"name": name, "of": case.of, "processes": case.triton or 1}
-
-
 def compile_and_check(
     folder: str, name: str, index: int, dtype: str, limit: float
 ) -> Iterator[Answer]:
     """Checks a peer with its share of its kernels, which Triton keeps on the disk."""
-    case = PEERS[name]
+    case, triton = PEERS[name], linear_names.PEERS[name].triton
+    if triton is not None:
+        triton_tuning.compile_share(index, triton)
+    yield stage(f"{name}: wait for its numbers, {index}", 2 * limit)
+    wait_for(Path(folder), case.numbers or case.of)
     yield stage(f"{name}: compile and check, {index}", limit)
-    if case.triton is not None:
-        triton_tuning.compile_share(index, case.triton or triton_tuning.FIRST)
     yield {"name": name, "errors": first_check(case, folder, dtype)}
 
 
@@ -310,21 +307,24 @@ def by_length(
       slow: seconds of a gradient, above which longer sequences are left out.
       n_known: the length of the arrays in the files.
       limit: seconds of a stage.
-      cases: the peers; None: those of this file. Those without numbers are left out.
+      cases: the peers; None: those of this file. Those without numbers are left out, and those with
+        a file `{name}.failed`.
     """
     cases = PEERS if cases is None else cases
     if isinstance(lengths, Mapping):
         cases = {name: cases[name] for name in lengths}
-    if any(case.triton is not None for case in cases.values()):
+    if any(case.triton for case in cases.values()):
         triton_tuning.tune_shortly()
     yield stage("peers: wait for the device")
     with alone(Path(folder) / "lock"):
         for name, case in cases.items():
-            if not (Path(folder) / f"{case.numbers or case.of}.npz").exists():
+            files = Path(folder)
+            failed = (files / f"{name}.failed").exists()
+            if failed or not (files / f"{case.numbers or case.of}.npz").exists():
                 continue
             yield stage(f"{name}: tune and check", limit)
             error = None
-            if case.triton is not None:
+            if case.triton:
                 error = attempt(tune, case, folder, dtype, n_known)
             error = error or attempt(first_check, case, folder, dtype)
             for length in lengths[name] if isinstance(lengths, Mapping) else lengths:
