@@ -29,6 +29,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -192,6 +193,8 @@ def _ops(text: str) -> dict[str, AttentionOp | int]:
 
 def _finder(args: argparse.Namespace) -> Callable[[AttentionOp | int], Known | Unsupported]:
     """What finds out what is asked of an op, on the layers of the run."""
+    # Programs of several threads would end up in each other's CUDA graphs.
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     run = _open(args)
     length = args.length or run.settings["length"]
     batches = run.task.eval_batches("valid", 1, length, length)
