@@ -9,6 +9,7 @@ it is one projection.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ def gated_linear(
     *,
     gated: bool = True,
     temperature: Positive = 16.0,
+    memory: Positive | None = None,
     conv_size: Size | None = None,
     chunk_len: Size = 64,
     impl: str = "auto",
@@ -45,6 +47,8 @@ def gated_linear(
     Args:
       gated: whether the output is normalised and gated.
       temperature: the root that is taken of the gates. The larger, the slower they forget.
+      memory: the positions after which a feature has forgotten all but 1 / e at the beginning of a
+        training, where `gate` is 0. None is the paper's, a bias of 0: `temperature / log(2)`, 23.
       conv_size: if set, queries, keys and values are convolved over this many positions first
         (`parts.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
@@ -62,8 +66,10 @@ def gated_linear(
     check_impl(impl, *KERNELS)
 
     def init(rng, dims):
-        own = {"bias": jnp.zeros((dims.n_heads, dims.d_qk))} | output_params(gated, dims)
-        return own | conv_params(conv_size, rng, dims)
+        lost = math.log(2) if memory is None else temperature / memory
+        bias = -(lost + math.log(-math.expm1(-lost)))  # log_sigmoid(bias) = -lost
+        own = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias)}
+        return own | output_params(gated, dims) | conv_params(conv_size, rng, dims)
 
     def extras(dims):
         return {"gate": Extra(dims.n_heads, dims.d_qk)} | output_extras(gated, dims)

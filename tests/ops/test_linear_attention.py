@@ -1,9 +1,12 @@
 """Linear attention and gated recurrences: what they are equal to, and their gated output."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from reformax.ops import dense, gated_delta, gated_linear, linear, performer, retention
+from reformax.ops.base import Dims
 from tests.layers import test_attention as layer_tests
 from tests.ops import inputs
 from tests.ops.rows import Row
@@ -50,6 +53,20 @@ def test_the_delta_rule_replaces_the_value_of_a_key():
     x = x._replace(q=one, k=one, extras={"beta": much, "keep": much})
     out = inputs.call(op, x, causal=True)
     np.testing.assert_allclose(out, x.v / 2, atol=1e-5)  # over the square root of 4
+
+
+@pytest.mark.parametrize("factory", [gated_linear.gated_linear, gated_delta.gated_delta])
+@pytest.mark.parametrize("memory", [0.5, 12.0, 3000.0])
+def test_the_memory_that_a_training_begins_with(factory, memory):
+    """Without a gate a value is there by `exp(-1 / memory)` in the next position."""
+    op = factory(gated=False, memory=memory)
+    dims = Dims(2, 4, 1, 2, 2)
+    params = op.init(jax.random.key(0), dims)
+    first = jnp.zeros((1, 2, 2, 4)).at[:, 0].set(1)
+    extras = {name: jnp.zeros((1, 2, *to[:2])) for name, to in op.extras_of(dims).items()}
+    options = dict(plan=None, segments=None, causal=True, dropout=0.0, rng=None)
+    out = op.apply(params, jnp.ones_like(first), first, first[..., :1], extras=extras, **options)
+    np.testing.assert_allclose(out[0, 1] / out[0, 0], np.exp(-1 / memory), rtol=1e-5)
 
 
 @gated
