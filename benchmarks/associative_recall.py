@@ -14,8 +14,9 @@ first layer of all models, can tell; the attention in question follows, alone. S
 for looking keys up, which is quickly learnt or not at all. The paper has a convolution over three
 positions before the attention in each of two layers. As there, models have no feed-forward layers
 (here they have one feature, the least) and logits are products with the embedding; other than
-there, the attention has no positions, but for windows, and matrices begin with a deviation of
-`INIT_STD`, not 0.02.
+there, the attention has no positions, matrices begin with a deviation of `INIT_STD`, not 0.02, and
+rows of few pairs are as long as those of many. All rows weigh alike in the loss, as all numbers of
+pairs do there: few pairs are learnt first.
 
 With `--out` each model is a line of a file, and the same command goes on after an interruption:
 what the file has is not trained again. All models see the same batches. `--threads` compiles and
@@ -77,6 +78,9 @@ N_PAIRS = (4, 8, 16, 32, 64)
 WINDOW = 64
 MIXER = local.local(window=2, chunk_len=WINDOW)
 ENOUGH = 0.995
+# Of figures: a state of constant size, a window; the rest keep all positions.
+COLOURS = dict.fromkeys(("linear", "performer", "retention", "gated_linear", "gated_delta"), "C3")
+COLOURS |= dict.fromkeys(("local", "sinks", "longformer"), "C2")
 KEY = jax.random.key(0)
 
 
@@ -101,8 +105,8 @@ def attentions() -> dict[str, tuple[AttentionOp, ...]]:
         "flash": flash.flash(),
         "shared-QK": shared_qk.shared_qk(),
         "shared-QK, next value": shared_qk.shared_qk(own=False),
-        f"local, window {WINDOW}": window,
-        f"sinks, window {WINDOW}": sinks.sinks(window=WINDOW),
+        f"window {WINDOW}": window,
+        f"window {WINDOW} and 4 sinks": sinks.sinks(window=WINDOW),
         "longformer, dilations 1 and 4": longformer.longformer(window=WINDOW, dilation=(1, 4)),
         "LSH, 1 hash": hashes[1],
         "LSH, 4 hashes": hashes[4],
@@ -156,7 +160,7 @@ class Rows(NamedTuple):
 
     tokens: Any  # [..., B, T]
     places: Any  # [..., B, M]
-    weights: Any  # [..., B, M]
+    weights: Any  # [..., B, M], those of a row add up to 1
 
 
 class Batches:
@@ -191,11 +195,12 @@ class Batches:
     def _rows(self, tokens: np.ndarray, weights: np.ndarray) -> Rows:
         places = np.argsort(-weights, axis=-1, kind="stable")[:, : self._most]
         weights = np.take_along_axis(weights, places, axis=-1)
+        weights /= weights.sum(axis=-1, keepdims=True)
         return Rows(tokens.astype(np.uint16), places.astype(np.uint16), weights)
 
 
 def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
-    """A language model of these layers, of which windows alone have positions, rotary ones.
+    """A language model of these layers, of which `MIXER` alone has positions, rotary ones.
 
     A strict algorithm brings the next position's value too.
     """
@@ -207,7 +212,7 @@ def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
         d_attention_key=sizes.d_model // N_HEADS,
         d_attention_value=sizes.d_model // N_HEADS,
         n_layers=len(ops),
-        attention_type=ops,
+        attention_type=[op if op is MIXER else _without_positions(op) for op in ops],
         pos_type="rotary_local",
         next_value=any(op.traits.strict for op in ops),
         tie_embeddings=True,
@@ -215,6 +220,11 @@ def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
         dropout=0.0,
         mode=mode,
     )
+
+
+def _without_positions(op: AttentionOp) -> AttentionOp:
+    """The algorithm without the trait for which `pos_type="rotary_local"` turns keys."""
+    return op._replace(traits=op.traits._replace(local=False))
 
 
 def state_bytes(ops: Sequence[AttentionOp], sizes: Sizes) -> float | None:
@@ -372,13 +382,13 @@ def models(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, plot=Path("docs/associative_recall.png"))
-    for name, default in dict(tokens=32768, steps=2000, threads=1).items():
+    for name, default in dict(tokens=32768, steps=1500, threads=1).items():
         text = f"default: {default:,}"
         parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)
     several = dict(
         length=(command_line.positive, [512], "tokens of an example"),
         d_model=(command_line.positive, [64, 128], "sizes of the model"),
-        learning_rate=(float, [1e-3, 3e-3], "each is tried until one is enough"),
+        learning_rate=(float, [3e-3, 1e-3], "each is tried until one is enough"),
     )
     for name, (kind, default, text) in several.items():
         text = f"{text} (default: {' '.join(map(str, default))})"
@@ -410,24 +420,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     failed = []
     for (name, sizes), one in models(rows, args.out, args.threads, args.only_known):
         n_pairs = sizes.n_pairs()
-        label = f"accuracy with {n_pairs[-1]} pairs in {sizes.length:,} tokens"
-        if label not in panels:
+        labels = {
+            n: f"accuracy with {n} pairs in {sizes.length:,} tokens"
+            for n in (n_pairs[len(n_pairs) // 2], n_pairs[-1])
+        }
+        if not panels.keys() & labels.values():
             pairs = (f"{n} pairs" for n in n_pairs)
             columns = "d_model", "state, KiB", *pairs, "rate", "steps", "seconds"
             table = Table("attention", *columns, title=f"{sizes.length:,} tokens")
-        lines = panels.setdefault(label, {})
         if isinstance(one, Exception):
             failed.append(f"{name}, d_model={sizes.d_model}, length={sizes.length}")
         else:
             one["state_bytes"] = state = state_bytes(known[name], sizes)
             if state is not None:
                 kib = max(1, round(state / 1024))
-                lines.setdefault(name, {})[kib] = one["accuracy"][str(n_pairs[-1])]
+                for n, label in labels.items():
+                    lines = panels.setdefault(label, {}).setdefault(name, {})
+                    lines[kib] = one["accuracy"][str(n)]
         table.result(name, str(sizes.d_model), known=one, cells=cells)
-    axes = dict(yscale="linear", xlabel="state of a layer, KiB", ylim=(0, 1.02))
+    axes = dict(yscale="linear", xlabel="state of the attention, KiB", ylim=(-0.02, 1.02))
     if panels:
-        plot(args.plot, panels, **axes)
+        plot(args.plot, panels, styles=styles(known), **axes)
     exit_if(failed)
+
+
+def styles(known: Mapping[str, Sequence[AttentionOp]]) -> dict[str, dict[str, Any]]:
+    """Of lines: a colour for each kind of state, a marker for each of a kind."""
+    found: dict[str, dict[str, Any]] = {}
+    kinds: list[str] = []
+    for name, ops in known.items():
+        kinds.append("C1" if len(ops) > 1 else COLOURS.get(ops[0].name, "C0"))
+        found[name] = dict(
+            color=kinds[-1], marker="oDv^XpsP*hd<>8"[kinds.count(kinds[-1]) % 14], ms=5
+        )
+    return found
 
 
 def cells(record: Mapping[str, Any]) -> list[str]:
