@@ -146,7 +146,6 @@ class Sizes(NamedTuple):
     length: int
     batch_size: int
     steps: int
-    rates: tuple[float, ...]
     stretch: int  # steps compiled as one, after which a training may end
     n_eval: int
 
@@ -287,41 +286,50 @@ def trainer(model: TransformerLM, steps: int) -> Callable[..., Any]:
     return run
 
 
+@functools.cache
+def programs(ops: tuple[AttentionOp, ...], sizes: Sizes) -> tuple[TransformerLM, Any, Any]:
+    """The model with `MIXER` in front, its trainer, and its sums at evaluation, for all rates."""
+    ops = (MIXER, *ops)
+    model = build(ops, sizes, "train")
+    correct = jax.jit(functools.partial(sums, build(ops, sizes, "eval")))
+    return model, trainer(model, sizes.steps), correct
+
+
 def accuracies(
-    sizes: Sizes, batches: Batches, tests: Mapping[int, Rows], ops: Sequence[AttentionOp]
+    ops: tuple[AttentionOp, ...],
+    sizes: Sizes,
+    rate: float,
+    batches: Batches,
+    tests: Mapping[int, Rows],
 ) -> dict[str, Any]:
-    """The best model's accuracy by the number of pairs, its rate and steps; all rates' seconds.
+    """A trained model's accuracy by the number of pairs, its steps, and its seconds.
 
     `learning` is its accuracy in each stretch of steps.
     """
-    ops, start = (MIXER, *ops), time.perf_counter()
-    model = build(ops, sizes, "train")
-    run = trainer(model, sizes.steps)
-    correct = jax.jit(functools.partial(sums, build(ops, sizes, "eval")))
-    found = []
-    for rate in sizes.rates:
-        shape = sizes.batch_size, sizes.length
-        params = jax.jit(model.init_params, static_argnums=1)(KEY, shape)
-        opt_state = adamw(rate, sizes.steps).init(trained(params))
-        accuracy, step, learning = 0.0, 0, []
-        while step < sizes.steps and accuracy < ENOUGH:
-            rows = batches.stretch(step // sizes.stretch)
-            params, opt_state, accuracy = run(params, opt_state, step, rate, rows)
-            accuracy, step = float(accuracy), step + sizes.stretch
-            learning.append(round(accuracy, 4))
-            where = f"{ops[1:]} of {sizes.d_model} at {rate:g}: {step:,} steps"
-            print(f"{where}, {accuracy:.1%}", file=sys.stderr, flush=True)
-        named = {}
-        for n, rows in tests.items():
-            n_batches = -(-len(rows.tokens) // sizes.batch_size)
-            parts = zip(*(np.array_split(x, n_batches) for x in rows), strict=True)
-            totals = [correct(params, Rows(*part), KEY) for part in parts]
-            named[n] = float(sum(x.correct for x in totals) / sum(x.weight for x in totals))
-        found.append({"accuracy": named, "rate": rate, "ended_after": step, "learning": learning})
-        if accuracy >= ENOUGH:
-            break
-    best = max(found, key=lambda one: sum(one["accuracy"].values()))
-    return best | {"seconds": time.perf_counter() - start}
+    start = time.perf_counter()
+    model, run, correct = programs(ops, sizes)
+    params = jax.jit(model.init_params, static_argnums=1)(KEY, (sizes.batch_size, sizes.length))
+    opt_state = adamw(rate, sizes.steps).init(trained(params))
+    accuracy, step, learning = 0.0, 0, []
+    while step < sizes.steps and accuracy < ENOUGH:
+        rows = batches.stretch(step // sizes.stretch)
+        params, opt_state, accuracy = run(params, opt_state, step, rate, rows)
+        accuracy, step = float(accuracy), step + sizes.stretch
+        learning.append(round(accuracy, 4))
+        where = f"{ops} of {sizes.d_model} at {rate:g}: {step:,} steps"
+        print(f"{where}, {accuracy:.1%}", file=sys.stderr, flush=True)
+    named = {}
+    for n, rows in tests.items():
+        n_batches = -(-len(rows.tokens) // sizes.batch_size)
+        parts = zip(*(np.array_split(x, n_batches) for x in rows), strict=True)
+        totals = [correct(params, Rows(*part), KEY) for part in parts]
+        named[n] = float(sum(x.correct for x in totals) / sum(x.weight for x in totals))
+    return {
+        "accuracy": named,
+        "ended_after": step,
+        "learning": learning,
+        "seconds": time.perf_counter() - start,
+    }
 
 
 def recorded(path: Path | None) -> list[dict[str, Any]]:
@@ -336,16 +344,18 @@ def recorded(path: Path | None) -> list[dict[str, Any]]:
 
 
 def models(
-    rows: Mapping[tuple[str, Sizes], Sequence[AttentionOp]],
+    rows: Mapping[tuple[str, Sizes], tuple[AttentionOp, ...]],
+    rates: Sequence[float],
     path: Path | None,
     threads: int,
     only_known: bool,
 ) -> Iterator[tuple[tuple[str, Sizes], Any]]:
-    """The record of each model, or the exception in its place, in order.
+    """The record of each best model, or the exception in its place, in order.
 
     Args:
       rows: layers after the first one, by name and sizes.
-      path: of the file of records.
+      rates: of learning, tried in this order.
+      path: of the file of records, one for each rate.
       threads: models trained side by side.
       only_known: whether those that the file lacks are left out.
     """
@@ -353,28 +363,37 @@ def models(
     lock = threading.Lock()
     before = recorded(path)
 
-    def one(name: str, sizes: Sizes, ops: Sequence[AttentionOp]) -> dict[str, Any] | None:
-        wanted = json.loads(json.dumps({"attention": name} | sizes._asdict()))
+    def of_rate(name: str, sizes: Sizes, rate: float) -> dict[str, Any] | None:
+        wanted = json.loads(json.dumps({"attention": name, "rate": rate} | sizes._asdict()))
         for record in before:
             if wanted.items() <= record.items():
                 return record
         if only_known:
             return None
-        same = sizes._replace(d_model=0, rates=())
+        same = sizes._replace(d_model=0)
         with lock:
             if same not in drawn:
                 n_pairs = sizes.n_pairs()
                 tests = {n: Batches(sizes, (n,)).evaluation() for n in n_pairs}
                 drawn[same] = Batches(sizes, n_pairs), tests
-        known = accuracies(sizes, *drawn[same], ops)
-        record = wanted | {"device": command_line.machine()} | known
+        known = accuracies(rows[name, sizes], sizes, rate, *drawn[same])
+        record = json.loads(json.dumps(wanted | {"device": command_line.machine()} | known))
         if path is not None:
             with lock, path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        return json.loads(json.dumps(record))
+        return record
+
+    def best(name: str, sizes: Sizes) -> dict[str, Any] | None:
+        found: list[dict[str, Any]] = []
+        for rate in rates:
+            if (record := of_rate(name, sizes, rate)) is not None:
+                found.append(record)
+                if record["ended_after"] < sizes.steps:
+                    break
+        return max(found, key=lambda one: sum(one["accuracy"].values()), default=None)
 
     with ThreadPoolExecutor(threads) as pool:
-        found = {key: pool.submit(attempt, one, *key, rows[key]) for key in rows}
+        found = {key: pool.submit(attempt, best, *key) for key in rows}
         for key, future in found.items():
             if (record := future.result()) is not None:
                 yield key, record
@@ -411,14 +430,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             length=length,
             batch_size=max(1, args.tokens // length),
             steps=args.steps,
-            rates=tuple(args.learning_rate),
             stretch=min(100, args.steps),
             n_eval=n_eval,
         )
         rows[name, sizes] = known[name]
     panels: dict[str, dict[str, dict[int, float]]] = {}
     failed = []
-    for (name, sizes), one in models(rows, args.out, args.threads, args.only_known):
+    for (name, sizes), one in models(
+        rows, args.learning_rate, args.out, args.threads, args.only_known
+    ):
         n_pairs = sizes.n_pairs()
         labels = {
             n: f"accuracy with {n} pairs in {sizes.length:,} tokens"

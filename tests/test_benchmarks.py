@@ -669,9 +669,9 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
     flags = ["--tiny", f"--out={tmp_path / 'out'}", f"--plot={tmp_path / 'a.png'}", "--only"]
     trained = []
 
-    def accuracies(sizes, batches, tests, attention):
+    def accuracies(ops, sizes, rate, batches, tests):
         trained.append(sizes.d_model)
-        return {"accuracy": {"4": 0.5, "8": 0.25}, "rate": 1e-3, "ended_after": 2, "seconds": 1.0}
+        return {"accuracy": {"4": 0.5, "8": 0.25}, "ended_after": 2, "seconds": 1.0}
 
     monkeypatch.setattr(associative_recall, "accuracies", accuracies)
     associative_recall.main([*flags, "flash"])
@@ -681,6 +681,21 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
     associative_recall.main([*flags, "flash", "linear"])
     assert len(trained) == 2
     assert "| linear | 8 | 0.2 | 50.0% | 25.0% | 0.001 | 2 | 1 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ended_after, tried", [(1, [3e-3]), (2, [3e-3, 1e-3])])
+def test_recall_tries_rates_until_one_is_enough(ended_after, tried, monkeypatch):
+    sizes = associative_recall.Sizes(8, 16, 4, steps=2, stretch=1, n_eval=4)
+    rates = []
+
+    def accuracies(ops, sizes, rate, batches, tests):
+        rates.append(rate)
+        return {"accuracy": {"4": rate}, "ended_after": ended_after}
+
+    monkeypatch.setattr(associative_recall, "accuracies", accuracies)
+    row = ("flash", sizes), associative_recall.attentions()["flash"]
+    ((key, best),) = associative_recall.models(dict([row]), (3e-3, 1e-3), None, 1, False)
+    assert (key, rates, best["rate"]) == (row[0], tried, 3e-3)
 
 
 def test_a_reason_fits_a_cell():
