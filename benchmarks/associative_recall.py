@@ -130,6 +130,9 @@ def attentions() -> dict[str, tuple[AttentionOp, ...]]:
         "gated_linear": gated_linear.gated_linear(),
         "gated_delta": gated_delta.gated_delta(),
         **convolved,
+        "gated_linear, memory 1,000": gated_linear.gated_linear(memory=1000),
+        "gated_delta, memory 1,000": gated_delta.gated_delta(memory=1000),
+        "gated_delta, convolved, memory 1,000": gated_delta.gated_delta(conv_size=4, memory=1000),
         "long_short": long_short.long_short(window=WINDOW, chunk_len=WINDOW, rank=4),
     }
     both = {
