@@ -801,6 +801,16 @@ class _Launches(NamedTuple):
         return Inputs(out.q, out.k, out.v, decay, None if out.beta is None else out.beta[..., None])
 
 
+def _aligned(x: Inputs) -> Inputs:
+    """Values whose rows begin at multiples of 16 bytes: of others each number is a load."""
+    return x._replace(v=_wider(x.v))
+
+
+def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
+    """Columns of zeros added, up to a multiple of 8."""
+    return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, -v.shape[3] % 8)))
+
+
 def _launches(x: Inputs, ids, strict: bool, interpret: bool, groups: int | None) -> _Launches:
     plan = _plan(x, strict, interpret, groups)
     return _Launches(plan, _read(plan, x, ids))
@@ -824,9 +834,10 @@ def forward(
       interpret: whether to run it anywhere, slowly.
       groups: of chunks, side by side; None: as many as fill a GPU.
     """
-    launches = _launches(x, ids, strict, interpret, groups)
+    launches = _launches(_aligned(x), ids, strict, interpret, groups)
     states, values, _ = launches.states(launches.solved())
-    return launches.output(states, values), values
+    size = x.v.shape[3]
+    return launches.output(states, values)[..., :size], values[..., :size]
 
 
 def backward(
@@ -839,4 +850,5 @@ def backward(
     groups: int | None = None,
 ) -> Inputs:
     """The gradients of `x`; arguments as in `forward`, `d_out` that of the outputs."""
-    return _launches(x, ids, strict, interpret, groups).gradients(d_out)
+    found = _launches(_aligned(x), ids, strict, interpret, groups).gradients(_wider(d_out))
+    return found._replace(v=found.v[..., : x.v.shape[3]])
