@@ -81,7 +81,11 @@ COMMANDS = [
     ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
     ("reversible", "--options", "| float32 | True | 1 | 1 | 0 |"),
     ("scaling", "--saved={path}/a.jsonl --plot={path}/a.png", "| fsdp 1 | "),
-    ("sparse_attention", "--only local --peers --saved={path}/a.jsonl", "| peers in PyTorch | "),
+    (
+        "sparse_attention",
+        "--only sinks --peers --saved={path}/a.jsonl --plot={path}/a.png",
+        "| FlexAttention, sinks | ImportError: none here |",
+    ),
     ("step", "", "| reformax TransformerLM, dense | "),
     ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmarks.harness.processes import Answer, stage
 from benchmarks.peers import linear_torch
 from benchmarks.peers.attention_torch import Peer, compiled_flex_attention
 from benchmarks.peers.linear_torch import Case, Given, heads_first
@@ -213,17 +214,37 @@ def fla_nsa(window: int, block: int, n_selected: int, given: Given) -> Peer:
     return Peer(attend, tuple(given[name] for name in "qkv"))
 
 
-def by_length(window: int, block: int, n_global: int, **request: Any) -> Iterator[dict[str, Any]]:
-    """The rows of all lengths, as `linear_torch.by_length` has them."""
+def case_of(name: str, window: int, block: int, n_global: int) -> Case:
+    """The peer of this name."""
     stride = max(2, window // 16)
     of = functools.partial
     longformer = dict(window=window, n_global=n_global)
     native = dict(window=block, block=4 * stride, n_selected=min(16, stride))
-    cases = {
+    return {
         "transformers Longformer": Case("longformer", of(hugging_face, **longformer)),
         "FlexAttention, longformer": Case("longformer", of(flex_longformer, **longformer)),
         "FlexAttention, sinks": Case("sinks", of(flex_sinks, window)),
         "fla moba": Case("moba", of(fla_moba, block), agree=0.9),
         "fla nsa": Case("nsa, a mean a block", of(fla_nsa, **native), agree=0.9),
-    }
+    }[name]
+
+
+def tune(
+    name: str, folder: str, dtype: str, lengths: Sequence[int], n_known: int, limit: float, **sizes
+) -> Iterator[Answer]:
+    """Compiles the kernels of a peer, which are kept on the disk, and checks it."""
+    case = case_of(name, **sizes)
+    yield stage(f"{name}: compile and check", limit)
+    errors = linear_torch.first_check(case, folder, dtype)
+    for length in lengths[:2]:
+        yield stage(f"{name}: compile {length:,}", limit)
+        linear_torch.timed(case, folder, dtype, length, n_known, repeats=1, most=0.0)
+    yield {"name": name, "errors": errors}
+
+
+def by_length(
+    name: str, window: int, block: int, n_global: int, **request: Any
+) -> Iterator[Answer]:
+    """The figures of a peer, as `linear_torch.by_length` has them."""
+    cases = {name: case_of(name, window, block, n_global)}
     return linear_torch.by_length(cases=cases, **request)

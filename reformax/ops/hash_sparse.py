@@ -32,7 +32,7 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_value,
 )
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles, on_request
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.hashing import MAX_FACTOR, draw_rotations, hash_by
 from reformax.ops.parts.normalization import length_normalize
@@ -88,7 +88,8 @@ def hash_sparse(
       own: whether a position that sees nothing else attends to itself. False makes zeros of it.
       impl: `"xla"` runs everywhere, in array operations, a head after the other. `"pallas"` is the
         kernel of block-sparse attention, for NVIDIA GPUs of Ampere or later and heads of 128 or
-        less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"` is `"xla"`.
+        less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"`
+        takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a number of buckets that is odd or out of range, an unknown `impl`.
@@ -140,7 +141,7 @@ def _apply(
     x = [_in_order(x, order) for x, order in sides]
     flat = queries.folded(), keys.folded()
     strict = settings.shared_qk
-    impl = choose(on_request(settings.impl), **kernel_obstacles(q, k, v))
+    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
     if impl == "xla":
         out = _in_arrays(*x, *flat, causal, strict, dropout, n_heads, seed)
     else:

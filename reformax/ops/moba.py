@@ -39,8 +39,8 @@ from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 SCORED = 1024
 # Of how many blocks the best are found one by one.
 FEW = 4
-# Queries and keys of a kernel's tile.
-QUERIES, KEYS = 128, 64
+# Queries of a kernel's tile, by the bytes of a number, and keys.
+QUERIES, KEYS = {2: 128, 4: 32}, 64
 
 
 @named
@@ -179,7 +179,7 @@ def _apply(block_size, impl, params, q, k, v, *, plan, segments, causal, dropout
         return _in_arrays(_tiles(plan, size, size), size, q, k, v, segments, dropout, rng)
     from reformax.ops.kernels import moba as kernel
 
-    found = _tiles(plan, size, min(QUERIES, kernel.power_of_two(length)))
+    found = _tiles(plan, size, min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length)))
     lists = kernel.Lists(found.block, found.pair, found.bounds, found.place >= 0)
     sizes = kernel.Sizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
     ids = None if segments is None else jnp.asarray(segments, jnp.int32)

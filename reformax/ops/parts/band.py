@@ -28,7 +28,7 @@ from reformax.ops.parts.cache import (
 )
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dispatch import choose, kernel_obstacles, on_request
+from reformax.ops.parts.dispatch import choose, kernel_obstacles
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
 from reformax.ops.parts.orders import ChunkSizes
@@ -82,9 +82,7 @@ def attend(
     """
     n_heads = q.shape[2]
     dilations = {band.dilation for band in bands} - {1}
-    impl = choose(
-        on_request(impl), **kernel_obstacles(q, k, v, dilation=max(dilations, default=None))
-    )
+    impl = choose(impl, **kernel_obstacles(q, k, v, dilation=max(dilations, default=None)))
     if impl != "xla":
         return _in_kernels(bands[0], impl, q, k, v, few, segments, dropout, rng)
     seed = seed_words(rng, len(q)) if dropout else None
