@@ -54,7 +54,7 @@ from benchmarks.peers.sparse_jax import MOST, Shape, algorithms
 
 SLOW = 1.0
 SHAPES = {
-    "tiny": Shape((64, 128), 2, 8, "float32", 60, 16, 2),
+    "tiny": Shape((64, 128), 2, 8, "float32", 64, 16, 2),
     "cpu": Shape((1024, 4096), 4, 32, "float32", 512, 128, 4),
     "gpu": Shape((1024, 65536, 16384, 262144, 1048576), 16, 64, "bfloat16", 2048, 512, 16),
 }

@@ -28,7 +28,7 @@ def with_mask(visible: Callable[..., Any], given: Given) -> Peer:
     return Peer(functools.partial(compiled_flex_attention, block_mask=mask), heads_first(given))
 
 
-def flex_longformer(window: int, n_global: int, given: Given) -> Peer:
+def flex_longformer(given: Given, window: int, n_global: int) -> Peer:
     def visible(batch, head, query, key):
         near = (query - key).abs() <= window
         return near | (query < n_global) | (key < n_global)
@@ -36,7 +36,7 @@ def flex_longformer(window: int, n_global: int, given: Given) -> Peer:
     return with_mask(visible, given)
 
 
-def flex_sinks(window: int, given: Given) -> Peer:
+def flex_sinks(given: Given, window: int) -> Peer:
     def visible(batch, head, query, key):
         return (key <= query) & ((query - key < window) | (key < N_SINKS))
 
@@ -54,7 +54,7 @@ class Instead(nn.Module):
         return (x if self.x is None else self.x).clone()  # it is divided in its place
 
 
-def hugging_face(window: int, n_global: int, given: Given) -> Peer:
+def hugging_face(given: Given, window: int, n_global: int) -> Peer:
     """transformers' layer without its projections, whose input are queries."""
     from transformers import LongformerConfig
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
@@ -187,7 +187,7 @@ def stand_in_for_flash_attn() -> None:
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": inner}
 
 
-def fla_moba(block: int, given: Given) -> Peer:
+def fla_moba(given: Given, block: int) -> Peer:
     stand_in_for_flash_attn()
     from fla.ops.moba import parallel_moba
 
@@ -200,7 +200,7 @@ def fla_moba(block: int, given: Given) -> Peer:
     return Peer(attend, tuple(given[name] for name in "qkv"))
 
 
-def fla_nsa(window: int, block: int, n_selected: int, given: Given) -> Peer:
+def fla_nsa(given: Given, window: int, block: int, n_selected: int) -> Peer:
     """Its gates are ours that are half open."""
     stand_in_for_flash_attn()
     from fla.ops.nsa import parallel_nsa
@@ -223,8 +223,8 @@ def case_of(name: str, window: int, block: int, n_global: int) -> Case:
     return {
         "transformers Longformer": Case("longformer", of(hugging_face, **longformer)),
         "FlexAttention, longformer": Case("longformer", of(flex_longformer, **longformer)),
-        "FlexAttention, sinks": Case("sinks", of(flex_sinks, window)),
-        "fla moba": Case("moba", of(fla_moba, block), agree=0.9),
+        "FlexAttention, sinks": Case("sinks", of(flex_sinks, window=window)),
+        "fla moba": Case("moba", of(fla_moba, block=block), agree=0.9),
         "fla nsa": Case("nsa, a mean a block", of(fla_nsa, **native), agree=0.9),
     }[name]
 
