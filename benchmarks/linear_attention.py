@@ -303,7 +303,10 @@ def print_tables(figures: Figures, shape: Shape, names: Sequence[str]) -> None:
 
 
 def draw(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Time and memory of the gradient by length; the last record of a row counts."""
+    """Time and memory of the gradient by length; the last record of a row counts.
+
+    A peer has the colour of our row that computes the same, and a broken line.
+    """
     records = [x for x in records if "error" not in x]
     panels: dict[str, dict[str, dict[int, float]]] = {}
     for label, key in (
@@ -315,7 +318,17 @@ def draw(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
             if x[key]:
                 lines.setdefault(x["attention"], {})[x["length"]] = x[key]
     titles = dict.fromkeys(f"{x['machine']}, one sequence, {x['shape']}" for x in records)
-    plot(path, panels, "; ".join(titles), xlabel="length")
+    of = {x["attention"]: x["of"] or x["attention"] for x in records}
+    ours = list(dict.fromkeys(of.values()))
+    styles = {
+        name: dict(
+            color=f"C{ours.index(own)}",
+            marker="oDv^Xps*hP<>d"[i % 13],
+            ls="-" if name == own else ":" if "from inputs" in name else "--",
+        )
+        for i, (name, own) in enumerate(of.items())
+    }
+    plot(path, panels, "; ".join(titles), styles=styles, xlabel="length")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -46,7 +46,7 @@ from benchmarks.harness import (
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
 from benchmarks.harness.output import Table
-from benchmarks.peers import linear_jax, linear_names, rabe_staats
+from benchmarks.peers import linear_jax, linear_names, rabe_staats, triton_tuning
 from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
 from benchmarks.reliability import failing_calls, kills
@@ -636,6 +636,27 @@ def test_a_peer_that_hangs_is_killed_and_the_next_one_asked(where, tmp_path, mon
     linear_attention.main([*flags, "--limit=0.5"])
     printed = capsys.readouterr()
     assert "s] " not in printed.err and "| other | 1.000 (2.000) | 3.000 (4.000) |" in printed.out
+
+
+@pytest.mark.parametrize("index, made", [(0, [0, 3]), (1, [1, 4, 0]), (2, [2, 0])])
+def test_processes_share_the_versions_of_a_kernel(index, made, monkeypatch):
+    """All are compiled by one of three, the first by each, and none is timed."""
+
+    class Autotuner:
+        def prune_configs(self, kwargs):
+            return list(range(5))
+
+        def _bench(self, *args, config):
+            return self.do_bench(lambda: compiled.append(config), quantiles=(0.5, 0.2, 0.8))
+
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", types.ModuleType("triton.runtime"))
+    autotuner = types.SimpleNamespace(Autotuner=Autotuner)
+    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", autotuner)
+    triton_tuning.compile_share(index, 3)
+    kernel, compiled = Autotuner(), []
+    assert [kernel._bench(config=x) for x in kernel.prune_configs({})] == [[0.0] * 3] * len(made)
+    assert compiled == made
 
 
 def test_a_row_that_fails_costs_itself_alone(tmp_path, monkeypatch, capsys):
