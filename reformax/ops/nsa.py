@@ -33,13 +33,16 @@ from reformax.declared import Called, SettingError, Size
 from reformax.ops import local
 from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, positions_by_slot
-from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN, parts, tiles
+from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite, tokens_only
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions
 from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
+
+# What the tiles of the kernels hold.
+KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
 
 
 class Settings(NamedTuple):
@@ -71,7 +74,13 @@ class Settings(NamedTuple):
 
     def choose(self, q: Array, k: Array, v: Array | None) -> str:
         """The implementation of summaries and of selected blocks."""
-        return choose(self.impl, **kernel_obstacles(q, k, v))
+        shape = {
+            "heads_of_a_key_head": q.shape[2] // k.shape[2],
+            "summaries_of_a_block": self.block_size // self.compress_stride,
+            "blocks": -(-q.shape[1] // self.block_size),
+        }
+        above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
+        return choose(self.impl, **kernel_obstacles(q, k, v, **above))
 
     @property
     def near(self) -> AttentionOp:
@@ -315,12 +324,13 @@ def _plan(
 
     impl = settings.choose(q, k, None)
     if impl != "xla":
-        from reformax.ops.kernels import choice
+        from reformax.ops.kernels import selection
 
-        sizes = settings.block_size, settings.compress_stride, settings.compress_len
-        sizes = choice.Sizes(min(settings.n_selected, n_blocks), *sizes, weights=True)
         masks = () if segments is None else (ids, far.ids, first // settings.block_size)
-        return choice.choose(sizes, impl == "pallas_interpret", q, far.keys, *masks)
+        sizes = settings.block_size, settings.compress_stride, settings.compress_len
+        group = q.shape[2] // k.shape[2]
+        sizes = selection.Sizes(min(settings.n_selected, n_blocks), *sizes, group)
+        return selection.select(sizes, impl == "pallas_interpret", q, far.keys, *masks)
     n_seen = far.keys.shape[1] * q.shape[2]
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     chosen = by_chunks(select, n_seen, q, ids, positions(length), first)
@@ -448,10 +458,7 @@ def _in_kernels(
     far_ids = None if ids is None else far.ids
     compressed = kernel.attend(sizes, interpret, q, far_keys, far_values, ids, far_ids, None, rng)
     sizes = kernel.Sizes(group, size, plan.shape[3], 1, 1, dropout, rows)
-    found = tiles(plan, -(-q.shape[1] // size), sizes.n_listed)
-    parts_of = parts(found.bounds, found.block.shape[2], kernel.TILES_OF_A_PART)
-    lists = kernel.Lists(plan, found.pair, *parts_of)
-    selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, lists, rng)
+    selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, rng)
     return compressed, selected
 
 

@@ -42,12 +42,14 @@ from reformax.ops.kernels.common import (
     softmax_step,
     view_rows,
 )
+from reformax.ops.parts.chosen_blocks import parts, tiles
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.softmax import Softmax, nonzero
 
 # Keys of a tile, tiles of a part of a list, parts that summaries' queries are in.
 KEYS, TILES_OF_A_PART, N_PARTS = 64, 64, 8
+FEW, STAGES, MOST_OF_FOUR = 2, 2, 128 * 64
 # Rows of a tile by the bytes of a number: products of float32 are long programs.
 ROWS = {2: 128, 4: 32}
 
@@ -99,17 +101,15 @@ def n_rows(x: Array) -> int:
 
 
 class Lists(NamedTuple):
-    """Which query selects which block.
+    """Which queries select each block.
 
     Attributes:
-      chosen: the blocks of each query; -1 is none.
       pair: each tile's queries; query t that selects a block as its n-th is t K + n. -1 is none.
       parts: of each part of a block's tiles the block, its first tile, and the end; a part that
         does not exist has none.
       first_part: of each block, and the end.
     """
 
-    chosen: Int[Array, "B G T K"]
     pair: Int[Array, "B G M I"]
     parts: Int[Array, "3 B G W"]
     first_part: Int[Array, "B G J+1"]
@@ -122,7 +122,8 @@ class _Inputs(NamedTuple):
     ids: Array | None  # [B, T]
     key_ids: Array | None  # [B, S]
     seed: Array | None  # [6]
-    lists: Lists | None
+    chosen: Array | None  # [B, G, T, K]
+    lists: Lists | None = None
 
 
 class _Rows(NamedTuple):
@@ -140,7 +141,7 @@ class _Columns(NamedTuple):
     place: Array
     last: Array
     ids: Array | None
-    exists: Array
+    exists: Array | None  # None: all do, and all rows see them
 
 
 class _Here(NamedTuple):
@@ -170,10 +171,12 @@ class _Here(NamedTuple):
         return _Rows(position, head, ids, exists)
 
     def columns(self, x: _Inputs, first, end) -> _Columns:
-        """The keys from `first` on, which exist up to `end`."""
+        """The keys from `first` on, which exist up to `end`; None: all do."""
         place = first + jnp.arange(self.sizes.n_keys, dtype=jnp.int32)
-        exists = (place < end) & (place < x.k.shape[1])
-        safe = jnp.where(exists, place, 0)
+        exists, safe = None, place
+        if end is not None:
+            exists = (place < end) & (place < x.k.shape[1])
+            safe = jnp.where(exists, place, 0)
         ids = None if x.key_ids is None else load(x.key_ids.at[self.batch, safe], exists, 0)
         return _Columns(safe, place * self.sizes.stride + (self.sizes.span - 1), ids, exists)
 
@@ -211,8 +214,10 @@ class _Here(NamedTuple):
         view = view_rows(ref, self.batch, columns.place, self.head, width, columns.exists)
         return load(*view, 0.0)
 
-    def visible(self, rows: _Rows, columns: _Columns) -> Array:
-        """Which key each row sees, as two sides of a tile."""
+    def visible(self, rows: _Rows, columns: _Columns) -> Array | None:
+        """Which key each row sees, as two sides of a tile; None: every one."""
+        if columns.exists is None:
+            return None
         mask = (columns.last <= rows.position) & columns.exists & rows.exists
         if rows.ids is not None:
             mask = mask & (rows.ids == columns.ids) & (columns.ids != 0)
@@ -229,17 +234,23 @@ class _Here(NamedTuple):
             seen = jnp.max(jnp.where(rows.exists, rows.position, 0)) - (sizes.span - sizes.stride)
             seen = lax.div(jnp.maximum(seen + 1, 0), jnp.int32(sizes.stride))
             n_tiles = lax.div(seen + (sizes.n_keys - 1), jnp.int32(sizes.n_keys))
+            n_clear = jnp.int32(0)
+            if x.ids is None:  # tiles that the first query sees whole
+                seen = tile * sizes.n_queries - (sizes.span - sizes.stride) + 1
+                seen = lax.div(jnp.maximum(seen, 0), jnp.int32(sizes.stride))
+                n_clear = jnp.minimum(lax.div(seen, jnp.int32(sizes.n_keys)), n_tiles)
 
-            def step(number, carry):
-                first = number * sizes.n_keys
-                return body(self.columns(x, first, x.k.shape[1]), carry)
+            def step(end, number, carry):
+                return body(self.columns(x, number * sizes.n_keys, end), carry)
 
-            return lax.fori_loop(jnp.int32(0), n_tiles, step, carry)
+            clear, masked = (functools.partial(step, end) for end in (None, x.k.shape[1]))
+            carry = lax.fori_loop(jnp.int32(0), n_clear, clear, carry)
+            return lax.fori_loop(n_clear, n_tiles, masked, carry)
 
         def step(number, carry):
             per_block = jnp.int32(sizes.per_block)
             which = lax.div(number, per_block)
-            block = x.lists.chosen[self.batch, self.head, tile, which]
+            block = x.chosen[self.batch, self.head, tile, which]
             start = jnp.maximum(block, 0) * sizes.block
             end = jnp.where(block < 0, 0, start + sizes.block)
             first = start + lax.rem(number, per_block) * sizes.n_keys
@@ -320,7 +331,7 @@ def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
         end, step = jnp.int32(-(-x.q.shape[1] // sizes.n_listed)), jnp.int32(N_PARTS)
     k, v = here.of_columns(x.k, columns), here.of_columns(x.v, columns)
 
-    def differentiate(number, sums):
+    def differentiate(columns, number, sums):
         dk, dv = sums
         pair = x.lists.pair if sizes.block else None
         rows = here.rows(x, sizes.n_listed, start + number * step, pair)
@@ -333,7 +344,16 @@ def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
 
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     count = lax.div(jnp.maximum(end - start + (step - 1), 0), step)
-    dk, dv = lax.fori_loop(jnp.int32(0), count, differentiate, sums)
+    n_masked = count
+    if not sizes.block and x.ids is None:  # queries behind all of the keys see all
+        last = (first + sizes.n_keys) * sizes.stride + (sizes.span - sizes.stride - 1)
+        clear = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
+        n_masked = lax.div(jnp.maximum(clear - start + (step - 1), 0), step)
+        whole = first + sizes.n_keys <= x.k.shape[1]
+        n_masked = jnp.where(whole, jnp.minimum(n_masked, count), count)
+    sums = lax.fori_loop(jnp.int32(0), n_masked, functools.partial(differentiate, columns), sums)
+    clear = columns._replace(exists=None)
+    dk, dv = lax.fori_loop(n_masked, count, functools.partial(differentiate, clear), sums)
     place = jnp.arange(sizes.n_keys, dtype=jnp.int32)[:, None]
     for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
         number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
@@ -369,7 +389,7 @@ def attend(
     v: Float[Array, "B S G V"],
     ids: Int[Array, "B T"] | None,
     key_ids: Int[Array, "B S"] | None,
-    lists: Lists | None,
+    chosen: Int[Array, "B G T K"] | None,
     rng: Array | None,
 ) -> Float[Array, "B T N V"]:
     """The attention of one branch by these kernels, with its gradient.
@@ -380,58 +400,68 @@ def attend(
       q: queries, zeros at padding.
       k, v: summaries, or keys and values, zeros at padding.
       ids, key_ids: segments of both; None is one.
-      lists: who selects which block; None for summaries.
+      chosen: the blocks that each query selects, -1 for none; None for summaries.
       rng: the source of dropout; None if there is none.
     """
-    return _attend_forward(sizes, interpret, q, k, v, ids, key_ids, lists, rng)[0]
+    return _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng)[0]
 
 
-def _launch(kernel, sizes: Sizes, interpret, inputs, shapes, n_programs, num_warps):
+def _launch(kernel, sizes: Sizes, interpret, inputs, shapes, n_programs, of_queries=True):
     n_batch, _, n_kv, _ = inputs[0].k.shape
     return launch(
         functools.partial(kernel, sizes=sizes),
         inputs,
         shapes,
         grid=(n_programs, n_kv, n_batch),
-        num_warps=num_warps,
-        num_stages=2,
+        num_warps=_warps(sizes, inputs[0].k.shape[3], of_queries),
+        num_stages=STAGES,
         interpret=interpret,
         name=f"nsa_{'selected' if sizes.block else 'compressed'}{kernel.__name__[:-7]}",
     )
 
 
-def _warps(sizes: Sizes) -> int:
-    """Of a program that owns queries: few where a tile has the heads of one."""
-    return 4 if sizes.n_queries * sizes.group > 32 else 2
+def _warps(sizes: Sizes, size: int, of_queries: bool) -> int:
+    """Few where a tile has the heads of one query; many where its numbers would not fit."""
+    n_rows = (sizes.n_queries if of_queries else sizes.n_listed) * sizes.group
+    if n_rows <= 32:
+        return FEW
+    return 8 if power_of_two(size) * n_rows > MOST_OF_FOUR else 4
 
 
-def _inputs(sizes, q, k, v, ids, key_ids, lists, rng) -> _Inputs:
+def _inputs(sizes, q, k, v, ids, key_ids, chosen, rng) -> _Inputs:
     seed = seed_words(rng, len(q)) if sizes.dropout > 0.0 else None
-    return _Inputs(q, k, v, ids, key_ids, seed, lists)
+    return _Inputs(q, k, v, ids, key_ids, seed, chosen)
 
 
-def _attend_forward(sizes, interpret, q, k, v, ids, key_ids, lists, rng):
+def _lists(sizes: Sizes, chosen: Int[Array, "B G T K"]) -> Lists:
+    found = tiles(chosen, -(-chosen.shape[2] // sizes.block), sizes.n_listed)
+    return Lists(found.pair, *parts(found.bounds, found.block.shape[2], TILES_OF_A_PART))
+
+
+def _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng):
     q, k, v = first_order((q, k, v))
     n_batch, length, n_heads, _ = q.shape
-    x = _inputs(sizes, q, k, v, ids, key_ids, lists, rng)
+    x = _inputs(sizes, q, k, v, ids, key_ids, chosen, rng)
     numbers = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), numbers, numbers)
     n_programs = -(-length // sizes.n_queries)
     ((out, top, total),) = _launch(
-        _forward_kernel, sizes, interpret, (x,), (shapes,), n_programs, _warps(sizes)
+        _forward_kernel, sizes, interpret, (x,), (shapes,), n_programs
     )
-    return out, ((q, k, v, ids, key_ids, lists, rng), (out, top, total))
+    return out, ((q, k, v, ids, key_ids, chosen, rng), (out, top, total))
 
 
 def _attend_backward(sizes, interpret, residuals, d_out):
     inputs, results = residuals
     (out, top, total), d_out = first_order((results, d_out))
-    q, k, v, ids, _, lists, _ = inputs
+    q, _, _, ids, _, chosen, _ = inputs
     x = _inputs(sizes, *inputs)
     row = query_rows(d_out, out, top, total, ids)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     n_programs = -(-q.shape[1] // sizes.n_queries)
-    dq = _launch(_queries_kernel, sizes, interpret, (x, row), like, n_programs, _warps(sizes))
+    dq = _launch(_queries_kernel, sizes, interpret, (x, row), like, n_programs)
+    if sizes.block:
+        x = x._replace(chosen=None, lists=_lists(sizes, chosen))
     dk, dv = _gradients_of_keys(sizes, interpret, x, row)
     return dq, dk, dv, None, None, None, None
 
@@ -448,7 +478,7 @@ def _gradients_of_keys(sizes: Sizes, interpret, x: _Inputs, row: QueryRows):
         jax.ShapeDtypeStruct((n_batch, n_kv, n_programs, sizes.n_keys, y.shape[3]), jnp.float32)
         for y in (x.k, x.v)
     )
-    (parts,) = _launch(_keys_kernel, sizes, interpret, (x, row), (shapes,), n_programs, 4)
+    (parts,) = _launch(_keys_kernel, sizes, interpret, (x, row), (shapes,), n_programs, False)
 
     def summed(parts, like):
         if not sizes.block:
