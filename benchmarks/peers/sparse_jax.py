@@ -52,6 +52,7 @@ class Made(NamedTuple):
       make: makes it of `impl`.
       dense: the row that it is compared with.
       wide: whether its heads are those of NSA's paper, 64 of 128 and 4 of keys.
+      impl: that it is measured by.
     """
 
     make: Callable[..., AttentionOp]
@@ -60,12 +61,13 @@ class Made(NamedTuple):
     n_kv_heads: int | None = None
     dense: str = "flash"
     wide: bool = False
+    impl: str = "auto"
 
-    def row(self, impl: str = "auto", other: str | None = None) -> rows.Row:
+    def row(self, impl: str | None = None, other: str | None = None) -> rows.Row:
         """Its row, checked against another implementation."""
         options = dict(causal=self.causal, marked=self.marked)
         other = other or rows.other_impl()
-        return rows.row(self.make(impl=impl), self.make(impl=other), **options)
+        return rows.row(self.make(impl=impl or self.impl), self.make(impl=other), **options)
 
     def inputs(self, shape: Shape, length: int, dtype: str | None = None) -> tuple[jax.Array, ...]:
         """q, k, v and d_out, random."""
@@ -85,7 +87,12 @@ def algorithms(shape: Shape) -> dict[str, Made]:
     whole = of(nsa.nsa, **sizes, compress_len=4 * stride, compress_stride=4 * stride)
     marked = dict(n_global=shape.n_global, own_projections=False)
     one, four = dict(n_kv_heads=1), dict(n_kv_heads=4, wide=True)
-    return {
+    newest = of(Made, native, impl="pallas")  # kernels that "auto" does not take
+    on_request = {
+        "nsa, impl='pallas'": newest(dense="flash, 1 head of keys", **one),
+        "nsa, 64 heads of 128, impl='pallas'": newest(dense="flash, 64 heads of 128", **four),
+    }
+    made = {
         "nsa": Made(native, dense="flash, 1 head of keys", **one),
         "moba": Made(of(moba.moba, block_size=shape.block, top_k=3)),
         "nsa, a mean a block": Made(whole, dense="flash, 1 head of keys", **one),
@@ -103,6 +110,7 @@ def algorithms(shape: Shape) -> dict[str, Made]:
         "hash_sparse": Made(of(hash_sparse.hash_sparse, n_buckets=16)),
         "local": Made(of(local.local, chunk_len=half, window=half)),
     }
+    return made if jax.default_backend() == "cpu" else made | on_request
 
 
 def numbers(name: str, shape: Sequence[Any], folder: str, limit: float) -> Iterator[Answer]:

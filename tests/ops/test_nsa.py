@@ -7,6 +7,7 @@ import pytest
 
 from reformax.ops import dense, nsa
 from reformax.ops.base import Dims
+from reformax.ops.kernels import selection
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import native_sparse
 from tests.ops.inputs import Inputs
@@ -41,9 +42,12 @@ def selected(q, k, ids, t):
     return list(dict.fromkeys(always + others))[:5]
 
 
-@pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize("impl", ["xla", "pallas_interpret", "what auto takes on a GPU"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl):
+def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl, monkeypatch):
+    if impl not in ("xla", "pallas_interpret"):
+        impl = "pallas_interpret"
+        monkeypatch.setattr(nsa, "NEWEST_BY", ())
     q, k = numbers(75, 4, 2)
     ids = np.repeat([1, 2, 1, 3], [18, 30, 6, 21]) if packed else np.ones(75, int)
     segments = ids[None].repeat(2, 0) if packed else None
@@ -55,6 +59,30 @@ def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl):
         want = selected(q[b, t, 2 * g : 2 * g + 2], k[b, :, g], ids, t)
         assert want[0] == t // 8
         assert set(plan[b, g, t]) - {-1} == set(want)
+
+
+# Heads, and sizes whose tiles are filled up, reach two blocks on, or are of some queries at a time.
+SELECTIONS = [
+    ((6, 2), dict(compress_len=8, compress_stride=4, block_size=12, n_selected=4), jnp.float32),
+    ((3, 3), dict(compress_len=16, compress_stride=4, block_size=4, n_selected=9), jnp.bfloat16),
+]
+
+
+@pytest.mark.parametrize("heads, sizes, dtype", SELECTIONS)
+@pytest.mark.parametrize("at_a_time", [2**30, 2**15])
+def test_kernels_select_what_array_operations_do(heads, sizes, dtype, at_a_time, monkeypatch):
+    monkeypatch.setattr(selection, "AT_A_TIME", at_a_time)
+    q, k = (2 * x.astype(dtype) for x in numbers(269, *heads))
+    masks = dict(segments=None, causal=True, rng=None, train=True)
+    got, want = (
+        jax.jit(
+            lambda q, k, impl=impl: nsa.nsa(**MEANS | sizes, impl=impl).plan((), q, k, **masks)
+        )(q, k)
+        for impl in ("pallas_interpret", "xla")
+    )
+    same = np.sort(got, axis=-1) == np.sort(want, axis=-1)
+    assert same.all(axis=-1).mean() > 0.999
+    assert (np.diff(np.where(got < 0, 999, got), axis=-1)[got[..., 1:] >= 0] > 0).all()
 
 
 GATES = {

@@ -64,6 +64,7 @@ class Sizes(NamedTuple):
       stride, span: d and P of summaries; 1 and 1 for positions.
       dropout: its rate.
       rows: of a tile.
+      clear: whether tiles that all of their rows see have no masks, and wide heads more warps.
     """
 
     group: int
@@ -73,6 +74,7 @@ class Sizes(NamedTuple):
     span: int
     dropout: float
     rows: int
+    clear: bool = False
 
     @property
     def n_queries(self) -> int:
@@ -235,7 +237,7 @@ class _Here(NamedTuple):
             seen = lax.div(jnp.maximum(seen + 1, 0), jnp.int32(sizes.stride))
             n_tiles = lax.div(seen + (sizes.n_keys - 1), jnp.int32(sizes.n_keys))
             n_clear = jnp.int32(0)
-            if x.ids is None:  # tiles that the first query sees whole
+            if sizes.clear and x.ids is None:  # tiles that the first query sees whole
                 seen = tile * sizes.n_queries - (sizes.span - sizes.stride) + 1
                 seen = lax.div(jnp.maximum(seen, 0), jnp.int32(sizes.stride))
                 n_clear = jnp.minimum(lax.div(seen, jnp.int32(sizes.n_keys)), n_tiles)
@@ -345,7 +347,7 @@ def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     count = lax.div(jnp.maximum(end - start + (step - 1), 0), step)
     n_masked = count
-    if not sizes.block and x.ids is None:  # queries behind all of the keys see all
+    if sizes.clear and not sizes.block and x.ids is None:  # queries behind all of the keys see all
         last = (first + sizes.n_keys) * sizes.stride + (sizes.span - sizes.stride - 1)
         clear = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
         n_masked = lax.div(jnp.maximum(clear - start + (step - 1), 0), step)
@@ -425,7 +427,7 @@ def _warps(sizes: Sizes, size: int, of_queries: bool) -> int:
     n_rows = (sizes.n_queries if of_queries else sizes.n_listed) * sizes.group
     if n_rows <= 32:
         return FEW
-    return 8 if power_of_two(size) * n_rows > MOST_OF_FOUR else 4
+    return 8 if sizes.clear and power_of_two(size) * n_rows > MOST_OF_FOUR else 4
 
 
 def _inputs(sizes, q, k, v, ids, key_ids, chosen, rng) -> _Inputs:
@@ -445,9 +447,7 @@ def _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng):
     numbers = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), numbers, numbers)
     n_programs = -(-length // sizes.n_queries)
-    ((out, top, total),) = _launch(
-        _forward_kernel, sizes, interpret, (x,), (shapes,), n_programs
-    )
+    ((out, top, total),) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,), n_programs)
     return out, ((q, k, v, ids, key_ids, chosen, rng), (out, top, total))
 
 

@@ -292,7 +292,7 @@ def _best_kernel(worth, first, start, out, *, sizes: Sizes, length: int):
     score = jnp.where((block >= lowest) & (block <= own) & exists, score, -1)
 
     def count(mask) -> Array:
-        return jnp.sum(mask.astype(jnp.int32))
+        return jnp.sum(mask, dtype=jnp.int32)
 
     def step(i, least):
         """The largest number that K blocks reach, another bit of it."""
@@ -302,8 +302,8 @@ def _best_kernel(worth, first, start, out, *, sizes: Sizes, length: int):
     least = lax.fori_loop(jnp.int32(0), jnp.int32(31), step, jnp.int32(0))
     above, even = score > least, score == least
     room = sizes.n_best - count(above)
-    chosen = above | (even & (jnp.cumsum(even.astype(jnp.int32)) <= room))
-    place = jnp.cumsum(chosen.astype(jnp.int32)) - 1
+    chosen = above | (even & (jnp.cumsum(even, dtype=jnp.int32) <= room))
+    place = jnp.cumsum(chosen, dtype=jnp.int32) - 1
     place = jnp.where(chosen, place, out.shape[3])
     pltriton.store(out.at[batch, head, row, place], block, mask=chosen)
     slot = jnp.arange(power_of_two(sizes.n_best), dtype=jnp.int32)
