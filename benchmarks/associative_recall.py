@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import sys
 import threading
 import time
@@ -81,7 +82,7 @@ ENOUGH = 0.995
 # Of figures: a state of constant size, a window; the rest keep all positions.
 COLOURS = dict.fromkeys(("linear", "performer", "retention", "gated_linear", "gated_delta"), "C3")
 COLOURS |= dict.fromkeys(("local", "sinks", "longformer"), "C2")
-KEY = jax.random.key(0)
+SEED = 0
 
 
 def attentions() -> dict[str, tuple[AttentionOp, ...]]:
@@ -234,8 +235,9 @@ def state_bytes(ops: Sequence[AttentionOp], sizes: Sizes) -> float | None:
     model, length = build(ops, sizes, "eval"), sizes.length
 
     def read(tokens):
-        params = model.init_params(KEY, tokens.shape)
-        _, decoding = model.prefill(params, tokens, jnp.full(1, length - 1), length, KEY)
+        key = jax.random.key(SEED)
+        params = model.init_params(key, tokens.shape)
+        _, decoding = model.prefill(params, tokens, jnp.full(1, length - 1), length, key)
         return decoding.caches
 
     try:
@@ -273,7 +275,7 @@ def trainer(model: TransformerLM, steps: int) -> Callable[..., Any]:
 
         def step(carry, numbered):
             (params, opt_state), (number, rows) = carry, numbered
-            rng = jax.random.fold_in(KEY, number)
+            rng = jax.random.fold_in(jax.random.key(SEED), number)
             gradients, accuracy = jax.grad(mean, has_aux=True)(params, rows, rng)
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 before = trained(params)
@@ -311,7 +313,8 @@ def accuracies(
     """
     start = time.perf_counter()
     model, run, correct = programs(ops, sizes)
-    params = jax.jit(model.init_params, static_argnums=1)(KEY, (sizes.batch_size, sizes.length))
+    key, shape = jax.random.key(SEED), (sizes.batch_size, sizes.length)
+    params = jax.jit(model.init_params, static_argnums=1)(key, shape)
     opt_state = adamw(rate, sizes.steps).init(trained(params))
     accuracy, step, learning = 0.0, 0, []
     while step < sizes.steps and accuracy < ENOUGH:
@@ -325,7 +328,7 @@ def accuracies(
     for n, rows in tests.items():
         n_batches = -(-len(rows.tokens) // sizes.batch_size)
         parts = zip(*(np.array_split(x, n_batches) for x in rows), strict=True)
-        totals = [correct(params, Rows(*part), KEY) for part in parts]
+        totals = [correct(params, Rows(*part), key) for part in parts]
         named[n] = float(sum(x.correct for x in totals) / sum(x.weight for x in totals))
     return {
         "accuracy": named,
@@ -403,6 +406,8 @@ def models(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    # Programs of several threads would end up in each other's CUDA graphs.
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     parser = command_line.parser(__doc__, plot=Path("docs/associative_recall.png"))
     for name, default in dict(tokens=32768, steps=1500, threads=1).items():
         text = f"default: {default:,}"
