@@ -363,7 +363,7 @@ def models(
       rates: of learning, tried in this order.
       path: of the file of records, one for each rate.
       threads: models trained side by side.
-      only_known: whether those that the file lacks are left out.
+      only_known: whether those that the file lacks are left out, and any number of steps will do.
     """
     drawn: dict[Sizes, tuple[Batches, dict[int, Rows]]] = {}
     lock = threading.Lock()
@@ -371,6 +371,8 @@ def models(
 
     def of_rate(name: str, sizes: Sizes, rate: float) -> dict[str, Any] | None:
         wanted = json.loads(json.dumps({"attention": name, "rate": rate} | sizes._asdict()))
+        if only_known:
+            del wanted["steps"]
         for record in before:
             if wanted.items() <= record.items():
                 return record
@@ -423,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = attentions()
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="these attentions")
     parser.add_argument("--out", type=Path, metavar="FILE", help="lines of JSON, a model each")
-    text = "train nothing: show what the file has"
+    text = "train nothing: show what the file has, of any number of steps"
     parser.add_argument("--only_known", action="store_true", help=text)
     args = parser.parse_args(argv)
     n_eval = 256
