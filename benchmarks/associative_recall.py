@@ -79,7 +79,7 @@ N_PAIRS = (4, 8, 16, 32, 64)
 WINDOW = 64
 MIXER = local.local(window=2, chunk_len=WINDOW)
 ENOUGH = 0.995
-# Of figures: a state of constant size, a window; the rest keep all positions.
+# Of figures: a state of constant size, a window; the rest grow with the length.
 COLOURS = dict.fromkeys(("linear", "performer", "retention", "gated_linear", "gated_delta"), "C3")
 COLOURS |= dict.fromkeys(("local", "sinks", "longformer"), "C2")
 SEED = 0
@@ -470,7 +470,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         table.result(name, str(sizes.d_model), known=one, cells=cells)
     axes = dict(yscale="linear", xlabel="state of the attention, KiB", ylim=(-0.02, 1.02))
     if panels:
-        plot(args.plot, panels, styles=styles(known), **axes)
+        states = [kib for lines in panels.values() for points in lines.values() for kib in points]
+        ticks = [2**i for i in range(min(states).bit_length() - 1, max(states).bit_length() + 1)]
+        plot(args.plot, panels, styles=styles(known), ticks=ticks, **axes)
     exit_if(failed)
 
 
