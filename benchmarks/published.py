@@ -6,7 +6,7 @@ A step is forward, backward and AdamW, on random tokens, in bfloat16 and without
 are those of configs/gpt2.gin and configs/gpt2_medium.gin; PyTorch's has SDPA, torch.compile,
 autocast and fused AdamW. The two run in turns, ten steps in a row, each alone on the device, for a
 GPU's clock falls with heat. Times are medians. A model whose first loss is not that of a guess
-prints the reason.
+prints the reason. --profile prints the kernels of three more steps of ours and their times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.harness import command_line
+from benchmarks.harness import command_line, kernels
 from benchmarks.harness.calls import PeerError, attempt
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import alone, ask
@@ -34,7 +34,7 @@ from reformax.ops import flash
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 
-IN_A_ROW = 10  # steps
+IN_A_ROW, TRACED = 10, 3  # steps
 # AdamW's of both, as in configs/gpt2.gin.
 OPTIMIZER = dict(learning_rate=6e-4, b2=0.95, weight_decay=0.1)
 
@@ -77,7 +77,7 @@ def checked(loss: float, shape: Shape) -> float:
     return loss
 
 
-def ours(shape: Shape, lock: Path, repeats: int) -> Iterator[float]:
+def ours(shape: Shape, lock: Path, repeats: int, profile: bool) -> Iterator[float]:
     """Compiles a step, and gives its first loss; then seconds of a step, `repeats` times."""
     d_head = shape.d_model // shape.n_heads
     model = TransformerLM(
@@ -126,6 +126,14 @@ def ours(shape: Shape, lock: Path, repeats: int) -> Iterator[float]:
             seconds = (time.perf_counter() - start) / IN_A_ROW
         yield seconds
         time.sleep(0.2)  # for the other to take its turn
+    if profile:
+        with alone(lock), tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                take(TRACED)
+            found = kernels.times(Path(folder))
+        table = Table("kernel", "ms a step", "calls a step", title="ours, by kernel")
+        for name, (ms, calls) in found.items():
+            table.row(name, f"{ms / TRACED:.3f}", f"{calls / TRACED:.0f}")
 
 
 def theirs(answers: Iterator[dict[str, Any]], shape: Shape) -> Iterator[float]:
@@ -137,7 +145,7 @@ def theirs(answers: Iterator[dict[str, Any]], shape: Shape) -> Iterator[float]:
         yield answer["seconds"] if first is None else checked(first, shape)
 
 
-def measure(shape: Shape, repeats: int, python: str) -> dict[str, Any]:
+def measure(shape: Shape, repeats: int, python: str, profile: bool) -> dict[str, Any]:
     """First loss and seconds of a step, or why there are none, by the model's name."""
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder) / "lock"
@@ -145,7 +153,7 @@ def measure(shape: Shape, repeats: int, python: str) -> dict[str, Any]:
         # Its process compiles while ours does.
         answers = ask(python, "published_torch.train", **sizes, optimizer=OPTIMIZER)
         runs = {
-            "reformax": ours(shape, lock, repeats),
+            "reformax": ours(shape, lock, repeats, profile),
             "PyTorch, compiled": theirs(answers, shape),
         }
         # No turn is taken before both are compiled.
@@ -162,11 +170,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, repeats=3, peers="PyTorch's rows")
     parser.set_defaults(peers=sys.executable)
     parser.add_argument("--only", nargs="+", choices=GPT2, help="these models")
+    parser.add_argument("--profile", action="store_true", help="our kernels and their times")
     args = parser.parse_args(argv)
     columns = "first loss", "ms a step", "tokens/s", "TFLOP/s"
     for name, shape in command_line.of_size(SHAPES, args.tiny).items():
         if args.only and name not in args.only:
             continue
+        found = measure(shape, args.repeats, args.peers, args.profile)
         table = Table("model", *columns, title=f"{name}, {shape}")
 
         def cells(known: tuple[float, ...], shape: Shape = shape) -> list[str]:
@@ -175,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rates = shape.tokens / median, shape.flop / median / 1e12
             return [f"{first:.3f}", f"{median * 1e3:.2f}", *(f"{rate:,.0f}" for rate in rates)]
 
-        for model, known in measure(shape, args.repeats, args.peers).items():
+        for model, known in found.items():
             table.result(model, known=known, cells=cells)
 
 

@@ -53,6 +53,7 @@ from benchmarks.reliability import failing_calls, kills
 from benchmarks.reliability import runs as reliability_runs
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
+from reformax.ops.parts import dispatch
 from tests import pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +77,11 @@ COMMANDS = [
         "--only linear linformer --peers --saved={path}/a.jsonl --plot={path}/a.png",
         "| linformer | ",
     ),
-    ("published", "--only gpt2", "| PyTorch, compiled | ImportError: none here |"),
+    (
+        "published",
+        "--only gpt2 --profile --request_kernels",
+        "| PyTorch, compiled | ImportError: none here |",
+    ),
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
     ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
     ("reversible", "--options", "| float32 | True | 1 | 1 | 0 |"),
@@ -99,6 +104,7 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     (tmp_path / "lines").write_text(LINES)
     (tmp_path / "torch.py").write_text("raise ImportError('none here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(dispatch, "_requested", False)  # and again at the end
     flags = ["--tiny", *flags.format(path=tmp_path).split()]
     importlib.import_module(f"benchmarks.{name}").main(flags)
     assert last in capsys.readouterr().out

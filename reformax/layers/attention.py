@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from reformax.layers import context
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
-from reformax.layers.matrices import turned
+from reformax.layers.matrices import products, turned
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
@@ -160,16 +160,24 @@ class MultiHead(Layer):
         params["op"] = self.op.init(rng_op, Dims(n, h, v, length, self.n_kv_heads))
         return params
 
-    def _heads(self, params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T _ _"]:
-        """The projection of `x` by `w_<name>`."""
-        w = params[f"w_{name}"]
+    def _heads(
+        self, params, x: Float[Array, "B T D"], names: Iterable[str]
+    ) -> dict[str, Float[Array, "B T _ _"]]:
+        """The projections of `x` by `w_<name>`."""
+        weights = {name: params[f"w_{name}"] for name in names}
+        # Of matrices, a bias is added in the product's kernel on a GPU.
+        matrices = [jnp.moveaxis(w, 0, 1).reshape(x.shape[2], -1) for w in weights.values()]
         if self._float8:
-            n_heads, d_model, size = w.shape
-            y = product(x, jnp.moveaxis(w, 0, 1).reshape(d_model, -1))
-            y = y.reshape(*x.shape[:2], n_heads, size)
+            outs = [product(x, w) for w in matrices]
         else:
-            y = jnp.einsum("btd,ndh->btnh", x, w.astype(x.dtype))
-        return y + params[f"b_{name}"][None, None].astype(x.dtype) if self.bias else y
+            outs = products(x, [w.astype(x.dtype) for w in matrices])
+        if self.bias:
+            biases = (params[f"b_{name}"].reshape(1, 1, -1) for name in weights)
+            outs = [y + b.astype(x.dtype) for y, b in zip(outs, biases, strict=True)]
+        return {
+            name: y.reshape(*x.shape[:2], w.shape[0], w.shape[2])
+            for (name, w), y in zip(weights.items(), outs, strict=True)
+        }
 
     def plan(self, params, qkv: QKV, segments=None, rng=None, length: int | None = None) -> Any:
         """Where each query will look: integers, through which no gradient flows.
@@ -210,14 +218,10 @@ class MultiHead(Layer):
     def attend(self, params, qkv: QKV, plan, segments=None, rng=None) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
         out = self._apply_op(params, qkv, plan, segments, _fold_in(rng, WEIGHTS))
-        w_o = params["w_o"]
-        if w_o.ndim == 2:  # from `for_decoding`
-            w_o = turned(w_o).reshape(*out.shape[2:], -1)
-        if self._float8:
-            d_model = w_o.shape[-1]
-            out = product(out.reshape(*out.shape[:2], -1), w_o.reshape(-1, d_model))
-        else:
-            out = jnp.einsum("btnv,nvd->btd", out, w_o.astype(out.dtype))
+        out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
+        # The latter from `for_decoding`.
+        w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else turned(w_o)
+        out = product(out, w_o) if self._float8 else out @ w_o.astype(out.dtype)
         if self.output_bias:
             out = out + params["b_o"][None, None].astype(out.dtype)
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
@@ -329,7 +333,7 @@ class Attention(MultiHead):
 
     def _project(self, params, x: Float[Array, "B T D"]) -> QKV:
         """`project` without the next value."""
-        return self._rotate({name: self._heads(params, name, x) for name in self.projections()})
+        return self._rotate(self._heads(params, x, self.projections()))
 
     def _bias(self, params, length):
         position = jnp.arange(length)[None]

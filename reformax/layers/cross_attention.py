@@ -51,8 +51,8 @@ class CrossAttention(MultiHead):
     def project(self, params, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> QKV:
         """Queries of `x`, keys and values of the memory."""
         memory = memory.astype(x.dtype)
-        k, v = (self._heads(params, letter, memory) for letter in "kv")
-        return context.arrange(self.op, QKV(self._heads(params, "q", x), k, v))
+        heads = self._heads(params, x, "q") | self._heads(params, memory, "kv")
+        return context.arrange(self.op, QKV(**heads))
 
     def apply(
         self,

@@ -138,13 +138,12 @@ class FeedForward(Layer):
         """The layer at the positions `start` to `start + C` of a sequence."""
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
         params = self.cast(params, x.dtype)
-        # Products in the dtype of `x`, and float32 between them, which is never stored.
+        # Products in the dtype of `x`; float32 between them is never stored.
         multiply = product if self._float8 else jnp.matmul
         out = self._activated(params, multiply(x, params["w1"]), start, hidden_rng)
-        out = out.astype(jnp.float32) + params["b2"][None, None]
-        return dropout(out, rate_in(self._mode, self._dropout), output_rng, start=start).astype(
-            x.dtype
-        )
+        # In the dtype of the product, a bias is added in its kernel on a GPU.
+        out = out + params["b2"][None, None].astype(x.dtype)
+        return dropout(out, rate_in(self._mode, self._dropout), output_rng, start=start)
 
     def _activated(self, params, pre: Float[Array, "B C F"], start, rng) -> Float[Array, "B C D"]:
         """Bias, activation, dropout and the second product, from the output of the first."""

@@ -34,24 +34,30 @@ class ResidualStack(BlockStack):
         mask = () if segments is None else (segments,)
         masks = () if segments is None else (segments, memory_segments)
 
-        def repeat(x, this):
+        # Between layers that are written out, the next norm adds what a layer puts out.
+        open_ends = not (self.remat or self.scan_layers or self.post_norm)
+
+        def repeat(streams, this):
             for i, block in enumerate(self.blocks):
                 rngs = self._rngs(rng, this, i)
 
-                def layer(p, x, memory, block=block, rngs=rngs):
+                def layer(p, streams, memory, block=block, rngs=rngs):
                     def attend(p, h):
                         return block.attention.apply(p, h, *mask, rng=rngs["attention"]), None
 
                     cross = _cross(block, memory, masks, rngs)
                     feed = functools.partial(block.feed_forward.apply, rng=rngs["feed_forward"])
-                    ((x,), _) = self._layer(block, p, (x,), attend, cross, feed)
-                    return x
+                    streams, _ = self._layer(block, p, streams, attend, cross, feed)
+                    return streams if open_ends else self._closed(streams)
 
                 layer = jax.checkpoint(layer) if self.remat else layer
-                x = layer(this.params[f"block_{i}"], x, memory)
-            return x, None
+                streams = layer(this.params[f"block_{i}"], streams, memory)
+            return streams, None
 
-        return self._scan(repeat, x.astype(jnp.float32), params)[0]
+        streams = self._opened((x,))
+        if open_ends:
+            streams += (jnp.zeros(x.shape, self.dtype),)
+        return self._closed(self._scan(repeat, streams, params)[0])[0]
 
 
 def _cross(block: Block, memory, masks, rngs) -> Callable | None:

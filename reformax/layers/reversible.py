@@ -166,13 +166,29 @@ class ReversibleStack(BlockStack):
     def _opened(self, streams: Streams) -> Streams:
         return self._coupling.opened(super()._opened(streams))
 
+    # In decoding the next norm adds what a sublayer puts out to the stream that it reads. Slots
+    # need the sum before.
+
     def _read(self, params, name, streams, normed=None):
+        if self.n_slots is None:
+            other, *parts = streams
+            h, stream = self._norm.with_residual(params[f"{name}_norm"], *parts)
+            return h, (other, stream)
         read = self._coupling.read(self._coupling.ahead(streams))
         return self._norm.apply(params[f"{name}_norm"], read), streams
 
     def _add(self, params, name, streams, out):
-        parts = self._coupling.ahead(streams).plus(self._residual(out))
-        return self._coupling.after(parts), None
+        out = self._residual(out)
+        if self.n_slots is None:
+            other, stream = streams
+            return (stream, other, out), None
+        return self._coupling.after(self._coupling.ahead(streams).plus(out)), None
+
+    def _closed(self, streams):
+        if self.n_slots is None:
+            other, *parts = streams
+            return other, sum(parts)
+        return streams
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x.astype(jnp.float32)

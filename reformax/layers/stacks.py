@@ -157,22 +157,28 @@ class BlockStack(Layer):
 
         `normed` is the input, if `_add` has computed it already.
         """
-        (stream,) = streams
         if self.post_norm:
-            return (stream.astype(self.dtype) if normed is None else normed), streams
-        h, stream = self._norm.with_residual(params[f"{name}_norm"], stream)
+            return (streams[0].astype(self.dtype) if normed is None else normed), streams
+        h, stream = self._norm.with_residual(params[f"{name}_norm"], *streams)
         return h, (stream,)
 
     def _add(
         self, params, name: str, streams, out: Float[Array, "B T D"]
     ) -> tuple[tuple[Array, ...], Array | None]:
-        """The streams after a sublayer and, if post-norm, the next sublayer's input."""
+        """The streams after a sublayer and, if post-norm, the next sublayer's input.
+
+        If pre-norm, the stream and what the next norm adds to it: see `_closed`.
+        """
         (stream,) = streams
         if not self.post_norm:
-            return (stream + self._residual(out),), None
+            return (stream, out), None
         norm = params[f"{name}_norm"]
         x, normed = self._norm.of_sum(norm, stream, out, "float32", self.dtype)
         return (x,), normed
+
+    def _closed(self, streams: Sequence[Array]) -> tuple[Array, ...]:
+        """The streams with what was to be added to them."""
+        return (sum(map(self._residual, streams)),)
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """`x` as it is added to a stream."""
@@ -259,7 +265,7 @@ class BlockStack(Layer):
                 feed = block.feed_forward.step if self._cross else block.feed_forward.apply
                 streams, cache = self._layer(block, p, streams, attend, cross, feed)
                 caches.append(cache)
-            return streams, (tuple(caches), tuple(memory_kv))
+            return self._closed(streams), (tuple(caches), tuple(memory_kv))
 
         streams = self._opened(streams)
         if not self._cross:
@@ -308,7 +314,7 @@ class BlockStack(Layer):
                 feed = block.feed_forward.step
                 streams, cache = self._layer(block, p, streams, attend, cross, feed)
                 after[-1].append(cache)
-        return streams[: self.n_streams], tuple(map(tuple, after))
+        return self._closed(streams)[: self.n_streams], tuple(map(tuple, after))
 
     def reorder_cache(self, caches: Any, rows: Int[Array, " R"]) -> Any:
         """The caches of beams that continue `rows`; see `Attention.reorder_cache`."""

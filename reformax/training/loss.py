@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, on_request
 from reformax.ops.parts.first_order import first_order
 
 
@@ -80,8 +80,7 @@ def cross_entropy(
     if chunk_len is not None and chunk_len < 1:
         raise SettingError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or None")
     check_impl(impl, *KERNELS)
-    wanted = "xla" if impl == "auto" or not targets.size else impl
-    chosen = choose(wanted, pallas=None)
+    chosen = choose(on_request(impl), pallas=None) if targets.size else "xla"
     n_stretches = devices.n_stretches()
     if rest := -targets.shape[1] % n_stretches:
         behind = (0, 0), (0, rest)

@@ -117,22 +117,26 @@ def test_the_kernel_of_a_norm_is_the_same_function(n_rows, size, added, dtypes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gradient_of_a_residual_is_added_in_the_norms_kernel(dtype):
-    x, *weights = np.random.default_rng(0).normal(size=(4, 2, 37, 24)).astype(np.float32)
+@pytest.mark.parametrize("added", [None, "float32", "bfloat16"])
+def test_a_residual_and_its_gradient_are_added_in_the_norms_kernel(dtype, added):
+    x, y, *weights = np.random.default_rng(0).normal(size=(5, 2, 37, 24)).astype(np.float32)
+    y = None if added is None else jnp.asarray(y, added)
     params = {"scale": weights[0][0, 0], "bias": weights[1][0, 0]}
 
-    def loss(params, x, impl):
-        normed, x = layers.LayerNorm(1e-3, dtype, impl).with_residual(params, x)
+    def loss(params, x, y, impl):
+        normed, x = layers.LayerNorm(1e-3, dtype, impl).with_residual(params, x, y)
         assert (normed.dtype, x.dtype) == (dtype, jnp.float32)
         return jnp.sum(weights[0] * normed) + jnp.sum(weights[1] * jnp.sin(x)), (normed, x)
 
+    of = (0, 1) if y is None else (0, 1, 2)
     by_kernel, plainly = (
-        functools.partial(jax.grad(loss, (0, 1), has_aux=True), impl=i) for i in (KERNEL, "xla")
+        functools.partial(jax.grad(loss, of, has_aux=True), impl=i) for i in (KERNEL, "xla")
     )
-    got, want = (jax.jit(f)(params, x) for f in (by_kernel, plainly))
-    assert_trees_close(got, want, 1e-5 if dtype == "float32" else 2e-2)
-    assert "add_any" in str(jax.make_jaxpr(plainly)(params, x))
-    assert "add_any" not in str(jax.make_jaxpr(by_kernel)(params, x))
+    got, want = (jax.jit(f)(params, x, y) for f in (by_kernel, plainly))
+    assert jax.tree.map(lambda z: z.dtype, got) == jax.tree.map(lambda z: z.dtype, want)
+    assert_trees_close(got, want, 1e-5 if {dtype, added} <= {"float32", None} else 2e-2)
+    assert "add_any" in str(jax.make_jaxpr(plainly)(params, x, y))
+    assert "add_any" not in str(jax.make_jaxpr(by_kernel)(params, x, y))
 
 
 @pytest.mark.parametrize("size, added", [(512, "bfloat16"), (1000, None)])
@@ -149,10 +153,11 @@ def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, monkeypatch):
 
     assert lower_for_gpu(jax.grad(loss, (0, 1)), params, x, y).count("layer_norm") >= 2
 
-    def loss_with_residual(params, x):
-        return sum(jnp.sum(jnp.sin(out)) for out in norm.with_residual(params, x))
+    def loss_with_residual(params, x, y):
+        outs = norm.with_residual(params, x, y)
+        return sum(jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in outs)
 
-    text = lower_for_gpu(jax.grad(loss_with_residual, (0, 1)), params, x)
+    text = lower_for_gpu(jax.grad(loss_with_residual, (0, 1)), params, x, y)
     (backward,) = [line for line in text.splitlines() if "layer_norm_backward" in line]
     assert backward.count("operand_index") == 1, "it does not write over what it adds"
 

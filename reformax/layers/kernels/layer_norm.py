@@ -4,8 +4,8 @@ Both passes wait for memory, and in array operations XLA reads the rows two or t
 program holds a row in registers while it sums it up and writes it out. The backward pass adds the
 two inputs again, so that no sum is kept. Each of its programs takes some neighbouring rows and
 leaves their sums for the gradients of scale and bias in a row of its own. Where the sum of the
-inputs is read elsewhere too, as by a residual connection, the same pass adds the gradient from
-there.
+inputs is read elsewhere too, as by a residual connection, the forward pass writes it, and the
+backward pass reads it in place of the inputs and adds the gradient from there.
 
 Letters as in `reformax.layers.layer_norm`; R rows, P programs of the backward pass.
 """
@@ -13,6 +13,7 @@ Letters as in `reformax.layers.layer_norm`; R rows, P programs of the backward p
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,8 +47,8 @@ class Options(NamedTuple):
     Attributes:
       epsilon: what is added to the variance.
       dtypes: the dtype of each output.
-      pass_on: whether `x` is returned too. The backward pass then adds the gradient of what else
-        reads it.
+      pass_on: whether `x + y` is returned too. The backward pass then adds the gradient of what
+        else reads it.
       interpret: whether to run anywhere, slowly.
     """
 
@@ -83,20 +84,25 @@ class _Rows(NamedTuple):
         """The mean of a row."""
         return jnp.sum(x) * (1.0 / self.size)
 
-    def normalised(self, inputs: Inputs, row) -> tuple[Array, Array]:
-        """The row less its mean, with unit variance, and the factor that made it so."""
+    def added(self, inputs: Inputs, row) -> Array:
+        """The row of `x + y`."""
         x = self.load(inputs.x, row)
-        x = x if inputs.y is None else x + self.load(inputs.y, row)
+        return x if inputs.y is None else x + self.load(inputs.y, row)
+
+    def normalised(self, x: Array) -> tuple[Array, Array]:
+        """A row less its mean, with unit variance, and the factor that made it so."""
         x = x - self.mean(x)
         x = x if self._mask is None else jnp.where(self._mask, x, 0.0)
         factor = lax.rsqrt(self.mean(x * x) + self.epsilon)
         return x * factor, factor
 
 
-def _forward_kernel(inputs: Inputs, *outputs: Any, rows: _Rows):
+def _forward_kernel(inputs: Inputs, outputs: tuple, total, *, rows: _Rows):
     row = pl.program_id(0)
-    x, _ = rows.normalised(inputs, row)
-    out = x * rows.load(inputs.scale) + rows.load(inputs.bias)
+    x = rows.added(inputs, row)
+    if total is not None:
+        rows.store(total, x, row)
+    out = rows.normalised(x)[0] * rows.load(inputs.scale) + rows.load(inputs.bias)
     for ref in outputs:
         rows.store(ref, out, row)
 
@@ -110,7 +116,7 @@ def _backward_kernel(inputs: Inputs, d_outputs: tuple, d_sum, d_inputs, sums, *,
 
     def differentiate(row, sums):
         d_scale, d_bias = sums
-        x, factor = rows.normalised(inputs, row)
+        x, factor = rows.normalised(rows.added(inputs, row))
         d_out = sum(rows.load(ref, row) for ref in d_outputs)
         d = d_out * scale
         d = (d - rows.mean(d) - x * rows.mean(d * x)) * factor
@@ -146,30 +152,44 @@ def _launch(
 def normalize(
     options: Options, inputs: Inputs
 ) -> tuple[tuple[Float[Array, "R D"], ...], Float[Array, "R D"] | None]:
-    """The layer norm of `x + y` in each of the dtypes, and `x` if `options.pass_on`, else None."""
+    """The layer norm of `x + y` in each of the dtypes, and the sum if `options.pass_on`.
+
+    The sum has the dtype of `x`.
+    """
     return _normalize_forward(options, inputs)[0]
 
 
 def _normalize_forward(options, inputs):
     inputs = first_order(inputs)
-    outputs = forward(inputs, options.dtypes, options.epsilon, options.interpret)
-    return (outputs, inputs.x if options.pass_on else None), inputs
+    outputs, total = forward(inputs, options)
+    # The dtypes of what was added, in arrays.
+    added = [jnp.zeros(0, x.dtype) for x in (inputs.x, inputs.y) if x is not None]
+    if total is not None:
+        inputs = inputs._replace(x=total, y=None)
+    return (outputs, total), (inputs, added)
 
 
-def _normalize_backward(options, inputs, d_outputs):
-    inputs, d_outputs = first_order((inputs, d_outputs))
-    return (backward(inputs, *d_outputs, options.epsilon, options.interpret),)
+def _normalize_backward(options, residuals, d_outputs):
+    (inputs, added), d_outputs = first_order((residuals, d_outputs))
+    dtypes = [x.dtype for x in added]
+    return (backward(inputs, *d_outputs, options.epsilon, options.interpret, dtypes),)
 
 
 normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 def forward(
-    inputs: Inputs, dtypes: tuple[Any, ...], epsilon: float, interpret: bool = False
-) -> tuple[Float[Array, "R D"], ...]:
-    """The layer norm of `x + y`, in each of the dtypes."""
-    shapes = tuple(jax.ShapeDtypeStruct(inputs.x.shape, dtype) for dtype in dtypes)
-    return _launch(_forward_kernel, inputs, (), shapes, len(inputs.x), epsilon, interpret)
+    inputs: Inputs, options: Options
+) -> tuple[tuple[Float[Array, "R D"], ...], Float[Array, "R D"] | None]:
+    """The layer norm of `x + y`, in each of the dtypes, and the sum if `options.pass_on`."""
+    shapes = tuple(jax.ShapeDtypeStruct(inputs.x.shape, dtype) for dtype in options.dtypes)
+    makes_sum = options.pass_on and inputs.y is not None
+    total = jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype) if makes_sum else None
+    outputs, total = _launch(
+        *(_forward_kernel, inputs, (), (shapes, total), len(inputs.x)),
+        *(options.epsilon, options.interpret),
+    )
+    return outputs, total if makes_sum or not options.pass_on else inputs.x
 
 
 def backward(
@@ -177,17 +197,22 @@ def backward(
     d_outputs: tuple[Float[Array, "R D"], ...],
     d_sum: Float[Array, "R D"] | None,
     epsilon: float,
-    interpret: bool = False,
+    interpret: bool,
+    dtypes: Sequence[Any],
 ) -> Inputs:
     """The gradients of what `forward` took, given those of what it returned.
 
-    `d_sum` is the gradient of `x + y` from elsewhere, in the dtype of `x`; None is 0.
+    Args:
+      inputs: those of `forward`, or the sum as `x` without `y`.
+      d_outputs: of the norms.
+      d_sum: the gradient of `x + y` from elsewhere, in the dtype of `x`; None is 0.
+      epsilon, interpret: of the options.
+      dtypes: of the arrays that were added.
     """
     n_rows, size = inputs.x.shape
-    added = [x for x in (inputs.x, inputs.y) if x is not None]
     n_programs = min(n_rows, N_PROGRAMS)
     part = jax.ShapeDtypeStruct((n_programs, size), jnp.float32)
-    shapes = (tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in added), (part, part))
+    shapes = (tuple(jax.ShapeDtypeStruct(inputs.x.shape, x) for x in dtypes), (part, part))
     others = d_outputs, d_sum
     # `d_x`, the first output, takes the place of `d_sum`, the last input.
     aliases = {} if d_sum is None else {len(jax.tree.leaves((inputs, others))) - 1: 0}
