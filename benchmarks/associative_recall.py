@@ -10,13 +10,12 @@ ends before its last step, and no further rate is tried, once a model names `ENO
 of a stretch of steps, which it has not seen before.
 
 To answer, a model must know of a value which key stands before it. A window of two positions, the
-first layer of all models, can tell; the attention in question follows, alone. So it is measured
-for looking keys up, which is quickly learnt or not at all. The paper has a convolution over three
-positions before the attention in each of two layers. As there, models have no feed-forward layers
-(here they have one feature, the least) and logits are products with the embedding; other than
-there, the attention has no positions, matrices begin with a deviation of `INIT_STD`, not 0.02, and
-rows of few pairs are as long as those of many. All rows weigh alike in the loss, as all numbers of
-pairs do there: few pairs are learnt first.
+first layer of all models, can tell; the attention in question follows, and looks keys up. Dense
+attention learns this in some hundreds of steps. The paper has a convolution over three positions
+before the attention in each of two layers. As there, models have no feed-forward layers (here they
+have one feature, the least) and logits are products with the embedding; other than there, the
+attention has no positions, matrices begin with a deviation of `INIT_STD`, not 0.02, and rows of few
+pairs are as long as those of many. All rows weigh alike in the loss: few pairs are learnt first.
 
 With `--out` each model is a line of a file, and the same command goes on after an interruption:
 what the file has is not trained again. All models see the same batches. `--threads` compiles and
