@@ -232,7 +232,7 @@ def measure(run: Run, names: Sequence[str], python: str | None, peers: Sequence[
     if peers:
         asked["times", ""] = functools.partial(run.times, python, peers)
     asked |= {("ours", name): functools.partial(run.ours, name) for name in names}
-    found: dict[str, list[Answer]] = {peer: [] for peer in peers}
+    wrong: dict[tuple[Any, str], bool] = {}  # of compilers that have answered
 
     def fail(name: str, of: str | None, answer: Answer) -> None:
         for length in figures.missing(name):
@@ -249,13 +249,12 @@ def measure(run: Run, names: Sequence[str], python: str | None, peers: Sequence[
             elif kind in ("ours", "times"):
                 run.keep(answer["name"], answer.get("of"), answer["length"], answer)
             else:
-                found[name].append(answer)
-                if len(found[name]) == PEERS[name].compilers and all(
-                    "error" in x for x in found[name]
-                ):
+                wrong.setdefault((kind, name), "error" in answer)
+                of_peer = [x for (_, peer), x in wrong.items() if peer == name]
+                if len(of_peer) == PEERS[name].compilers and all(of_peer):
                     (run.folder / f"{name}.failed").write_text(answer["error"])
                     fail(name, PEERS[name].of, answer)
-                if sum(map(len, found.values())) == len(compilers):
+                if len(wrong) == len(compilers):
                     compiling.close()
 
 

@@ -174,36 +174,33 @@ class Case(NamedTuple):
     triton: bool = False
 
 
-PEERS = {
-    "fla gated_linear": Case("gated_linear", fla_gated_linear, triton=True),
-    "fla gated_delta": Case("gated_delta", fla_gated_delta, any_gradient=True, triton=True),
-    "fla linear": Case("linear", fla_linear, triton=True),
-    "fla retention": Case("retention", fla_retention, triton=True),
-    "fla linear, from inputs": Case("linear", from_inputs(fla_linear), triton=True),
-    "fla gated_linear, from inputs": Case(
-        "gated_linear", from_inputs(fla_gated_linear), triton=True
-    ),
-    "fla gated_delta, from inputs": Case(
-        "gated_delta", from_inputs(fla_gated_delta), any_gradient=True, triton=True
-    ),
-    "linear-attention-transformer": Case("linear", lucidrains_linear, same=False),
-    "performer-pytorch": Case(
-        "performer",
-        functools.partial(lucidrains_performer, True),
+# What to call of each peer.
+_CASES: dict[str, dict[str, Any]] = {
+    "fla gated_linear": dict(make=fla_gated_linear),
+    "fla gated_delta": dict(make=fla_gated_delta, any_gradient=True),
+    "fla linear": dict(make=fla_linear),
+    "fla retention": dict(make=fla_retention),
+    "fla linear, from inputs": dict(make=from_inputs(fla_linear)),
+    "fla gated_linear, from inputs": dict(make=from_inputs(fla_gated_linear)),
+    "fla gated_delta, from inputs": dict(make=from_inputs(fla_gated_delta), any_gradient=True),
+    "performer-pytorch": dict(
+        make=functools.partial(lucidrains_performer, True),
         checked="float32",
         numbers="performer, no epsilon",
     ),
-    "performer-pytorch, all": Case(
-        "performer, all",
-        functools.partial(lucidrains_performer, False),
+    "performer-pytorch, all": dict(
+        make=functools.partial(lucidrains_performer, False),
         checked="float32",
         numbers="performer, all, no epsilon",
     ),
-    "linformer, PyTorch": Case("linformer", lucidrains_linformer),
+    "linformer, PyTorch": dict(make=lucidrains_linformer),
     # Its pseudo-inverse begins with the largest norm of all heads, and is in float32.
-    "nystrom-attention, float32": Case(
-        "nystromformer", lucidrains_nystrom, dtype="float32", by_head=True
-    ),
+    "nystrom-attention, float32": dict(make=lucidrains_nystrom, dtype="float32", by_head=True),
+    "linear-attention-transformer": dict(make=lucidrains_linear, same=False),
+}
+PEERS = {
+    name: Case(known.of, triton=known.triton is not None, **_CASES[name])
+    for name, known in linear_names.PEERS.items()
 }
 
 
