@@ -28,6 +28,7 @@ from benchmarks import (
     block_sparse,
     exact_attention,
     generation,
+    global_layers,
     linear_attention,
     recall,
     reversible,
@@ -72,6 +73,7 @@ COMMANDS = [
     ("exact_attention", "--memory", "| 4,096 | 3.0 |"),
     ("exact_attention", "--curves --longest", "| flash |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
+    ("global_layers", "--only windows --saved={path}/a.jsonl", "| windows | "),
     (
         "linear_attention",
         "--only linear linformer --peers --saved={path}/a.jsonl --plot={path}/a.png",
@@ -109,6 +111,31 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     importlib.import_module(f"benchmarks.{name}").main(flags)
     assert last in capsys.readouterr().out
     assert "--plot" not in flags or os.path.getsize(tmp_path / "a.png")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reversible", [False, True])
+def test_every_row_of_global_layers_is_a_model(reversible):
+    """The config is taken whole, and the model is traced with its gradient."""
+    from reformax.cli import config, configs
+    from reformax.training import loop
+    from reformax.training.settings import build
+
+    args = argparse.Namespace(reversible=reversible, steps=900, tiny=True)
+    for name in global_layers.ROWS:
+        file, given = global_layers.config_of(name, args)
+        config.parse([str(file)], given, folders=configs.FOLDERS)
+        settings = config.bindings(loop.train, ("model", "length"))
+        model, key = build(settings["model"], "train"), jax.random.PRNGKey(0)
+        shape = (1, settings["length"])
+        params = jax.eval_shape(lambda key, m=model, s=shape: m.init_params(key, s), key)
+
+        def loss(params, tokens, model=model, key=key):
+            return model.features(params, tokens, rng=key).sum()
+
+        tokens = jax.ShapeDtypeStruct(shape, "int32")
+        jax.eval_shape(jax.grad(loss, allow_int=True), params, tokens)
+        assert len({op.name for op in model.attention_type}) == (1 if name == "windows" else 2)
 
 
 @pytest.mark.slow
