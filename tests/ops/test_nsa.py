@@ -63,15 +63,16 @@ def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl, monkeyp
 
 # Heads, and sizes whose tiles are filled up, reach two blocks on, or are of some queries at a time.
 SELECTIONS = [
-    ((6, 2), dict(compress_len=8, compress_stride=4, block_size=12, n_selected=4), jnp.float32),
-    ((3, 3), dict(compress_len=16, compress_stride=4, block_size=4, n_selected=9), jnp.bfloat16),
+    ((6, 2), (8, 4, 12, 4), jnp.float32, 2**30),
+    ((3, 3), (16, 4, 4, 9), jnp.bfloat16, 2**15),
 ]
 
 
-@pytest.mark.parametrize("heads, sizes, dtype", SELECTIONS)
-@pytest.mark.parametrize("at_a_time", [2**30, 2**15])
+@pytest.mark.parametrize("heads, sizes, dtype, at_a_time", SELECTIONS)
 def test_kernels_select_what_array_operations_do(heads, sizes, dtype, at_a_time, monkeypatch):
     monkeypatch.setattr(selection, "AT_A_TIME", at_a_time)
+    names = "compress_len", "compress_stride", "block_size", "n_selected"
+    sizes = dict(zip(names, sizes, strict=True))
     q, k = (2 * x.astype(dtype) for x in numbers(269, *heads))
     masks = dict(segments=None, causal=True, rng=None, train=True)
     got, want = (

@@ -1,0 +1,127 @@
+"""Kernels against array operations in float32, given the same plan, at lengths of several tiles.
+
+On an NVIDIA GPU, `pytest -n 8 -m slow tests/ops/test_kernels_on_gpu.py` runs the compiled kernels,
+sooner with `XLA_FLAGS=--xla_gpu_autotune_level=0`. Elsewhere a short case is interpreted, which
+shows that the test runs.
+"""
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.ops import AttentionOp, hash_sparse, longformer, moba, nsa, sinks
+
+ON_GPU = jax.default_backend() == "gpu"
+KEY = jax.random.PRNGKey(3)
+# Products of float32 are those of `jax_default_matmul_precision`, which "highest" makes exact.
+TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-5}
+
+
+class Case(NamedTuple):
+    """N and G heads of H, T positions of two rows, `marked` of them global."""
+
+    make: Callable[..., AttentionOp]
+    n: int = 2
+    g: int = 2
+    h: int = 64
+    t: int = 500
+    causal: bool = True
+    packed: bool = False
+    marked: int = 0
+    dropout: float = 0.0
+
+
+of = functools.partial
+native = of(nsa.nsa, compression="mean", own_projections=False)
+CASES = {
+    "nsa, short": Case(of(native, block_size=16, n_selected=4, window=30), 6, 2, 16, 90),
+    "nsa, 16 heads of one": Case(native, 16, 1, t=5000),
+    "nsa, packed": Case(native, 8, 2, t=777, packed=True),
+    "nsa, wide": Case(native, 64, 4, 128, 2600),
+    "nsa, a mean a block": Case(of(native, compress_len=64, compress_stride=64), 16, 1, t=3001),
+    "nsa, own projections": Case(nsa.nsa, 16, 1, t=1500),
+    "nsa, dropout": Case(of(native, block_size=32, n_selected=8), 6, t=333, dropout=0.2),
+    "moba": Case(moba.moba, 16, 1, t=1777),
+    "moba, packed": Case(of(moba.moba, block_size=64), 4, t=1000, packed=True),
+    "moba, wide": Case(of(moba.moba, block_size=64), 8, 4, 128, dropout=0.2),
+    "longformer, both sides": Case(of(longformer.longformer, window=65), causal=False),
+    "longformer": Case(of(longformer.longformer, n_global=16), t=1000, packed=True, marked=16),
+    "longformer, wide": Case(
+        of(longformer.longformer, window=512, n_global=3), 2, 2, 128, 1700, False, marked=9
+    ),
+    "sinks": Case(of(sinks.sinks, window=64), t=1000),
+    "sinks, dropout": Case(of(sinks.sinks, window=128, n_sinks=8), h=128, dropout=0.2),
+    "hash_sparse": Case(of(hash_sparse.hash_sparse, n_buckets=8), t=1000),
+    "hash_sparse, shared": Case(
+        of(hash_sparse.hash_sparse, n_buckets=8, shared_qk=True), t=700, packed=True
+    ),
+    "hash_sparse, all": Case(
+        of(hash_sparse.hash_sparse, own=False), h=40, t=333, causal=False, dropout=0.2
+    ),
+}
+
+
+def segments_of(rng, case: Case):
+    """Three segments and padding, cut anywhere."""
+    if not case.packed:
+        return None
+    ends = np.sort(rng.integers(1, case.t, (2, 3)), axis=1)
+    ids = 1 + (np.arange(case.t)[None, :, None] >= ends[:, None]).sum(axis=-1)
+    return jnp.asarray(np.where(ids == 4, 0, ids), jnp.int32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", CASES if ON_GPU else list(CASES)[:1])
+def test_a_kernel_computes_what_array_operations_do(name, dtype):
+    case, rng = CASES[name], np.random.default_rng(zlib.crc32(name.encode()))
+    op, other = (case.make(impl=x) for x in ("pallas" if ON_GPU else "pallas_interpret", "xla"))
+
+    def draw(n_heads, size=case.h):
+        return jnp.asarray(rng.normal(size=(2, case.t, n_heads, size)), dtype)
+
+    q, k, v, d_out = (draw(n) for n in (case.n, case.g, case.g, case.n))
+    k = None if op.traits.shared_qk else k
+    dims, segments = op.dims(q, v), segments_of(rng, case)
+    if segments is not None:
+        d_out = d_out * (segments != 0)[..., None, None]
+    params = op.init(KEY, dims)
+    extras = {name: draw(x.n_heads, x.size) for name, x in op.extras_of(dims).items()}
+    masks = dict(segments=segments, causal=case.causal, rng=KEY)
+    marks = {}
+    if case.marked:
+        row = rng.permutation(np.arange(case.t) < case.marked).astype(np.int32)
+        marks = {"marks": jnp.asarray(np.stack([row, row[::-1]]))}
+    plans = [
+        jax.jit(functools.partial(x.plan, params, train=True, **masks, **marks))(q, k)
+        for x in (op, other)
+    ]
+    if isinstance(plans[0], jax.Array) and not case.marked:
+        real = True if segments is None else np.asarray(segments != 0)[:, None]
+        same = np.equal(*(np.sort(x, axis=-1) for x in plans)).all(axis=-1) | ~np.bool_(real)
+        assert same.mean() > 0.99
+
+    def run(op, d_out, *inputs):
+        def attend(q, k, v, extras):
+            options = masks | dict(plan=plans[0], dropout=case.dropout)
+            return op.apply(params, q, k, v, **options, **({"extras": extras} if extras else {}))
+
+        out, vjp = jax.vjp(attend, *inputs)
+        return out, vjp(d_out.astype(out.dtype))
+
+    inputs = d_out, q, k, v, extras
+    with jax.default_matmul_precision("highest"):
+        got = jax.jit(functools.partial(run, op))(*inputs)
+        inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+        want = jax.jit(functools.partial(run, other))(*inputs)
+    if segments is not None:
+        got, want = ((x[0] * (segments != 0)[..., None, None], x[1]) for x in (got, want))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        error = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
+        assert error <= TOLERANCE[dtype] * max(1, np.abs(y).max())
