@@ -39,7 +39,6 @@ these sizes is in the tables and not measured again. `--plot` draws the figures,
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 import tempfile
@@ -54,10 +53,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import numpy as np
 
 from benchmarks.harness import command_line, rows
-from benchmarks.harness.calls import PeerError, exit_if
+from benchmarks.harness.calls import exit_if
+from benchmarks.harness.kept import Checked, Figures, read
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import Answer, ask, ask_each, together
-from benchmarks.harness.rows import Result
 from benchmarks.peers.linear_jax import MOST, NAMES, SLOW, Shape
 from benchmarks.peers.linear_names import PEERS
 
@@ -68,69 +67,6 @@ SHAPES = {
     "cpu": Shape((1024, 4096, 16384), 4, 32, "float32", 1024),
     "gpu": Shape((1024, 16384, 131072, 1048576), 8, 64, "bfloat16", 1024),
 }
-
-
-class Checked(NamedTuple):
-    """The figures of a row, and its errors where they are known: of output and gradient."""
-
-    result: Result
-    errors: Sequence[float]
-
-
-Known = Checked | Exception
-
-
-class Figures:
-    """What is known of each row at each length, in a file too.
-
-    Args:
-      shape: of the run.
-      file: lines of JSON, which are read, and which figures are added to; None: no file.
-    """
-
-    def __init__(self, shape: Shape, file: Path | None):
-        self.lines: dict[tuple[str, int], dict[str, Any]] = {}
-        self._shape, self._file = shape, file
-        self._about = rows.about(shape)
-        for line in read(file) if file and file.exists() else ():
-            if all(line.get(key) == x for key, x in self._about.items()):
-                self.lines[line["attention"], line["length"]] = line
-
-    def add(self, name: str, of: str | None, length: int, answer: Answer) -> None:
-        """Keeps an answer, and prints it."""
-        if "error" in answer:
-            line = self._about | dict(attention=name, of=of, length=length, error=answer["error"])
-        else:
-            line = rows.record(name, of, length, self._shape, rows.figures(answer))
-            line |= dict(errors=list(answer["errors"]))
-        self.lines[name, length] = line
-        if self._file:
-            with self._file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
-    def known(self, name: str, length: int) -> Known | None:
-        """The figures of a row at a length, why it has none, or None."""
-        line = self.lines.get((name, length))
-        if line is None:
-            return None
-        if "error" in line:
-            return PeerError(line["error"])
-        return Checked(rows.recorded(line), line["errors"])
-
-    def of(self, name: str) -> dict[int, Known]:
-        """Those of a row by length."""
-        lengths = sorted(length for row, length in self.lines if row == name)
-        return {length: self.known(name, length) for length in lengths}
-
-    def missing(self, name: str) -> list[int]:
-        """The lengths of the run that a row has nothing of."""
-        return [n for n in self._shape.lengths if (name, n) not in self.lines]
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """Its lines, but one that an interruption has cut."""
-    lines = file.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 # Measurements.

@@ -47,9 +47,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from benchmarks.harness import command_line, rows
 from benchmarks.harness.calls import exit_if
+from benchmarks.harness.kept import Checked, Figures, Known, read
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import Answer, ask, ask_each
-from benchmarks.linear_attention import Checked, Figures, Known, read
 from benchmarks.peers.sparse_jax import MOST, Shape, algorithms
 
 SLOW = 1.0
