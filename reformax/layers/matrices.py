@@ -9,37 +9,43 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from reformax.ops.parts.dispatch import on_request
 
-@jax.custom_vjp
+
 def products(
     x: Float[Array, "*d D"], matrices: Sequence[Float[Array, "D _"]]
 ) -> list[Float[Array, "*d _"]]:
-    """`x @ w` for each matrix, products of their own in both passes.
+    """`x @ w` for each matrix; on request products of their own in both passes.
 
-    For a GPU, XLA would make one product of some of them. It then copies the output apart, and in
-    the gradient the outputs' gradients together: more reads and writes than products apart have.
+    For a GPU, XLA makes one product of some of them. It then copies the output apart, and in the
+    gradient the outputs' gradients together: more reads and writes than products apart have. No GPU
+    has timed them apart (`dispatch.on_request`).
     """
-    return [own @ w for own, w in zip(_apart(x, len(matrices)), matrices, strict=True)]
+    apart = jax.default_backend() == "gpu" and on_request("auto") == "auto"
+    return _apart(x, matrices) if apart else [x @ w for w in matrices]
+
+
+@jax.custom_vjp
+def _apart(x, matrices):
+    return [own @ w for own, w in zip(_copies(x, len(matrices)), matrices, strict=True)]
 
 
 def _backward(residuals, d_outs):
     x, matrices = residuals
     rows = tuple(range(x.ndim - 1))
     d_x, d_matrices = 0, []
-    for own, w, d_out in zip(_apart(x, len(matrices)), matrices, d_outs, strict=True):
+    for own, w, d_out in zip(_copies(x, len(matrices)), matrices, d_outs, strict=True):
         d_matrices.append(jnp.tensordot(own, d_out, (rows, rows)))
         # The product stands first: XLA adds what is behind it in the same kernel.
         d_x = d_out @ w.T + d_x
     return d_x, d_matrices
 
 
-products.defvjp(lambda x, matrices: (products(x, matrices), (x, matrices)), _backward)
+_apart.defvjp(lambda x, matrices: (_apart(x, matrices), (x, matrices)), _backward)
 
 
-def _apart(x: Array, n: int) -> list[Array]:
-    """`x` `n` times, which the compiler for a GPU does not know to be one."""
-    if jax.default_backend() != "gpu":
-        return [x] * n
+def _copies(x: Array, n: int) -> list[Array]:
+    """`x` `n` times, which the compiler does not know to be one."""
     copies = [x]
     for _ in range(n - 1):
         copies.append(lax.optimization_barrier(copies[-1]))
