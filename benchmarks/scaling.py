@@ -6,7 +6,15 @@
 Prints a table with a row for one device and one for each mesh: tokens a second, how many times
 those of one device they are, and the MiB of state and of temporary memory of a device. The tokens
 of a device are those of the config's step. Over `data` and `fsdp` a step has more rows; over
-`context` it has longer ones. The meshes' steps take turns, so that other load slows all alike.
+`context` it has longer ones, or with `--shared` the same, as dense attention needs, whose tokens
+cost more in longer rows. The meshes' steps take turns, so that other load slows all alike. The text
+is that of Python's standard library, whatever the config's.
+
+    python -m benchmarks.scaling --page --saved=FILE
+
+runs what docs/scaling.md measures, most important first, each in a process of its own: paper's
+model, one long sequence, and the Transformer. What FILE has is not measured again, so that the
+command goes on where it was interrupted.
 
     python -m benchmarks.scaling --saved=docs/scaling.jsonl --plot=docs/scaling.png
 
@@ -19,6 +27,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +48,22 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import opening, optimizer
 from reformax.training import step as step_lib
 from reformax.training.settings import Settings, build
+
+REFORMER = "--config_file=configs/reformer_enwik8.gin --config=lm.ReformerLM.pos_axial_shape="
+TRANSFORMER = "--config_file=configs/transformer_enwik8.gin"
+# The flags of what the page measures, and their environment. Positions suffice for 8 devices. XLA's
+# scheduler of hidden latencies would ask for more memory than the long sequence leaves.
+PAGE = {
+    f"{REFORMER}(4096,128) --mesh=data --mesh=fsdp --mesh=context": {},
+    f"{REFORMER}(8192,1024) --config=lm.ReformerLM.keep_ff_outputs=False "
+    "--config=length=1_048_576 --mesh=context --steps=1 --repeats=1": {
+        "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+    },
+    f"{TRANSFORMER} --mesh=data --mesh=fsdp": {},
+    f"{TRANSFORMER} --config=batch_size=1 --config=length=65_536 --mesh=data --mesh=fsdp "
+    "--mesh=context --shared --steps=2 --repeats=3": {},
+}
 
 
 class Candidate(NamedTuple):
@@ -62,20 +90,21 @@ def tiny() -> Settings:
 
 
 def from_config(files: Sequence[str], overrides: Sequence[str]) -> Settings:
-    """The settings of a config."""
+    """The settings of a config, with a text that every machine has."""
     from reformax.cli import config, configs
     from reformax.training import loop
 
     config.parse(files, overrides, folders=configs.FOLDERS)
-    return Settings(**config.bindings(loop.train))
+    names = {field.name for field in dataclasses.fields(Settings)} - {"task"}
+    return Settings(**config.bindings(loop.train, names), task=stdlib.stdlib())
 
 
-def prepare(settings: Settings, axis: str | None, n_steps: int) -> Candidate:
-    """Compiles a step on one device, or on all of them along an axis."""
+def prepare(settings: Settings, axis: str | None, n_steps: int, shared: bool) -> Candidate:
+    """Compiles a step on one device, or on all along an axis; `context` may share its sequence."""
     some = jax.devices()[:1] if axis is None else jax.devices()
     mesh = mesh_lib.make({} if axis is None else {axis: -1}, some)
     batch_size = settings.batch_size * devices.row_shares(mesh)
-    length = settings.length * mesh.shape["context"]
+    length = settings.length * (1 if shared else mesh.shape["context"])
     sized = dataclasses.replace(settings, batch_size=batch_size, length=length, stages=())
     model, key = build(sized.model, "train"), jax.random.PRNGKey(0)
     init = step_lib.init_fn(model, sized.optimizer, (batch_size, length), sized.ema_decay > 0)
@@ -123,13 +152,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--mesh", action="append", choices=devices.AXES, help="an axis that takes all devices"
     )
+    parser.add_argument(
+        "--shared", action="store_true", help="over context, devices share one device's sequence"
+    )
+    parser.add_argument("--page", action="store_true", help="all that docs/scaling.md measures")
     parser.add_argument("--steps", type=command_line.positive, default=10, help="of a timed call")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to and to draw")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="where to write traces")
     args = parser.parse_args(argv)
     if args.plot and not args.saved:
         parser.error("--plot draws what --saved names: give both")
-    if args.tiny or args.config_file:
+    if args.page:
+        run_page(args)
+    elif args.tiny or args.config_file:
         measure(args)
     elif not args.plot:
         parser.error("nothing to do: give --config_file, or --tiny, or --saved and --plot")
@@ -137,13 +172,39 @@ def main(argv: Sequence[str] | None = None) -> None:
         draw(args.plot, [json.loads(line) for line in args.saved.read_text().splitlines()])
 
 
+def run_page(args: Any) -> None:
+    """Runs the parts of `PAGE`; exits if one failed."""
+    failed = []
+    for number, (flags, environment) in enumerate(PAGE.items()):
+        own = shlex.split(flags) + ["--tiny"] * args.tiny
+        own += [f"--saved={args.saved}"] * (args.saved is not None)
+        own += [f"--profile={args.profile}/{number}"] * (args.profile is not None)
+        command = [sys.executable, "-m", "benchmarks.scaling", *own]
+        print("$", *(f"{name}={value}" for name, value in environment.items()), shlex.join(command))
+        sys.stdout.flush()
+        if subprocess.run(command, env=os.environ | environment).returncode:
+            failed.append(flags)
+    exit_if(failed)
+
+
 def measure(args: Any) -> None:
     """Prints the table, and saves it; exits if a mesh failed."""
     settings = tiny() if args.tiny else from_config(args.config_file, args.config)
     n_steps = 1 if args.tiny else args.steps
     axes = [None, *(args.mesh or ("data", "fsdp"))]
+    named = "tiny" if args.tiny else Path(args.config_file[-1]).stem
+    name = f"{named} {settings.batch_size} x {settings.length:,}" + ", shared" * args.shared
+    shared = dict(machine=command_line.machine(), name=name, devices=len(jax.devices()))
+    if args.saved and args.saved.exists():
+        lines = [json.loads(line) for line in args.saved.read_text().splitlines()]
+        known = {line["mesh"] for line in lines if shared.items() <= line.items()}
+        if known >= set(axes[1:]):
+            print(f"{args.saved} has {name} over {', '.join(axes[1:])}")
+            return
     found = attempt_each(
-        lambda axis: prepare(settings, axis, n_steps), {axis: axis for axis in axes}, COMPILERS
+        lambda axis: prepare(settings, axis, n_steps, args.shared),
+        {axis: axis for axis in axes},
+        COMPILERS,
     )
     ready = {axis: x for axis, x in found.items() if isinstance(x, Candidate)}
     seconds = in_turn({axis: x.run for axis, x in ready.items()}, args.repeats)
@@ -167,10 +228,6 @@ def measure(args: Any) -> None:
         name = "one device" if axis is None else f"{axis} {len(jax.devices())}"
         table.result(name, known=candidate, cells=cells)
     if args.saved and None in ready:
-        named = "tiny" if args.tiny else Path(args.config_file[-1]).stem
-        sizes = f"{settings.batch_size} x {settings.length:,}"
-        shared = dict(machine=command_line.machine(), name=f"{named} {sizes}")
-        shared |= dict(devices=len(jax.devices()))
         save(
             args.saved,
             [

@@ -15,6 +15,7 @@ import types
 from contextlib import nullcontext
 from pathlib import Path
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +33,7 @@ from benchmarks import (
     linear_attention,
     recall,
     reversible,
+    scaling,
     step,
     tables,
 )
@@ -56,6 +58,7 @@ from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
 from reformax.ops.parts import dispatch
 from tests import pages
+from tests.training import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 (TINY,) = step.SHAPES["tiny"]
@@ -97,6 +100,38 @@ COMMANDS = [
     ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),
 ]
+
+
+def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monkeypatch, capsys):
+    """Without its processes: their flags make settings, and what is saved is left out."""
+    saved, runs = tmp_path / "a.jsonl", []
+
+    def run(command, env):
+        runs.append((command[3:], env))
+        return subprocess.CompletedProcess(command, int("--repeats=1" in command))
+
+    monkeypatch.setattr(scaling.subprocess, "run", run)
+    with pytest.raises(SystemExit, match=r"failed: .*length=1_048_576"):
+        scaling.main(["--page", f"--saved={saved}"])
+    assert [flags[-1] for flags, _ in runs] == [f"--saved={saved}"] * 4
+    assert ["latency_hiding" in env.get("XLA_FLAGS", "") for _, env in runs] == [0, 1, 0, 0]
+
+    monkeypatch.setattr(scaling.stdlib, "stdlib", lambda: tiny.counting())
+    for flags, _ in runs:
+        measured = []
+        monkeypatch.setattr(scaling, "measure", measured.append)
+        scaling.main(flags)
+        settings = scaling.from_config(measured[0].config_file, measured[0].config)
+        gin.clear_config()
+        assert settings.batch_size * settings.length in (2**16, 2**20)
+    monkeypatch.undo()
+
+    shared = dict(
+        machine=command_line.machine(), name="tiny 1 x 64, shared", devices=len(jax.devices())
+    )
+    saved.write_text("".join(json.dumps(shared | {"mesh": x}) + "\n" for x in ("data", "fsdp")))
+    scaling.main(["--tiny", "--shared", f"--saved={saved}"])
+    assert capsys.readouterr().out.endswith("a.jsonl has tiny 1 x 64, shared over data, fsdp\n")
 
 
 @pytest.mark.slow
