@@ -11,7 +11,6 @@ from benchmarks.harness import rows
 from benchmarks.harness.calls import PeerError
 from benchmarks.harness.processes import Answer
 from benchmarks.harness.rows import Result
-from benchmarks.peers.linear_jax import Shape
 
 
 class Checked(NamedTuple):
@@ -28,11 +27,11 @@ class Figures:
     """What is known of each row at each length, in a file too.
 
     Args:
-      shape: of the run.
+      shape: of the run: its `lengths`, and what `rows.about` reads.
       file: lines of JSON, which are read, and which figures are added to; None: no file.
     """
 
-    def __init__(self, shape: Shape, file: Path | None):
+    def __init__(self, shape: Any, file: Path | None):
         self.lines: dict[tuple[str, int], dict[str, Any]] = {}
         self._shape, self._file = shape, file
         self._about = rows.about(shape)
