@@ -68,7 +68,8 @@ def sizes_of(sizes: Mapping[str, int], n: int) -> dict[str, int]:
     if n % known or (n != known and -1 not in given.values()):
         raise SettingError(
             f"mesh is {shown(sizes)} and the number of devices {n}: expected sizes that "
-            f"{'divide it' if -1 in given.values() else 'multiply to it, or no data'}"
+            f"{'divide it' if -1 in given.values() else 'multiply to it, or no data'}; "
+            "mesh={} splits rows over as many as there are"
         )
     return {axis: n // known if size == -1 else size for axis, size in given.items()}
 
