@@ -220,7 +220,8 @@ def _is_larger(name: str, value, text: str) -> bool:
 
 
 def _evaluation(command: str, folder: Path, page: str) -> str:
-    return "--stride=32" if "--stride" in command else ""
+    small = {"--stride": 32, "--length": 64}
+    return " ".join(f"{flag}={value}" for flag, value in small.items() if f" {flag}=" in command)
 
 
 def _generation(command: str, folder: Path, page: str) -> str:
