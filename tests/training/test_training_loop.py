@@ -149,12 +149,12 @@ def test_a_signal_is_acknowledged_while_the_main_thread_cannot(python_sigint):
         sender.start()
         while not stop:
             begin = time.perf_counter()
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # in C, without Python's lock
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # in C, without Python's lock
         end = time.perf_counter()
     sender.join()
-    assert end - begin > 0.2 and stop.signal is signal.SIGINT
+    assert stop.signal is signal.SIGINT
     assert [text.split(":")[0] for text, _ in said] == ["SIGINT", "later"]
-    assert said[1][1] < end, "it was not said before the call returned"
+    assert begin < said[0][1] < said[1][1] < end, "it was not said before the call returned"
     assert "signals" not in {thread.name for thread in threading.enumerate()}
 
 
