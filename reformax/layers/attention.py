@@ -219,7 +219,7 @@ class MultiHead(Layer):
         """Attention by a plan, and the output projection."""
         out = self._apply_op(params, qkv, plan, segments, _fold_in(rng, WEIGHTS))
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
-        # The latter from `for_decoding`.
+        # A matrix already is from `for_decoding`.
         w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else turned(w_o)
         out = product(out, w_o) if self._float8 else out @ w_o.astype(out.dtype)
         if self.output_bias:

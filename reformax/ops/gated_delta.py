@@ -49,8 +49,8 @@ def gated_delta(
 
     Args:
       gated: whether the output is normalised and gated.
-      memory: the positions after which a head has forgotten all but 1 / e at the beginning of a
-        training, where `keep` is 0. None draws each head's as Mamba 2 does, from 0.6 to 1,000 and
+      memory: the positions after which a head has forgotten all but 1 / e when training
+        begins, where `keep` is 0. None draws each head's as Mamba 2 does, from 0.6 to 1,000 and
         half of them below 14: with few heads all may be short, and nothing further away is learnt.
       conv_size: if set, queries, keys and values are convolved over this many positions first
         (`parts.short_convolution`); the papers have 4.

@@ -47,8 +47,8 @@ def gated_linear(
     Args:
       gated: whether the output is normalised and gated.
       temperature: the root that is taken of the gates. The larger, the slower they forget.
-      memory: the positions after which a feature has forgotten all but 1 / e at the beginning of a
-        training, where `gate` is 0. None is the paper's, a bias of 0: `temperature / log(2)`, 23.
+      memory: the positions after which a feature has forgotten all but 1 / e when training
+        begins, where `gate` is 0. None is the paper's, a bias of 0: `temperature / log(2)`, 23.
       conv_size: if set, queries, keys and values are convolved over this many positions first
         (`parts.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It

@@ -88,8 +88,8 @@ def hash_sparse(
       own: whether a position that sees nothing else attends to itself. False makes zeros of it.
       impl: `"xla"` runs everywhere, in array operations, a head after the other. `"pallas"` is the
         kernel of block-sparse attention, for NVIDIA GPUs of Ampere or later and heads of 128 or
-        less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"`
-        takes the kernel where it computes the same function.
+        less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"` takes
+        the kernel where it computes the same function.
 
     Raises:
       ValueError: a number of buckets that is odd or out of range, an unknown `impl`.

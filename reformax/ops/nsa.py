@@ -41,7 +41,7 @@ from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions
 from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
 
-# Kernels that no GPU has run yet, of the selection above all, are taken where they are asked for.
+# The values of `impl` that take the newer kernels, which no GPU has run yet.
 NEWEST_BY = KERNELS
 # What the tiles of the kernels hold.
 KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}

@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
       stride, span: d and P of summaries; 1 and 1 for positions.
       dropout: its rate.
       rows: of a tile.
-      clear: whether tiles that all of their rows see have no masks, and wide heads more warps.
+      clear: whether tiles that all of their rows see have no masks; warps are others then, too.
     """
 
     group: int
@@ -237,16 +237,16 @@ class _Here(NamedTuple):
             seen = lax.div(jnp.maximum(seen + 1, 0), jnp.int32(sizes.stride))
             n_tiles = lax.div(seen + (sizes.n_keys - 1), jnp.int32(sizes.n_keys))
             n_clear = jnp.int32(0)
-            if sizes.clear and x.ids is None:  # tiles that the first query sees whole
-                seen = tile * sizes.n_queries - (sizes.span - sizes.stride) + 1
-                seen = lax.div(jnp.maximum(seen, 0), jnp.int32(sizes.stride))
-                n_clear = jnp.minimum(lax.div(seen, jnp.int32(sizes.n_keys)), n_tiles)
 
             def step(end, number, carry):
                 return body(self.columns(x, number * sizes.n_keys, end), carry)
 
             clear, masked = (functools.partial(step, end) for end in (None, x.k.shape[1]))
-            carry = lax.fori_loop(jnp.int32(0), n_clear, clear, carry)
+            if sizes.clear and x.ids is None:  # tiles that the first query sees whole
+                seen = tile * sizes.n_queries - (sizes.span - sizes.stride) + 1
+                seen = lax.div(jnp.maximum(seen, 0), jnp.int32(sizes.stride))
+                n_clear = jnp.minimum(lax.div(seen, jnp.int32(sizes.n_keys)), n_tiles)
+                carry = lax.fori_loop(jnp.int32(0), n_clear, clear, carry)
             return lax.fori_loop(n_clear, n_tiles, masked, carry)
 
         def step(number, carry):
@@ -347,15 +347,18 @@ def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     count = lax.div(jnp.maximum(end - start + (step - 1), 0), step)
     n_masked = count
-    if sizes.clear and not sizes.block and x.ids is None:  # queries behind all of the keys see all
+    split = sizes.clear and not sizes.block and x.ids is None
+    if split:  # queries behind all of the keys see all
         last = (first + sizes.n_keys) * sizes.stride + (sizes.span - sizes.stride - 1)
-        clear = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
-        n_masked = lax.div(jnp.maximum(clear - start + (step - 1), 0), step)
+        behind = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
+        n_masked = lax.div(jnp.maximum(behind - start + (step - 1), 0), step)
         whole = first + sizes.n_keys <= x.k.shape[1]
         n_masked = jnp.where(whole, jnp.minimum(n_masked, count), count)
     sums = lax.fori_loop(jnp.int32(0), n_masked, functools.partial(differentiate, columns), sums)
-    clear = columns._replace(exists=None)
-    dk, dv = lax.fori_loop(n_masked, count, functools.partial(differentiate, clear), sums)
+    if split:
+        clear = columns._replace(exists=None)
+        sums = lax.fori_loop(n_masked, count, functools.partial(differentiate, clear), sums)
+    dk, dv = sums
     place = jnp.arange(sizes.n_keys, dtype=jnp.int32)[:, None]
     for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
         number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
@@ -425,7 +428,7 @@ def _launch(kernel, sizes: Sizes, interpret, inputs, shapes, n_programs, of_quer
 def _warps(sizes: Sizes, size: int, of_queries: bool) -> int:
     """Few where a tile has the heads of one query; many where its numbers would not fit."""
     n_rows = (sizes.n_queries if of_queries else sizes.n_listed) * sizes.group
-    if n_rows <= 32:
+    if n_rows <= 32 and (of_queries or sizes.clear):
         return FEW
     return 8 if sizes.clear and power_of_two(size) * n_rows > MOST_OF_FOUR else 4
 

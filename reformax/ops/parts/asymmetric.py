@@ -101,7 +101,7 @@ def largest_of_segment(
 def centred(
     x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
 ) -> Float[Array, "B T N H"]:
-    """Vectors less the mean of their segment, float32; what is not finite does not count."""
+    """Vectors less the mean of their segment, float32; a number that is not finite is 0."""
     x = finite(x.astype(jnp.float32))
     if segments is None:
         return x - x.mean(axis=1, keepdims=True)
