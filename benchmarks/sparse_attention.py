@@ -50,9 +50,9 @@ from benchmarks.harness.calls import exit_if
 from benchmarks.harness.kept import Checked, Figures, Known, read
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import Answer, ask, ask_each
+from benchmarks.peers.linear_jax import SLOW
 from benchmarks.peers.sparse_jax import MOST, Shape, algorithms
 
-SLOW = 1.0
 SHAPES = {
     "tiny": Shape((64, 128), 2, 8, "float32", 64, 16, 2),
     "cpu": Shape((1024, 4096), 4, 32, "float32", 512, 128, 4),

@@ -22,11 +22,12 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.kernels.common import LOG2_E, LOWEST, launch, load, power_of_two, product
+from reformax.ops.kernels.query_rows import ROWS, QueryRows, query_rows
 from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN, in_three
 from reformax.ops.parts.softmax import nonzero
 
-# Rows of a tile, and blocks or summaries; parts of a number of float32 (`in_three`).
-ROWS, COLUMNS, N_PARTS, WARPS = 128, 64, 3, 4
+# Blocks or summaries of a tile; parts of a number of float32 (`in_three`).
+COLUMNS, N_PARTS, WARPS = 64, 3, 4
 
 
 class Sizes(NamedTuple):
@@ -61,16 +62,6 @@ class _Inputs(NamedTuple):
     ids: Array | None  # [B, T]
     key_ids: Array | None  # [B, C]
     first: Array | None  # [B, T]: the first block that a query may choose
-
-
-class _Rows(NamedTuple):
-    """The rows of a tile: the query heads of a key head, of some queries."""
-
-    position: Array
-    head: Array
-    ids: Array | None
-    exists: Array
-    q: tuple[Array, ...] = ()
 
 
 class _Queries(NamedTuple):
@@ -108,21 +99,10 @@ class _Here(NamedTuple):
     def scale(self) -> float:
         return LOG2_E / math.sqrt(self.x.q[0].shape[3])
 
-    def rows(self, tile) -> _Rows:
-        row = jnp.arange(ROWS, dtype=jnp.int32)
-        member = lax.rem(row, jnp.int32(self.padded))
-        position = tile * self.n_queries + lax.div(row, jnp.int32(self.padded))
-        exists = (member < self.group) & (position < self.x.q[0].shape[1])
-        position = jnp.where(exists, position, 0)
-        head = jnp.where(exists, self.head * self.group + member, 0)
-        ids = None if self.x.ids is None else load(self.x.ids.at[self.batch, position], exists, 0)
-        rows = _Rows(position, head, ids, exists)
-        return rows._replace(q=tuple(self._vectors(ref, rows) for ref in self.x.q))
-
-    def _vectors(self, ref, rows: _Rows) -> Array:
-        number = jnp.arange(power_of_two(ref.shape[3]), dtype=jnp.int32)[None, :]
-        view = ref.at[self.batch, rows.position[:, None], rows.head[:, None], number]
-        return load(view, rows.exists[:, None] & (number < ref.shape[3]), 0.0)
+    def rows(self, tile) -> QueryRows:
+        first = tile * self.n_queries
+        x, group, padded = self.x, self.group, self.padded
+        return query_rows(x.q, x.ids, self.batch, self.head, first, group, padded)
 
     def queries(self, tile) -> _Queries:
         query = tile * self.n_queries + jnp.arange(self.n_queries, dtype=jnp.int32)
@@ -134,7 +114,7 @@ class _Here(NamedTuple):
             first = load(self.x.first.at[self.batch, query], exists, 0)[:, None]
         return _Queries(query, exists, own, first)
 
-    def logits(self, rows: _Rows, summary) -> Array:
+    def logits(self, rows: QueryRows, summary) -> Array:
         """Products with some summaries, minus infinity where a row sees none."""
         sizes, n_summaries = self.sizes, self.x.keys[0].shape[1]
         there = (summary >= 0) & (summary < n_summaries)
@@ -158,7 +138,7 @@ class _Here(NamedTuple):
                 total += product(part, key, transpose_b=True)
         return total
 
-    def sums(self, rows: _Rows, last) -> tuple[Array, Array]:
+    def sums(self, rows: QueryRows, last) -> tuple[Array, Array]:
         """The largest product of each row, and the sum of its softmax."""
 
         def count(i, state):
@@ -172,7 +152,7 @@ class _Here(NamedTuple):
         start = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
         return lax.fori_loop(jnp.int32(0), n, count, start)
 
-    def shares(self, rows: _Rows, queries: _Queries, sums, block) -> Array:
+    def shares(self, rows: QueryRows, queries: _Queries, sums, block) -> Array:
         """What some blocks are worth to each query by the weights of summaries."""
         sizes, (top, total) = self.sizes, sums
         share = jnp.zeros((ROWS, COLUMNS), jnp.float32)

@@ -36,11 +36,12 @@ from reformax.ops.kernels.common import (
     product,
     view_rows,
 )
+from reformax.ops.kernels.query_rows import ROWS, QueryRows, query_rows
 from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN, in_three
 from reformax.ops.parts.softmax import nonzero
 
-# Rows of a tile, summaries of a tile, stages by the parts of a number (`in_three`).
-ROWS, COLUMNS = 128, 64
+# Summaries of a tile, stages by the parts of a number (`in_three`).
+COLUMNS = 64
 WARPS, STAGES = 4, {1: 3, 3: 2}
 # Bytes of blocks' worth in memory at a time.
 AT_A_TIME = 2**30
@@ -104,16 +105,6 @@ class _Inputs(NamedTuple):
     start: Array | None  # [1]: the first query
 
 
-class _Rows(NamedTuple):
-    """The rows of a tile: the query heads of a key head, of some queries."""
-
-    position: Array
-    head: Array
-    ids: Array | None
-    exists: Array
-    q: tuple[Array, ...] = ()
-
-
 class _Here(NamedTuple):
     """One program: its sequence and key head, and what it reads."""
 
@@ -133,22 +124,10 @@ class _Here(NamedTuple):
         end = self.first + self.sizes.n_queries
         return jnp.minimum(end, self.x.q[0].shape[1]) - 1
 
-    def rows(self) -> _Rows:
-        sizes, length = self.sizes, self.x.q[0].shape[1]
-        row = jnp.arange(ROWS, dtype=jnp.int32)
-        member = lax.rem(row, jnp.int32(sizes.members))
-        position = self.first + lax.div(row, jnp.int32(sizes.members))
-        exists = (member < sizes.group) & (position < length)
-        position = jnp.where(exists, position, 0)
-        head = jnp.where(exists, self.head * sizes.group + member, 0)
-        ids = None if self.x.ids is None else load(self.x.ids.at[self.batch, position], exists, 0)
-        rows = _Rows(position, head, ids, exists)
-        return rows._replace(q=tuple(self._vectors(ref, rows) for ref in self.x.q))
-
-    def _vectors(self, ref, rows: _Rows) -> Array:
-        number = jnp.arange(power_of_two(ref.shape[3]), dtype=jnp.int32)[None, :]
-        view = ref.at[self.batch, rows.position[:, None], rows.head[:, None], number]
-        return load(view, rows.exists[:, None] & (number < ref.shape[3]), 0.0)
+    def rows(self) -> QueryRows:
+        x, sizes = self.x, self.sizes
+        of = sizes.group, sizes.members
+        return query_rows(x.q, x.ids, self.batch, self.head, self.first, *of)
 
     def n_seen(self, position) -> Any:
         """How many summaries end up to a position."""
@@ -162,7 +141,7 @@ class _Here(NamedTuple):
             return jnp.int32(0)
         return lax.div(self.n_seen(self.first), jnp.int32(width))
 
-    def logits(self, rows: _Rows, summary, exists, transposed: bool) -> Array:
+    def logits(self, rows: QueryRows, summary, exists, transposed: bool) -> Array:
         """Products of the rows and some summaries, minus infinity where a row does not see one.
 
         exists: of the summaries, where a row may see none; None: all rows see all.
