@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import sys
 import threading
 import time
@@ -42,7 +41,7 @@ import numpy as np
 import optax
 
 from benchmarks.harness import command_line
-from benchmarks.harness.calls import attempt, exit_if
+from benchmarks.harness.calls import attempt, exit_if, without_graphs
 from benchmarks.harness.output import Table, plot
 from reformax.carried import advanced, merged, trained
 from reformax.data.associative_recall import associative_recall
@@ -407,8 +406,7 @@ def models(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    # Programs of several threads would end up in each other's CUDA graphs.
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    without_graphs()
     parser = command_line.parser(__doc__, plot=Path("docs/associative_recall.png"))
     for name, default in dict(tokens=32768, steps=1500, threads=1).items():
         text = f"default: {default:,}"

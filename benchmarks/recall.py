@@ -29,7 +29,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +40,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from benchmarks.harness import command_line, coverage
-from benchmarks.harness.calls import COMPILERS, attempt, exit_if
+from benchmarks.harness.calls import COMPILERS, attempt, exit_if, without_graphs
 from benchmarks.harness.output import Table, plot
 from reformax.declared import SettingError, Unsupported
 from reformax.ops import AttentionOp, lsh
@@ -153,11 +152,10 @@ def of_run(args: argparse.Namespace) -> None:
     find = _finder(args) if asked else None
     table = Table("op", "keys", "weight", "lowest head", "highest head", "bits", "lost")
     with ThreadPoolExecutor(COMPILERS) as pool:
-        waiting = {name: pool.submit(attempt, find, op) for name, op in asked.items()}
+        waiting = {name: pool.submit(_find, args, name, find, op) for name, op in asked.items()}
         for name in ops:
             if name in waiting:
                 found[name] = waiting[name].result()
-                _save(args.saved, name, found[name])
             table.result(f"`{name}`", known=found[name], cells=_cells)
     own = next((x.own for x in found.values() if isinstance(x, Known) and x.own), None)
     print("" if own is None else f"\nbits of the run as it is: {own:.4f}")
@@ -180,6 +178,13 @@ def of_run(args: argparse.Namespace) -> None:
     exit_if(name for name in ops if _is_failure(found[name]))
 
 
+def _find(args: argparse.Namespace, name: str, find: Callable, op: AttentionOp | int) -> Any:
+    """What is found of an op, kept before other threads have found out more."""
+    found = attempt(find, op)
+    _save(args.saved, name, found)
+    return found
+
+
 def _short(text: str, lines: Iterable[str]) -> str:
     """The name of a line's op, where no other line is of the same."""
     module = text.split(".")[0]
@@ -193,8 +198,7 @@ def _ops(text: str) -> dict[str, AttentionOp | int]:
 
 def _finder(args: argparse.Namespace) -> Callable[[AttentionOp | int], Known | Unsupported]:
     """What finds out what is asked of an op, on the layers of the run."""
-    # Programs of several threads would end up in each other's CUDA graphs.
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    without_graphs()
     run = _open(args)
     length = args.length or run.settings["length"]
     batches = run.task.eval_batches("valid", 1, length, length)
