@@ -1,43 +1,70 @@
 """What a language model learns with one attention or another in every fourth layer.
 
     python -m benchmarks.global_layers --data_dir=FILE_OR_FOLDER --saved=FILE
+    python -m benchmarks.global_layers --data_dir=FILE_OR_FOLDER --only compared linear_time
 
 trains configs/transformer_text_ten_minutes.gin for 900 steps with each attention in the place of
-the layers that see every key, between windows, and prints valid bits per byte and tokens/s. All
-have queries and keys of their own and no next value but where the name says so, and are shown some
-1,000 of 4,096 keys. --reversible takes configs/reformer_text_ten_minutes.gin, and --only names
-rows.
+the layers that see every key, between windows, and prints bits per byte of the whole valid split
+and tokens/s, the median over the steps. Keys are a projection of their own, without the next
+value, but where the name says so. Rows are in groups: `compared` has dense attention, windows and
+LSH attention, `linear_time` states of constant size and summaries, and `chosen` attentions that
+choose where to look, at some 1,000 of 4,096 keys. --only names groups or rows, and --reversible
+takes configs/reformer_text_ten_minutes.gin.
 
-Each row is a process of its own. --at_once=2 trains two side by side, so that a GPU computes while
-the next one compiles; tokens/s are then of both together. With --limit no row goes on after so
-many seconds. --saved=FILE adds each row to a file as soon as it is known, and a row that is there
-for as many steps is not trained again.
+Each row is a process of its own. --at_once=3 has three: they compile and evaluate side by side and
+train in turn, so that tokens/s are of one alone. With --limit no row goes on after so many seconds.
+--saved=FILE adds each row to a file as soon as it is known, and a row that is there for as many
+steps is not trained again. --runs=FOLDER keeps the run of each row there, and goes on with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import command_line
-from benchmarks.harness.calls import attempt, exit_if
+from benchmarks.harness.calls import PeerError, exit_if
+from benchmarks.harness.kept import read
 from benchmarks.harness.output import Table
-from benchmarks.harness.processes import ROOT
+from benchmarks.harness.processes import ROOT, Answer, ask, ask_each
 
 NEXT_VALUE = "lm.{model}.next_value=True"
-# The settings of each row. A model's own are of {model}.
-ROWS = {
+# The settings of each row, by group. A model's own are of {model}.
+COMPARED = {
     "flash": ["global_attention=@flash.flash()"],
+    "windows": ["global_attention=@local.local()"],
+    "dense, shared keys, next value": [NEXT_VALUE],
+    "lsh, shared keys, next value": ["global_attention=@lsh.lsh()", NEXT_VALUE],
+    "lsh, shared keys": ["global_attention=@lsh.lsh()"],
+}
+LINEAR_TIME = {
+    "gated_linear(conv_size=4)": [
+        "global_attention=@gated_linear.gated_linear()",
+        "gated_linear.gated_linear.conv_size=4",
+    ],
+    "retention": ["global_attention=@retention.retention()"],
+    "linear": ["global_attention=@linear.linear()"],
+    # The kernels take up to 128 features.
+    "performer(n_features=128)": [
+        "global_attention=@performer.performer()",
+        "performer.performer.n_features=128",
+    ],
+    "gated_delta(conv_size=4)": [
+        "global_attention=@gated_delta.gated_delta()",
+        "gated_delta.gated_delta.conv_size=4",
+    ],
+    "long_short": ["global_attention=@long_short.long_short()"],
+}
+CHOSEN = {
     "moba": ["global_attention=@moba.moba()", "moba.moba.block_size=64", "moba.moba.top_k=16"],
     "nsa, two heads of keys": [
         "global_attention=@nsa.nsa()",
@@ -75,9 +102,6 @@ ROWS = {
         "longformer.longformer.dilation=4",
     ],
     "dsa": ["global_attention=@dsa.dsa()", "dsa.dsa.top_k=1024", "dsa.dsa.n_index_heads=2"],
-    "windows": ["global_attention=@local.local()"],
-    "dense, shared keys, next value": [NEXT_VALUE],
-    "lsh, next value": ["global_attention=@lsh.lsh()", NEXT_VALUE],
     "hash_sparse, shared keys, next value": [
         "global_attention=@hash_sparse.hash_sparse()",
         "hash_sparse.hash_sparse.n_buckets=4",
@@ -94,6 +118,8 @@ ROWS = {
         NEXT_VALUE,
     ],
 }
+GROUPS = {"compared": COMPARED, "linear_time": LINEAR_TIME, "chosen": CHOSEN}
+ROWS = COMPARED | LINEAR_TIME | CHOSEN
 TINY = [
     *("length=128", "batch_size=2", "d_model=16", "d_ff=16", "n_layers=4", "n_heads=2"),
     *("d_head=8", "loop.train.eval_stride=128", "loop.train.eval_batch_size=2"),
@@ -116,51 +142,46 @@ def config_of(name: str, args: argparse.Namespace) -> tuple[Path, list[str]]:
     own = [setting.format(model=f"{model}LM") for setting in ROWS[name]]
     given = [] if NEXT_VALUE in ROWS[name] else [f"lm.{model}LM.next_value=False"]
     warmup = 300 if args.steps > 1000 else args.steps * 2 // 9
-    given += [f"steps={args.steps}", f"warmup_steps={warmup}", *(TINY if args.tiny else [])]
+    given += [f"steps={args.steps}", f"warmup_steps={warmup}", "loop.train.eval_tokens=None"]
+    given += ["loop.train.checkpoint_minutes=None", *(TINY if args.tiny else [])]
     return ROOT / "configs" / f"{kind}_text_ten_minutes.gin", given + own
 
 
-def train(name: str, args: argparse.Namespace, seconds: float | None) -> Trained:
-    """Trains a row in a process of its own, for at most so many seconds; None: any.
-
-    Raises:
-      RuntimeError: the process failed; its last line is the message.
-      TimeoutError: it took longer, or there was no time to begin.
-    """
-    if seconds is not None and seconds <= 0:
-        raise TimeoutError("no time left to begin")
-    file, given = config_of(name, args)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "train.py"), "--quiet", f"--output_dir={folder}/run"]
-        command += [f"--config_file={file}"]
-        command += [f"--data_dir={args.data_dir}"] if args.data_dir else []
-        command += [f"--config={setting}" for setting in given]
+def train(name: str, args: argparse.Namespace, folder: Path, end: float | None) -> Iterator[Answer]:
+    """Trains a row in a process of its own, until the time `end` at most; None: any."""
+    limit = None if end is None else end - time.monotonic()
+    if limit is not None and limit <= 0:
+        yield {"error": "TimeoutError: no time left to begin"}
+        return
+    config_file, settings = config_of(name, args)
+    yield from ask(
+        sys.executable,
+        "language_model.train",
+        patience=limit,
         # Several on one device: none takes its memory beforehand.
-        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-        options = dict(capture_output=True, text=True, env=environment, cwd=ROOT)
-        try:
-            done = subprocess.run(command, timeout=seconds, **options)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"more than {seconds:.0f} s") from None
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
-        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in lines]
-    speeds = [x["timing"].get("tokens_per_second") for x in lines if x["split"] == "train"]
-    last = [x for x in lines if x["split"] == "valid"][-1]
-    speed = statistics.median(x for x in speeds if x)
-    return Trained(last["bits_per_dim"], last["n_targets"], speed)
+        env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ,
+        name=name,
+        config_file=str(config_file),
+        settings=settings,
+        data_dir=args.data_dir and os.path.abspath(args.data_dir),
+        folder=str(folder / name),
+        turn=str(folder / "turn"),
+        limit=limit,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__)
     parser.add_argument("--data_dir", help="the text: a file or a folder")
-    parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
+    choices = dict(nargs="+", choices=[*GROUPS, *ROWS], default=list(GROUPS))
+    names = "; ".join(f"{group}: {', '.join(map(repr, rows))}" for group, rows in GROUPS.items())
+    parser.add_argument("--only", **choices, metavar="GROUP_OR_ROW", help=names)
     parser.add_argument("--steps", type=command_line.positive, default=900, help="default: 900")
     parser.add_argument("--reversible", action="store_true", help="reversible stacks")
     parser.add_argument("--at_once", type=command_line.positive, default=1, help="default: 1")
     parser.add_argument("--limit", type=float, help="seconds of all rows")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="rows that are known, to add to")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keeps the runs here")
     args = parser.parse_args(argv)
     if args.tiny:
         args.steps = 2
@@ -168,29 +189,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--data_dir is missing: give the text to train on")
 
     run = {"steps": args.steps, "reversible": args.reversible, "tiny": args.tiny}
-    begin = time.monotonic()
-    known = {}
+    names = list(dict.fromkeys(row for name in args.only for row in GROUPS.get(name, [name])))
+    known: dict[str, Trained | Exception] = {}
     if args.saved and args.saved.exists():
-        for line in map(json.loads, args.saved.read_text().splitlines()):
+        for line in read(args.saved):
             if line["run"] == run:
                 known[line["row"]] = Trained(**line["trained"])
 
-    def row(name: str) -> Trained:
-        left = None if args.limit is None else begin + args.limit - time.monotonic()
-        trained = train(name, args, left)
-        if args.saved:
-            line = {"row": name, "run": run, "trained": trained._asdict()}
-            with args.saved.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        return trained
-
     table = Table("layers 3, 7 and 11", "bits per byte", "targets", "tokens/s")
-    with ThreadPoolExecutor(args.at_once) as pool:
-        names = args.only or list(ROWS)
-        waiting = {name: pool.submit(attempt, row, name) for name in names if name not in known}
+    end = None if args.limit is None else time.monotonic() + args.limit
+    with ExitStack() as opened:
+        folder = args.runs or Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        new = [name for name in names if name not in known]
+        asked = {name: functools.partial(train, name, args, folder.absolute(), end) for name in new}
+        answers = ask_each(asked, args.at_once)
         for name in names:
-            if name in waiting:
-                known[name] = waiting[name].result()
+            while name not in known:
+                row, answer = next(answers)
+                if "error" in answer:
+                    known[row] = PeerError(answer["error"])
+                    continue
+                known[row] = Trained(**answer)
+                if args.saved:
+                    line = {"row": row, "run": run, "trained": answer}
+                    with args.saved.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
             table.result(name, known=known[name], cells=_cells)
     exit_if(name for name in names if isinstance(known[name], Exception))
 

@@ -76,7 +76,11 @@ COMMANDS = [
     ("exact_attention", "--memory", "| 4,096 | 3.0 |"),
     ("exact_attention", "--curves --longest", "| flash |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
-    ("global_layers", "--only windows --saved={path}/a.jsonl", "| windows | "),
+    (
+        "global_layers",
+        "--only flash windows --at_once=2 --saved={path}/a.jsonl --runs={path}/runs",
+        "| windows | ",
+    ),
     (
         "linear_attention",
         "--only linear linformer --peers --saved={path}/a.jsonl --plot={path}/a.png",
@@ -626,6 +630,38 @@ def test_one_process_at_a_time_holds_a_lock(tmp_path):
         order.append("first")
     waiting.join()
     assert order == ["first", "second"]
+
+
+TRAINS = """
+import os, sys, time
+from pathlib import Path
+from benchmarks.peers.language_model import in_turn
+
+folder, name, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+(trains := in_turn(folder / "turn", 3, name).on_step)(1, {})
+alone = folder / "trains"
+alone.mkdir()  # fails where another process trains
+time.sleep(0.2)
+alone.rmdir()
+if last < 3:
+    os._exit(1)
+trains(2, {})
+trains(3, {})
+time.sleep(0.5)  # evaluates
+"""
+
+
+def test_processes_train_in_turn_and_a_process_that_fails_gives_its_turn_back(tmp_path):
+    command = [sys.executable, "-c", TRAINS, str(tmp_path)]
+    last = {"fails": 2, "a": 3, "b": 3}
+    options = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with processes.alone(tmp_path / "turn"):
+        trainings = [subprocess.Popen([*command, x, str(n)], **options) for x, n in last.items()]
+        for training in trainings:
+            assert training.stderr.readline().endswith("compiled\n")
+    said = [training.communicate(timeout=60)[1] for training in trainings]
+    assert [training.returncode for training in trainings] == [1, 0, 0], said
+    assert "fails: trained" not in said[0] and "a: trained" in said[1] and "b: trained" in said[2]
 
 
 def test_growth_is_fitted_to_long_sequences():
