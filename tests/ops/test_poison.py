@@ -1,8 +1,8 @@
 """What attention hides may hold anything: not a number, an infinity, a number that overflows.
 
-At padding that is anything, for every op and kernel. What segments or causality hide may be
-anything in array operations; in kernels, numbers whose logits float32 tells apart, and finite
-values.
+At padding and in another example of the batch that is anything, for every op and kernel. What
+segments or causality hide may be anything in array operations; in kernels, numbers whose logits
+float32 tells apart, and finite values.
 """
 
 import jax
@@ -25,10 +25,10 @@ def poisons(row):
     return [(1e3, 1e3, 1e37, 1e3)] if in_tiles else [(x,) * 4 for x in ANYTHING]
 
 
-def draw(row):
+def draw(row, batch=2):
     """The row's inputs, and a cotangent of their output."""
-    d_out = np.random.default_rng(1).normal(size=(2, LENGTH, 2, 4)).astype(np.float32)
-    return inputs.draw(row.op(), length=LENGTH), d_out
+    d_out = np.random.default_rng(1).normal(size=(batch, LENGTH, 2, 4)).astype(np.float32)
+    return inputs.draw(row.op(), batch, LENGTH), d_out
 
 
 def compiled(row, segments, causal):
@@ -84,12 +84,12 @@ def by_outputs(row, gradients):
 
 
 @over(ROWS)
-def test_at_padding(row):
-    segments = np.repeat([[1, 0, 2, 0]], [9, 4, 7, 5], axis=1).repeat(2, axis=0)
+def test_at_padding_and_in_another_example(row):
+    segments = np.repeat([[1, 0, 2, 0]], [9, 4, 7, 5], axis=1).repeat(3, axis=0)
     segments[1] = 0
     segments = row.segments(segments)
     padding = segments == 0
-    x, d_out = draw(row)
+    x, d_out = draw(row, batch=3)
     run = compiled(row, jnp.asarray(segments), row.causal())
     out, gradients = want = run(zeroed(x, padding), zeroed(d_out, padding))
     for y in jax.tree.leaves((out, gradients[:4])):
@@ -98,6 +98,13 @@ def test_at_padding(row):
     for value in ANYTHING:
         there = poisoned(x, padding, (value,) * 4)
         assert_same(run(there, np.where(padding[..., None, None], value, d_out)), want)
+
+    out, gradients = jax.tree.map(lambda y: y[:2], (out, gradients[:4]))
+    last = np.repeat([[False], [False], [True]], LENGTH, axis=1)
+    for value in ANYTHING:
+        got, of_inputs = run(poisoned(x, last, (value,) * 4), d_out)
+        assert_same(jax.tree.map(lambda y: y[:2], (got, of_inputs[:4])), (out, gradients))
+        assert np.isfinite(value) or not np.isfinite(got[2]).all()
 
 
 @over(row for row in ROWS if row.op().traits.packed)
