@@ -42,8 +42,7 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +55,8 @@ from benchmarks.harness import command_line, rows
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.kept import Checked, Figures, read
 from benchmarks.harness.output import Table, plot
-from benchmarks.harness.processes import Answer, ask, ask_each, together
+from benchmarks.harness.processes import Answer, ask
+from benchmarks.harness.side_by_side import Peers, Rows, measure
 from benchmarks.peers.linear_jax import MOST, NAMES, SLOW, Shape
 from benchmarks.peers.linear_names import PEERS
 
@@ -80,7 +80,6 @@ class Run(NamedTuple):
     repeats: int
     limit: float
     folder: Path
-    keep: Callable[[str, str | None, int, Answer], None]
 
     @property
     def patience(self) -> float:
@@ -104,29 +103,11 @@ class Run(NamedTuple):
         function = "linear_torch.compile_and_check"
         return self.ask(python, function, {"FLA_CACHE_RESULTS": "0"}, **request)
 
-    def times(self, python: str, peers: Sequence[str]) -> Iterator[Answer]:
-        """The figures of peers, one after another; a process for those after one that hangs."""
-        missing = {peer: self.figures.missing(peer) for peer in peers}
-        shape = self.shape
-        request = dict(dtype=shape.dtype, n_known=shape.check_length, repeats=self.repeats)
-        request |= dict(most=MOST, slow=SLOW)
-        while missing:
-            killed = {"error": "no answer"}
-            for answer in self.ask(python, "linear_torch.by_length", lengths=missing, **request):
-                if "name" in answer:
-                    missing[answer["name"]].remove(answer["length"])
-                    yield answer
-                else:
-                    killed = answer
-            # Those that could not be compiled are recorded already.
-            missing = {
-                peer: lengths
-                for peer, lengths in missing.items()
-                if lengths and not (self.folder / f"{peer}.failed").exists()
-            }
-            for peer in list(missing)[:1]:  # the one that the process has ended in
-                for length in missing.pop(peer):
-                    yield {"name": peer, "of": PEERS[peer].of, "length": length} | killed
+    def times(self, python: str, lengths: Mapping[str, Sequence[int]]) -> Iterator[Answer]:
+        """A process that times peers, one after another."""
+        request = dict(dtype=self.shape.dtype, n_known=self.shape.check_length)
+        request |= dict(repeats=self.repeats, most=MOST, slow=SLOW)
+        return self.ask(python, "linear_torch.by_length", lengths=lengths, **request)
 
     def ours(self, name: str) -> Iterator[Answer]:
         """A process that measures a row of ours."""
@@ -144,54 +125,22 @@ class Run(NamedTuple):
         )
 
 
-def measure(run: Run, names: Sequence[str], python: str | None, peers: Sequence[str]) -> None:
-    """Rows of ours and peers: side by side they compile, and compute what is right.
-
-    Then each of ours has the device alone in turn, and so have all peers, which are one process.
-
-    Args:
-      run: what is known, and how to ask.
-      names: of ours.
-      python: the interpreter of the peers.
-      peers: their names.
-    """
+def rows_of(run: Run, names: Sequence[str], python: str | None, peers: Sequence[str]) -> Rows:
+    """What is measured: these rows of ours, and peers by their interpreter."""
     figures = run.figures
     new = [n for n in names if not any(isinstance(x, Checked) for x in figures.of(n).values())]
-    of = dict.fromkeys([*new, *(PEERS[peer].of for peer in peers)])
-    asked = {("numbers", name): functools.partial(run.numbers, name) for name in of}
-    compilers = {
-        (index, peer): functools.partial(run.compiler, python, peer, index)
-        for peer in peers
-        for index in range(PEERS[peer].compilers)
-    }
-    asked |= compilers
-    if peers:
-        asked["times", ""] = functools.partial(run.times, python, peers)
-    asked |= {("ours", name): functools.partial(run.ours, name) for name in names}
-    wrong: dict[tuple[Any, str], bool] = {}  # of compilers that have answered
-
-    def fail(name: str, of: str | None, answer: Answer) -> None:
-        for length in figures.missing(name):
-            run.keep(name, of, length, answer)
-
-    with ExitStack() as compiling:
-        if compilers:
-            compiling.enter_context(together(run.folder / "lock"))
-        for (kind, name), answer in ask_each(asked, 2 * (os.cpu_count() or 1)):
-            if kind == "numbers":
-                (run.folder / f"{name}.failed").write_text(answer["error"])
-            elif kind == "ours" and "length" not in answer:
-                fail(name, None, answer)
-            elif kind in ("ours", "times"):
-                run.keep(answer["name"], answer.get("of"), answer["length"], answer)
-            else:
-                wrong.setdefault((kind, name), "error" in answer)
-                of_peer = [x for (_, peer), x in wrong.items() if peer == name]
-                if len(of_peer) == PEERS[name].compilers and all(of_peer):
-                    (run.folder / f"{name}.failed").write_text(answer["error"])
-                    fail(name, PEERS[name].of, answer)
-                if len(wrong) == len(compilers):
-                    compiling.close()
+    with_numbers = dict.fromkeys([*new, *(PEERS[peer].of for peer in peers)])
+    return Rows(
+        {name: functools.partial(run.numbers, name) for name in with_numbers},
+        {name: functools.partial(run.ours, name) for name in names},
+        Peers(
+            {peer: PEERS[peer].of for peer in peers},
+            {peer: PEERS[peer].compilers for peer in peers},
+            functools.partial(run.compiler, python),
+            functools.partial(run.times, python),
+        ),
+        run.shape.lengths,
+    )
 
 
 # Tables.
@@ -290,14 +239,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         table.result(name, f"{length:,}", known=figures.known(name, length), cells=cells)
 
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(figures, shape, args.repeats, args.limit, Path(folder), keep)
+        run = Run(figures, shape, args.repeats, args.limit, Path(folder))
         wanted = [name for name in PEERS if PEERS[name].of in args.only and figures.missing(name)]
-        measure(
-            run,
-            [] if args.peers_alone else [n for n in args.only if figures.missing(n)],
-            args.peers,
-            wanted if args.peers else [],
-        )
+        ours = [] if args.peers_alone else [n for n in args.only if figures.missing(n)]
+        wanted = rows_of(run, ours, args.peers, wanted if args.peers else [])
+        measure(wanted, figures, run.folder, keep)
     print_tables(figures, shape, args.only)
     if args.plot:
         draw(args.plot, list(figures.lines.values()))

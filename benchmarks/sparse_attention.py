@@ -26,11 +26,12 @@ same masks, transformers' Longformer without its projections, and flash-linear-a
 NSA. They get the same inputs and are checked against the same numbers: MoBA's means are rounded
 there, so some queries choose other blocks. A last table has the peers' times over ours.
 
-Each row is a process. Ours compile side by side, then have the device alone in turn; peers come
-after them. What takes more than `--limit` seconds to compile or to time is killed, recorded so, and
-the others go on; stderr says what each does, and since when. `--saved` adds each figure to a file,
-one JSON line each; what the file has of this machine and these sizes is in the tables and not
-measured again. `--plot` draws the figures, or those that `--drawn` names; then nothing is measured.
+Each row is a process. All compile side by side, and then have the device alone in turn; peers are
+one process then, and Triton chooses among versions of their kernels alone. What takes more than
+`--limit` seconds to compile or to time is killed, recorded so, and the others go on; stderr says
+what each does, and since when. `--saved` adds each figure to a file, one JSON line each; what the
+file has of this machine and these sizes is in the tables and not measured again. `--plot` draws the
+figures, or those that `--drawn` names; then nothing is measured.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 # Processes share the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -49,89 +51,105 @@ from benchmarks.harness import command_line, rows
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.kept import Checked, Figures, Known, read
 from benchmarks.harness.output import Table, plot
-from benchmarks.harness.processes import Answer, ask, ask_each
+from benchmarks.harness.processes import Answer, ask
+from benchmarks.harness.side_by_side import Peers, Rows, measure
 from benchmarks.peers.linear_jax import SLOW
 from benchmarks.peers.sparse_jax import MOST, Shape, algorithms
 
 SHAPES = {
     "tiny": Shape((64, 128), 2, 8, "float32", 64, 16, 2),
     "cpu": Shape((1024, 4096), 4, 32, "float32", 512, 128, 4),
-    "gpu": Shape((1024, 65536, 16384, 262144, 1048576), 16, 64, "bfloat16", 2048, 512, 16),
+    "gpu": Shape((1024, 65536, 1048576, 16384, 262144), 16, 64, "bfloat16", 2048, 512, 16),
 }
 
 
-class Run:
-    """What all processes of a run share, and their answers."""
+class Run(NamedTuple):
+    """What all processes of a run share."""
 
-    def __init__(self, shape: Shape, figures: Figures, repeats: int, limit: float, folder: str):
-        self.shape, self.figures, self.repeats = shape, figures, repeats
-        self.limit, self.folder = limit, folder
+    shape: Shape
+    figures: Figures
+    repeats: int
+    limit: float
+    folder: Path
 
-    def ask(self, python: str, function: str, on_cpu: bool = False, **request) -> Iterator[Answer]:
-        env = {"JAX_PLATFORMS": "cpu"} if on_cpu else None
-        shared = dict(folder=self.folder, limit=self.limit)
-        return ask(python, function, patience=max(60, self.limit), env=env, **shared, **request)
+    def ask(self, python: str, function: str, env: Any = None, **request: Any) -> Iterator[Answer]:
+        shared = dict(folder=str(self.folder), limit=self.limit)
+        patience = max(60, self.limit)
+        return ask(python, function, patience=patience, env=env, **shared, **request)
 
-    def keep(self, name: str, of: str | None, answer: Answer, lengths: Sequence[int]) -> None:
-        """Keeps an answer, of those of `lengths` that are missing if it has none, and prints it."""
-        missing = [n for n in self.figures.missing(name) if n in lengths]
-        for length in [answer["length"]] if "length" in answer else missing:
-            self.figures.add(name, of, length, answer)
-            print(f"{name}, {length:,}: {_line(self.figures.known(name, length))}", flush=True)
+    def numbers(self, name: str) -> Iterator[Answer]:
+        """A process that computes what peers have to."""
+        on_cpu = {"JAX_PLATFORMS": "cpu"}
+        request = dict(name=name, shape=self.shape)
+        return self.ask(sys.executable, "sparse_jax.numbers", on_cpu, **request)
 
-    def ours(self, names: Sequence[str], with_numbers: Sequence[str]) -> None:
-        """Our rows, and what peers have to compute: the first two lengths, then one by one.
+    def ours(self, lengths: Sequence[int], name: str) -> Iterator[Answer]:
+        """A process that measures a row of ours."""
+        known = self.figures.of(name)
+        checked = {n: x for n, x in known.items() if isinstance(x, Checked)}
+        of = {n: (x.result.gradient.queued_ms, x.result.temp_mib) for n, x in checked.items()}
+        return self.ask(
+            sys.executable,
+            "sparse_jax.by_length",
+            name=name,
+            shape=self.shape,
+            lengths=[n for n in self.figures.missing(name) if n in lengths],
+            known=of,
+            known_errors=next((x.errors for x in checked.values()), None),
+            repeats=self.repeats,
+        )
 
-        A process holds what memory it has had, so those of a length end before the next begin.
-        """
+    def compiler(
+        self, python: str, lengths: Sequence[int], peer: str, index: int
+    ) -> Iterator[Answer]:
+        """A process that compiles its share of a peer's kernels, and checks it."""
+        # What is chosen where others work is forgotten.
+        request = dict(name=peer, index=index, n_compilers=COMPILERS.get(peer, 1))
+        request |= dict(lengths=lengths) | self._of_peers()
+        env = {"FLA_CACHE_RESULTS": "0"}
+        return self.ask(python, "sparse_torch.compile_and_check", env, **request)
 
-        def row(name: str, lengths: Sequence[int]) -> Iterator[Answer]:
-            checked = {n: x for n, x in self.figures.of(name).items() if isinstance(x, Checked)}
-            of = {n: (x.result.gradient.queued_ms, x.result.temp_mib) for n, x in checked.items()}
-            return self.ask(
-                sys.executable,
-                "sparse_jax.by_length",
-                name=name,
-                shape=self.shape,
-                lengths=lengths,
-                known=of,
-                known_errors=next((x.errors for x in checked.values()), None),
-                repeats=self.repeats,
-            )
+    def times(self, python: str, lengths: Mapping[str, Sequence[int]]) -> Iterator[Answer]:
+        """A process that times peers, one after another."""
+        request = dict(repeats=self.repeats, most=MOST, slow=SLOW) | self._of_peers()
+        return self.ask(python, "sparse_torch.by_length", lengths=lengths, **request)
 
-        def numbers(name: str) -> Iterator[Answer]:
-            request = dict(name=name, shape=self.shape)
-            return self.ask(sys.executable, "sparse_jax.numbers", True, **request)
+    def _of_peers(self) -> dict[str, Any]:
+        shape = self.shape
+        sizes = dict(window=shape.block // 2, block=shape.block, n_global=shape.n_global)
+        return sizes | dict(dtype=shape.dtype, n_known=shape.check_length)
 
-        lengths = self.shape.lengths
-        for group in lengths[:2], *([n] for n in lengths[2:]):
-            missing = {n: [x for x in group if x in self.figures.missing(n)] for n in names}
-            asked = {n: functools.partial(row, n, x) for n, x in missing.items() if x}
-            if group == lengths[:2]:
-                asked |= {f"{n}: numbers": functools.partial(numbers, n) for n in with_numbers}
-            for who, answer in ask_each(asked, os.cpu_count() or 1):
-                if who in names:
-                    self.keep(who, None, answer, missing[who])
 
-    def peers(self, python: str, of: dict[str, str]) -> None:
-        """Peers: side by side they compile and are checked, then each is timed alone."""
-        sizes = dict(dtype=self.shape.dtype, n_known=self.shape.check_length)
-        sizes |= dict(window=self.shape.block // 2, block=self.shape.block)
-        sizes |= dict(n_global=self.shape.n_global)
+def measure_all(
+    run: Run, names: Sequence[str], python: str | None, peers: Mapping[str, str]
+) -> None:
+    """Our rows and peers: the first two lengths, then one by one.
 
-        def peer(function: str, name: str, **request) -> Iterator[Answer]:
-            lengths = self.figures.missing(name)
-            of_peer = dict(name=name, lengths=lengths, **sizes, **request)
-            return self.ask(python, f"sparse_torch.{function}", **of_peer)
+    A process holds what memory it has had, so those of a length end before the next begin.
+    """
+    figures, of = run.figures, functools.partial
 
-        of = {name: ours for name, ours in of.items() if self.figures.missing(name)}
-        times = dict(repeats=self.repeats, most=MOST, slow=SLOW)
-        for function, at_once, more in ("tune", os.cpu_count(), {}), ("by_length", 1, times):
-            asked = {n: functools.partial(peer, function, n, **more) for n in of}
-            for name, answer in ask_each(asked, at_once):
-                if "error" in answer or function == "by_length":
-                    self.keep(name, of[name], answer, self.shape.lengths)
-            of = {name: ours for name, ours in of.items() if self.figures.missing(name)}
+    def keep(name: str, of: str | None, length: int, answer: Answer) -> None:
+        figures.add(name, of, length, answer)
+        print(f"{name}, {length:,}: {_line(figures.known(name, length))}", flush=True)
+
+    lengths, compiled = run.shape.lengths, False
+    for group in lengths[:2], *([n] for n in lengths[2:]):
+        ours, wanted = (
+            [n for n in x if not set(figures.missing(n)).isdisjoint(group)] for x in (names, peers)
+        )
+        first = [] if compiled else wanted
+        compiled = compiled or bool(wanted)
+        known = Peers(
+            {peer: peers[peer] for peer in wanted},
+            {peer: COMPILERS.get(peer, 1) if peer in first else 0 for peer in wanted},
+            of(run.compiler, python, [n for n in group if n <= LONGEST_TOGETHER]),
+            of(run.times, python),
+        )
+        with_numbers = dict.fromkeys(peers[peer] for peer in first)
+        asked = {n: of(run.numbers, n) for n in with_numbers}
+        asked = Rows(asked, {n: of(run.ours, group, n) for n in ours}, known, group)
+        measure(asked, figures, run.folder, keep)
 
 
 def _line(known: Known | None) -> str:
@@ -141,6 +159,11 @@ def _line(known: Known | None) -> str:
 def _result(known: Known | None) -> rows.Known | None:
     return known.result if isinstance(known, Checked) else known
 
+
+# Processes that compile a peer's versions of kernels, where it has many.
+COMPILERS = {"fla nsa": 8}
+# Peers are compiled side by side for lengths up to this one; together, more would not fit.
+LONGEST_TOGETHER = 65536
 
 PEERS_OF = {
     "fla nsa": "nsa, a mean a block",
@@ -202,10 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     peers = {peer: of for peer, of in PEERS_OF.items() if args.peers and of in names}
     figures = Figures(shape, args.saved)
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(shape, figures, args.repeats, args.limit, folder)
-        run.ours(names, list(dict.fromkeys(peers.values())))
-        if peers:
-            run.peers(args.peers, peers)
+        run = Run(shape, figures, args.repeats, args.limit, Path(folder))
+        measure_all(run, names, args.peers, peers)
     names += peers
     print_tables(figures, shape, names)
     if args.plot:

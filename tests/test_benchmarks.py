@@ -45,6 +45,7 @@ from benchmarks.harness import (
     output,
     processes,
     rows,
+    side_by_side,
 )
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
@@ -781,7 +782,7 @@ def test_a_row_that_fails_costs_itself_alone(tmp_path, monkeypatch, capsys):
         for length in (64, 128):
             yield ("ours", "retention"), {"name": "retention", "length": length} | times
 
-    monkeypatch.setattr(linear_attention, "ask_each", ask_each)
+    monkeypatch.setattr(side_by_side, "ask_each", ask_each)
     saved = tmp_path / "a.jsonl"
     with pytest.raises(SystemExit, match="failed: linear"):
         linear_attention.main(["--tiny", "--only", "linear", "retention", f"--saved={saved}"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks.harness.processes import Answer, stage
-from benchmarks.peers import linear_torch
+from benchmarks.harness.processes import Answer, stage, wait_for
+from benchmarks.peers import linear_torch, triton_tuning
 from benchmarks.peers.attention_torch import Peer, compiled_flex_attention
 from benchmarks.peers.linear_torch import Case, Given, heads_first
 from benchmarks.peers.torch_calls import DEVICE
@@ -225,26 +226,41 @@ def case_of(name: str, window: int, block: int, n_global: int) -> Case:
         "FlexAttention, longformer": Case("longformer", of(flex_longformer, **longformer)),
         "FlexAttention, sinks": Case("sinks", of(flex_sinks, window=window)),
         "fla moba": Case("moba", of(fla_moba, block=block), agree=0.9),
-        "fla nsa": Case("nsa, a mean a block", of(fla_nsa, **native), agree=0.9),
+        "fla nsa": Case("nsa, a mean a block", of(fla_nsa, **native), agree=0.9, triton=True),
     }[name]
 
 
-def tune(
-    name: str, folder: str, dtype: str, lengths: Sequence[int], n_known: int, limit: float, **sizes
+def compile_and_check(
+    name: str,
+    index: int,
+    n_compilers: int,
+    folder: str,
+    dtype: str,
+    lengths: Sequence[int],
+    n_known: int,
+    limit: float,
+    **sizes: int,
 ) -> Iterator[Answer]:
-    """Compiles the kernels of a peer, which are kept on the disk, and checks it."""
+    """Compiles a peer, or its share of a peer's kernels, and checks it.
+
+    What is compiled is kept on the disk.
+    """
     case = case_of(name, **sizes)
-    yield stage(f"{name}: compile and check", limit)
+    if case.triton:
+        triton_tuning.compile_share(index, n_compilers)
+    yield stage(f"{name}: wait for its numbers, {index}", 2 * limit)
+    wait_for(Path(folder), case.of)
+    yield stage(f"{name}: compile and check, {index}", limit)
     errors = linear_torch.first_check(case, folder, dtype)
-    for length in lengths[:2]:
-        yield stage(f"{name}: compile {length:,}", limit)
+    for length in lengths:
+        yield stage(f"{name}: compile {length:,}, {index}", limit)
         linear_torch.timed(case, folder, dtype, length, n_known, repeats=1, most=0.0)
     yield {"name": name, "errors": errors}
 
 
 def by_length(
-    name: str, window: int, block: int, n_global: int, **request: Any
+    lengths: dict[str, Sequence[int]], window: int, block: int, n_global: int, **request: Any
 ) -> Iterator[Answer]:
-    """The figures of a peer, as `linear_torch.by_length` has them."""
-    cases = {name: case_of(name, window, block, n_global)}
-    return linear_torch.by_length(cases=cases, **request)
+    """The figures of peers, as `linear_torch.by_length` has them."""
+    cases = {name: case_of(name, window, block, n_global) for name in lengths}
+    return linear_torch.by_length(cases=cases, lengths=lengths, **request)
