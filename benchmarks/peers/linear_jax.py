@@ -83,12 +83,13 @@ NAMES = (
 
 def algorithm(name: str, shape: Shape, impl: str = "auto", epsilon: float = 1e-4) -> Row:
     """The row of this name. epsilon: Performer's."""
+    plain = dict(normalized=False, gated=False, impl=impl)  # what other recurrences compute
     made: dict[str, Callable[[], Row]] = {
         "linear": lambda: Row(linear.linear(impl=impl)),
-        "gated_linear": lambda: Row(gated_linear.gated_linear(gated=False, impl=impl)),
-        "gated_delta": lambda: Row(gated_delta.gated_delta(gated=False, impl=impl)),
+        "gated_linear": lambda: Row(gated_linear.gated_linear(**plain)),
+        "gated_delta": lambda: Row(gated_delta.gated_delta(**plain)),
         "performer": lambda: Row(features()),
-        "retention": lambda: Row(retention.retention(gated=False, impl=impl)),
+        "retention": lambda: Row(retention.retention(**plain)),
         "performer, all": lambda: Row(features(), causal=False),
         "linformer": lambda: Row(linformer.linformer(n_projected=256, impl=impl), causal=False),
         "nystromformer": lambda: Row(

@@ -23,7 +23,7 @@ from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.recurrence import Inputs
 from reformax.ops.parts.recurrent import (
-    gated_output,
+    layer_output,
     output_extras,
     output_params,
     recurrent,
@@ -36,6 +36,7 @@ from reformax.ops.parts.softmax import wide
 @named
 def gated_delta(
     *,
+    normalized: bool = True,
     gated: bool = True,
     memory: Positive | None = None,
     conv_size: Size | None = None,
@@ -45,10 +46,13 @@ def gated_delta(
     """Gated DeltaNet's attention.
 
     Extras: `beta [N, 1]`, `keep [N, 1]`; with `gated` also `output_gate [N, V]`. Weights: `rate
-    [N]`, as its logarithm, `bias [N]`; with `gated` also `scale [N, V]`.
+    [N]`, as its logarithm, `bias [N]`; with `normalized` also `scale [N, V]`.
 
     Args:
-      gated: whether the output is normalised and gated.
+      normalized: whether each head's output is brought to unit root mean square, and scaled.
+      gated: whether the output is multiplied by silu of a projection of the layer's input. It
+        begins near 0 with signs at random, so that a model of a layer or two learns to copy from
+        far more slowly than with the norm alone (docs/zoo_measured.md, Recall of pairs).
       memory: the positions after which a head has forgotten all but 1 / e when training
         begins, where `keep` is 0. None draws each head's as Mamba 2 does, from 0.6 to 1,000 and
         half of them below 14: with few heads all may be short, and nothing further away is learnt.
@@ -73,15 +77,15 @@ def gated_delta(
         return {"beta": one, "keep": one} | output_extras(gated, dims)
 
     return AttentionOp(
-        init=functools.partial(_init, gated, memory, conv_size),
+        init=functools.partial(_init, normalized, memory, conv_size),
         plan=no_plan,
         traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=extras,
-        **recurrent(_inputs, gated_output, chunk_len, impl),
+        **recurrent(_inputs, layer_output, chunk_len, impl),
     )
 
 
-def _init(gated: bool, memory: float | None, conv_size: int | None, rng, dims):
+def _init(normalized: bool, memory: float | None, conv_size: int | None, rng, dims):
     """Heads begin with rates from 1 to 16 and steps of 0.001 to 0.1, as Mamba 2's do.
 
     With `memory` a step is what makes a head forget `1 / memory` in a position.
@@ -94,7 +98,7 @@ def _init(gated: bool, memory: float | None, conv_size: int | None, rng, dims):
     if memory is not None:
         step = 1 / (memory * rate)
     bias = step + jnp.log(-jnp.expm1(-step))  # of which softplus makes the step where `keep` is 0
-    own = {"rate": jnp.log(rate), "bias": bias} | output_params(gated, dims)
+    own = {"rate": jnp.log(rate), "bias": bias} | output_params(normalized, dims)
     return own | conv_params(conv_size, jax.random.fold_in(rng, 2), dims)
 
 

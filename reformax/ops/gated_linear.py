@@ -19,7 +19,7 @@ from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.recurrence import Inputs
 from reformax.ops.parts.recurrent import (
-    gated_output,
+    layer_output,
     output_extras,
     output_params,
     recurrent,
@@ -32,6 +32,7 @@ from reformax.ops.parts.softmax import wide
 @named
 def gated_linear(
     *,
+    normalized: bool = True,
     gated: bool = True,
     temperature: Positive = 16.0,
     memory: Positive | None = None,
@@ -42,10 +43,13 @@ def gated_linear(
     """Linear attention that forgets by feature.
 
     Extras: `gate [N, H]`; with `gated` also `output_gate [N, V]`. Weights: `bias [N, H]`; with
-    `gated` also `scale [N, V]`.
+    `normalized` also `scale [N, V]`.
 
     Args:
-      gated: whether the output is normalised and gated.
+      normalized: whether each head's output is brought to unit root mean square, and scaled.
+      gated: whether the output is multiplied by silu of a projection of the layer's input. It
+        begins near 0 with signs at random, so that a model of a layer or two learns to copy from
+        far more slowly than with the norm alone (docs/zoo_measured.md, Recall of pairs).
       temperature: the root that is taken of the gates. The larger, the slower they forget.
       memory: the positions after which a feature has forgotten all but 1 / e when training
         begins, where `gate` is 0. None is the paper's, a bias of 0: `temperature / log(2)`, 23.
@@ -69,7 +73,7 @@ def gated_linear(
         lost = math.log(2) if memory is None else temperature / memory
         bias = -(lost + math.log(-math.expm1(-lost)))  # log_sigmoid(bias) = -lost
         own = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias)}
-        return own | output_params(gated, dims) | conv_params(conv_size, rng, dims)
+        return own | output_params(normalized, dims) | conv_params(conv_size, rng, dims)
 
     def extras(dims):
         return {"gate": Extra(dims.n_heads, dims.d_qk)} | output_extras(gated, dims)
@@ -79,7 +83,7 @@ def gated_linear(
         plan=no_plan,
         traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=extras,
-        **recurrent(functools.partial(_inputs, temperature), gated_output, chunk_len, impl),
+        **recurrent(functools.partial(_inputs, temperature), layer_output, chunk_len, impl),
     )
 
 

@@ -18,7 +18,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.recurrence import Inputs
 from reformax.ops.parts.recurrent import (
-    gated_output,
+    layer_output,
     output_extras,
     output_params,
     recurrent,
@@ -31,6 +31,7 @@ from reformax.ops.parts.softmax import wide
 @named
 def retention(
     *,
+    normalized: bool = True,
     gated: bool = True,
     conv_size: Size | None = None,
     chunk_len: Size = 64,
@@ -38,11 +39,14 @@ def retention(
 ) -> AttentionOp:
     """Retention of what came before, halved every 22 positions by the first head.
 
-    Each further head keeps it for twice as long. Extras: `output_gate [N, V]`; weights: `scale
-    [N, V]`; both with `gated`.
+    Each further head keeps it for twice as long. Extras: with `gated`, `output_gate [N, V]`.
+    Weights: with `normalized`, `scale [N, V]`.
 
     Args:
-      gated: whether the output is normalised and gated.
+      normalized: whether each head's output is brought to unit root mean square, and scaled.
+      gated: whether the output is multiplied by silu of a projection of the layer's input. It
+        begins near 0 with signs at random, so that a model of a layer or two learns to copy from
+        far more slowly than with the norm alone (docs/zoo_measured.md, Recall of pairs).
       conv_size: if set, queries, keys and values are convolved over this many positions first
         (`parts.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
@@ -59,14 +63,14 @@ def retention(
     check_impl(impl, *KERNELS)
 
     def init(rng, dims):
-        return output_params(gated, dims) | conv_params(conv_size, rng, dims) or ()
+        return output_params(normalized, dims) | conv_params(conv_size, rng, dims) or ()
 
     return AttentionOp(
         init=init,
         plan=no_plan,
         traits=Traits(bidirectional=False, dropout=False, heads_apart=True),
         extras=functools.partial(output_extras, gated),
-        **recurrent(_inputs, gated_output, chunk_len, impl, constants=_rates),
+        **recurrent(_inputs, layer_output, chunk_len, impl, constants=_rates),
     )
 
 

@@ -623,7 +623,7 @@ ROWS = [
         Row(
             name,
             factory,
-            _CHUNKS_OF_STATES | {"gated": (False,)} | options,
+            _CHUNKS_OF_STATES | {"normalized": (False,), "gated": (False,)} | options,
             reference=getattr(recurrences, factory.__name__),
             rounding=rounding,
             slow=True,

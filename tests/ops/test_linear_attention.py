@@ -15,6 +15,7 @@ GATED = (retention.retention, gated_linear.gated_linear, gated_delta.gated_delta
 gated = pytest.mark.parametrize("factory", GATED, ids=lambda x: x.__name__)
 KERNELS = (linear.linear, *GATED, performer.performer)
 MUCH = 1e3
+PLAIN = dict(normalized=False, gated=False)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -30,15 +31,15 @@ def test_linear_attention_is_dense_attention_to_other_logits(causal):
 
 def test_gates_that_forget_nothing():
     """Gated linear attention then sums all products; the delta rule as well if keys are apart."""
-    x = inputs.draw(gated_linear.gated_linear(gated=False), length=16, d_qk=16)
+    x = inputs.draw(gated_linear.gated_linear(**PLAIN), length=16, d_qk=16)
     k = np.broadcast_to(np.eye(16, dtype=np.float32)[:, None], x.q.shape)
     q = x.q / np.linalg.norm(x.q, axis=-1, keepdims=True)
     x = x._replace(q=q, k=k)
     want = np.einsum("bnts,bsnv->btnv", np.tril(np.einsum("btnh,bsnh->bnts", q, k)) / 4, x.v)
     kept = x._replace(extras={"gate": 0 * x.q + MUCH})
-    op = gated_linear.gated_linear(gated=False, chunk_len=8)
+    op = gated_linear.gated_linear(**PLAIN, chunk_len=8)
     np.testing.assert_allclose(inputs.call(op, kept, causal=True), want, atol=1e-5)
-    op = gated_delta.gated_delta(gated=False, chunk_len=8)
+    op = gated_delta.gated_delta(**PLAIN, chunk_len=8)
     own = inputs.draw(op, length=16, d_qk=16)
     much = np.full_like(own.extras["beta"], MUCH)
     whole = x._replace(extras={"beta": much, "keep": much}, params=own.params)
@@ -46,7 +47,7 @@ def test_gates_that_forget_nothing():
 
 
 def test_the_delta_rule_replaces_the_value_of_a_key():
-    op = gated_delta.gated_delta(gated=False)
+    op = gated_delta.gated_delta(**PLAIN)
     x = inputs.draw(op, length=9)
     one = np.broadcast_to(x.k[:, :1], x.k.shape)
     much = np.full_like(x.extras["beta"], MUCH)
@@ -59,7 +60,7 @@ def test_the_delta_rule_replaces_the_value_of_a_key():
 @pytest.mark.parametrize("memory", [0.5, 12.0, 3000.0])
 def test_the_memory_that_a_training_begins_with(factory, memory):
     """Without a gate a value is there by `exp(-1 / memory)` in the next position."""
-    op = factory(gated=False, memory=memory)
+    op = factory(**PLAIN, memory=memory)
     dims = Dims(2, 4, 1, 2, 2)
     params = op.init(jax.random.key(0), dims)
     first = jnp.zeros((1, 2, 2, 4)).at[:, 0].set(1)
@@ -72,19 +73,26 @@ def test_the_memory_that_a_training_begins_with(factory, memory):
 @gated
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_gated_output(factory, packed):
-    """The recurrence's output over its root mean square, scaled, by silu of its gate."""
-    plain, op = (factory(gated=each, chunk_len=4) for each in (False, True))
+    """The recurrence's output over its root mean square, scaled, by silu of its gate, or either."""
+    plain, op = (factory(**options, chunk_len=4) for options in (PLAIN, {}))
+    normalized, gated = (factory(**{name: False}, chunk_len=4) for name in ("gated", "normalized"))
     x = inputs.draw(op, length=11)
     x.params["scale"] = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
     gate = x.extras["output_gate"]
     rest = {name: y for name, y in x.extras.items() if name != "output_gate"}
     masks = dict(causal=True, segments=np.repeat([[1, 2, 0]], [5, 4, 2], axis=1).repeat(2, axis=0))
     masks = masks if packed else dict(causal=True)
-    out = inputs.call(plain, x._replace(extras=rest or None), **masks)
-    want = out / np.sqrt(np.mean(out**2, axis=-1, keepdims=True) + 1e-5)
-    want = want * x.params["scale"] * gate / (1 + np.exp(-gate))
-    got = inputs.call(op, x, **masks)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    apart = x._replace(extras=rest or None)
+    own = {name: w for name, w in x.params.items() if name != "scale"}
+    out = inputs.call(plain, apart._replace(params=own), **masks)
+    norm = x.params["scale"] / np.sqrt(np.mean(out**2, axis=-1, keepdims=True) + 1e-5)
+    silu = gate / (1 + np.exp(-gate))
+    for got, want in (
+        (inputs.call(op, x, **masks), norm * silu),
+        (inputs.call(normalized, apart, **masks), norm),
+        (inputs.call(gated, x._replace(params=own), **masks), silu),
+    ):
+        np.testing.assert_allclose(got, out * want, atol=1e-5)
 
 
 @pytest.mark.slow

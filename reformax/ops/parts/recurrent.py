@@ -101,7 +101,8 @@ def contained_output(output: Callable[..., Array], params, out, extras=None) -> 
 
 
 # What gated recurrences do with their output: each head's is brought to unit root mean square,
-# scaled by channel, and multiplied by a gate (Sun et al. 2023, eq. 8).
+# scaled by channel, and multiplied by a gate (Sun et al. 2023, eq. 8). DeltaNet has the norm alone
+# (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule").
 
 
 def output_extras(gated: bool, dims: Dims) -> dict[str, Extra]:
@@ -109,18 +110,19 @@ def output_extras(gated: bool, dims: Dims) -> dict[str, Extra]:
     return {OUTPUT_GATE: Extra(dims.n_heads, dims.d_v)} if gated else {}
 
 
-def output_params(gated: bool, dims: Dims) -> dict[str, Array]:
+def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:
     """The scale of the normalised output."""
-    return {"scale": jnp.ones((dims.n_heads, dims.d_v))} if gated else {}
+    return {"scale": jnp.ones((dims.n_heads, dims.d_v))} if normalized else {}
 
 
-def gated_output(params, out: Float[Array, "B T N V"], extras) -> Float[Array, "B T N V"]:
-    """The output normalised and gated; as it is without a gate."""
-    if OUTPUT_GATE not in (extras or {}):
-        return out
-    out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
-    gate = jax.nn.silu(extras[OUTPUT_GATE].astype(out.dtype))
-    return out * params["scale"].astype(out.dtype)[None, None] * gate
+def layer_output(params, out: Float[Array, "B T N V"], extras) -> Float[Array, "B T N V"]:
+    """The output normalised where there is a scale, and gated where there is a gate."""
+    if "scale" in params:
+        out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
+        out = out * params["scale"].astype(out.dtype)[None, None]
+    if OUTPUT_GATE in (extras or {}):
+        out = out * jax.nn.silu(extras[OUTPUT_GATE].astype(out.dtype))
+    return out
 
 
 def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
