@@ -19,10 +19,11 @@ from jaxtyping import Array, Float
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
+from reformax.ops.parts.means import quotient, with_ones
 from reformax.ops.parts.recurrence import Inputs, everything
-from reformax.ops.parts.recurrent import contained, contained_output, recurrent
+from reformax.ops.parts.recurrent import contained, recurrent
 from reformax.ops.parts.short_convolution import conv_params
-from reformax.ops.parts.softmax import nonzero, wide
+from reformax.ops.parts.softmax import wide
 
 
 @named
@@ -49,7 +50,7 @@ def linear(
         for cannot compute the call.
     """
     check_impl(impl, *KERNELS)
-    functions = recurrent(_inputs, _mean, chunk_len, impl)
+    functions = recurrent(_inputs, None, chunk_len, impl)
     causal_apply = functions.pop("apply")
     return AttentionOp(
         init=no_params if conv_size is None else functools.partial(conv_params, conv_size),
@@ -65,26 +66,16 @@ def _apply(causal_apply, chunk_len: int, params, q, k, v, *, plan, segments, cau
         options = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
         return causal_apply(params, q, k, v, segments=segments, **options)
     x = contained(_inputs, params, q, k, v)
-    sums = everything(*x[:3], segments=segments, chunk_len=chunk_len)
-    return contained_output(_mean, params, sums).astype(v.dtype)
+    sums = everything(x.q, x.k, with_ones(x.v), segments=segments, chunk_len=chunk_len)
+    return quotient(sums).astype(v.dtype)
 
 
 def _inputs(params, q, k, v, extras=None) -> Inputs:
-    """Features, and values with a 1 that sums the weights."""
     del params, extras
-    ones = jnp.ones((*v.shape[:-1], 1), v.dtype)
-    return Inputs(_features(q), _features(k), jnp.concatenate([v, ones], axis=-1), None, None)
+    return Inputs(_features(q), _features(k), v, None, None)
 
 
 def _features(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     """`elu(x) + 1`, without rounding what is far below 0 away."""
     y = x.astype(wide(x.dtype))
     return jnp.where(y > 0, y + 1, jnp.exp(jnp.minimum(y, 0))).astype(x.dtype)
-
-
-def _mean(params, sums: Float[Array, "B T N V1"], extras=None) -> Float[Array, "B T N V"]:
-    del params, extras
-    total = sums[..., -1:]
-    # The square of less, which a gradient is divided by, would be 0.
-    total = jnp.where(total < 1e-18, 0, total)
-    return jnp.where(total == 0, 0, sums[..., :-1] / nonzero(total))

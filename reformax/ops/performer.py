@@ -28,8 +28,9 @@ from reformax.declared import Bounds, Seed, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import Shared
 from reformax.ops.parts.dispatch import KERNELS, check_impl
+from reformax.ops.parts.means import KEPT, mean, quotient, with_ones
 from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
-from reformax.ops.parts.recurrence import advance, back, everything, recurrence, side_by_side
+from reformax.ops.parts.recurrence import advance, back, everything, side_by_side
 from reformax.ops.parts.share import rng_of
 from reformax.ops.parts.softmax import wide
 
@@ -148,42 +149,38 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         steps = becoming(params["steps"], params["steps"].value + 1)
         settings = settings._replace(epsilon=settings.epsilon + 0 * steps)
 
-    @jax.checkpoint  # the gradient computes the features again instead of keeping them
+    # The gradient computes the features again instead of keeping them.
+    keep = jax.checkpoint_policies.save_only_these_names(KEPT)
+
+    @functools.partial(jax.checkpoint, policy=keep)
     def attend(q, k, v) -> Float[Array, "B T N V"]:
         queries, keys = settings.features(plan, q, k)
-        sums = _sums(queries.x, keys, _with_ones(v), segments, causal, settings)
-        return _quotient(sums).astype(v.dtype)
+        return _mean(queries.x, keys, v, segments, causal, settings).astype(v.dtype)
 
     return attend(q, k, v)
 
 
-def _with_ones(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V1"]:
-    """The values, and 1 for the sum of weights. What is not finite is so in all of a row."""
-    v = v.astype(wide(v.dtype))
-    return jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-
-
-def _quotient(sums: Float[Array, "B T N V1"]) -> Float[Array, "B T N V"]:
-    return sums[..., :-1] / sums[..., -1:]
-
-
-def _sums(
+def _mean(
     queries: Float[Array, "B T N M"],
     keys: Features,
-    values: Float[Array, "B T N V1"],
+    v: Float[Array, "B T N V"],
     segments: Int[Array, "B T"] | None,
     causal: bool,
     settings: Settings,
-) -> Float[Array, "B T N V1"]:
-    """`sum_j phi(q_i) . phi(k_j) v_j`, up to a factor of the row, which the quotient is without."""
+) -> Float[Array, "B T N V"]:
+    """Means of values by `phi(q_i) . phi(k_j)`, whose factors of the row cancel."""
     options = dict(segments=segments, chunk_len=settings.chunk_len)
     top, rise = running_max(lax.stop_gradient(keys.scale), segments)
     if causal:
         keys = keys.x * jnp.exp(keys.scale - top)
-        return recurrence(queries, keys, values, -rise, impl=settings.impl, **options)
+        # Features are no more precise than what they are of, as products of them are not.
+        dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
+        queries, keys, v = (x.astype(dtype) for x in (queries, keys, v))
+        return mean(queries, keys, v, -rise, impl=settings.impl, **options)
     rest, _ = running_max(lax.stop_gradient(keys.scale), segments, reverse=True)
     keys = keys.x * jnp.exp(keys.scale - jnp.maximum(top, rest))
-    return everything(queries, keys, values, **options)
+    values = with_ones(v.astype(wide(v.dtype)))
+    return quotient(everything(queries, keys, values, **options))
 
 
 def running_max(
@@ -217,7 +214,7 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     del params, q, capacity, rng
     real = (jnp.arange(k.shape[1])[None] < lengths[:, None])[..., None, None]
     (keys,) = settings.features(plan, jnp.where(real, k, 0))
-    values = _with_ones(jnp.where(real, v, 0))
+    values = with_ones(jnp.where(real, v, 0).astype(wide(v.dtype)))
     scale = jnp.where(real, keys.scale, -jnp.inf)
     top = scale.max(axis=1)
     weights = keys.x * jnp.exp(scale - top[:, None])
@@ -230,5 +227,5 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tup
     top = jnp.maximum(cache.scale, keys.scale[:, 0])
     new = keys.x * jnp.exp(keys.scale - top[:, None])
     decay = (cache.scale - top)[:, None]
-    sums, state = advance(cache.sums, queries.x, new, _with_ones(v), decay)
-    return _quotient(sums).astype(v.dtype), Cache(state, top, cache.plan)
+    sums, state = advance(cache.sums, queries.x, new, with_ones(v.astype(wide(v.dtype))), decay)
+    return quotient(sums).astype(v.dtype), Cache(state, top, cache.plan)

@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import AttentionOp, hash_sparse, longformer, moba, nsa, sinks
+from reformax.ops import (
+    AttentionOp,
+    hash_sparse,
+    linear,
+    longformer,
+    moba,
+    nsa,
+    performer,
+    sinks,
+)
 
 ON_GPU = jax.default_backend() == "gpu"
 KEY = jax.random.PRNGKey(3)
@@ -57,6 +66,10 @@ CASES = {
     ),
     "sinks": Case(of(sinks.sinks, window=64), t=1000),
     "sinks, dropout": Case(of(sinks.sinks, window=128, n_sinks=8), h=128, dropout=0.2),
+    "linear": Case(linear.linear, 4, 4, t=2000),
+    "linear, packed": Case(linear.linear, h=80, t=777, packed=True),
+    "performer": Case(performer.performer, 4, 4, t=2000),
+    "performer, packed": Case(of(performer.performer, n_features=144), t=777, packed=True),
     "hash_sparse": Case(of(hash_sparse.hash_sparse, n_buckets=8), t=1000),
     "hash_sparse, shared": Case(
         of(hash_sparse.hash_sparse, n_buckets=8, shared_qk=True), t=700, packed=True

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.kernels.common import launch
-from reformax.ops.kernels.recurrence_chunk import L, Plan, Read, Solved
+from reformax.ops.kernels.recurrence_chunk import L, Plan, Read, Solved, States
 from reformax.ops.kernels.recurrence_outputs import (
     Gradients,
     d_values_kernel,
@@ -35,6 +35,7 @@ from reformax.ops.kernels.recurrence_states import (
 )
 from reformax.ops.parts.recurrence import Inputs
 
+F32 = jnp.float32
 # Programs that fill a GPU of 132 processors; how many chunks a group has at least.
 PROGRAMS, LEAST_CHUNKS = 264, 16
 # Warps of a program.
@@ -42,7 +43,7 @@ WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values
 STAGES = 3  # of the kernels that go from chunk to chunk
 
 
-def _plan(x: Inputs, strict: bool, interpret: bool, groups: int | None) -> Plan:
+def _plan(x: Inputs, strict: bool, interpret: bool, groups: int | None, mean: bool) -> Plan:
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
     blocks = Blocks.of(size, d_v, delta).grid(size, d_v)
@@ -52,7 +53,7 @@ def _plan(x: Inputs, strict: bool, interpret: bool, groups: int | None) -> Plan:
         groups = groups if groups > (3 if delta else 1) else 1
     dtype = jnp.result_type(x.q, x.k, x.v)
     n_chunks = pl.cdiv(n_chunks, groups)
-    return Plan(length, groups, n_chunks, strict, dtype, interpret)
+    return Plan(length, groups, n_chunks, strict, mean, dtype, interpret)
 
 
 def _read(plan: Plan, x: Inputs, ids) -> Read:
@@ -115,8 +116,8 @@ class _Launches(NamedTuple):
         inverse = self._shape(batch, n_heads, self.plan.padded, L) if keep else None
         return Solved(*self._each(solve_kernel, (), (self._like(x.k), self._like(x.v), inverse)))
 
-    def states(self, solved) -> tuple[Array, Array, Array | None]:
-        """The state before each chunk, `[B, N, C, H, V]`, and the values that are written.
+    def states(self, solved) -> tuple[States, Array, States | None]:
+        """The state before each chunk, and the values that are written.
 
         The third is what the delta rule makes of a state in each group, or None.
         """
@@ -128,13 +129,13 @@ class _Launches(NamedTuple):
                 blocks = self._blocks
                 n = pl.cdiv(blocks.h, blocks.v)
                 width = (pl.cdiv(self.x.v.shape[3], blocks.v) + n) * blocks.v
-                ends = self._shape(*ends.shape[:4], width, dtype=ends.dtype)
+                ends = ends._replace(outer=self._shape(*ends.outer.shape[:4], width, dtype=F32))
             return self._scan(states_kernel, inputs, (states, values, ends), n)
 
         (states, values, _), ends = self._grouped(run, None, reverse=False)
         return (states, self.x.v, None) if solved is None else (states, values, ends)
 
-    def d_states(self, solved, d_out, given, ends) -> tuple[Array, Array | None]:
+    def d_states(self, solved, d_out, d_total, given, ends) -> tuple[States, Array | None]:
         """The gradient of the state after each chunk, and of the values of the delta rule.
 
         ends: the third of `states`.
@@ -142,7 +143,7 @@ class _Launches(NamedTuple):
 
         def run(begins, states, ends):
             d_values = None if solved is None or states is None else self._like(self.x.v)
-            inputs = self.x, solved, begins, d_out, given
+            inputs = self.x, solved, begins, d_out, d_total, given
             return self._scan(d_states_kernel, inputs, (states, d_values, ends))
 
         return self._grouped(run, ends, reverse=True)[0][:2]
@@ -160,11 +161,16 @@ class _Launches(NamedTuple):
     def _grouped(self, run, passed, reverse: bool):
         plan, (batch, _, n_heads, d_k) = self.plan, self.x.k.shape
         state = d_k, self.x.v.shape[3]
-        states = self._shape(batch, n_heads, plan.n_groups * plan.n_chunks, *state)
+
+        def shapes(n, dtype=None):
+            outer = self._shape(batch, n_heads, n, *state, dtype=dtype)
+            keys = self._shape(batch, n_heads, n, d_k, dtype=F32) if plan.mean else None
+            return States(outer, keys)
+
+        states = shapes(plan.n_groups * plan.n_chunks)
         if plan.n_groups == 1:
             return run(None, states, None), None
-        shape = self._shape(batch, n_heads, plan.n_groups, *state, dtype=jnp.float32)
-        ends = run(None, None, shape)[2]
+        ends = run(None, None, shapes(plan.n_groups, F32))[2]
         if self.x.beta is not None and passed is None:
             passed = ends
         blocks = self._blocks
@@ -173,7 +179,7 @@ class _Launches(NamedTuple):
             plan,
             (blocks.grid(*state), n_heads, batch),
             (self.x, self._kept(), ends, passed),
-            (shape,),
+            (shapes(plan.n_groups, F32),),
             blocks=blocks,
             reverse=reverse,
         )
@@ -196,10 +202,14 @@ class _Launches(NamedTuple):
         return jnp.broadcast_to(kept, (*kept.shape[:3], size))
 
     def output(self, states, values) -> Float[Array, "B T N V"]:
-        shape = self._like(self.x.v, jnp.float32)
-        return self._each(output_kernel, (states, values), (shape,))[0]
+        shape = self._like(self.x.v, F32)
+        return self._each(output_kernel, (states, values, None), (shape, None))[0]
 
-    def gradients(self, d_out) -> Inputs:
+    def means(self, states, hidden) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+        shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
+        return tuple(self._each(output_kernel, (states, self.x.v, hidden), shapes))
+
+    def gradients(self, d_out, d_total=None) -> Inputs:
         """Those of the inputs."""
         x = self.x
         d_out = d_out.astype(self.plan.dtype)
@@ -209,14 +219,14 @@ class _Launches(NamedTuple):
         if solved is not None:
             (given,) = self._each(d_values_kernel, (d_out,), (self._like(x.v),))
             inverse = solved.inverse
-        d_states, d_values = self.d_states(solved, d_out, given, ends)
-        numbers = self._shape(*x.k.shape[:3], dtype=jnp.float32)
+        d_states, d_values = self.d_states(solved, d_out, d_total, given, ends)
+        numbers = self._shape(*x.k.shape[:3], dtype=F32)
         decay = None
         if x.decay is not None:
-            decay = self._like(x.k, jnp.float32) if self.by_feature else numbers
+            decay = self._like(x.k, F32) if self.by_feature else numbers
         qkv = (self._like(a, a.dtype) for a in x[:3])
         shapes = Gradients(*qkv, decay, None if x.beta is None else numbers)
-        inputs = inverse, states, d_states, values, d_values, d_out
+        inputs = inverse, states, d_states, values, d_values, d_out, d_total
         (out,) = self._each(gradients_kernel, inputs, (shapes,))
         decay = out.decay if decay is not numbers else out.decay[..., None]
         return Inputs(out.q, out.k, out.v, decay, None if out.beta is None else out.beta[..., None])
@@ -232,8 +242,9 @@ def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
     return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, -v.shape[3] % 8)))
 
 
-def _launches(x: Inputs, ids, strict: bool, interpret: bool, groups: int | None) -> _Launches:
-    plan = _plan(x, strict, interpret, groups)
+def _launches(x: Inputs, ids, interpret, groups, strict=False, mean=False) -> _Launches:
+    x = _aligned(x)
+    plan = _plan(x, strict, interpret, groups, mean)
     return _Launches(plan, _read(plan, x, ids))
 
 
@@ -255,7 +266,7 @@ def forward(
       interpret: whether to run it anywhere, slowly.
       groups: of chunks, side by side; None: as many as fill a GPU.
     """
-    launches = _launches(_aligned(x), ids, strict, interpret, groups)
+    launches = _launches(x, ids, interpret, groups, strict)
     states, values, _ = launches.states(launches.solved())
     size = x.v.shape[3]
     return launches.output(states, values)[..., :size], values[..., :size]
@@ -271,5 +282,41 @@ def backward(
     groups: int | None = None,
 ) -> Inputs:
     """The gradients of `x`; arguments as in `forward`, `d_out` that of the outputs."""
-    found = _launches(_aligned(x), ids, strict, interpret, groups).gradients(_wider(d_out))
+    found = _launches(x, ids, interpret, groups, strict).gradients(_wider(d_out))
+    return found._replace(v=found.v[..., : x.v.shape[3]])
+
+
+def means(
+    x: Inputs,
+    ids: Int[Array, "B T"] | None,
+    hidden: Bool[Array, "B T N"],
+    *,
+    interpret: bool = False,
+    groups: int | None = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """`ops.parts.means.mean` in the dtype of the values, and the sums of weights in float32.
+
+    Both are NaN in rows that see what is not finite. Arguments are as in `forward`.
+
+    Args:
+      hidden: whether a row sees a key or a value that is not finite.
+    """
+    launches = _launches(x, ids, interpret, groups, mean=True)
+    states, _, _ = launches.states(None)
+    out, total = launches.means(states, hidden.astype(F32))
+    return out[..., : x.v.shape[3]], total
+
+
+def means_backward(
+    x: Inputs,
+    ids: Int[Array, "B T"] | None,
+    d_sums: Float[Array, "B T N V"],
+    d_total: Float[Array, "B T N"],
+    *,
+    interpret: bool = False,
+    groups: int | None = None,
+) -> Inputs:
+    """The gradients of `x` by those of the sums of values and of weights."""
+    launches = _launches(x, ids, interpret, groups, mean=True)
+    found = launches.gradients(_wider(d_sums), d_total)
     return found._replace(v=found.v[..., : x.v.shape[3]])

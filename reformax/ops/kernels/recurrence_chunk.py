@@ -36,6 +36,13 @@ class Read(NamedTuple):
     ids: Array | None  # [B, Tp]; rows of one id are side by side
 
 
+class States(NamedTuple):
+    """What is passed from chunk to chunk, or from group to group; also a program's block of it."""
+
+    outer: Any  # [B, N, C, H, V], sums of k v^T
+    keys: Any = None  # [B, N, C, H], of means: sums of k, in float32
+
+
 class Solved(NamedTuple):
     """The delta rule as a recurrence of other values: `u = values - reads S`."""
 
@@ -51,6 +58,7 @@ class Plan(NamedTuple):
     n_groups: int
     n_chunks: int  # of a group
     strict: bool
+    mean: bool  # whether the sums of keys are kept too
     dtype: Any  # of products
     interpret: bool
 
@@ -78,6 +86,10 @@ class Rows(NamedTuple):
         """Rows of `[B, T, N, J]`, of which zeros stand for what is not finite."""
         view, mask = self._view(ref, self.place(), columns)
         return finite(load(view, mask))
+
+    def not_finite(self, ref, columns) -> Float[Array, " L"]:
+        """1 for rows that hold what is not finite, else 0."""
+        return any_not_finite(load(*self._view(ref, self.place(), columns)))
 
     def write(self, ref, tile, columns=None) -> None:
         view, mask = self._view(ref, self.place(), columns)
@@ -186,8 +198,12 @@ class Rows(NamedTuple):
             return x
         return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], x, 0)
 
-    def forget(self, state: Float[Array, "H V"], columns) -> Float[Array, "H V"]:
+    def forget(self, state: States, columns) -> States:
         """What is left of a state after the chunk; nothing of what is not finite."""
+        keys = None if state.keys is None else self._left(state.keys[:, None], columns)[:, 0]
+        return States(self._left(state.outer, columns), keys)
+
+    def _left(self, state: Float[Array, "H V"], columns) -> Float[Array, "H V"]:
         if self.x.decay is not None:
             kept = jnp.exp(self._end(columns))
             state = jnp.where(kept > 0, kept * state, 0)
@@ -205,20 +221,33 @@ class Rows(NamedTuple):
         inside = which_exist(columns, self.x.decay.shape[3], 1)
         return load(view, both(None, inside, (len(columns), 1)))
 
-    def state(self, ref, chunk, h, v) -> Float[Array, "H V"]:
-        """A block of `[B, N, C, H, V]`."""
-        return load(*self._state(ref, chunk, h, v))
+    def state(self, refs: States, chunk, h, v) -> States:
+        """Blocks of `States`, `[H, V]` and `[H]`."""
+        outer = load(*self._state(refs.outer, chunk, h, v))
+        keys = None if refs.keys is None else load(*self._keys(refs.keys, chunk, h))
+        return States(outer, keys)
 
-    def put_state(self, ref, chunk, h, v, tile) -> None:
-        view, mask = self._state(ref, chunk, h, v)
-        pltriton.store(view, tile.astype(ref.dtype), mask=mask)
+    def put_state(self, refs: States, chunk, h, v, state: States) -> None:
+        view, mask = self._state(refs.outer, chunk, h, v)
+        pltriton.store(view, state.outer.astype(refs.outer.dtype), mask=mask)
+        if refs.keys is not None:
+            view, mask = self._keys(refs.keys, chunk, h)
+            pltriton.store(view, state.keys, mask=mask)
 
     def _state(self, ref, chunk, h, v):
         view = ref.at[self.batch, self.head, chunk, h[:, None], v[None, :]]
         mask, shape = which_exist(h, ref.shape[3], 1), (len(h), len(v))
         return view, both(mask, which_exist(v, ref.shape[4], 0), shape)
 
+    def _keys(self, ref, chunk, h):
+        mask = None if ref.shape[3] % len(h) == 0 else h < ref.shape[3]
+        return ref.at[self.batch, self.head, chunk, h], mask
+
     # Products.
+
+    def rounded(self, x) -> Float[Array, "*d"]:
+        """Numbers as a product reads them, in float32."""
+        return wide(x.astype(self.plan.dtype))
 
     def product(self, a, b, contract: str = "10") -> Float[Array, "I K"]:
         """`a b` by the axes that are summed over, in the inputs' dtype, summed in float32."""
@@ -226,8 +255,12 @@ class Rows(NamedTuple):
 
     def pairs_of(self, x, y, seen) -> Float[Array, "L L"]:
         """`sum_h x_ih y_jh exp(c_ih - c_jh)` of pairs of rows that see each other."""
+        return self.weighted(self.products_of(x, y), seen)
+
+    def products_of(self, x, y) -> Float[Array, "L L"]:
+        """`pairs_of` before `weighted`: those of some features, which add up."""
         if not self.by_feature:
-            return self._weighted(self.product(x, y, "11"), seen)
+            return self.product(x, y, "11")
         i, j = sides()
         c = self.decay()
 
@@ -236,12 +269,12 @@ class Rows(NamedTuple):
             return total + jnp.where(across, self.product(x * left, y * left, "11"), 0)
 
         own = jnp.where(i == j, jnp.sum(wide(x) * wide(y), axis=1)[:, None], 0)
-        return jnp.where(seen, lax.fori_loop(np.int32(0), np.int32(BITS), step, own), 0)
+        return lax.fori_loop(np.int32(0), np.int32(BITS), step, own)
 
     def pairs_vjp(self, d, x, y, seen) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
         """The gradients of x and y of `pairs_of`."""
         if not self.by_feature:
-            d = self._weighted(d, seen)
+            d = self.weighted(d, seen)
             return self.product(d, y), self.product(d, x, "00")
         i, j = sides()
         d = jnp.where(seen, d, 0)
@@ -257,9 +290,9 @@ class Rows(NamedTuple):
         begin = own * wide(y), own * wide(x)
         return lax.fori_loop(np.int32(0), np.int32(BITS), step, begin)
 
-    def _weighted(self, pairs, seen) -> Float[Array, "L L"]:
-        """Products of pairs by the decay of their head."""
-        if self.x.decay is not None:
+    def weighted(self, pairs, seen) -> Float[Array, "L L"]:
+        """Products of pairs that see each other, by the decay of their head."""
+        if self.x.decay is not None and not self.by_feature:
             c = self.numbers(self.x.decay)
             between = c[:, None] - c[None, :]
             pairs = pairs * jnp.exp(jnp.where(seen, between, 0))
@@ -312,6 +345,11 @@ def across(bit: Any) -> Bool[Array, "L L"]:
 def finite(x) -> Float[Array, "*d"]:
     """Zeros for what is not finite."""
     return jnp.where(jnp.abs(x) < jnp.inf, x, 0)
+
+
+def any_not_finite(x: Float[Array, "L J"]) -> Float[Array, " L"]:
+    """1 for rows of which a number is not finite, else 0."""
+    return jnp.max(jnp.where(jnp.abs(wide(x)) < jnp.inf, 0.0, 1.0), axis=1)
 
 
 def columns_of(size: int, first: Any = 0, width: int | None = None) -> Int[Array, " J"]:

@@ -22,6 +22,7 @@ from reformax.ops.kernels.recurrence_chunk import (
     Plan,
     Read,
     Rows,
+    States,
     both,
     columns_of,
     finite,
@@ -61,10 +62,23 @@ def _block(plan: Plan, x: Read, blocks: Blocks):
     return here, group, h, v
 
 
+def _zeros(plan: Plan, blocks: Blocks) -> States:
+    keys = jnp.zeros((blocks.h,), jnp.float32) if plan.mean else None
+    return States(jnp.zeros((blocks.h, blocks.v), jnp.float32), keys)
+
+
+def _add(rows: Rows, state: States, x, y, weights) -> States:
+    """`x^T y` added, and to the sums of keys `x^T weights`."""
+    keys = state.keys
+    if keys is not None:
+        keys = keys + jnp.sum(rows.rounded(x) * weights, axis=0)
+    return States(state.outer + rows.product(x, y, "00"), keys)
+
+
 def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> None:
     """From group to group `begins` is given; else groups begin with zeros, and write their ends."""
     here, group, h, v = _block(plan, x, blocks)
-    state = jnp.zeros((blocks.h, blocks.v), jnp.float32)
+    state = _zeros(plan, blocks)
     columns, transition = v, None
     if begins is not None:
         state = here.state(begins, group, h, v)
@@ -72,7 +86,7 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
         width = pl.cdiv(x.v.shape[3], blocks.v) * blocks.v
         transition = pl.program_id(0) * blocks.v >= width
         columns = jnp.where(transition, columns_of(0, 0, blocks.v), v)
-        state = jnp.where(h[:, None] == v[None, :] - width, 1.0, 0.0)
+        state = States(jnp.where(h[:, None] == v[None, :] - width, 1.0, 0.0))
 
     def step(i, state):
         chunk = group * plan.n_chunks + i
@@ -83,7 +97,7 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
         if solved is None:
             written = rows.read(x.v, v)
         else:
-            held = rows.product(rows.read(solved.reads, h), state)
+            held = rows.product(rows.read(solved.reads, h), state.outer)
             written = wide(rows.read(solved.values, columns))
             if transition is not None:
                 written = jnp.where(transition, 0, written)
@@ -91,7 +105,7 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
             if values is not None:
                 rows.write(values, written, v)
             written = finite(written)
-        return rows.forget(state, h) + rows.product(keys, written, "00")
+        return _add(rows, rows.forget(state, h), keys, written, 1)
 
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
     if ends is not None:
@@ -99,7 +113,7 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
 
 
 def d_states_kernel(
-    x, solved, begins, d_out, given, states, d_values, ends, *, plan, blocks
+    x, solved, begins, d_out, d_total, given, states, d_values, ends, *, plan, blocks
 ) -> None:
     """The gradient of the state after each chunk, from the last one on; else as `states_kernel`."""
     here, group, h, v = _block(plan, x, blocks)
@@ -110,16 +124,18 @@ def d_states_kernel(
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
         q = rows.from_old(rows.read(x.q, h), h)
-        after = rows.forget(state, h) + rows.product(q, rows.read(d_out, v), "00")
+        weights = rows.numbers(d_total)[:, None] if plan.mean else None
+        after = _add(rows, rows.forget(state, h), q, rows.read(d_out, v), weights)
         if solved is not None:
             keys = rows.to_new(rows.read(x.k, h), h)
-            d = rows.read(given, v) + rows.product(keys, state)
+            d = rows.read(given, v) + rows.product(keys, state.outer)
             if d_values is not None:
                 rows.write(d_values, d, v)
-            after = after - rows.product(rows.read(solved.reads, h), finite(d), "00")
+            outer = after.outer - rows.product(rows.read(solved.reads, h), finite(d), "00")
+            after = States(outer)
         return after
 
-    state = jnp.zeros((blocks.h, blocks.v), jnp.float32)
+    state = _zeros(plan, blocks)
     if begins is not None:
         state = here.state(begins, group, h, v)
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
@@ -148,13 +164,16 @@ def begins_kernel(x, kept, ends, passed, begins, *, plan, blocks, reverse) -> No
         here.put_state(begins, group, h, v, state)
         left = kept.at[here.batch, here.head, group, h[:, None]]
         left = load(left, both(None, which_exist(h, kept.shape[3], 1), (len(h), 1)))
-        after = left * state
+        outer, keys = left * state.outer, state.keys
         if passed is not None:
-            matrix = here.state(passed, group, h, n * blocks.v + h)
-            after = precise(finite(matrix), state, "00" if reverse else "10")
+            matrix = here.state(passed, group, h, n * blocks.v + h).outer
+            outer = precise(finite(matrix), state.outer, "00" if reverse else "10")
             # An overflow is kept, but for a state of zeros.
-            after = after + jnp.where(jnp.sum(jnp.abs(state)) == 0, 0, jnp.sum(matrix * 0))
-        return jnp.where(left > 0, after, 0) + here.state(ends, group, h, v)
+            zeros = jnp.sum(jnp.abs(state.outer)) == 0
+            outer = outer + jnp.where(zeros, 0, jnp.sum(matrix * 0))
+        more = here.state(ends, group, h, v)
+        if keys is not None:
+            keys = jnp.where(left > 0, left * keys[:, None], 0)[:, 0] + more.keys
+        return States(jnp.where(left > 0, outer, 0) + more.outer, keys)
 
-    state = jnp.zeros((blocks.h, blocks.v), jnp.float32)
-    lax.fori_loop(np.int32(0), np.int32(plan.n_groups), step, state)
+    lax.fori_loop(np.int32(0), np.int32(plan.n_groups), step, _zeros(plan, blocks))

@@ -51,15 +51,16 @@ def positive_features(
       epsilon: added to the features in units of the largest, so that no product of two vanishes.
     """
     dtype: Any = wide(x.dtype)
-    whole, x = is_finite(x), finite(x).astype(dtype)
+    square = jnp.sum(finite(x).astype(dtype) ** 2, axis=-1, keepdims=True)
+    whole = is_finite(x) & jnp.isfinite(square)
+    x = jnp.where(whole, x, 0).astype(dtype)
     exponents = jnp.einsum(
         "btnh,mh->btnm", x, directions.astype(dtype), precision=jax.lax.Precision.HIGHEST
     )
-    exponents = exponents - jnp.sum(x * x, axis=-1, keepdims=True) / 2
-    whole = whole & is_finite(exponents)
-    exponents = jnp.where(whole, exponents, 0)
+    exponents = exponents - jnp.where(whole, square, 0) / 2
     # By its index: a number computed twice may not equal itself, and the gradient asks which does.
     largest = jnp.argmax(jax.lax.stop_gradient(exponents), axis=-1, keepdims=True)
-    scale = jnp.take_along_axis(exponents, largest, axis=-1, mode="promise_in_bounds")
+    here = jax.lax.broadcasted_iota(largest.dtype, exponents.shape, exponents.ndim - 1) == largest
+    scale = jnp.sum(jnp.where(here, exponents, 0), axis=-1, keepdims=True)
     features = jnp.exp(exponents - scale) + jnp.asarray(epsilon, dtype)
     return Features(*(jnp.where(whole, y, jnp.nan) for y in (features, scale)))

@@ -132,8 +132,8 @@ def everything(
     order, here, ids = side_by_side((q, k, v), segments)
     out = _of_segment(_chunk_size(chunk_len, q.shape[1]), here, ids)
     bad = ~is_finite(*here[1:])
-    behind = _so_far(jnp.flip(bad, axis=1), jnp.flip(ids, axis=1), strict=False)
-    sees_bad = _so_far(bad, ids, strict=False) | jnp.flip(behind, axis=1)
+    behind = sees(jnp.flip(bad, axis=1), jnp.flip(ids, axis=1))
+    sees_bad = sees(bad, ids) | jnp.flip(behind, axis=1)
     real = is_finite(here[0], out) & ~sees_bad
     return back(jnp.where(real, out, jnp.nan), order)
 
@@ -204,7 +204,7 @@ def _forward(size: int, strict: bool, impl: str, inputs: Inputs, segments):
         out = out + jnp.where(x.old, x.product("ih,hv->iv", x.from_old(x.q), states), 0)
         out, values = (_joined(a, here.q.shape[1]) for a in (out, values))
     seen = is_finite(*here[1:], values)
-    real = is_finite(here.q, out) & ~_so_far(~seen, ids, strict)
+    real = is_finite(here.q, out) & ~sees(~seen, ids, strict)
     out = back(jnp.where(real, out, jnp.nan), order)
     return out, (inputs, segments, real)
 
@@ -503,7 +503,7 @@ def _chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int, strict: b
     return _Chunks(q, k, v, decay, beta, so_far, so_far & below if strict else so_far, old, new)
 
 
-def _so_far(marked: Bool[Array, "B T N 1"], ids, strict: bool) -> Bool[Array, "B T N 1"]:
+def sees(marked: Bool[Array, "B T N 1"], ids, strict: bool = False) -> Bool[Array, "B T N 1"]:
     """Whether one of a row's segment is marked that stands before it, or with it if not strict."""
     marked = marked.astype(jnp.int32)
     until = jnp.cumsum(marked, axis=1, dtype=jnp.int32)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from reformax.ops.base import Dims, Extra
 from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.means import mean, quotient, with_ones
 from reformax.ops.parts.recurrence import Inputs, advance, recurrence, state_after
 from reformax.ops.parts.share import all_heads, of_heads
 from reformax.ops.parts.short_convolution import Projected, convolve_next, convolved, last_inputs
@@ -30,7 +31,7 @@ class Cache(NamedTuple):
 
 def recurrent(
     inputs: Callable[..., Inputs],
-    output: Callable[..., Array],
+    output: Callable[..., Array] | None,
     chunk_len: int,
     impl: str,
     constants: Callable[[int], dict[str, Array]] = lambda n_heads: {},
@@ -41,7 +42,8 @@ def recurrent(
 
     Args:
       inputs: `(params, q, k, v, extras) -> Inputs`, what the recurrence reads.
-      output: `(params, out, extras) -> out`, of the recurrence's output in float32.
+      output: `(params, out, extras) -> out`, of the recurrence's output in float32. None makes it
+        the mean of values (`parts.means`).
       chunk_len, impl: as in `recurrence`.
       constants: `n_heads -> {name: [N, ...]}`, what `inputs` and `output` get with the weights,
         whose first axis is the heads too.
@@ -56,6 +58,8 @@ def recurrent(
         del plan, causal, dropout
         params = own(params, q.shape[2], rng)
         x = contained(inputs, params, *convolved(params, q, k, v, segments), extras)
+        if output is None:
+            return mean(*x[:4], segments=segments, chunk_len=chunk_len, impl=impl)
         out = recurrence(*x, segments=segments, chunk_len=chunk_len, impl=impl)
         return contained_output(output, params, out, extras).astype(v.dtype)
 
@@ -64,13 +68,18 @@ def recurrent(
         params, lengths = own(params, q.shape[2]), jnp.asarray(lengths)
         x = contained(inputs, params, *convolved(params, q, k, v), extras)
         last = last_inputs(params, Projected(q, k, v), lengths)
+        x = x if output else x._replace(v=with_ones(x.v))
         return Cache(state_after(x, lengths, chunk_len=chunk_len), last)
 
     def step(params, q, k, v, cache, *, position, extras=None):
         del position
         params = own(params, q.shape[2])
         new, last = convolve_next(params, Projected(q, k, v), cache.last)
-        out, state = advance(cache.state, *inputs(params, *new, extras))
+        x = inputs(params, *new, extras)
+        if output is None:
+            out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
+            return quotient(out).astype(v.dtype), Cache(state, last)
+        out, state = advance(cache.state, *x)
         return output(params, out, extras).astype(v.dtype), Cache(state, last)
 
     return dict(apply=apply, init_cache=init_cache, step=step)
