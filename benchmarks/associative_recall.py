@@ -88,18 +88,12 @@ def attentions() -> dict[str, tuple[AttentionOp, ...]]:
 
     Linformer and Nystromformer are left out: they mix the future in. So are other algorithms for
     dense attention, which compute what flash does, and Longformer's global tokens, which no task
-    without marked tokens has.
+    without marked tokens has. Gated recurrences are as their papers have them, and without a gate
+    of their output, with a long memory to begin with.
     """
     window = local.local(window=WINDOW, chunk_len=WINDOW, n_chunks_before=1)
     hashes = {n: lsh.lsh(chunk_len=32, n_hashes=n) for n in (1, 4, 8)}
     blocks = functools.partial(block_sparse.block_sparse, block_size=16)
-    recurrent = (
-        linear.linear,
-        retention.retention,
-        gated_linear.gated_linear,
-        gated_delta.gated_delta,
-    )
-    convolved = {f"{one.__name__}, convolved": one(conv_size=4) for one in recurrent}
     alone = {
         "flash": flash.flash(),
         "shared-QK": shared_qk.shared_qk(),
@@ -125,18 +119,23 @@ def attentions() -> dict[str, tuple[AttentionOp, ...]]:
         "sparse, strided": blocks(pattern=block_patterns.strided()),
         "linear": linear.linear(),
         "performer": performer.performer(n_features=128),
+        "linear, convolved": linear.linear(conv_size=4),
         "retention": retention.retention(),
+        "retention, no gate": retention.retention(gated=False),
         "gated_linear": gated_linear.gated_linear(),
+        "gated_linear, no gate": gated_linear.gated_linear(gated=False, memory=1000),
         "gated_delta": gated_delta.gated_delta(),
-        **convolved,
-        "gated_linear, memory 1,000": gated_linear.gated_linear(memory=1000),
         "gated_delta, memory 1,000": gated_delta.gated_delta(memory=1000),
-        "gated_delta, convolved, memory 1,000": gated_delta.gated_delta(conv_size=4, memory=1000),
+        "gated_delta, no gate, short memory": gated_delta.gated_delta(gated=False),
+        "gated_delta, no gate": gated_delta.gated_delta(gated=False, memory=1000),
+        "gated_delta, no gate, convolved": gated_delta.gated_delta(
+            gated=False, memory=1000, conv_size=4
+        ),
         "long_short": long_short.long_short(window=WINDOW, chunk_len=WINDOW, rank=4),
     }
     both = {
         f"window {WINDOW} and {name}": (window, alone[name])
-        for name in ("LSH, 4 hashes", "linear", "gated_linear", "gated_delta")
+        for name in ("LSH, 4 hashes", "linear", "gated_delta, no gate")
     }
     return {name: (op,) for name, op in alone.items()} | both
 
