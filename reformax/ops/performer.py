@@ -27,7 +27,14 @@ from reformax.carried import Carried, becoming
 from reformax.declared import Bounds, Seed, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import Shared
-from reformax.ops.parts.dispatch import KERNELS, check_impl
+from reformax.ops.parts.containment import finite
+from reformax.ops.parts.dispatch import (
+    KERNELS,
+    check_impl,
+    choose,
+    kernel_obstacles,
+    on_request,
+)
 from reformax.ops.parts.means import KEPT, mean, quotient, with_ones
 from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
 from reformax.ops.parts.recurrence import advance, back, everything, side_by_side
@@ -36,6 +43,10 @@ from reformax.ops.parts.softmax import wide
 
 # Less would make quotients whose derivatives float32 cannot hold.
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
+
+
+# Features of a vector that a program of the kernels holds.
+MAX_IN_TILE = 512
 
 
 class Settings(NamedTuple):
@@ -154,10 +165,39 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
 
     @functools.partial(jax.checkpoint, policy=keep)
     def attend(q, k, v) -> Float[Array, "B T N V"]:
+        if causal and (impl := _kernel(settings, q, k, v)):
+            return _in_kernels(settings, impl, plan, q, k, v, segments)
         queries, keys = settings.features(plan, q, k)
         return _mean(queries.x, keys, v, segments, causal, settings).astype(v.dtype)
 
     return attend(q, k, v)
+
+
+def _kernel(settings: Settings, q, k, v) -> str | None:
+    """The implementation whose kernels make the features too; None: array operations do."""
+    impl = on_request(settings.impl)
+    if impl == "xla" or q.dtype != jnp.bfloat16 or settings.n_features > MAX_IN_TILE:
+        return None
+    impl = choose(impl, **kernel_obstacles(q, k, v))
+    return impl if impl in KERNELS else None
+
+
+def _in_kernels(settings: Settings, impl: str, plan, q, k, v, segments) -> Array:
+    """Causal attention whose features are made in kernels.
+
+    Factors of a row of queries cancel, so that what their features are relative to has no gradient.
+    """
+    from reformax.ops.kernels import random_features as kernel
+
+    interpret = impl == "pallas_interpret"
+    directions = settings.directions(plan, q.shape[-1])
+    top, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segments)
+    queries, keys = (
+        kernel.features(interpret, kernel.Read(x, directions, settings.epsilon, relative_to))
+        for x, relative_to in ((q, None), (k, top[..., 0]))
+    )
+    options = dict(segments=segments, chunk_len=settings.chunk_len, impl=impl)
+    return mean(queries, keys, v, -rise, **options)
 
 
 def _mean(
@@ -172,13 +212,13 @@ def _mean(
     options = dict(segments=segments, chunk_len=settings.chunk_len)
     top, rise = running_max(lax.stop_gradient(keys.scale), segments)
     if causal:
-        keys = keys.x * jnp.exp(keys.scale - top)
+        keys = keys.x * jnp.exp(finite(keys.scale - top))
         # Features are no more precise than what they are of, as products of them are not.
         dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
         queries, keys, v = (x.astype(dtype) for x in (queries, keys, v))
         return mean(queries, keys, v, -rise, impl=settings.impl, **options)
     rest, _ = running_max(lax.stop_gradient(keys.scale), segments, reverse=True)
-    keys = keys.x * jnp.exp(keys.scale - jnp.maximum(top, rest))
+    keys = keys.x * jnp.exp(finite(keys.scale - jnp.maximum(top, rest)))
     values = with_ones(v.astype(wide(v.dtype)))
     return quotient(everything(queries, keys, values, **options))
 

@@ -1,0 +1,88 @@
+"""The kernels of Performer's features, interpreted, against the equations in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.ops import performer
+from reformax.ops.kernels import random_features as kernel
+from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
+
+EPSILON = 0.02
+
+
+def draw(length=70, size=20, n_features=40, seed=0):
+    """Vectors and a cotangent of features, in bfloat16, directions, and what is subtracted."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(1, length, 2, size))
+    d = rng.normal(size=(1, length, 2, n_features))
+    directions = rng.normal(size=(n_features, size)).astype(np.float32)
+    relative_to = rng.normal(size=(1, length, 2)).astype(np.float32) + 4
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(d, jnp.bfloat16), directions, relative_to
+
+
+def oracle(x, d, directions, relative_to):
+    """`exp(E - r) + epsilon exp(top - r)` of the exponents E, and the gradient, r a constant."""
+    x, d = np.float64(x), np.float64(d)
+    size = x.shape[-1]
+    exponents = x @ (directions * size**-0.25).T - (x**2).sum(-1, keepdims=True) * size**-0.5 / 2
+    top = exponents.max(-1)
+    begin = (top if relative_to is None else np.float64(relative_to))[..., None]
+    more = EPSILON * np.exp(top[..., None] - begin)
+    d_exponents = d * np.exp(exponents - begin)
+    at_top = exponents == top[..., None]
+    d_exponents = d_exponents + at_top * more * d.sum(-1, keepdims=True)
+    dx = d_exponents @ (directions * size**-0.25)
+    dx = dx - x * size**-0.5 * d_exponents.sum(-1, keepdims=True)
+    return top, np.exp(exponents - begin) + more, dx
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_the_equations(relative):
+    x, d, directions, relative_to = draw()
+    relative_to = relative_to if relative else None
+
+    def features(x):
+        return kernel.features(True, kernel.Read(x, directions, EPSILON, relative_to))
+
+    out, (dx,) = with_gradients(features)(d, x)
+    top, *want = oracle(x, d, directions, relative_to)
+    assert_trees_close((out, dx), tuple(want), 1e-2)
+    np.testing.assert_allclose(kernel.scales(x, directions, True), top, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_attention_by_features_is_that_of_array_operations():
+    """In float32, of the same numbers; with NaN in a key, of which no other gradient hears."""
+    rng = np.random.default_rng(1)
+    q, k, v, d = (jnp.asarray(rng.normal(size=(1, 100, 2, 24)), jnp.bfloat16) for _ in range(4))
+    k = k.at[0, 50, 0].set(jnp.nan)
+    segments = np.repeat([[1, 2]], [45, 55], axis=1)
+
+    def run(impl, dtype):
+        op = performer.performer(n_features=144, impl=impl)
+        attend = functools.partial(op, causal=True, segments=segments)
+        return with_gradients(attend)(*(x.astype(dtype) for x in (d, q, k, v)))
+
+    got, want = run("pallas_interpret", jnp.bfloat16), run("xla", jnp.float32)
+    np.testing.assert_array_equal(np.isnan(got[0]), np.isnan(want[0]))
+    assert all(np.isfinite(x).all() for x in (*got[1], *want[1]))
+    got, want = ((np.nan_to_num(np.float32(out)), *rest) for out, rest in (got, want))
+    assert_trees_close(got, want, 2e-2)
+
+
+def test_it_lowers_for_a_gpu():
+    x, d = (jax.ShapeDtypeStruct((1, 1000, 2, n), jnp.bfloat16) for n in (64, 256))
+    directions = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    top = jax.ShapeDtypeStruct((1, 1000, 2), jnp.float32)
+
+    def run(x, d, directions, top):
+        def features(x):
+            return kernel.features(False, kernel.Read(x, directions, EPSILON, top))
+
+        return kernel.scales(x, directions, False), with_gradients(features)(d, x)
+
+    assert lower_for_gpu(run, x, d, directions, top).count("triton") >= 3
