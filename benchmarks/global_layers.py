@@ -53,7 +53,6 @@ LINEAR_TIME = {
     ],
     "retention": ["global_attention=@retention.retention()"],
     "linear": ["global_attention=@linear.linear()"],
-    # The kernels take up to 128 features.
     "performer(n_features=128)": [
         "global_attention=@performer.performer()",
         "performer.performer.n_features=128",
@@ -61,6 +60,11 @@ LINEAR_TIME = {
     "gated_delta(conv_size=4)": [
         "global_attention=@gated_delta.gated_delta()",
         "gated_delta.gated_delta.conv_size=4",
+    ],
+    "gated_delta(conv_size=4, gated=False)": [
+        "global_attention=@gated_delta.gated_delta()",
+        "gated_delta.gated_delta.conv_size=4",
+        "gated_delta.gated_delta.gated=False",
     ],
     "long_short": ["global_attention=@long_short.long_short()"],
 }
