@@ -1,7 +1,7 @@
 """Attention that chooses where to look, by length, beside dense causal attention and its peers.
 
     python -m benchmarks.sparse_attention --peers --saved=docs/sparse_attention.jsonl
-    python -m benchmarks.sparse_attention --lengths 65536 --only moba nsa "nsa, impl='pallas'"
+    python -m benchmarks.sparse_attention --lengths 65536 --only moba nsa
     python -m benchmarks.sparse_attention --drawn=docs/sparse_attention.jsonl --plot=FILE
 
 prints a line for each figure as soon as it is known, and then a table for each length N of one

@@ -52,7 +52,6 @@ class Made(NamedTuple):
       make: makes it of `impl`.
       dense: the row that it is compared with.
       wide: whether its heads are those of NSA's paper, 64 of 128 and 4 of keys.
-      impl: that it is measured by.
     """
 
     make: Callable[..., AttentionOp]
@@ -61,13 +60,12 @@ class Made(NamedTuple):
     n_kv_heads: int | None = None
     dense: str = "flash"
     wide: bool = False
-    impl: str = "auto"
 
     def row(self, impl: str | None = None, other: str | None = None) -> rows.Row:
         """Its row, checked against another implementation."""
         options = dict(causal=self.causal, marked=self.marked)
         other = other or rows.other_impl()
-        return rows.row(self.make(impl=impl or self.impl), self.make(impl=other), **options)
+        return rows.row(self.make(impl=impl or "auto"), self.make(impl=other), **options)
 
     def inputs(self, shape: Shape, length: int, dtype: str | None = None) -> tuple[jax.Array, ...]:
         """q, k, v and d_out, random."""
@@ -87,12 +85,7 @@ def algorithms(shape: Shape) -> dict[str, Made]:
     whole = of(nsa.nsa, **sizes, compress_len=4 * stride, compress_stride=4 * stride)
     marked = dict(n_global=shape.n_global, own_projections=False)
     one, four = dict(n_kv_heads=1), dict(n_kv_heads=4, wide=True)
-    newest = of(Made, native, impl="pallas")  # kernels that "auto" does not take
-    on_request = {
-        "nsa, impl='pallas'": newest(dense="flash, 1 head of keys", **one),
-        "nsa, 64 heads of 128, impl='pallas'": newest(dense="flash, 64 heads of 128", **four),
-    }
-    made = {
+    return {
         "nsa": Made(native, dense="flash, 1 head of keys", **one),
         "moba": Made(of(moba.moba, block_size=shape.block, top_k=3)),
         "nsa, a mean a block": Made(whole, dense="flash, 1 head of keys", **one),
@@ -110,7 +103,6 @@ def algorithms(shape: Shape) -> dict[str, Made]:
         "hash_sparse": Made(of(hash_sparse.hash_sparse, n_buckets=16)),
         "local": Made(of(local.local, chunk_len=half, window=half)),
     }
-    return made if jax.default_backend() == "cpu" else made | on_request
 
 
 def numbers(name: str, shape: Sequence[Any], folder: str, limit: float) -> Iterator[Answer]:

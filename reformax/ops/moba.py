@@ -128,7 +128,7 @@ def _plan(
     if impl != "xla":
         from reformax.ops.kernels import choice
 
-        sizes = choice.Sizes(n_best, size, size, size, weights=False)
+        sizes = choice.Sizes(n_best, size)
         masks = () if segments is None else (ids, of_block)
         return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
 

@@ -41,8 +41,6 @@ from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions
 from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
 
-# The values of `impl` that take the newer kernels, which no GPU has run yet.
-NEWEST_BY = KERNELS
 # What the tiles of the kernels hold.
 KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
 
@@ -76,17 +74,13 @@ class Settings(NamedTuple):
 
     def choose(self, q: Array, k: Array, v: Array | None) -> str:
         """The implementation of summaries and of selected blocks."""
-        shape = {"heads_of_a_key_head": q.shape[2] // k.shape[2]}
-        if self.newest:
-            shape["summaries_of_a_block"] = self.block_size // self.compress_stride
-            shape["blocks"] = -(-q.shape[1] // self.block_size)
+        shape = {
+            "heads_of_a_key_head": q.shape[2] // k.shape[2],
+            "summaries_of_a_block": self.block_size // self.compress_stride,
+            "blocks": -(-q.shape[1] // self.block_size),
+        }
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
         return choose(self.impl, **kernel_obstacles(q, k, v, **above))
-
-    @property
-    def newest(self) -> bool:
-        """Whether kernels that no GPU has run yet may be taken."""
-        return self.impl in NEWEST_BY
 
     @property
     def near(self) -> AttentionOp:
@@ -143,7 +137,7 @@ def nsa(
       impl: `"xla"` runs everywhere. `"pallas"` has kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
         takes them where they compute the same function, and for the window what `local.local`
-        takes. `"pallas"` selects blocks by newer kernels, which no GPU has run yet.
+        takes.
 
     Raises:
       ValueError: a size out of range, or no multiple of `compress_stride`; an unknown `impl`.
@@ -330,16 +324,13 @@ def _plan(
 
     impl = settings.choose(q, k, None)
     if impl != "xla":
-        from reformax.ops.kernels import choice, selection
+        from reformax.ops.kernels import selection
 
         masks = () if segments is None else (ids, far.ids, first // settings.block_size)
+        n_best, group = min(settings.n_selected, n_blocks), q.shape[2] // k.shape[2]
         sizes = settings.block_size, settings.compress_stride, settings.compress_len
-        sizes = min(settings.n_selected, n_blocks), *sizes
-        if settings.newest:
-            sizes, select = selection.Sizes(*sizes, q.shape[2] // k.shape[2]), selection.select
-        else:
-            sizes, select = choice.Sizes(*sizes, weights=True), choice.choose
-        return select(sizes, impl == "pallas_interpret", q, far.keys, *masks)
+        sizes = selection.Sizes(n_best, *sizes, group)
+        return selection.select(sizes, impl == "pallas_interpret", q, far.keys, *masks)
     n_seen = far.keys.shape[1] * q.shape[2]
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     chosen = by_chunks(select, n_seen, q, ids, positions(length), first)
@@ -463,10 +454,10 @@ def _in_kernels(
     )
     stride, span = settings.compress_stride, settings.compress_len
     rows = kernel.n_rows(q)
-    sizes = kernel.Sizes(group, 0, 0, stride, span, dropout, rows, settings.newest)
+    sizes = kernel.Sizes(group, 0, 0, stride, span, dropout, rows)
     far_ids = None if ids is None else far.ids
     compressed = kernel.attend(sizes, interpret, q, far_keys, far_values, ids, far_ids, None, rng)
-    sizes = kernel.Sizes(group, size, plan.shape[3], 1, 1, dropout, rows, settings.newest)
+    sizes = kernel.Sizes(group, size, plan.shape[3], 1, 1, dropout, rows)
     selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, rng)
     return compressed, selected
 

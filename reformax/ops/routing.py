@@ -23,8 +23,16 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.carried import Carried, becoming
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, Dims, Traits, named
+from reformax.ops.parts.block_lists import InOrder
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
 from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.dispatch import (
+    KERNELS,
+    check_impl,
+    choose,
+    kernel_obstacles,
+    on_request,
+)
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.gathered import softmax_of_piece, taken
 from reformax.ops.parts.normalization import length_normalize
@@ -45,6 +53,7 @@ class Settings(NamedTuple):
     decay: float
     shared_qk: bool
     own: bool
+    impl: str
 
     def width(self, length: int) -> int:
         """The most members that a cluster can have in a row of `length`."""
@@ -70,6 +79,7 @@ def routing(
     decay: Decay = 0.999,
     shared_qk: bool = False,
     own: bool = True,
+    impl: str = "auto",
 ) -> AttentionOp:
     """Attention within the clusters of an online k-means.
 
@@ -90,10 +100,16 @@ def routing(
       decay: how much of a centroid a step of training keeps, the paper's lambda.
       shared_qk: whether queries are their own keys, as in the paper's causal attention.
       own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      impl: of the attention; clusters are found in array operations. `"auto"` and `"xla"` run
+        everywhere, a cluster after the other. `"pallas"` is the kernel of block-sparse attention,
+        for NVIDIA GPUs of Ampere or later and heads of 128 or less, which no GPU has run so yet;
+        `"pallas_interpret"` runs it anywhere, slowly, for tests.
 
     Raises:
-      ValueError: a number below 1, or a decay that is not from 0 to 1.
+      ValueError: a number below 1, a decay that is not from 0 to 1, or an unknown `impl`.
+      NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
+    check_impl(impl, *KERNELS)
     settings = Settings(**locals())
     return AttentionOp(
         init=functools.partial(_init, settings),
@@ -185,24 +201,15 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     held = becoming(centroids, moved)
 
     keys = length_normalize(q) if settings.shared_qk else k
-    q, k, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
-
-    def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
-        return jnp.moveaxis(taken(x, jnp.maximum(position, 0)), 2, 0)
-
-    fine_q, fine_k = is_finite(q)[..., 0], is_finite(k, values)[..., 0]
-    attend = jax.checkpoint(functools.partial(_cluster, settings, causal, seed, dropout))
-    parts = lax.map(
-        lambda cluster: attend(*cluster),
-        (
-            (jnp.moveaxis(plan.queries, 2, 0), of(plan.queries, fine_q)),
-            (jnp.moveaxis(plan.keys, 2, 0), of(plan.keys, fine_k)),
-            of(plan.queries, finite(q).astype(dtype)),
-            *(of(plan.keys, finite(x).astype(dtype)) for x in (k, values)),
-        ),
-    )
-    out, total = _merged(plan.queries, length, *parts)
+    q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
+    impl = choose(on_request(settings.impl), **kernel_obstacles(q, keys, v))
+    if impl == "xla":
+        found = _in_arrays(settings, q, keys, values, plan, causal, dropout, seed)
+    else:
+        interpret = impl == "pallas_interpret"
+        found = _in_kernels(settings, interpret, q, keys, values, plan, causal, dropout, rng)
+    out, total = found
     if settings.own:
         alone = values.astype(dtype)
         if dropout > 0.0:
@@ -211,6 +218,45 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         out = jnp.where((total == 0)[..., None], alone, out)
     out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
     return out + (0 * held.sum()).astype(v.dtype)  # the centroids' change arrives by it
+
+
+def _in_arrays(
+    settings: Settings, q, k, v, plan: Clusters, causal, dropout, seed
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """The attention in array operations, a cluster after the other, and each softmax's sum."""
+    dtype = wide(q.dtype, v.dtype)
+
+    def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
+        return jnp.moveaxis(taken(x, jnp.maximum(position, 0)), 2, 0)
+
+    fine_q, fine_k = is_finite(q)[..., 0], is_finite(k, v)[..., 0]
+    attend = jax.checkpoint(functools.partial(_cluster, settings, causal, seed, dropout))
+    parts = lax.map(
+        lambda cluster: attend(*cluster),
+        (
+            (jnp.moveaxis(plan.queries, 2, 0), of(plan.queries, fine_q)),
+            (jnp.moveaxis(plan.keys, 2, 0), of(plan.keys, fine_k)),
+            of(plan.queries, finite(q).astype(dtype)),
+            *(of(plan.keys, finite(x).astype(dtype)) for x in (k, v)),
+        ),
+    )
+    return _merged(plan.queries, q.shape[2], *parts)
+
+
+def _in_kernels(
+    settings: Settings, interpret: bool, q, k, v, plan: Clusters, causal, dropout, rng
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """The same by kernels."""
+    from reformax.ops.kernels import clusters as kernel
+
+    queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
+    keys = queries if settings.shared_qk else kernel.in_order(plan.keys)
+    sizes = queries.position.shape[1], keys.position.shape[1]
+    layout = InOrder(*sizes, causal, dropout, strict=settings.shared_qk, n_folded=n_heads)
+    folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
+    rng = rng if dropout > 0.0 else None
+    out, total = kernel.attend(layout, interpret, *folded, queries, keys, rng)
+    return out.reshape(*q.shape[:3], -1), total.reshape(q.shape[:3])
 
 
 def _cluster(settings: Settings, causal, seed, dropout, of_query, of_key, q, k, v):

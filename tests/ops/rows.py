@@ -556,6 +556,13 @@ ROWS = [
         n_held=6,
     ),
     Row(
+        "longformer_pallas",
+        longformer.longformer,
+        {"window": (6, 1, 9), "dilation": (3, 1, 2)} | _KERNEL,
+        _dilated,
+        relative=True,
+    ),
+    Row(
         "sinks",
         sinks.sinks,
         {"window": (6, 1, 9), "n_sinks": (2, 0, 1, 40)},
@@ -609,6 +616,12 @@ ROWS = [
             slow=True,
         )
         for shared in (False, True)
+    ),
+    Row(
+        "routing_pallas",
+        routing.routing,
+        _ROUTED | {"shared_qk": (False, True)} | _KERNEL,
+        reference=routed.routing,
     ),
     Row(
         "nsa_pallas",

@@ -36,6 +36,8 @@ def _counts(shape, causal, segments, marks, window, dilation, n_global):
         (False, None, 1, 6, True, 0.0, "xla"),
         (True, SEGMENTS, (1, 3), 4, True, 0.3, "xla"),
         (True, SEGMENTS, 1, 3, True, 0.3, "pallas_interpret"),
+        (False, SEGMENTS, 3, 3, True, 0.3, "pallas_interpret"),
+        pytest.param(True, None, (1, 2), 3, True, 0.0, "pallas_interpret", marks=pytest.mark.slow),
         pytest.param(False, None, 1, 6, False, 0.0, "pallas_interpret", marks=pytest.mark.slow),
         pytest.param(False, SEGMENTS, (2, 1), 2, True, 0.3, "xla", marks=pytest.mark.slow),
         pytest.param(True, None, 2, 3, False, 0.0, "xla", marks=pytest.mark.slow),

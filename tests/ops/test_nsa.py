@@ -1,7 +1,5 @@
 """Native sparse attention: which blocks it selects, where it is dense, grouped heads, memory."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 
 from reformax.ops import dense, nsa
 from reformax.ops.base import Dims
-from reformax.ops.kernels import nsa as kernel
 from reformax.ops.kernels import selection
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import native_sparse
@@ -45,12 +42,9 @@ def selected(q, k, ids, t):
     return list(dict.fromkeys(always + others))[:5]
 
 
-@pytest.mark.parametrize("impl", ["xla", "pallas_interpret", "what auto takes on a GPU"])
+@pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl, monkeypatch):
-    if impl not in ("xla", "pallas_interpret"):
-        impl = "pallas_interpret"
-        monkeypatch.setattr(nsa, "NEWEST_BY", ())
+def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl):
     q, k = numbers(75, 4, 2)
     ids = np.repeat([1, 2, 1, 3], [18, 30, 6, 21]) if packed else np.ones(75, int)
     segments = ids[None].repeat(2, 0) if packed else None
@@ -62,22 +56,6 @@ def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl, monkeyp
         want = selected(q[b, t, 2 * g : 2 * g + 2], k[b, :, g], ids, t)
         assert want[0] == t // 8
         assert set(plan[b, g, t]) - {-1} == set(want)
-
-
-def test_only_newer_kernels_have_loops_for_clear_tiles():
-    """What `"auto"` takes on a GPU is one loop a kernel: outputs, gradients of queries, of keys."""
-
-    def loops(clear):
-        sizes = kernel.Sizes(2, 0, 0, 4, 8, 0.0, 32, clear)
-        attend = functools.partial(kernel.attend, sizes, True)
-        q, k, v = numbers(75, 4), numbers(17, 2), numbers(17, 2)
-
-        def loss(q, k, v):
-            return attend(q, k, v, None, None, None, None).sum()
-
-        return str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*q, *k, *v)).count("while[")
-
-    assert (loops(False), loops(True)) == (3, 6)
 
 
 # Heads, and sizes whose tiles are filled up, reach two blocks on, or are of some queries at a time.

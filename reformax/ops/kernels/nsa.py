@@ -64,7 +64,6 @@ class Sizes(NamedTuple):
       stride, span: d and P of summaries; 1 and 1 for positions.
       dropout: its rate.
       rows: of a tile.
-      clear: whether tiles that all of their rows see have no masks; warps are others then, too.
     """
 
     group: int
@@ -74,7 +73,6 @@ class Sizes(NamedTuple):
     span: int
     dropout: float
     rows: int
-    clear: bool = False
 
     @property
     def n_queries(self) -> int:
@@ -242,7 +240,7 @@ class _Here(NamedTuple):
                 return body(self.columns(x, number * sizes.n_keys, end), carry)
 
             clear, masked = (functools.partial(step, end) for end in (None, x.k.shape[1]))
-            if sizes.clear and x.ids is None:  # tiles that the first query sees whole
+            if x.ids is None:  # tiles that the first query sees whole
                 seen = tile * sizes.n_queries - (sizes.span - sizes.stride) + 1
                 seen = lax.div(jnp.maximum(seen, 0), jnp.int32(sizes.stride))
                 n_clear = jnp.minimum(lax.div(seen, jnp.int32(sizes.n_keys)), n_tiles)
@@ -347,7 +345,7 @@ def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     count = lax.div(jnp.maximum(end - start + (step - 1), 0), step)
     n_masked = count
-    split = sizes.clear and not sizes.block and x.ids is None
+    split = not sizes.block and x.ids is None
     if split:  # queries behind all of the keys see all
         last = (first + sizes.n_keys) * sizes.stride + (sizes.span - sizes.stride - 1)
         behind = lax.div(last + (sizes.n_listed - 1), jnp.int32(sizes.n_listed))
@@ -428,9 +426,9 @@ def _launch(kernel, sizes: Sizes, interpret, inputs, shapes, n_programs, of_quer
 def _warps(sizes: Sizes, size: int, of_queries: bool) -> int:
     """Few where a tile has the heads of one query; many where its numbers would not fit."""
     n_rows = (sizes.n_queries if of_queries else sizes.n_listed) * sizes.group
-    if n_rows <= 32 and (of_queries or sizes.clear):
+    if n_rows <= 32:
         return FEW
-    return 8 if sizes.clear and power_of_two(size) * n_rows > MOST_OF_FOUR else 4
+    return 8 if power_of_two(size) * n_rows > MOST_OF_FOUR else 4
 
 
 def _inputs(sizes, q, k, v, ids, key_ids, chosen, rng) -> _Inputs:

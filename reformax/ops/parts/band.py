@@ -28,10 +28,11 @@ from reformax.ops.parts.cache import (
 )
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dispatch import choose, kernel_obstacles
+from reformax.ops.parts.dispatch import choose, kernel_obstacles, on_request
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
-from reformax.ops.parts.orders import ChunkSizes
+from reformax.ops.parts.masks import segment_numbers
+from reformax.ops.parts.orders import ChunkSizes, Order
 
 # Logits that are in memory at a time; of more, heads are computed one after the other.
 LOGITS_AT_A_TIME = 2**29
@@ -80,21 +81,31 @@ def attend(
     Raises:
       NotImplementedError: `"pallas"` is asked for what it cannot do.
     """
-    n_heads = q.shape[2]
-    dilations = {band.dilation for band in bands} - {1}
-    impl = choose(impl, **kernel_obstacles(q, k, v, dilation=max(dilations, default=None)))
-    if impl != "xla":
-        return _in_kernels(bands[0], impl, q, k, v, few, segments, dropout, rng)
-    seed = seed_words(rng, len(q)) if dropout else None
-    ids = jnp.ones((1, q.shape[1]), jnp.int32) if segments is None else segments
-    if len(set(bands)) == 1:
-        return _of_heads(bands[0], q, k, v, few, ids, dropout, seed, np.arange(n_heads))
+    each = bands if len(set(bands)) > 1 else bands[:1]
+    impl = on_request(impl) if any(band.dilation > 1 for band in each) else impl
+    # A kernel drops by the numbers of the heads that it is given.
+    others = dict(
+        dilation=tuple(band.dilation for band in each) if len(each) > 1 and dropout else None
+    )
+    impl = choose(impl, **kernel_obstacles(q, k, v, **others))
+    if impl == "xla":
+        seed = seed_words(rng, len(q)) if dropout else None
+        ids = jnp.ones((1, q.shape[1]), jnp.int32) if segments is None else segments
+
+        def of_heads(band: Band, q, k, v, heads):
+            return _of_heads(band, q, k, v, few, ids, dropout, seed, heads)
+
+    else:
+
+        def of_heads(band: Band, q, k, v, heads):
+            return _in_kernels(band, impl, q, k, v, few, segments, dropout, rng)
+
+    if len(each) == 1:
+        return of_heads(bands[0], q, k, v, np.arange(q.shape[2]))
     out = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
     for band in dict.fromkeys(bands):
         heads = np.array([i for i, other in enumerate(bands) if other == band])
-        arrays = (x[:, :, heads] for x in (q, k, v))
-        of_heads = _of_heads(band, *arrays, few, ids, dropout, seed, heads)
-        out = out.at[:, :, heads].set(of_heads)
+        out = out.at[:, :, heads].set(of_heads(band, *(x[:, :, heads] for x in (q, k, v)), heads))
     return out
 
 
@@ -102,16 +113,44 @@ def _in_kernels(band: Band, impl: str, q, k, v, few, segments, dropout: float, r
     """`attend` by kernels, in chunks that hold the window."""
     length = max(TILE, 1 << (band.window - 1).bit_length())
     sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
-    options = dict(causal=band.causal, shared_qk=False, window=band.window, dropout=dropout)
+    reach = band.window * band.dilation
+    options = dict(causal=band.causal, shared_qk=False, window=reach, dropout=dropout)
     chunks = sizes.cut(q.shape[1], **options)
+    segments = None if segments is None else jnp.asarray(segments)
+    order, of_order = None, segments
+    if band.dilation > 1:
+        n_places = q.shape[1] + chunks.padding
+        places = _by_step(band.dilation, q.shape[1], n_places)
+        order = Order(jnp.broadcast_to(places, (len(q), q.shape[2], 1, n_places)))
+        of_order = _by_segment_and_step(band.dilation, q, segments)
     if few is None or few.shape[1] == 0:
-        return chunked_attention(q, k, v, chunks, None, segments, rng, impl)
+        return chunked_attention(q, k, v, chunks, order, of_order, rng, impl)
     from reformax.ops.kernels import band as kernel
 
     few = jnp.broadcast_to(few, (len(q), few.shape[1]))
-    if segments is not None:
-        segments = jnp.pad(jnp.asarray(segments), ((0, 0), (0, chunks.padding)))
-    return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, few, segments, rng)
+    if of_order is not None:
+        of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
+    near, interpret = kernel.Near(order, of_order), impl == "pallas_interpret"
+    return kernel.attend(band, chunks, interpret, q, k, v, few, near, segments, rng)
+
+
+def _by_step(step: int, length: int, n_places: int) -> Int[Array, " n_places"]:
+    """The positions by their number modulo `step`, and those behind `length` at their places."""
+    place = jnp.arange(n_places, dtype=jnp.int32)
+    few, n_more = divmod(length, step)  # the first numbers have one position more
+    behind = place - n_more * (few + 1)
+    first = place // (few + 1), place % (few + 1)
+    then = n_more + behind // max(few, 1), behind % max(few, 1)
+    number, nth = (jnp.where(behind < 0, x, y) for x, y in zip(first, then, strict=True))
+    return jnp.where(place < length, nth * step + number, place)
+
+
+def _by_segment_and_step(step: int, x: Array, segments) -> Int[Array, "B T"]:
+    """Ids of positions of one segment and one number modulo `step`; 0 is padding."""
+    number = 1 + jnp.arange(x.shape[1], dtype=jnp.int32)[None] % step
+    if segments is None:
+        return jnp.broadcast_to(number, x.shape[:2])
+    return jnp.where(segments != 0, segment_numbers(segments) * step + number, 0)
 
 
 def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
