@@ -124,6 +124,7 @@ CHOSEN = {
 }
 GROUPS = {"compared": COMPARED, "linear_time": LINEAR_TIME, "chosen": CHOSEN}
 ROWS = COMPARED | LINEAR_TIME | CHOSEN
+SHARED = 0.84  # of the device's memory, by the rows that are at once on it
 TINY = [
     *("length=128", "batch_size=2", "d_model=16", "d_ff=16", "n_layers=4", "n_heads=2"),
     *("d_head=8", "loop.train.eval_stride=128", "loop.train.eval_batch_size=2"),
@@ -162,8 +163,7 @@ def train(name: str, args: argparse.Namespace, folder: Path, end: float | None) 
         sys.executable,
         "language_model.train",
         patience=limit,
-        # Several on one device: none takes its memory beforehand.
-        env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ,
+        env={"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{SHARED / args.at_once:.2f}"} | os.environ,
         name=name,
         config_file=str(config_file),
         settings=settings,
