@@ -72,7 +72,7 @@ from reformax.ops import (
 from reformax.ops.base import AttentionOp
 from reformax.training import loss, optimizer
 
-N_HEADS, VOCAB_SIZE, INIT_STD = 2, 8192, 0.05
+N_HEADS, INIT_STD = 2, 0.05
 N_PAIRS = (4, 8, 16, 32, 64)
 WINDOW = 64
 MIXER = local.local(window=2, chunk_len=WINDOW)
@@ -145,6 +145,7 @@ class Sizes(NamedTuple):
 
     d_model: int
     length: int
+    vocab_size: int
     batch_size: int
     steps: int
     stretch: int  # steps compiled as one, after which a training may end
@@ -168,7 +169,9 @@ class Batches:
 
     def __init__(self, sizes: Sizes, n_pairs: Sequence[int]):
         self._sizes, self._most = sizes, max(sizes.n_pairs())
-        self._task = associative_recall(sizes.length, n_pairs, VOCAB_SIZE, n_eval=sizes.n_eval)
+        self._task = associative_recall(
+            sizes.length, n_pairs, sizes.vocab_size, n_eval=sizes.n_eval
+        )
         self._drawn: dict[int, Rows] = {}
         self._lock = threading.Lock()
 
@@ -205,7 +208,7 @@ def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
     A strict algorithm brings the next position's value too.
     """
     return TransformerLM(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=sizes.vocab_size,
         d_model=sizes.d_model,
         d_ff=1,
         n_heads=N_HEADS,
@@ -407,7 +410,7 @@ def models(
 def main(argv: Sequence[str] | None = None) -> None:
     without_graphs()
     parser = command_line.parser(__doc__, plot=Path("docs/associative_recall.png"))
-    for name, default in dict(tokens=32768, steps=1500, threads=1).items():
+    for name, default in dict(tokens=32768, steps=1500, threads=1, vocab_size=8192).items():
         text = f"default: {default:,}"
         parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)
     several = dict(
@@ -434,6 +437,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sizes = Sizes(
             d_model=d_model,
             length=length,
+            vocab_size=args.vocab_size,
             batch_size=max(1, args.tokens // length),
             steps=args.steps,
             stretch=min(100, args.steps),

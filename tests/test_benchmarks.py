@@ -822,7 +822,7 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("ended_after, tried", [(1, [3e-3]), (2, [3e-3, 1e-3])])
 def test_recall_tries_rates_until_one_is_enough(ended_after, tried, monkeypatch):
-    sizes = associative_recall.Sizes(8, 16, 4, steps=2, stretch=1, n_eval=4)
+    sizes = associative_recall.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
     rates = []
 
     def accuracies(ops, sizes, rate, batches, tests):

@@ -52,7 +52,7 @@ def gated_delta(
       normalized: whether each head's output is brought to unit root mean square, and scaled.
       gated: whether the output is multiplied by silu of a projection of the layer's input. It
         begins near 0 with signs at random, so that a model of a layer or two learns to copy from
-        far more slowly than with the norm alone (docs/zoo_measured.md, Recall of pairs).
+        far more slowly than with the norm alone (docs/zoo_measured.md).
       memory: the positions after which a head has forgotten all but 1 / e when training
         begins, where `keep` is 0. None draws each head's as Mamba 2 does, from 0.6 to 1,000 and
         half of them below 14: with few heads all may be short, and nothing further away is learnt.
