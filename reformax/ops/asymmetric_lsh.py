@@ -2,12 +2,12 @@
 
 The buckets are those of angular hashing (Kitaev, Kaiser, Levskaya 2020, "Reformer", sec. 2), of the
 queries, and of the keys less their mean: a softmax does not see what all keys share, and a hash
-would see little else. Smyrf's asymmetric transformations (Daras et al. 2020, sec. 3.1) do not serve
-here. The number that they add to a query stands where a key has a zero, so the angle between the
-two is never below 60 degrees where they have one length. Each round sorts the queries by bucket
-and, apart from them, the keys. Both orders are cut into chunks, and the queries of a chunk see the
-keys of the chunk at its place and of its neighbours. Time is O(n_hashes * T * chunk_len), besides
-sorting.
+would see little else. In a causal call it is the mean of the keys before. Smyrf's asymmetric
+transformations (Daras et al. 2020, sec. 3.1) do not serve here. The number that they add to a query
+stands where a key has a zero, so the angle between the two is never below 60 degrees where they
+have one length. Each round sorts the queries by bucket and, apart from them, the keys. Both orders
+are cut into chunks, and the queries of a chunk see the keys of the chunk at its place and of its
+neighbours. Time is O(n_hashes * T * chunk_len), besides sorting.
 """
 
 from __future__ import annotations
@@ -17,14 +17,26 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, named, no_params
 from reformax.ops.lsh import Buckets, Rounds
 from reformax.ops.parts import asymmetric
+from reformax.ops.parts.cache import (
+    KeyValues,
+    Shared,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_value,
+)
+from reformax.ops.parts.containment import finite
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
+from reformax.ops.parts.lsh_decoding import inserted, line, seen_before, with_bucket
 from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order
 from reformax.ops.parts.sorting import sort_by_bucket
 
@@ -72,7 +84,7 @@ def asymmetric_lsh(
     keys need not stand at the same places: neighbours on both sides make up for some of that.
 
     In a causal call later tokens decide what is in a chunk, and it may hold no key that a query may
-    see. There is no step of decoding: a longer vector changes the hashes of all others.
+    see. A step of decoding computes the last row of attention over the tokens so far.
 
     Args:
       chunk_len: queries, and keys, in a chunk.
@@ -95,6 +107,9 @@ def asymmetric_lsh(
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
         traits=asymmetric.TRAITS,
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+        replace_value=_replace_value,
     )
 
 
@@ -102,11 +117,11 @@ def _plan(
     settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
 ) -> Order | None:
     """The orders of queries and of keys in each round; None where one chunk has every key."""
-    del params, causal, train
+    del params, train
     if q.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
-    vectors = q, asymmetric.centred(k, segments)
+    vectors = q, asymmetric.centred(k, segments, causal)
     hashing, length = settings.hashing, length or q.shape[1]
     factors = hashing.factors_for(length)
     rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
@@ -122,3 +137,71 @@ def _apply(settings: Settings, params, q, k, v, **call):
     del params
     sizes = ChunkSizes(settings.chunk_len, settings.n_chunks_before, settings.n_chunks_after)
     return asymmetric.attend(sizes, settings, q, k, v, **call)
+
+
+# Decoding. C is the capacity.
+
+
+class Hashed(NamedTuple):
+    """The cache of asymmetric LSH; entries of positions without a token are arbitrary."""
+
+    memory: KeyValues  # by position
+    sum: Float[Array, "B N H"]  # of all keys, which the next one's mean is made of
+    of_queries: Int[Array, "B N R C"]  # buckets, by position
+    of_keys: Int[Array, "B N R C"]
+    order: Int[Array, "B N R C"]  # positions, sorted by their key's bucket and position
+    rotations: Shared  # [N, H, R, F]
+
+
+def _replace_value(cache: Hashed, v, position) -> Hashed:
+    return cache._replace(memory=replace_value(cache.memory, v, position))
+
+
+def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
+    del params, plan  # a plan has no buckets
+    factors, length = settings.hashing.factors_for(capacity), q.shape[1]
+    rotations = settings.hashing.rotations_for(q, capacity, settings.n_hashes, rng)
+    of_queries, of_keys = (
+        hash_by(rotations, x, factors) for x in (q, asymmetric.centred(k, None, causal=True))
+    )
+    is_token, last = line(length) < lengths[:, None, None, None], math.prod(factors)
+    order = sort_by_bucket(jnp.where(is_token, of_keys, last), last + 1, None, 0).queries
+    tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), finite(k.astype(jnp.float32)), 0)
+    room = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
+    return Hashed(
+        fill_ring(k, v, lengths, capacity),
+        tokens.sum(axis=1),
+        *(jnp.pad(x, room) for x in (of_queries, of_keys, order)),
+        Shared(rotations),
+    )
+
+
+def _step(
+    settings: Settings, params, q, k, v, cache: Hashed, *, position: Int[Array, " B"]
+) -> tuple[Float[Array, "B 1 N V"], Hashed]:
+    del params
+    memory, total, of_queries, of_keys, order, (rotations,) = cache
+    memory = add_to_ring(memory, k, v, position)
+    now, capacity = position[:, None, None, None], order.shape[-1]
+    factors = settings.hashing.factors_for(capacity)
+    key = finite(k.astype(jnp.float32))
+    mean = total[:, None] / jnp.maximum(now, 1).astype(total.dtype)
+    of_query, of_key = (hash_by(rotations, x, factors) for x in (q, key - mean))
+    of_queries, of_keys = (
+        with_bucket(buckets, new, position)
+        for buckets, new in ((of_queries, of_query), (of_keys, of_key))
+    )
+    order, _, _ = inserted(order, of_keys, of_key, now)
+    # Equal buckets stand by position, and the newest query stands behind them.
+    before = (of_queries <= of_query) & (line(capacity) <= now)
+    chunk = (before.sum(axis=-1, keepdims=True) - 1) // settings.chunk_len
+    n_places = (settings.n_chunks_before + 1 + settings.n_chunks_after) * settings.chunk_len
+    place = (chunk - settings.n_chunks_before) * settings.chunk_len + line(n_places)
+    seen = jnp.take_along_axis(order, jnp.clip(place, 0, capacity - 1), axis=-1)
+    exists = (place >= 0) & (place <= now)
+    if settings.count_once and settings.n_hashes > 1:
+        exists = exists & ~seen_before(jnp.where(exists, seen, -1))
+    index = seen.reshape(*seen.shape[:2], -1)
+    out = attend_to(q, *memory, exists.reshape(index.shape), index=index)
+    new = Hashed(memory, total + key[:, 0], of_queries, of_keys, order, Shared(rotations))
+    return out, new

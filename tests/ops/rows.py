@@ -498,7 +498,6 @@ ROWS = [
         asymmetric_lsh.asymmetric_lsh,
         _SEPARATE,
         _clusters,
-        no_step="a longer vector changes all hashes",
         second_order=2,
         slow=True,
     ),
@@ -507,7 +506,6 @@ ROWS = [
         asymmetric_lsh.asymmetric_lsh,
         _SEPARATE | _KERNEL,
         _clusters,
-        no_step="a longer vector changes all hashes",
     ),
     Row("smyrf_pallas", smyrf.smyrf, _CLUSTERS | _KERNEL, _clusters),
     Row(

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.ops.base import Traits
@@ -99,10 +100,18 @@ def largest_of_segment(
 
 
 def centred(
-    x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
+    x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None, causal: bool
 ) -> Float[Array, "B T N H"]:
-    """Vectors less the mean of their segment, float32; a number that is not finite is 0."""
+    """Vectors less the mean of their segment, float32; a number that is not finite is 0.
+
+    Where `causal`, it is the mean of those before, which later tokens do not change. The first
+    vector of a segment stays as it is. All others then have the direction that they have less the
+    mean with themselves.
+    """
     x = finite(x.astype(jnp.float32))
+    if causal:
+        sums, counts = _before(x, segments)
+        return x - sums / jnp.maximum(counts, 1)[..., None, None]
     if segments is None:
         return x - x.mean(axis=1, keepdims=True)
 
@@ -114,6 +123,30 @@ def centred(
         return x - (sums / jnp.maximum(counts, 1)[:, None, None])[number]
 
     return jax.vmap(of_row)(x, segment_numbers(jnp.asarray(segments)))
+
+
+def _before(
+    x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
+) -> tuple[Float[Array, "B T N H"], Float[Array, "#B T"]]:
+    """The sum and the number of the vectors before each in its segment."""
+    length = x.shape[1]
+    if segments is None:
+        return jnp.cumsum(x, axis=1) - x, jnp.arange(length, dtype=x.dtype)[None]
+
+    def both(one, other):  # sums of what stands side by side, from where a segment begins
+        (begins, sums), (begins_too, more) = one, other
+        return begins | begins_too, more + jnp.where(begins_too, 0, sums)
+
+    def of_row(x: Float[Array, "T N H"], ids: Int[Array, " T"]):
+        order = jnp.argsort(ids, stable=True)
+        begins = jnp.diff(ids[order], prepend=ids[order][:1] - 1) != 0
+        _, sums = lax.associative_scan(both, (begins[:, None, None], x[order]))
+        place = jnp.arange(length)
+        count = place - lax.cummax(jnp.where(begins, place, 0))
+        back = jnp.zeros_like(order).at[order].set(place)
+        return sums[back] - x, count[back].astype(x.dtype)
+
+    return jax.vmap(of_row)(x, jnp.asarray(segments, jnp.int32))
 
 
 def two_orders(queries: Int[Array, "B N R T"], keys: Int[Array, "B N R T"]) -> Order:

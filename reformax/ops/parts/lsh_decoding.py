@@ -60,7 +60,7 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     factors, length = settings.hashing.factors_for(capacity), q.shape[1]
     rotations = settings.hashing.rotations_for(q, capacity, settings.n_rounds(train=False), rng)
     buckets = hash_by(rotations, q, factors)
-    is_token = _line(length) < lengths[:, None, None, None]
+    is_token = line(length) < lengths[:, None, None, None]
     last = math.prod(factors)
     order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).queries
     n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
@@ -80,15 +80,14 @@ def _step(
     memory = add_to_ring(memory, length_normalize(q), v, position)
     bucket = hash_by(rotations, q, settings.hashing.factors_for(order.shape[-1]))
     now = position[:, None, None, None]
-    lines = buckets.reshape(q.shape[0], -1, buckets.shape[-1], 1)
-    buckets = put(lines, bucket.reshape(*lines.shape[:2], 1), position).reshape(buckets.shape)
-    order, first, own = _inserted(order, buckets, bucket, now)
+    buckets = with_bucket(buckets, bucket, position)
+    order, first, own = inserted(order, buckets, bucket, now)
 
     seen, exists = _seen(settings, order, first, own, now)
     exists = exists & (seen != now)
     seen = jnp.where(exists, seen, -1)
     if settings.count_once and seen.shape[2] > 1:
-        exists = exists & ~_seen_before(seen)
+        exists = exists & ~seen_before(seen)
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
     alone = v if settings.own else None
     out = attend_to(q, *memory, exists.reshape(index.shape), alone, index=index)
@@ -114,18 +113,26 @@ def _seen(
     chunk_len, n_chunks_before, n_chunks_after = settings.chunks
     if settings.strictly_causal:
         reach = chunk_len * n_chunks_before
-        place = own - reach + _line(reach)
+        place = own - reach + line(reach)
         exists = place >= first
     else:
         n_places = (n_chunks_before + 1 + n_chunks_after) * chunk_len
-        place = (own // chunk_len - n_chunks_before) * chunk_len + _line(n_places)
+        place = (own // chunk_len - n_chunks_before) * chunk_len + line(n_places)
         exists = (place >= 0) & (place <= now)
     if settings.wrap:
         return _in_a_circle(order, place, now, settings.whole)
     return _take(order, jnp.clip(place, 0, order.shape[-1] - 1), axis=-1), exists
 
 
-def _inserted(
+def with_bucket(
+    buckets: Int[Array, "B N R C"], bucket: Int[Array, "B N R 1"], position: Int[Array, " B"]
+) -> Int[Array, "B N R C"]:
+    """The buckets with that of each row's `position`."""
+    lines = buckets.reshape(buckets.shape[0], -1, buckets.shape[-1], 1)
+    return put(lines, bucket.reshape(*lines.shape[:2], 1), position).reshape(buckets.shape)
+
+
+def inserted(
     order: Int[Array, "B N R C"],
     buckets: Int[Array, "B N R C"],
     bucket: Int[Array, "B N R 1"],
@@ -136,7 +143,7 @@ def _inserted(
     Returns:
       The order, the place where its bucket begins, and its own place.
     """
-    place = _line(order.shape[-1])
+    place = line(order.shape[-1])
     own, first = (
         jnp.sum((place < now) & here, axis=-1, keepdims=True, dtype=jnp.int32)
         for here in (buckets <= bucket, buckets < bucket)
@@ -166,7 +173,7 @@ def _in_a_circle(
     return seen, place <= now
 
 
-def _seen_before(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
+def seen_before(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
     """Which positions an earlier round has shown."""
     rounds = jnp.arange(seen.shape[2])[None, None, :, None]
     again = seen[..., None, None] == seen[:, :, None, None]  # [B, N, R, M, R, M]
@@ -174,6 +181,6 @@ def _seen_before(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
     return jnp.any(again, axis=(-2, -1))
 
 
-def _line(n: int) -> Int[Array, "1 1 1 n"]:
+def line(n: int) -> Int[Array, "1 1 1 n"]:
     """0 to n - 1 along the last of the axes of an order."""
     return jnp.arange(n, dtype=jnp.int32)[None, None, None]
