@@ -147,6 +147,7 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     (tmp_path / "torch.py").write_text("raise ImportError('none here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(dispatch, "_requested", False)  # and again at the end
+    monkeypatch.setenv(processes.REQUESTED, "")
     flags = ["--tiny", *flags.format(path=tmp_path).split()]
     importlib.import_module(f"benchmarks.{name}").main(flags)
     assert last in capsys.readouterr().out
@@ -631,6 +632,27 @@ def test_one_process_at_a_time_holds_a_lock(tmp_path):
         order.append("first")
     waiting.join()
     assert order == ["first", "second"]
+
+
+ASKED = """
+import sys, types
+from benchmarks.harness import processes
+from reformax.ops.parts import dispatch
+
+peer = types.ModuleType("peer")
+peer.found = lambda: iter([{"impl": dispatch.on_request("auto")}])
+sys.modules["benchmarks.peers.peer"] = peer
+processes.main("peer.found", "{}")
+"""
+
+
+@pytest.mark.parametrize("flags, impl", [([], "xla"), (["--request_kernels"], "auto")])
+def test_processes_take_the_kernels_that_a_command_requests(flags, impl, monkeypatch):
+    monkeypatch.setattr(dispatch, "_requested", False)
+    monkeypatch.setenv(processes.REQUESTED, "")
+    command_line.parser("").parse_args(flags)
+    found = subprocess.run([sys.executable, "-c", ASKED], cwd=ROOT, capture_output=True, text=True)
+    assert json.loads(found.stdout) == {"impl": impl}
 
 
 TRAINS = """

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import output
+from benchmarks.harness import output, processes
 from reformax.ops.parts import dispatch
 
 
@@ -50,6 +50,7 @@ def parser(
 class _RequestKernels(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         dispatch.request_kernels()
+        os.environ[processes.REQUESTED] = "1"  # of the processes to come
 
 
 def positive(text: str) -> int:
