@@ -41,7 +41,7 @@ import numpy as np
 import optax
 
 from benchmarks.harness import command_line
-from benchmarks.harness.calls import attempt, exit_if, without_graphs
+from benchmarks.harness.calls import attempt, exit_if
 from benchmarks.harness.output import Table, plot
 from reformax.carried import advanced, merged, trained
 from reformax.data.associative_recall import associative_recall
@@ -408,7 +408,6 @@ def models(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    without_graphs()
     parser = command_line.parser(__doc__, plot=Path("docs/associative_recall.png"))
     for name, default in dict(tokens=32768, steps=1500, threads=1, vocab_size=8192).items():
         text = f"default: {default:,}"

@@ -10,10 +10,10 @@ attention shows a query.
 
 asks the same of any op, of the layers of a trained model that see every key: the share of their
 weight that falls on the keys that the op would show them. It prints the mean over layers and heads,
-the same at equal numbers of keys, and each head. A key that several rounds or branches show counts
-once, and one of the future not at all; numbers are means over all queries of a sequence, and lie on
-straight lines between the values that were tried. --op='largest weights' are the keys of the
-largest weight of each query, of which no choice of as many shows more.
+the same at equal numbers of keys, and each head at --heads_at keys. A key that several rounds or
+branches show counts once, and one of the future not at all; numbers are means over all queries of a
+sequence, and lie on straight lines between the values that were tried. --op='largest weights' are
+the keys of the largest weight of each query, of which no choice of as many shows more.
 
 With --bits=TARGETS it also scores the model with the op in the place of these layers' attention,
 without training: bits that are lost. What an op carries, such as centroids, first sees the layer's
@@ -26,6 +26,7 @@ figure is DIR/recall.png.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -40,7 +41,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from benchmarks.harness import command_line, coverage
-from benchmarks.harness.calls import COMPILERS, attempt, exit_if, without_graphs
+from benchmarks.harness.calls import COMPILERS, attempt, exit_if
 from benchmarks.harness.output import Table, plot
 from reformax.declared import SettingError, Unsupported
 from reformax.ops import AttentionOp, lsh
@@ -149,14 +150,28 @@ def of_run(args: argparse.Namespace) -> None:
     ops = {name: op for line in lines.values() for name, op in line.items()}
     found = _saved(args.saved)
     asked = {name: op for name, op in ops.items() if name not in found}
-    find = _finder(args) if asked else None
+    unscored = [
+        name
+        for name, op in ops.items()
+        if args.bits and isinstance(op, AttentionOp) and _without_bits(found.get(name))
+    ]
+    finder = _finder(args) if asked or unscored else None
     table = Table("op", "keys", "weight", "lowest head", "highest head", "bits", "lost")
     with ThreadPoolExecutor(COMPILERS) as pool:
-        waiting = {name: pool.submit(_find, args, name, find, op) for name, op in asked.items()}
+        waiting = {
+            name: pool.submit(_find, args, name, finder.weight, op) for name, op in asked.items()
+        }
         for name in ops:
             if name in waiting:
                 found[name] = waiting[name].result()
-            table.result(f"`{name}`", known=found[name], cells=_cells)
+            if not unscored:
+                table.result(f"`{name}`", known=found[name], cells=_cells)
+    # One after the other: loading a program with cuDNN's attention captures the stream on which
+    # other threads' programs run, which then do not.
+    for name in ops if unscored else ():
+        if name in unscored and isinstance(found[name], Known):
+            found[name] = _find(args, name, finder.bits, ops[name], found[name])
+        table.result(f"`{name}`", known=found[name], cells=_cells)
     own = next((x.own for x in found.values() if isinstance(x, Known) and x.own), None)
     print("" if own is None else f"\nbits of the run as it is: {own:.4f}")
     points = {
@@ -169,7 +184,7 @@ def of_run(args: argparse.Namespace) -> None:
     }
     points = {text: line for text, line in points.items() if line}
     _print_equal(points)
-    _print_heads(lines, found)
+    _print_heads(lines, found, args.heads_at)
     label = "share of the attention weight"
     axes = dict(yscale="linear", xlabel="keys that a query sees", ylim=(0, 1.02))
     path = Path(args.run, "recall.png") if args.plot == PLOT else args.plot
@@ -178,9 +193,13 @@ def of_run(args: argparse.Namespace) -> None:
     exit_if(name for name in ops if _is_failure(found[name]))
 
 
-def _find(args: argparse.Namespace, name: str, find: Callable, op: AttentionOp | int) -> Any:
-    """What is found of an op, kept before other threads have found out more."""
-    found = attempt(find, op)
+def _without_bits(known: Known | Unsupported | None) -> bool:
+    return known is None or (isinstance(known, Known) and known.bits is None)
+
+
+def _find(args: argparse.Namespace, name: str, find: Callable, *asked: Any) -> Any:
+    """What is found of an op, kept as soon as it is known."""
+    found = attempt(find, *asked)
     _save(args.saved, name, found)
     return found
 
@@ -196,9 +215,14 @@ def _ops(text: str) -> dict[str, AttentionOp | int]:
     return {f"{n} {text}": n for n in N_KEYS} if text == LARGEST else coverage.ops_of(text)
 
 
-def _finder(args: argparse.Namespace) -> Callable[[AttentionOp | int], Known | Unsupported]:
-    """What finds out what is asked of an op, on the layers of the run."""
-    without_graphs()
+class Finder(NamedTuple):
+    """What finds out what is asked of an op, on the layers of a run."""
+
+    weight: Callable[[AttentionOp | int], Known | Unsupported]
+    bits: Callable[[AttentionOp, Known], Known]
+
+
+def _finder(args: argparse.Namespace) -> Finder:
     run = _open(args)
     length = args.length or run.settings["length"]
     batches = run.task.eval_batches("valid", 1, length, length)
@@ -215,7 +239,6 @@ def _finder(args: argparse.Namespace) -> Callable[[AttentionOp | int], Known | U
         raise SettingError(f"length is {length}: the valid split has no text so long")
     print(f"{args.run}, {args.sequences} sequences of {length:,}, {command_line.machine()}")
     truths = [coverage.truth(layer, rng) for layer in layers]
-    own = _bits(run, None, args, length)
     numbers = sorted({layer.number for layer in layers})
 
     def of_layer(op, i: int) -> coverage.Found:
@@ -223,19 +246,25 @@ def _finder(args: argparse.Namespace) -> Callable[[AttentionOp | int], Known | U
             return coverage.largest(truths[i], op)
         return coverage.found(op, layers[i], truths[i], jax.random.fold_in(rng, i))
 
-    def find(op: AttentionOp | int) -> Known | Unsupported:
+    def weight(op: AttentionOp | int) -> Known | Unsupported:
         try:
             each = [of_layer(op, i) for i in range(len(layers))]
         except Unsupported as error:  # it is a row of the table, and no failure
             return error
-        weight, keys = (
+        shares, keys = (
             np.array(x, float).reshape(-1, len(numbers), len(x[0])).mean(axis=0).tolist()
             for x in zip(*each, strict=True)
         )
-        bits = None if isinstance(op, int) else _bits(run, op, args, length)
-        return Known(numbers, weight, keys, bits, own)
+        return Known(numbers, shares, keys, None, None)
 
-    return find
+    @functools.cache
+    def own() -> float | None:
+        return _bits(run, None, args, length)
+
+    def bits(op: AttentionOp, known: Known) -> Known:
+        return known._replace(bits=_bits(run, op, args, length), own=own())
+
+    return Finder(weight, bits)
 
 
 def _saved(path: Path | None) -> dict[str, Known | Unsupported]:
@@ -302,15 +331,25 @@ def _print_equal(points: dict[str, list[tuple[float, float]]]) -> None:
         table.row(f"`{text}`", *(f"{row[n]:.3f}" if n in row else "-" for n in n_keys))
 
 
-def _print_heads(lines, found: dict[str, Any]) -> None:
-    """Each head of each layer, for the op of a line that shows the most keys."""
-    last = [list(line)[-1] for line in lines.values()]
-    known = {name: found[name] for name in last if isinstance(found[name], Known)}
-    n_heads = max((len(one.weight[0]) for one in known.values()), default=0)
-    table = Table("op", "layer", *(f"head {i}" for i in range(n_heads)))
-    for name, one in known.items():
-        for number, heads in zip(one.layers, one.weight, strict=True):
-            table.row(f"`{name}`", str(number), *(f"{x:.3f}" for x in heads))
+def _print_heads(lines, found: dict[str, Any], n_keys: int) -> None:
+    """Each head of each layer at one number of keys, on lines between an op's values."""
+    known = {
+        text: [one for one in map(found.get, line) if isinstance(one, Known)]
+        for text, line in lines.items()
+    }
+    each = next((one for line in known.values() for one in line), None)
+    if each is None:
+        return
+    table = Table(f"at {n_keys} keys", "layer", *(f"head {i}" for i in range(len(each.weight[0]))))
+    for text, line in known.items():
+        for i, number in enumerate(each.layers if line else ()):
+            heads = [
+                coverage.at_equal_keys([(x.keys[i][n], x.weight[i][n]) for x in line], [n_keys])
+                for n in range(len(each.weight[0]))
+            ]
+            if any(heads):
+                cells = (f"{x[n_keys]:.3f}" if x else "-" for x in heads)
+                table.row(f"`{text}`", str(number), *cells)
 
 
 def _flags() -> argparse.ArgumentParser:
@@ -325,6 +364,9 @@ def _flags() -> argparse.ArgumentParser:
     positive = dict(type=command_line.positive)
     parser.add_argument("--length", **positive, help="with --run (default: the run's)")
     parser.add_argument("--sequences", **positive, default=2, help="with --run (default: 2)")
+    parser.add_argument(
+        "--heads_at", **positive, default=256, help="keys of the table of heads (default: 256)"
+    )
     parser.add_argument(
         "--bits", **positive, help="with --run: targets of the valid split to score"
     )

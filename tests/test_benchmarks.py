@@ -434,13 +434,6 @@ def test_rows_are_tried_at_the_same_time_and_stay_failed():
     assert results == rows
 
 
-def test_programs_of_several_threads_make_no_graphs_whatever_flags_are_given(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
-    calls.without_graphs()
-    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
-    assert os.environ["XLA_FLAGS"] == flags
-
-
 def test_calls_take_turns():
     order = []
     times = calls.in_turn({n: lambda n=n: order.append(n) for n in "ab"}, repeats=3)

@@ -47,15 +47,6 @@ def attempt_each(
         return dict(zip(rows, pool.map(one, rows.values()), strict=True))
 
 
-def without_graphs() -> None:
-    """Turns off CUDA graphs, in which programs of several threads would end up in each other's.
-
-    For before JAX looks for devices. Other flags of XLA stay as they are.
-    """
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_gpu_enable_command_buffer="])
-
-
 def reason(error: Exception) -> str:
     """An exception in one short line that fits a cell of a Markdown table."""
     if isinstance(error, PeerError):

@@ -1,4 +1,10 @@
-"""cuDNN's fused attention, NVIDIA's own kernel, and what it can compute."""
+"""cuDNN's fused attention, NVIDIA's own kernel, and what it can compute.
+
+While a program that calls it is loaded, cuDNN captures a graph on the stream on which the device's
+programs run (`warmup` in cudnn-frontend's graph_interface.h). What another thread launches there in
+the meantime is captured and not run: its results are NaN, or wrong. Load such programs while no
+thread runs one.
+"""
 
 from __future__ import annotations
 
