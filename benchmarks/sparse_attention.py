@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", help="these attentions, and exact ones")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="figures, read and added to")
     parser.add_argument("--drawn", type=Path, metavar="FILE", help="figures to draw, of --saved")
-    parser.add_argument("--limit", type=float, default=100, help="seconds of a stage of a row")
+    parser.add_argument("--limit", type=float, default=150, help="seconds of a stage of a row")
     args = parser.parse_args(argv)
     if args.drawn:
         return draw(args.plot, read(args.drawn))

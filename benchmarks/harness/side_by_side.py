@@ -85,7 +85,7 @@ def measure(
     with ExitStack() as compiling:
         if compilers:
             compiling.enter_context(together(folder / "lock"))
-        for (kind, name), answer in ask_each(asked, 2 * (os.cpu_count() or 1)):
+        for (kind, name), answer in ask_each(asked, os.cpu_count() or 1):
             if kind == "numbers":
                 (folder / f"{name}.failed").write_text(answer["error"])
             elif kind == "ours" and "length" not in answer:

@@ -16,7 +16,8 @@ from benchmarks.harness.processes import answers
 from benchmarks.peers.torch_calls import DEVICE, wait
 
 N_HASHES = 4
-# Compiled whole or not at all: a graph that breaks would run uncompiled.
+# Compiled whole or not at all: a graph that breaks would run uncompiled. Anew for each mask.
+torch._dynamo.config.recompile_limit = 256
 compiled_flex_attention = torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 

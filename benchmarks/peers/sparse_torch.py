@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -176,22 +175,16 @@ def flash_attn_varlen_func(*args, causal=False):
     return _forward(*args, causal=causal)[0]
 
 
-def stand_in_for_flash_attn() -> None:
-    """Makes `flash_attn` of PyTorch's copy of its kernels."""
-    package = ModuleType("flash_attn")
-    inner = ModuleType("flash_attn.flash_attn_interface")
-    package.flash_attn_func, package.flash_attn_varlen_func = (
-        flash_attn_func,
-        flash_attn_varlen_func,
-    )
-    inner._flash_attn_varlen_forward, inner._flash_attn_varlen_backward = _forward, _backward
-    sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": inner}
+def fla_with_flash_attn(name: str) -> Any:
+    """The module of flash-linear-attention's op, which then calls PyTorch's copy of the kernels."""
+    module = importlib.import_module(f"fla.ops.{name}.parallel")
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    module._flash_attn_varlen_forward, module._flash_attn_varlen_backward = _forward, _backward
+    return module
 
 
 def fla_moba(given: Given, block: int) -> Peer:
-    stand_in_for_flash_attn()
-    from fla.ops.moba import parallel_moba
-
+    parallel_moba = fla_with_flash_attn("moba").parallel_moba
     length = given["q"].shape[1]
     ends = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
 
@@ -203,9 +196,7 @@ def fla_moba(given: Given, block: int) -> Peer:
 
 def fla_nsa(given: Given, window: int, block: int, n_selected: int) -> Peer:
     """Its gates are ours that are half open."""
-    stand_in_for_flash_attn()
-    from fla.ops.nsa import parallel_nsa
-
+    parallel_nsa = fla_with_flash_attn("nsa").parallel_nsa
     gate = torch.full(given["q"].shape[:3], 0.5, device=DEVICE, dtype=given["q"].dtype)
     sizes = dict(block_counts=n_selected, block_size=block, window_size=window)
 
