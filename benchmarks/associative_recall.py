@@ -88,8 +88,8 @@ def attentions() -> dict[str, tuple[AttentionOp, ...]]:
 
     Linformer and Nystromformer are left out: they mix the future in. So are other algorithms for
     dense attention, which compute what flash does, and Longformer's global tokens, which no task
-    without marked tokens has. Gated recurrences are as their papers have them, and without a gate
-    of their output, with a long memory to begin with.
+    without marked tokens has. Recurrences are with and without a gate of their output, and begin
+    with a long memory or one as their papers have it.
     """
     window = local.local(window=WINDOW, chunk_len=WINDOW, n_chunks_before=1)
     hashes = {n: lsh.lsh(chunk_len=32, n_hashes=n) for n in (1, 4, 8)}
@@ -123,19 +123,17 @@ def attentions() -> dict[str, tuple[AttentionOp, ...]]:
         "retention": retention.retention(),
         "retention, no gate": retention.retention(gated=False),
         "gated_linear": gated_linear.gated_linear(),
-        "gated_linear, no gate": gated_linear.gated_linear(gated=False, memory=1000),
+        "gated_linear, no gate, memory 1,000": gated_linear.gated_linear(gated=False, memory=1000),
         "gated_delta": gated_delta.gated_delta(),
         "gated_delta, memory 1,000": gated_delta.gated_delta(memory=1000),
-        "gated_delta, no gate, short memory": gated_delta.gated_delta(gated=False),
-        "gated_delta, no gate": gated_delta.gated_delta(gated=False, memory=1000),
-        "gated_delta, no gate, convolved": gated_delta.gated_delta(
-            gated=False, memory=1000, conv_size=4
-        ),
+        "gated_delta, memory 1,000, convolved": gated_delta.gated_delta(memory=1000, conv_size=4),
+        "gated_delta, gate": gated_delta.gated_delta(gated=True),
+        "gated_delta, gate, memory 1,000": gated_delta.gated_delta(gated=True, memory=1000),
         "long_short": long_short.long_short(window=WINDOW, chunk_len=WINDOW, rank=4),
     }
     both = {
         f"window {WINDOW} and {name}": (window, alone[name])
-        for name in ("LSH, 4 hashes", "linear", "gated_delta, no gate")
+        for name in ("LSH, 4 hashes", "linear", "gated_delta, memory 1,000")
     }
     return {name: (op,) for name, op in alone.items()} | both
 

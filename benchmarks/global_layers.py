@@ -57,14 +57,14 @@ LINEAR_TIME = {
         "global_attention=@performer.performer()",
         "performer.performer.n_features=128",
     ],
+    "gated_delta(conv_size=4, gated=True)": [
+        "global_attention=@gated_delta.gated_delta()",
+        "gated_delta.gated_delta.conv_size=4",
+        "gated_delta.gated_delta.gated=True",
+    ],
     "gated_delta(conv_size=4)": [
         "global_attention=@gated_delta.gated_delta()",
         "gated_delta.gated_delta.conv_size=4",
-    ],
-    "gated_delta(conv_size=4, gated=False)": [
-        "global_attention=@gated_delta.gated_delta()",
-        "gated_delta.gated_delta.conv_size=4",
-        "gated_delta.gated_delta.gated=False",
     ],
     "long_short": ["global_attention=@long_short.long_short()"],
 }

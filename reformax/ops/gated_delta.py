@@ -5,8 +5,9 @@ Yang et al. 2024 ("Gated Delta Networks", eq. 10):
     S_t = a_t (1 - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T,    out_t = S_t^T q_t
 
 with queries and keys of length 1, `b_t = sigmoid(beta_t)` and `a_t = sigmoid(keep_t - bias)^rate`,
-which is Mamba 2's `exp(-rate softplus(bias - keep_t))`. The output of each head is normalised and
-gated. With `conv_size=4` queries, keys and values are convolved first, as in the paper (sec. 3.4).
+which is Mamba 2's `exp(-rate softplus(bias - keep_t))`. The output of each head is normalised. The
+paper gates it too, which is `gated=True`. With `conv_size=4` queries, keys and values are convolved
+first, as in the paper (sec. 3.4).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from reformax.ops.parts.softmax import wide
 def gated_delta(
     *,
     normalized: bool = True,
-    gated: bool = True,
+    gated: bool = False,
     memory: Positive | None = None,
     conv_size: Size | None = None,
     chunk_len: Size = 64,
@@ -50,9 +51,9 @@ def gated_delta(
 
     Args:
       normalized: whether each head's output is brought to unit root mean square, and scaled.
-      gated: whether the output is multiplied by silu of a projection of the layer's input. It
-        begins near 0 with signs at random, so that a model of a layer or two learns to copy from
-        far more slowly than with the norm alone (docs/zoo_measured.md).
+      gated: whether the output is multiplied by silu of a projection of the layer's input, as in
+        the paper. The gate begins near 0 with signs at random, through which a model learns slowly
+        what to copy; a small language model was better without it (docs/zoo_measured.md).
       memory: the positions after which a head has forgotten all but 1 / e when training
         begins, where `keep` is 0. None draws each head's as Mamba 2 does, from 0.6 to 1,000 and
         half of them below 14: with few heads all may be short, and nothing further away is learnt.

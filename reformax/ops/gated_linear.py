@@ -48,8 +48,8 @@ def gated_linear(
     Args:
       normalized: whether each head's output is brought to unit root mean square, and scaled.
       gated: whether the output is multiplied by silu of a projection of the layer's input. It
-        begins near 0 with signs at random, so that a model of a layer or two learns to copy from
-        far more slowly than with the norm alone (docs/zoo_measured.md).
+        begins near 0 with signs at random, through which a model of few layers learns slowly what
+        to copy (docs/zoo_measured.md).
       temperature: the root that is taken of the gates. The larger, the slower they forget.
       memory: the positions after which a feature has forgotten all but 1 / e when training
         begins, where `gate` is 0. None is the paper's, a bias of 0: `temperature / log(2)`, 23.

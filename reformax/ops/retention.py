@@ -45,8 +45,8 @@ def retention(
     Args:
       normalized: whether each head's output is brought to unit root mean square, and scaled.
       gated: whether the output is multiplied by silu of a projection of the layer's input. It
-        begins near 0 with signs at random, so that a model of a layer or two learns to copy from
-        far more slowly than with the norm alone (docs/zoo_measured.md).
+        begins near 0 with signs at random, through which a model of few layers learns slowly what
+        to copy (docs/zoo_measured.md).
       conv_size: if set, queries, keys and values are convolved over this many positions first
         (`parts.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It

@@ -78,7 +78,11 @@ OPS = {
     "ring of kernels": (flash.flash(impl="pallas_interpret"), True, 40),
     "ring of stretches of one": (flash.flash(), True, 8),
     "too few heads, biases": (flash.flash(), True, 16),
-    "gated_delta, 6 heads": (gated_delta.gated_delta(chunk_len=8, conv_size=3), True, 40),
+    "gated_delta, 6 heads": (
+        gated_delta.gated_delta(gated=True, chunk_len=8, conv_size=3),
+        True,
+        40,
+    ),
     "linformer, own weights": (linformer.linformer(n_projected=5, share="none"), False, 40),
     "nystromformer, convolved": (
         nystromformer.nystromformer(n_landmarks=5, conv_size=3),

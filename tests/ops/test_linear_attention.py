@@ -74,8 +74,9 @@ def test_the_memory_that_a_training_begins_with(factory, memory):
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_gated_output(factory, packed):
     """The recurrence's output over its root mean square, scaled, by silu of its gate, or either."""
-    plain, op = (factory(**options, chunk_len=4) for options in (PLAIN, {}))
-    normalized, gated = (factory(**{name: False}, chunk_len=4) for name in ("gated", "normalized"))
+    plain, op = (factory(**options, chunk_len=4) for options in (PLAIN, {"gated": True}))
+    normalized = factory(gated=False, chunk_len=4)
+    gated = factory(normalized=False, gated=True, chunk_len=4)
     x = inputs.draw(op, length=11)
     x.params["scale"] = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
     gate = x.extras["output_gate"]
@@ -99,7 +100,7 @@ def test_the_gated_output(factory, packed):
 @gated
 def test_layers_with_a_gated_output_decode(factory):
     layer_tests.test_prefill_and_steps_are_apply(
-        Row(factory.__name__, factory, {"chunk_len": (4,)}, holds_keys=False)
+        Row(factory.__name__, factory, {"chunk_len": (4,), "gated": (True,)}, holds_keys=False)
     )
 
 
