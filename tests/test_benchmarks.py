@@ -594,8 +594,8 @@ def test_a_process_of_peers_that_fails_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     "seconds, most, n_calls, figures",
     [
-        (1, 1000, 2 + 5 + 20, (1000, 1000)),
-        (1, 12, 2 + 6 + 6, (1000, 1000)),
+        (1, 1000, 2 + 5 + 2 + 20, (1000, 1000)),
+        (1, 12, 2 + 5 + 2 + 5, (1000, 1000)),
         (7, 12, 2, (7000, 7000)),
     ],
 )

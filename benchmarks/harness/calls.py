@@ -106,17 +106,18 @@ def time_calls(
     if taken > most / 2:
         return Times(taken * 1e3, taken * 1e3)
     n_queued = N_QUEUED
-    if taken * (repeats + n_queued) > most:
-        repeats = n_queued = int(most / 2 / taken)
+    if taken * (repeats + 2 + n_queued) > most:
+        repeats = n_queued = max(1, int(most / 2 / taken) - 1)
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         wait(call())
         seconds.append(time.perf_counter() - start)
-    start = time.perf_counter()
-    for _ in range(n_queued):
-        result = call()
-    wait(result)
+    for calls in (min(2, n_queued), n_queued):  # what two results take is allocated first
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        wait(result)
     queued = (time.perf_counter() - start) / n_queued
     return Times(statistics.median(seconds) * 1e3, queued * 1e3)
 

@@ -133,6 +133,24 @@ def test_directions_are_orthogonal_and_as_long_as_normal_vectors():
         assert abs(directions[:, axis].mean()) < 5 / np.sqrt(len(directions))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_largest_so_far(packed, reverse):
+    """And what it has grown by; NaN from a NaN on, in its segment."""
+    x = np.random.default_rng(0).normal(size=(1, 12, 1, 1)).astype(np.float32)
+    x[0, 7] = np.nan
+    ids = np.repeat([[1, 2] if packed else [1, 1]], [5, 7], axis=1)
+    order = slice(None, None, -1 if reverse else 1)
+    top, rise = (np.zeros(12, np.float32) for _ in range(2))
+    for i in set(ids[0]):
+        at = np.flatnonzero(ids[0] == i)[order]
+        top[at] = np.maximum.accumulate(x[0, at, 0, 0])
+        rise[at] = np.diff(top[at], prepend=x[0, at[:1], 0, 0])
+    got = performer.running_max(x, ids if packed else None, reverse)
+    for a, b in zip(got, (top, rise), strict=True):
+        np.testing.assert_array_equal(a[0, :, 0, 0], b)
+
+
 def test_products_of_features_are_exponentials_on_average():
     """To five standard errors of a mean over 4,000 draws of orthogonal directions."""
     x, y = 0.7 * np.random.default_rng(0).normal(size=(2, 1, 1, 1, 4)).astype(np.float32)
