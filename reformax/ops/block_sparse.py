@@ -10,6 +10,7 @@ and on NVIDIA GPUs that of `kernels.block_sparse`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,16 +19,17 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from reformax.declared import Called, SettingError, Size, shown
+from reformax.declared import Called, Count, SettingError, Size, shown
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
-from reformax.ops.parts import block_lists, tiles
+from reformax.ops.parts import band, block_lists, tiles
 from reformax.ops.parts.block_lists import MIN_TILE, Layout, Rows
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring
 from reformax.ops.parts.containment import over_tokens
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.masks import segment_pair
 
 BUTTERFLY = butterfly()
@@ -40,9 +42,14 @@ def block_sparse(
     *,
     pattern: MaskOrPattern = BUTTERFLY,
     block_size: BlockSize = 128,
+    n_global: Count = 0,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention to the keys in the nonzero blocks of a mask.
+
+    With `n_global`, `marks` above 0 say which tokens are global: they see all of their segment and
+    are seen by all of it, besides the blocks. With `block_patterns.bigbird(n_global=0)` this is the
+    ETC form of BigBird (Zaheer et al. 2020, sec. 2), whose global tokens may stand anywhere.
 
     Args:
       pattern: which block of queries sees which block of keys: a boolean array, `[n_blocks_q,
@@ -50,6 +57,8 @@ def block_sparse(
         that returns one, such as those of `block_patterns`. An array fits one number of blocks and
         cannot decode.
       block_size: positions in a block; a pair is for queries and keys.
+      n_global: how many tokens of a row can be global, its first marked ones. Of 0 none are, and
+        marks are refused. With others attention is not causal and stays within one sequence.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later,
         heads of 128 or less and blocks of a multiple of 16; `"pallas_interpret"` runs it anywhere,
         slowly, for tests. `"auto"` takes the kernel where it computes the same function.
@@ -64,6 +73,13 @@ def block_sparse(
     given = None if callable(pattern) else _check_mask(pattern)
 
     layout_of = functools.partial(_layout, pattern if given is None else given, block_q, block_k)
+    if n_global:
+        return AttentionOp(
+            init=no_params,
+            plan=functools.partial(_plan, n_global),
+            apply=functools.partial(_apply_with_global, layout_of, impl),
+            traits=Traits(causal=False, marks=True),
+        )
     return AttentionOp(
         init=no_params,
         plan=no_plan,
@@ -86,7 +102,7 @@ def _layout(
     causal: bool,
     dropout: float,
 ) -> Layout:
-    """The layout of a call."""
+    """The layout of a call without `n_global`."""
     shape = -(-n_queries // block_q), -(-n_keys // block_k)
     mask = _made_by(pattern, shape) if callable(pattern) else pattern
     if mask.shape not in (shape, (n_heads, *shape)):
@@ -114,6 +130,10 @@ def _apply(
 ):
     del params, plan
     layout = layout_of(q.shape[1], k.shape[1], q.shape[2], causal, dropout)
+    return _attend(layout, impl, q, k, v, segments, rng)
+
+
+def _attend(layout: Layout, impl: str, q, k, v, segments, rng) -> Float[Array, "B T N V"]:
     sizes = layout.block_q, layout.block_k
     odd = sizes if any(size % MIN_TILE for size in sizes) else None
     impl = choose(impl, **kernel_obstacles(q, k, v, block_size=odd))
@@ -124,6 +144,49 @@ def _apply(
 
     interpret = impl == "pallas_interpret"
     return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)
+
+
+# Global tokens. G of them are keys of further blocks, which all queries see; at their own places
+# nobody sees them. What they see themselves is computed apart.
+
+
+def _plan(
+    n_global: int, params, q, k, *, segments, causal, rng, train, length=None, marks=None
+) -> Int[Array, "B G"] | None:
+    """The positions of global tokens, if there are any."""
+    del params, q, k, causal, rng, train, length
+    return band.first_marked(marks, segments, n_global)
+
+
+def _apply_with_global(
+    layout_of, impl: str, params, q, k, v, *, plan, segments, causal, dropout, rng
+) -> Float[Array, "B T N V"]:
+    if plan is None:
+        options = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
+        return _apply(layout_of, impl, params, q, k, v, **options)
+    length = k.shape[1]
+    layout = layout_of(length, length, q.shape[2], causal, dropout)
+    n_global, n_pad = plan.shape[1], -length % layout.block_k
+    n_blocks = -(-n_global // layout.block_k)
+    layout = dataclasses.replace(
+        layout,
+        mask=np.pad(layout.mask, ((0, 0), (0, 0), (0, n_blocks)), constant_values=True),
+        n_keys=length + n_pad + n_global,
+    )
+
+    def further(x, few):  # [B, S, ...] and those at the end
+        return jnp.concatenate([jnp.pad(x, ((0, 0), (0, n_pad), (0, 0), (0, 0))), few], axis=1)
+
+    few_k, few_v = (band.rows_at(x, plan) for x in (k, v))
+    ids = jnp.ones(k.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
+    row = jnp.arange(len(k))[:, None]
+    elsewhere = ids.at[row, plan].set(0, mode="drop")
+    elsewhere = jnp.pad(elsewhere, ((0, 0), (0, n_pad)))
+    of_keys = jnp.concatenate([elsewhere, band.ids_at(ids, plan)], axis=1)
+    out = _attend(layout, impl, q, further(k, few_k), further(v, few_v), (ids, of_keys), rng)
+    seed = seed_words(rng, len(q)) if dropout else None
+    rows = band.rows_of_few(band.rows_at(q, plan), k, v, plan, segments, False, dropout, seed)
+    return out.at[row, plan].set(rows.astype(out.dtype), mode="drop")
 
 
 def _init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:

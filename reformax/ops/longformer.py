@@ -117,10 +117,7 @@ def _plan(
 ) -> Int[Array, "B G"] | None:
     """The positions of global tokens, if there are any."""
     del params, k, causal, rng, train, length
-    if marks is None or not settings.n_global:
-        return None
-    marked = marks > 0 if segments is None else (marks > 0) & (segments != 0)
-    return band.first_where(marked, settings.n_global)
+    return band.first_marked(marks, segments, settings.n_global)
 
 
 def _apply(

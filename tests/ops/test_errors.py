@@ -134,6 +134,7 @@ SIZES = [
     ),
     (block_sparse.block_sparse, dict(pattern=[True]), "pattern has shape (1,) and dtype bool"),
     (block_sparse.block_sparse, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla', "),
+    (block_sparse.block_sparse, dict(n_global=-1), "n_global is -1: expected at least 0"),
     (block_patterns.bigbird, dict(n_random=-1), "n_random is -1: expected at least 0"),
     (sinks.sinks, dict(n_sinks=-1), "n_sinks is -1: expected at least 0"),
     (sinks.sinks, dict(impl="cudnn"), "impl is 'cudnn': expected 'auto', 'xla', "),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reformax.layers import Attention
-from reformax.ops import longformer
+from reformax.ops import block_patterns, block_sparse, longformer
 from reformax.ops.parts import band
 from reformax.ops.parts.dropout import full_dropout_mask
 from reformax.ops.parts.masks import Tokens
@@ -74,6 +74,67 @@ def test_outputs_and_gradients(causal, segments, dilation, n_global, own, dropou
         of_near = [a + b for a, b in zip(of_near, of_far, strict=True)]
     for name, mine, wanted in zip("qkv", got[:3], of_near, strict=False):
         assert_trees_close({f"d{name}": mine}, {f"d{name}": wanted}, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "sizes, n_global, block_size, dropout, impl",
+    [
+        ((9, 11, 3), 3, (4, 5), 0.3, "xla"),
+        pytest.param((23,), 6, 4, 0.0, "xla", marks=pytest.mark.slow),
+        pytest.param((33, 40, 10), 3, 16, 0.3, "pallas_interpret", marks=pytest.mark.slow),
+        pytest.param((96,), 40, (16, 32), 0.0, "pallas_interpret", marks=pytest.mark.slow),
+    ],
+)
+def test_global_tokens_beside_random_blocks(sizes, n_global, block_size, dropout, impl):
+    """The ETC form of BigBird. Dropout of a global key goes by its place among further keys."""
+    length = sum(sizes)
+    segments = np.repeat([[1, 2, 0], [3, 0, 0]], sizes, axis=1) if len(sizes) > 1 else None
+    pattern = block_patterns.bigbird(n_before=1, n_after=0, n_global=0, n_random=1)
+    options = dict(pattern=pattern, block_size=block_size, impl=impl)
+    op = block_sparse.block_sparse(n_global=n_global, **options)
+    x = inputs.draw(op, length=length, d_v=3)
+    marks = np.zeros((2, length), np.int32)
+    marks[:, MARKED] = 1
+    marks[1, 0] = 2
+    rng = jax.random.key(3)
+    d_out = np.random.default_rng(5).normal(size=x.v.shape).astype(np.float32)
+    masks = dict(causal=False, segments=segments, marks=marks, dropout=dropout, rng=rng)
+    out, vjp = jax.vjp(jax.jit(lambda x: inputs.call(op, x, **masks)), x)
+    (got,) = vjp(d_out)
+
+    everything = visible(Shape(2, length, length, 2), False, segments)
+    marked = (marks > 0) & (True if segments is None else segments != 0)
+    chosen = marked & (np.cumsum(marked, axis=1) <= n_global)
+    block_q, block_k = np.broadcast_to(block_size, 2)
+    query, key = np.ogrid[:length, :length]
+    near = pattern(-(-length // block_q), -(-length // block_k))[query // block_q, key // block_k]
+    assert not near.all(axis=-1).all()
+    near = everything * (near | chosen[:, None, None])
+    keep = keep_near = np.ones((2, 2, length, length))
+    if dropout:
+        n_places = -(-length // block_k) * block_k + n_global
+        shape = (2, 2, length, n_places)
+        drawn = np.asarray(jax.jit(lambda: full_dropout_mask(rng, dropout, shape))())
+        keep, keep_near = drawn[..., :length], drawn[..., :length].copy()
+        for row, key in zip(*np.nonzero(chosen), strict=True):
+            place = n_places - n_global + chosen[row, :key].sum()
+            keep_near[row, :, :, key] = drawn[row, :, :, place]
+    wide = x.map(lambda y: y.astype(np.float64))
+    row = chosen[..., None, None]
+    want, of_near = oracle.attention(*wide[:3], near, keep_near, np.where(row, 0, d_out))
+    far, of_far = oracle.attention(*wide[:3], everything, keep, np.where(row, d_out, 0))
+    assert_trees_close({"out": out}, {"out": np.where(row, far, want)}, 1e-5)
+    for name, mine, *parts in zip("qkv", got[:3], of_near, of_far, strict=False):
+        assert_trees_close({f"d{name}": mine}, {f"d{name}": sum(parts)}, 1e-5)
+
+
+def test_global_tokens_of_blocks_need_marks_and_both_ways():
+    op = block_sparse.block_sparse(block_size=4, n_global=2)
+    x = inputs.draw(op, length=LENGTH)
+    plain = inputs.call(block_sparse.block_sparse(block_size=4), x, causal=False)
+    np.testing.assert_array_equal(inputs.call(op, x, causal=False), plain)
+    with pytest.raises(NotImplementedError, match="causal"):
+        inputs.call(op, x, causal=True)
 
 
 def test_a_step_sees_the_global_tokens_of_the_prompt():

@@ -276,6 +276,15 @@ def first_where(real: Bool[Array, "B T"], n: int) -> Int[Array, "B G"]:
     return jnp.pad(found, ((0, 0), (0, n - found.shape[1])), constant_values=NOWHERE)
 
 
+def first_marked(
+    marks: Int[Array, "B T"] | None, segments: Int[Array, "B T"] | None, n: int
+) -> Int[Array, "B G"] | None:
+    """The first `n` tokens of each row whose mark is above 0; None where there are no marks."""
+    if marks is None or not n:
+        return None
+    return first_where((marks > 0) if segments is None else (marks > 0) & (segments != 0), n)
+
+
 # Decoding
 
 
