@@ -44,7 +44,7 @@ def test_a_wrong_gradient_of_a_weight_is_found():
 @toys
 def test_padding_changes_nothing(row):
     against_oracle.test_padding_changes_no_real_position(row)
-    poison.test_at_padding(row)
+    poison.test_at_padding_and_in_another_example(row)
 
 
 def test_segments_do_not_leak():
