@@ -3,10 +3,11 @@
     python -m benchmarks.published
 
 A step is forward, backward and AdamW, on random tokens, in bfloat16 and without dropout. The models
-are those of configs/gpt2.gin and configs/gpt2_medium.gin; PyTorch's has SDPA, torch.compile,
-autocast and fused AdamW. The two run in turns, ten steps in a row, each alone on the device, for a
-GPU's clock falls with heat. Times are medians. A model whose first loss is not that of a guess
-prints the reason. --profile prints the kernels of three more steps of ours and their times.
+and AdamW's settings are those of configs/gpt2.gin and configs/gpt2_medium.gin, at one rate and
+without clipping; PyTorch's has SDPA, torch.compile, autocast and fused AdamW. The two run in turns,
+ten steps in a row, each alone on the device, for a GPU's clock falls with heat. Times are medians. A
+model whose first loss is not that of a guess prints the reason. --profile prints the kernels of
+three more steps of ours and their times.
 """
 
 from __future__ import annotations
@@ -29,14 +30,23 @@ from benchmarks.harness.calls import PeerError, attempt
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import alone, ask
 from reformax import devices
-from reformax.models import TransformerLM
-from reformax.ops import flash
+from reformax.cli import config, configs
+from reformax.training import loop
 from reformax.training import mesh as mesh_lib
+from reformax.training import optimizer as optimizers
 from reformax.training import step as step_lib
+from reformax.training.settings import build
 
 IN_A_ROW, TRACED = 10, 3  # steps
-# AdamW's of both, as in configs/gpt2.gin.
-OPTIMIZER = dict(learning_rate=6e-4, b2=0.95, weight_decay=0.1)
+NAMES = ("gpt2", "gpt2_medium")
+# PyTorch's step has neither schedule nor clipping.
+ALWAYS = ("optimizer.adamw.learning_rate = %learning_rate", "optimizer.adamw.clip = None")
+TINY = (
+    *("vocab_size=50", "d_model=32", "d_ff=128", "d_head=16", "n_heads=2", "n_layers=2"),
+    *("batch_size=2", "length=16", "lm.TransformerLM.pos_axial_shape=(16,)"),
+    "lm.TransformerLM.first_token=0",
+)
+OVERRIDES = {"tiny": TINY, "cpu": TINY, "gpu": ()}
 
 
 class Shape(NamedTuple):
@@ -61,12 +71,25 @@ class Shape(NamedTuple):
         return self.tokens * (6 * matrices + attention)
 
 
-GPT2 = {
-    "gpt2": Shape(768, 12, 12, 32, 1024, 50_304),
-    "gpt2_medium": Shape(1024, 24, 16, 16, 1024, 50_304),
-}
-TINY = {"gpt2": Shape(32, 2, 2, 2, 16, 50)}
-SHAPES = {"tiny": TINY, "cpu": TINY, "gpu": GPT2}
+class Job(NamedTuple):
+    """What is trained, from its config."""
+
+    model: Any
+    optimizer: optax.GradientTransformation
+    shape: Shape
+    adamw: dict[str, float]  # the optimizer's settings, for PyTorch
+
+
+def from_config(name: str, overrides: Sequence[str]) -> Job:
+    """The model and the optimizer of configs/`name`.gin."""
+    config.parse([f"{name}.gin"], [*overrides, *ALWAYS], folders=configs.FOLDERS)
+    names = ("model", "optimizer", "batch_size", "length")
+    found = config.bindings(loop.train, names)
+    model = build(found["model"], "train")
+    sizes = {x: getattr(model, x) for x in ("d_model", "n_layers", "n_heads", "vocab_size")}
+    adamw = config.bindings(optimizers.adamw, ("learning_rate", "b2", "weight_decay"))
+    shape = Shape(batch=found["batch_size"], length=found["length"], **sizes)
+    return Job(model, found["optimizer"], shape, adamw)
 
 
 def checked(loss: float, shape: Shape) -> float:
@@ -77,32 +100,11 @@ def checked(loss: float, shape: Shape) -> float:
     return loss
 
 
-def ours(shape: Shape, lock: Path, repeats: int, profile: bool) -> Iterator[float]:
+def ours(job: Job, lock: Path, repeats: int, profile: bool) -> Iterator[float]:
     """Compiles a step, and gives its first loss; then seconds of a step, `repeats` times."""
-    d_head = shape.d_model // shape.n_heads
-    model = TransformerLM(
-        shape.vocab_size,
-        d_model=shape.d_model,
-        d_ff=4 * shape.d_model,
-        n_layers=shape.n_layers,
-        n_heads=shape.n_heads,
-        d_attention_key=d_head,
-        d_attention_value=d_head,
-        attention_type=flash.flash(),
-        attention_bias=True,
-        pos_type="axial",
-        pos_axial_shape=(shape.length,),
-        pos_d_axial_embs=(shape.d_model,),
-        ff_activation="gelu_tanh",
-        norm_epsilon=1e-5,
-        init_std=0.02,
-        tie_embeddings=True,
-        dropout=0.0,
-        dtype="bfloat16",
-        scan_layers=False,
-    )
+    model, optimizer, shape, _ = job
     mesh, size = mesh_lib.make({}, jax.devices()[:1]), (shape.batch, shape.length)
-    optimizer, key = optax.adamw(**OPTIMIZER), jax.random.PRNGKey(0)
+    key = jax.random.PRNGKey(0)
     init = step_lib.init_fn(model, optimizer, size, ema=False)
     state = jax.jit(init, out_shardings=devices.replicated(mesh))(key)
     tokens, targets = (
@@ -145,16 +147,16 @@ def theirs(answers: Iterator[dict[str, Any]], shape: Shape) -> Iterator[float]:
         yield answer["seconds"] if first is None else checked(first, shape)
 
 
-def measure(shape: Shape, repeats: int, python: str, profile: bool) -> dict[str, Any]:
+def measure(job: Job, repeats: int, python: str, profile: bool) -> dict[str, Any]:
     """First loss and seconds of a step, or why there are none, by the model's name."""
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder) / "lock"
-        sizes = shape._asdict() | dict(repeats=repeats, in_a_row=IN_A_ROW, lock=str(lock))
+        sizes = job.shape._asdict() | dict(repeats=repeats, in_a_row=IN_A_ROW, lock=str(lock))
         # Its process compiles while ours does.
-        answers = ask(python, "published_torch.train", **sizes, optimizer=OPTIMIZER)
+        answers = ask(python, "published_torch.train", **sizes, optimizer=job.adamw)
         runs = {
-            "reformax": ours(shape, lock, repeats, profile),
-            "PyTorch, compiled": theirs(answers, shape),
+            "reformax": ours(job, lock, repeats, profile),
+            "PyTorch, compiled": theirs(answers, job.shape),
         }
         # No turn is taken before both are compiled.
         with alone(lock):
@@ -169,14 +171,14 @@ def measure(shape: Shape, repeats: int, python: str, profile: bool) -> dict[str,
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, repeats=3, peers="PyTorch's rows")
     parser.set_defaults(peers=sys.executable)
-    parser.add_argument("--only", nargs="+", choices=GPT2, help="these models")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="these models")
     parser.add_argument("--profile", action="store_true", help="our kernels and their times")
     args = parser.parse_args(argv)
     columns = "first loss", "ms a step", "tokens/s", "TFLOP/s"
-    for name, shape in command_line.of_size(SHAPES, args.tiny).items():
-        if args.only and name not in args.only:
-            continue
-        found = measure(shape, args.repeats, args.peers, args.profile)
+    overrides = command_line.of_size(OVERRIDES, args.tiny)
+    for name in args.only or NAMES:
+        job = from_config(name, overrides)
+        found, shape = measure(job, args.repeats, args.peers, args.profile), job.shape
         table = Table("model", *columns, title=f"{name}, {shape}")
 
         def cells(known: tuple[float, ...], shape: Shape = shape) -> list[str]:

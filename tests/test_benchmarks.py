@@ -31,6 +31,7 @@ from benchmarks import (
     generation,
     global_layers,
     linear_attention,
+    published,
     recall,
     reversible,
     scaling,
@@ -105,6 +106,14 @@ COMMANDS = [
     ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),
 ]
+
+
+@pytest.mark.parametrize(
+    "name, sizes", [("gpt2", (768, 12, 12, 32)), ("gpt2_medium", (1024, 24, 16, 16))]
+)
+def test_the_published_models_are_those_of_the_configs(name, sizes):
+    shape = published.from_config(name, ()).shape
+    assert shape == (*sizes, 1024, 50_304)
 
 
 def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monkeypatch, capsys):
