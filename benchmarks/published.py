@@ -5,8 +5,8 @@
 A step is forward, backward and AdamW, on random tokens, in bfloat16 and without dropout. The models
 and AdamW's settings are those of configs/gpt2.gin and configs/gpt2_medium.gin, at one rate and
 without clipping; PyTorch's has SDPA, torch.compile, autocast and fused AdamW. The two run in turns,
-ten steps in a row, each alone on the device, for a GPU's clock falls with heat. Times are medians. A
-model whose first loss is not that of a guess prints the reason. --profile prints the kernels of
+ten steps in a row, each alone on the device, for a GPU's clock falls with heat. Times are medians.
+A model whose first loss is not that of a guess prints the reason. --profile prints the kernels of
 three more steps of ours and their times.
 """
 
