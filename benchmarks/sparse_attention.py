@@ -1,7 +1,7 @@
 """Attention that chooses where to look, by length, beside dense causal attention and its peers.
 
     python -m benchmarks.sparse_attention --peers --saved=docs/sparse_attention.jsonl
-    python -m benchmarks.sparse_attention --lengths 65536 --only moba nsa
+    python -m benchmarks.sparse_attention --unchecked --at_once=4 --lengths 65536 --only moba nsa
     python -m benchmarks.sparse_attention --drawn=docs/sparse_attention.jsonl --plot=FILE
 
 prints a line for each figure as soon as it is known, and then a table for each length N of one
@@ -21,10 +21,13 @@ where it says so, 4 of keys and 64 of queries, of 128.
 
 A row gets no time before its output and gradients agree, at a short length, with another
 implementation given the same plan, and nearly all of the plan with that implementation's: on a GPU
-array operations, on a CPU the interpreted kernels. `--peers` adds PyTorch's FlexAttention with the
-same masks, transformers' Longformer without its projections, and flash-linear-attention's MoBA and
-NSA. They get the same inputs and are checked against the same numbers: MoBA's means are rounded
-there, so some queries choose other blocks. A last table has the peers' times over ours.
+array operations, on a CPU the interpreted kernels. `--unchecked` leaves that out, for compiling
+array operations takes longest; `tests/ops/test_kernels_on_gpu.py` compares too.
+
+`--peers` adds PyTorch's FlexAttention with the same masks, transformers' Longformer without its
+projections, and flash-linear-attention's MoBA and NSA. They get the same inputs and are checked
+against the same numbers: MoBA's means are rounded there, so some queries choose other blocks. A
+last table has the peers' times over ours.
 
 Each row is a process. All compile side by side, and then have the device alone in turn; peers are
 one process then, and Triton chooses among versions of their kernels alone. What takes more than
@@ -71,6 +74,8 @@ class Run(NamedTuple):
     repeats: int
     limit: float
     folder: Path
+    unchecked: bool
+    at_once: int | None
 
     def ask(self, python: str, function: str, env: Any = None, **request: Any) -> Iterator[Answer]:
         shared = dict(folder=str(self.folder), limit=self.limit)
@@ -95,7 +100,7 @@ class Run(NamedTuple):
             shape=self.shape,
             lengths=[n for n in self.figures.missing(name) if n in lengths],
             known=of,
-            known_errors=next((x.errors for x in checked.values()), None),
+            known_errors=next((x.errors for x in checked.values()), [] if self.unchecked else None),
             repeats=self.repeats,
         )
 
@@ -149,7 +154,7 @@ def measure_all(
         with_numbers = dict.fromkeys(peers[peer] for peer in first)
         asked = {n: of(run.numbers, n) for n in with_numbers}
         asked = Rows(asked, {n: of(run.ours, group, n) for n in ours}, known, group)
-        measure(asked, figures, run.folder, keep)
+        measure(asked, figures, run.folder, keep, run.at_once)
 
 
 def _line(known: Known | None) -> str:
@@ -210,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--saved", type=Path, metavar="FILE", help="figures, read and added to")
     parser.add_argument("--drawn", type=Path, metavar="FILE", help="figures to draw, of --saved")
     parser.add_argument("--limit", type=float, default=150, help="seconds of a stage of a row")
+    parser.add_argument("--at_once", type=command_line.positive, help="processes side by side")
+    parser.add_argument("--unchecked", action="store_true", help="time our rows without a check")
     args = parser.parse_args(argv)
     if args.drawn:
         return draw(args.plot, read(args.drawn))
@@ -225,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     peers = {peer: of for peer, of in PEERS_OF.items() if args.peers and of in names}
     figures = Figures(shape, args.saved)
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(shape, figures, args.repeats, args.limit, Path(folder))
+        options = args.repeats, args.limit, Path(folder), args.unchecked, args.at_once
+        run = Run(shape, figures, *options)
         measure_all(run, names, args.peers, peers)
     names += peers
     print_tables(figures, shape, names)

@@ -102,6 +102,7 @@ COMMANDS = [
         "--only sinks --peers --saved={path}/a.jsonl --plot={path}/a.png",
         "| FlexAttention, sinks | ImportError: none here |",
     ),
+    ("sparse_attention", "--only local --unchecked --at_once=2", "| local | "),
     ("step", "", "| reformax TransformerLM, dense | "),
     ("translation", "--sources={path}/lines", "| Hugging Face | 4 | ImportError: none here |"),
     ("translation", "--sources={path}/lines --step", "| PyTorch, masks | ImportError: none here |"),

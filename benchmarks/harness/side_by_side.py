@@ -52,6 +52,7 @@ def measure(
     figures: Figures,
     folder: Path,
     keep: Callable[[str, str | None, int, Answer], None],
+    at_once: int | None = None,
 ) -> None:
     """Nothing is timed before all peers are compiled; then each row, and all peers, are alone.
 
@@ -60,6 +61,7 @@ def measure(
       figures: what is known.
       folder: of the file `lock`, and of `{name}.failed`, which says why a peer or numbers failed.
       keep: is told each figure, or why there is none, by the name, our row's name and the length.
+      at_once: processes that run side by side; None: as many as there are processors.
     """
     peers = rows.peers
     compilers = {
@@ -85,7 +87,7 @@ def measure(
     with ExitStack() as compiling:
         if compilers:
             compiling.enter_context(together(folder / "lock"))
-        for (kind, name), answer in ask_each(asked, os.cpu_count() or 1):
+        for (kind, name), answer in ask_each(asked, at_once or os.cpu_count() or 1):
             if kind == "numbers":
                 (folder / f"{name}.failed").write_text(answer["error"])
             elif kind == "ours" and "length" not in answer:

@@ -23,6 +23,7 @@ from reformax.ops import (
     moba,
     nsa,
     performer,
+    routing,
     sinks,
 )
 
@@ -64,12 +65,19 @@ CASES = {
     "longformer, wide": Case(
         of(longformer.longformer, window=512, n_global=3), 2, 2, 128, 1700, False, marked=9
     ),
+    "longformer, dilated": Case(
+        of(longformer.longformer, window=65, dilation=3, n_global=5), 2, 2, t=1000, marked=9
+    ),
     "sinks": Case(of(sinks.sinks, window=64), t=1000),
     "sinks, dropout": Case(of(sinks.sinks, window=128, n_sinks=8), h=128, dropout=0.2),
     "linear": Case(linear.linear, 4, 4, t=2000),
     "linear, packed": Case(linear.linear, h=80, t=777, packed=True),
     "performer": Case(performer.performer, 4, 4, t=2000),
     "performer, packed": Case(of(performer.performer, n_features=144), t=777, packed=True),
+    "routing": Case(of(routing.routing, n_clusters=8), 4, 4, t=1000),
+    "routing, shared": Case(
+        of(routing.routing, n_clusters=5, cluster_size=130, shared_qk=True), dropout=0.2
+    ),
     "hash_sparse": Case(of(hash_sparse.hash_sparse, n_buckets=8), t=1000),
     "hash_sparse, shared": Case(
         of(hash_sparse.hash_sparse, n_buckets=8, shared_qk=True), t=700, packed=True
