@@ -137,11 +137,13 @@ class Classifier(Encoder):
         total = jnp.sum(jnp.where(is_token[..., None], x, 0.0), axis=1)
         return total / jnp.maximum(jnp.sum(is_token, axis=1, keepdims=True), 1).astype(x.dtype)
 
-    def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d C"]:
-        """Unnormalised log-probabilities of the classes; products are computed in `dtype`."""
+    def logits(
+        self, params, features: Float[Array, "*d D"], dtype: str = "float32"
+    ) -> Float[Array, "*d C"]:
+        """Unnormalised log-probabilities of the classes, in `dtype`."""
         if self.d_classifier is not None:
             features = jax.nn.relu(affine(params["hidden"], features, self.width))
-        return affine(params["logits"], features, self.width)
+        return affine(params["logits"], features, self.width, dtype)
 
     def apply(self, params, *inputs: Int[Array, "B T"], rng=None) -> Float[Array, "B 1 C"]:
         read = inputs if self.pairs else inputs[0]
@@ -175,11 +177,13 @@ class MaskedLanguageModel(Encoder):
         """The input of `logits`; at padding arbitrary."""
         return self.read(params, tokens, rng)[0]
 
-    def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
-        """Unnormalised log-probabilities; products are computed in `dtype`."""
+    def logits(
+        self, params, features: Float[Array, "*d D"], dtype: str = "float32"
+    ) -> Float[Array, "*d V"]:
+        """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
         x = jax.nn.gelu(affine(params["hidden"], features, self.width), approximate=False)
         x = self._head_norm.apply(params["head_norm"], x)
-        return logits_product(x, params["embedding"], self.width, params["logits"]["b"])
+        return logits_product(x, params["embedding"], self.width, params["logits"]["b"], dtype)
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))

@@ -79,12 +79,14 @@ class LanguageModel(Backbone):
         """The T tokens behind `first_token`."""
         return jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=self.first_token)
 
-    def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
-        """Unnormalised log-probabilities, float32; their product is computed in `dtype`."""
+    def logits(
+        self, params, features: Float[Array, "*d D"], dtype: str = "float32"
+    ) -> Float[Array, "*d V"]:
+        """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
         if self.tie_embeddings:
             table = params.get("softmax", params["embedding"])  # the former for decoding
-            return logits_product(features, table, self.width)
-        return affine(params["logits"], features, self.width)
+            return logits_product(features, table, self.width, to=dtype)
+        return affine(params["logits"], features, self.width, dtype)
 
     def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
         return self.logits(params, self.features(params, tokens, rng))

@@ -12,27 +12,36 @@ glorot = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
 
 
 def logits_product(
-    x: Float[Array, "*d D"], table: Float[Array, "V D"], dtype: str, bias: Array | None = None
+    x: Float[Array, "*d D"],
+    table: Float[Array, "V D"],
+    dtype: str,
+    bias: Array | None = None,
+    to: str = "float32",
 ) -> Float[Array, "*d V"]:
-    """`x @ table.T`, or `x @ table.T + bias`, in float32, both operands rounded to `dtype`.
+    """`x @ table.T`, or `x @ table.T + bias`, in `to`, both operands rounded to `dtype`.
 
     The gradient is rounded to bfloat16 too, because products with a float32 gradient take twice as
     long, and a sum of it for the bias would keep it in memory. It is not rounded to float16, which
     underflows the small gradients of a mean over many targets and overflows their sums.
     """
-    return _logits((x, table, bias), dtype)
+    return _logits((x, table, bias), dtype, to)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _logits(inputs, dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _logits(inputs, dtype, to):
     x, table, bias = inputs
     product = jnp.einsum(
-        "...d,vd->...v", x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32
+        "...d,vd->...v", x.astype(dtype), table.astype(dtype), preferred_element_type=to
     )
-    return product if bias is None else product + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+    return (
+        product
+        if bias is None
+        else product + bias.astype(to).reshape((1,) * (x.ndim - 1) + bias.shape)
+    )
 
 
-def _backward(dtype, inputs, gradient):
+def _backward(dtype, to, inputs, gradient):
+    del to
     x, table, bias = inputs
     if jnp.dtype(dtype) != jnp.float16:
         gradient = gradient.astype(dtype)
@@ -44,7 +53,7 @@ def _backward(dtype, inputs, gradient):
     return ((d_x, d_table, jnp.sum(gradient, rows, dtype=jnp.float32).astype(bias.dtype)),)
 
 
-_logits.defvjp(lambda inputs, dtype: (_logits(inputs, dtype), inputs), _backward)
+_logits.defvjp(lambda inputs, *dtypes: (_logits(inputs, *dtypes), inputs), _backward)
 
 
 def affine_params(rng, d_in: int, d_out: int, init_std: float | None = None) -> dict[str, Array]:
@@ -53,6 +62,8 @@ def affine_params(rng, d_in: int, d_out: int, init_std: float | None = None) -> 
     return {"w": drawn(rng, (d_in, d_out)), "b": jnp.zeros(d_out)}
 
 
-def affine(params, x: Float[Array, "*d D"], dtype: str) -> Float[Array, "*d V"]:
-    """`x w + b`, float32, by `logits_product`."""
-    return logits_product(x, params["w"].T, dtype, params["b"])
+def affine(
+    params, x: Float[Array, "*d D"], dtype: str, to: str = "float32"
+) -> Float[Array, "*d V"]:
+    """`x w + b`, in `to`, by `logits_product`."""
+    return logits_product(x, params["w"].T, dtype, params["b"], to)

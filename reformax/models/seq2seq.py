@@ -185,9 +185,11 @@ class EncoderDecoder(Model):
         read = target_segments, memory, source_segments
         return self._run("decoder", params, x, *read, rng=stack_rng)
 
-    def logits(self, params, features: Float[Array, "*d D"]) -> Float[Array, "*d V"]:
-        """Unnormalised log-probabilities, float32; their product is computed in `dtype`."""
-        return logits_product(features, params["embedding"], self.width)
+    def logits(
+        self, params, features: Float[Array, "*d D"], dtype: str = "float32"
+    ) -> Float[Array, "*d V"]:
+        """Unnormalised log-probabilities in `dtype`, their product in the dtype of sublayers."""
+        return logits_product(features, params["embedding"], self.width, to=dtype)
 
     def apply(
         self,

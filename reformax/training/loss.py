@@ -26,7 +26,7 @@ from reformax.ops.parts.first_order import first_order
 def max_logits() -> int:
     """The most logits in memory together, however long a chunk may be.
 
-    They take 128 MiB; on a GPU, which needs large products, 1 GiB.
+    In float32 they take 128 MiB; on a GPU, which needs large products, 1 GiB.
     """
     return 2**25 if jax.default_backend() == "cpu" else 2**28
 
@@ -61,7 +61,8 @@ def cross_entropy(
     mean(-log p)`. From Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7.
 
     Args:
-      logits_fn: `(params, features) -> logits`, of any numbers of rows and positions.
+      logits_fn: `(params, features) -> logits`, of any numbers of rows and positions; for the
+        kernel also with `dtype=`, that of the logits.
       params: a tree of arrays, which get gradients too.
       features: the model's output, a vector for each position.
       targets: ids below V.
@@ -90,7 +91,11 @@ def cross_entropy(
     batch, length = targets.shape[0] // devices.row_shares(), targets.shape[1] // n_stretches
     one = jax.ShapeDtypeStruct((batch, 1, features.shape[2]), features.dtype)
     vocab_size = jax.eval_shape(logits_fn, params, one).shape[-1]
-    chunk_len = min(chunk_len or length, length, max(1, max_logits() // (batch * vocab_size)))
+    # The kernel reads logits as PyTorch's autocast does, in bfloat16, and puts their gradient in
+    # their place: four times as many take twice the memory. No GPU has timed it.
+    rounded = chosen != "xla" and features.dtype == jnp.bfloat16
+    most = max_logits() * (4 if rounded else 1)
+    chunk_len = min(chunk_len or length, length, max(1, most // (batch * vocab_size)))
     n_chunks = max(1, -(-length // max(1, chunk_len)))
     chunk_len = -(-length // n_chunks)  # the last chunk is then not mostly padding
 
@@ -103,17 +108,17 @@ def cross_entropy(
     leaves, tree = jax.tree.flatten(params)
     read = _read(logits_fn, params, one)
 
-    def logits_of(features, *used):
+    def logits_of(features, *used, **dtype):
         given = iter(used)
         both = zip(leaves, read, strict=True)
         # What is not read has no gradient that would have to be summed up.
         filled = [next(given) if is_read else jax.typeof(x) for x, is_read in both]
-        return logits_fn(jax.tree.unflatten(tree, filled), features)
+        return logits_fn(jax.tree.unflatten(tree, filled), features, **dtype)
 
     def sums_of(first, features, targets, weights, used):
         del first
         chunks = tuple(map(chunked, (features, targets, weights.astype(jnp.float32))))
-        return (), _sums(logits_of, (label_smoothing, chosen), used, *chunks)
+        return (), _sums(logits_of, (label_smoothing, chosen, rounded), used, *chunks)
 
     # Each device sums up over its own rows and positions: one sum over devices in place of one a
     # chunk.
@@ -141,7 +146,8 @@ def _sums(logits_fn, options, used, features, targets, weights) -> Sums:
 
 @_sums.defjvp
 def _sums_jvp(logits_fn, options, primals, tangents) -> tuple[Sums, Sums]:
-    label_smoothing, impl = options
+    label_smoothing, impl, rounded = options
+    dtype = {"dtype": "bfloat16"} if rounded else {}
     used, features, targets, weights = primals
     # Masks and tables of integers have no gradient.
     are_params = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in used]
@@ -150,7 +156,8 @@ def _sums_jvp(logits_fn, options, primals, tangents) -> tuple[Sums, Sums]:
     def logits_of(features, *params):
         given = iter(params)
         both = zip(used, are_params, strict=True)
-        return logits_fn(features, *(next(given) if is_param else x for x, is_param in both))
+        arrays = (next(given) if is_param else x for x, is_param in both)
+        return logits_fn(features, *arrays, **dtype)
 
     def add_chunk(carry, chunk):
         features, *others = chunk

@@ -536,3 +536,19 @@ def test_learns_a_batch_by_heart(model_fn, options):
         params, opt_state, loss = step(params, opt_state, jax.random.fold_in(RNG, i))
         losses.append(float(loss))
     assert np.mean(losses[-5:]) < 0.4 * losses[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_may_be_in_bfloat16(tied):
+    """For a loss that reads them so: rounded once, their gradients those of float32's."""
+    model = TransformerLM(**SMALL, init_std=0.5, tie_embeddings=tied, dtype="bfloat16")
+    params = model.init_params(jax.random.PRNGKey(0), (1, 4))
+    x = jax.random.normal(jax.random.PRNGKey(1), (3, 5, 8))
+    d = jax.random.normal(jax.random.PRNGKey(2), (3, 5, 16)).astype("bfloat16")
+    (narrow, back), (wide, wide_back) = (
+        jax.vjp(lambda p, x, to=to: model.logits(p, x, to), params, x)
+        for to in ("bfloat16", "float32")
+    )
+    assert narrow.dtype == "bfloat16"
+    np.testing.assert_array_equal(narrow, wide.astype("bfloat16"))
+    jax.tree.map(np.testing.assert_array_equal, back(d), wide_back(d.astype("float32")))

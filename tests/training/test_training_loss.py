@@ -63,10 +63,13 @@ def test_the_kernel_computes_what_array_operations_compute(dtype, label_smoothin
     features, matrix, targets, weights = problem(13, vocab=37)
     features = (10 * features).astype(dtype)
 
+    def logits_fn(matrix, x, dtype="float32"):
+        return (x @ matrix.astype(x.dtype)).astype(dtype)
+
     def both(impl):
         def loss_of(matrix, features):
             args = matrix, features, targets, weights, 5, label_smoothing, impl
-            sums = loss.cross_entropy(lambda m, x: x @ m.astype(x.dtype), *args)
+            sums = loss.cross_entropy(logits_fn, *args)
             return sums.loss, sums
 
         gradient = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
@@ -207,3 +210,32 @@ def test_a_vocabulary_of_32000_is_never_in_memory_for_all_tokens():
     largest = batch * length * vocab * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 0.75 * largest
     assert f"f32[{batch},{length},{vocab}]" not in compiled.as_text()
+
+
+def test_the_kernel_rounds_the_logits_of_the_gradient_alone():
+    """A loss without a gradient, as in evaluation, reads float32."""
+    features, matrix, *others = problem(13)
+    features, asked = features.astype("bfloat16"), []
+
+    def logits_fn(matrix, x, dtype="float32"):
+        asked.append(dtype)
+        return jnp.matmul(x, matrix.astype(x.dtype), preferred_element_type=dtype)
+
+    def loss_of(matrix):
+        args = logits_fn, matrix, features, *others
+        return loss.cross_entropy(*args, impl="pallas_interpret").loss
+
+    scored = loss_of(matrix)
+    assert set(asked) == {"float32"}
+    rounded, gradient = jax.value_and_grad(loss_of)(matrix)
+    assert asked[-1] == "bfloat16"
+    logits = np.asarray(features, np.float64) @ np.asarray(matrix.astype("bfloat16"), np.float64)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    targets, weights = others
+    weight = np.asarray(weights, np.float64)
+    want = -np.sum(np.log(np.take_along_axis(p, targets[..., None], -1)[..., 0]) * weight)
+    np.testing.assert_allclose(scored, want, rtol=1e-6)
+    np.testing.assert_allclose(rounded, want, rtol=2**-9)
+    d_logits = (p - np.eye(p.shape[-1])[targets]) * weight[..., None]
+    slope = np.einsum("btd,btv->dv", np.asarray(features, np.float64), d_logits)
+    assert np.abs(gradient - slope).max() <= 0.02 * np.abs(slope).max()

@@ -47,6 +47,9 @@ class Results(NamedTuple):
 def _kernel(logits, targets, weights, *results, block: int, label_smoothing: float):
     row, size = pl.program_id(0), logits.shape[1]
     results = Results(*results)
+    # The gradient may take the logits' place: what is read of them is read before it is written.
+    target, weight = load(targets.at[row], None), load(weights.at[row], None)
+    pltriton.store(results.target.at[row], load(logits.at[row, target], None).astype(jnp.float32))
     n_blocks = pl.cdiv(size, block)
     lane = jnp.arange(block, dtype=jnp.int32)
 
@@ -71,9 +74,7 @@ def _kernel(logits, targets, weights, *results, block: int, label_smoothing: flo
     tops, exponentials, columns, totals = lax.fori_loop(0, n_blocks, gather, start)
     top = jnp.max(tops)
     log_total = top + jnp.log(jnp.sum(exponentials * jnp.exp(tops - top)))
-    target, weight = load(targets.at[row], None), load(weights.at[row], None)
     pltriton.store(results.log_total.at[row], log_total)
-    pltriton.store(results.target.at[row], load(logits.at[row, target], None).astype(jnp.float32))
     pltriton.store(results.best.at[row], jnp.min(jnp.where(tops == top, columns, size)))
     pltriton.store(results.total.at[row], jnp.sum(totals))
 
@@ -111,6 +112,7 @@ def differentiate(
     row, number = (jax.ShapeDtypeStruct((n_rows,), x) for x in (jnp.float32, jnp.int32))
     shapes = Results(row, row, number, row, jax.ShapeDtypeStruct(logits.shape, dtype))
     block = min(BLOCK, power_of_two(size))
+    in_place = {0: len(shapes) - 1} if logits.dtype == jnp.dtype(dtype) else None
     return launch(
         functools.partial(_kernel, block=block, label_smoothing=label_smoothing),
         (logits, targets, weights),
@@ -120,4 +122,5 @@ def differentiate(
         num_stages=1,
         interpret=interpret,
         name="cross_entropy",
+        aliases=in_place,
     )
