@@ -178,13 +178,15 @@ def check(
     q, k, v, d_out = arrays
     dtype, k = str(q.dtype), None if op.traits.shared_qk else k
     options = dict(segments=documents(q) if packed else None, causal=causal, rng=KEY)
+    # XLA would time many versions of each product of the array operations.
+    untuned = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
 
     def given_plan(op: AttentionOp, *inputs: Array | None) -> tuple[Array, Any]:
         def attend(q, k, v):
             more = options | extras(op, q, v)
             return op.apply((), q, k, v, plan=plan, dropout=0.0, **more)
 
-        return jax.jit(output_and_gradient(attend))(d_out, *inputs)
+        return jax.jit(output_and_gradient(attend), compiler_options=untuned)(d_out, *inputs)
 
     with jax.default_matmul_precision("highest"):
         plan, other_plan = (
