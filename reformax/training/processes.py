@@ -39,10 +39,12 @@ _KEPT = 1_000
 _END = "reformax/end"
 _LOOK = 0.5  # seconds between looks at whether another process ended
 _GRACE = 2.0  # seconds for a process to tell of its own error before it tells another's
+_LINGER = 10.0  # seconds for a look at the others to end, where they no longer answer
 _SETTLED = 0.5  # seconds in which a watcher hears of a death
 _WATCHER = "reformax/watcher"
 _MEETING = 300  # seconds to wait for the watcher of process 0
 _numbers = itertools.count()
+_ends = threading.Event()  # this process does, by itself
 _watcher: subprocess.Popen | None = None
 _steps = 0  # how far this process is, as it told its watcher
 
@@ -207,7 +209,10 @@ def watch(timeout: float, step_timeout: float) -> None:
       OSError: the other machines cannot be reached.
     """
     _start_watcher(timeout, step_timeout)
-    threading.Thread(target=_watch, name="other processes", daemon=True).start()
+    thread = threading.Thread(target=_watch, name="other processes", daemon=True)
+    thread.start()
+    # A thread that came back from C++ while the interpreter ends would abort the process.
+    atexit.register(lambda: (_ends.set(), thread.join(_LINGER)))
 
 
 def _start_watcher(timeout: float, step_timeout: float) -> None:
@@ -271,8 +276,7 @@ def settle() -> None:
 
 
 def _watch() -> None:
-    while True:
-        time.sleep(_LOOK)
+    while not _ends.wait(_LOOK):
         try:
             found = _client().key_value_try_get(_END)
         except Exception:  # there is none so far, or JAX is shutting down

@@ -57,18 +57,21 @@ loop.train.keep = 3
 
 
 class Launch:
-    """A command in two processes of four devices each, with what each finds in its environment."""
+    """A script in processes of four devices each, with what each finds in its environment."""
 
     def __init__(
         self,
         commands: list[list[str]],
         folder: Path,
-        script: str = "train.py",
+        script: str | Path = "train.py",
         found: tuple[dict[str, str], ...] = ({}, {}),
     ):
-        program = [sys.executable, str(ROOT / script), "--heartbeat_timeout=100"]
+        program = [sys.executable, str(ROOT / script)]
+        program += ["--heartbeat_timeout=100"] if script in ("train.py", "evaluate.py") else []
         program = ["/bin/sh"] if script == "sh" else program
         flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
+        # By default a device that waits 40 s for another, as while that compiles, aborts.
+        flags += " --xla_cpu_collective_call_terminate_timeout_seconds=300"
         environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         self.outputs = [folder / f".process.{i}" for i in range(len(commands))]
@@ -371,6 +374,24 @@ def test_a_process_that_hangs_ends_both(given, told, tmp_path):
         assert launched.codes() == [-signal.SIGKILL] * 2, launched.said
         line = f"error: {told}: the same command goes on from the latest checkpoint\n"
         assert all(said.endswith(line) for said in launched.said), launched.said
+
+
+@pytest.mark.slow
+def test_a_process_that_is_done_ends_well_while_it_looks_for_the_others(tmp_path):
+    """A thread that is in C++ when the interpreter ends would abort: exit code -6, no traceback."""
+    (tmp_path / "script").write_text("""
+import sys
+import jax
+from reformax.training import processes
+jax.distributed.initialize(sys.argv[1], 4, int(sys.argv[2]))
+processes._LOOK = 0
+processes.watch(100, 100)
+processes.Processes.of_jax().meet()
+""")
+    address = f"localhost:{port()}"
+    commands = [[address, str(index)] for index in range(4)]
+    with Launch(commands, tmp_path, tmp_path / "script", ({},) * 4) as launched:
+        assert launched.codes() == [0] * 4, launched.said
 
 
 @pytest.mark.parametrize(
