@@ -1,5 +1,6 @@
 """Chunked cross-entropy equals the plain one, in less memory."""
 
+import functools
 import math
 
 import jax
@@ -239,3 +240,40 @@ def test_the_kernel_rounds_the_logits_of_the_gradient_alone():
     d_logits = (p - np.eye(p.shape[-1])[targets]) * weight[..., None]
     slope = np.einsum("btd,btv->dv", np.asarray(features, np.float64), d_logits)
     assert np.abs(gradient - slope).max() <= 0.02 * np.abs(slope).max()
+
+
+ON_GPU = jax.default_backend() == "gpu"
+# Rows, vocabulary, dtypes of logits and gradient, label smoothing, size of the logits.
+ROWS = [
+    (64, 50_257, "bfloat16", "bfloat16", 0.0, 4.0),
+    (64, 50_304, "bfloat16", "bfloat16", 0.1, 4.0),
+    (33, 1001, "float32", "bfloat16", 0.1, 4.0),
+    (17, 1, "float32", "float32", 0.0, 4.0),
+    (64, 50_257, "float32", "float32", 0.1, 4.0),
+    (64, 32_000, "bfloat16", "bfloat16", 0.0, 1e4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ROWS if ON_GPU else [(5, 37, *row[2:]) for row in ROWS])
+def test_the_kernels_rows_equal_those_of_float64(case):
+    """Compiled on an NVIDIA GPU; elsewhere few rows, interpreted."""
+    n, size, dtype, to, smoothing, scale = case
+    rng = np.random.default_rng(size)
+    logits = jnp.asarray(scale * rng.normal(size=(n, size)), dtype)
+    targets = rng.integers(0, size, n).astype(np.int32)
+    targets[:2] = 0, size - 1
+    weights = (rng.random(n) * (rng.random(n) < 0.8)).astype(np.float32)
+    run = functools.partial(cross_entropy.differentiate, interpret=not ON_GPU)
+    found = jax.jit(run, static_argnums=(3, 4))(logits, targets, weights, smoothing, to)
+    x = np.asarray(logits, np.float64)
+    total = np.log(np.exp(x - x.max(1, keepdims=True)).sum(1)) + x.max(1)
+    d = np.exp(x - total[:, None]) - smoothing / size
+    d[np.arange(n), targets] -= 1 - smoothing
+    np.testing.assert_allclose(found.log_total, total, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(found.target, x[np.arange(n), targets])
+    np.testing.assert_array_equal(found.best, x.argmax(1))
+    if smoothing:
+        assert np.all(np.abs(found.total - x.sum(1)) <= 1e-5 * np.abs(x).sum(1))
+    got, want = np.asarray(found.d_logits, np.float64), d * weights[:, None]
+    assert np.abs(got - want).max() <= (5e-3 if to == "bfloat16" else 2e-5)
