@@ -150,6 +150,7 @@ def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monk
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name, flags, last", COMMANDS)
 def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     """Peers in PyTorch are told that it is missing, wherever the tests run."""
@@ -165,28 +166,29 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", global_layers.ROWS)
 @pytest.mark.parametrize("reversible", [False, True])
-def test_every_row_of_global_layers_is_a_model(reversible):
+def test_every_row_of_global_layers_is_a_model(reversible, name):
     """The config is taken whole, and the model is traced with its gradient."""
     from reformax.cli import config, configs
     from reformax.training import loop
     from reformax.training.settings import build
 
     args = argparse.Namespace(reversible=reversible, steps=900, tiny=True)
-    for name in global_layers.ROWS:
-        file, given = global_layers.config_of(name, args)
-        config.parse([str(file)], given, folders=configs.FOLDERS)
-        settings = config.bindings(loop.train, ("model", "length"))
-        model, key = build(settings["model"], "train"), jax.random.PRNGKey(0)
-        shape = (1, settings["length"])
-        params = jax.eval_shape(lambda key, m=model, s=shape: m.init_params(key, s), key)
+    file, given = global_layers.config_of(name, args)
+    config.parse([str(file)], given, folders=configs.FOLDERS)
+    settings = config.bindings(loop.train, ("model", "length"))
+    model, key = build(settings["model"], "train"), jax.random.PRNGKey(0)
+    shape = (1, settings["length"])
+    params = jax.eval_shape(lambda key: model.init_params(key, shape), key)
 
-        def loss(params, tokens, model=model, key=key):
-            return model.features(params, tokens, rng=key).sum()
+    def loss(params, tokens):
+        return model.features(params, tokens, rng=key).sum()
 
-        tokens = jax.ShapeDtypeStruct(shape, "int32")
-        jax.eval_shape(jax.grad(loss, allow_int=True), params, tokens)
-        assert len({op.name for op in model.attention_type}) == (1 if name == "windows" else 2)
+    tokens = jax.ShapeDtypeStruct(shape, "int32")
+    jax.eval_shape(jax.grad(loss, allow_int=True), params, tokens)
+    assert len({op.name for op in model.attention_type}) == (1 if name == "windows" else 2)
 
 
 @pytest.mark.slow
