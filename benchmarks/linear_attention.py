@@ -52,12 +52,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import numpy as np
 
 from benchmarks.harness import command_line, rows
+from benchmarks.harness.by_length import SLOW
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.kept import Checked, Figures, read
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import Answer, ask
 from benchmarks.harness.side_by_side import Peers, Rows, measure
-from benchmarks.peers.linear_jax import MOST, NAMES, SLOW, Shape
+from benchmarks.peers.linear_jax import MOST, NAMES, Shape
 from benchmarks.peers.linear_names import PEERS
 
 COLUMNS = ("forward ms", "gradient ms", "temp MiB", "error", "of gradient")

@@ -51,12 +51,12 @@ from typing import Any, NamedTuple
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from benchmarks.harness import command_line, rows
+from benchmarks.harness.by_length import SLOW
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.kept import Checked, Figures, Known, read
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import Answer, ask
 from benchmarks.harness.side_by_side import Peers, Rows, measure
-from benchmarks.peers.linear_jax import SLOW
 from benchmarks.peers.sparse_jax import MOST, Shape, algorithms
 
 SHAPES = {

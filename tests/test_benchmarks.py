@@ -40,6 +40,7 @@ from benchmarks import (
 )
 from benchmarks.harness import (
     attention_table,
+    by_length,
     calls,
     command_line,
     figures,
@@ -700,10 +701,10 @@ def test_growth_is_fitted_to_long_sequences():
 
 def test_what_would_be_too_much_is_left_out():
     quadratic = {1024: (1.0, 1.0), 2048: (4.0, 4.0), 65536: (1e6, 1e6)}
-    assert linear_jax.left_out(quadratic, 16384, 1e3) is None
-    assert "1 s and 1 GiB" in str(linear_jax.left_out(quadratic, 32768, 1e3))
-    assert "64 s" in str(linear_jax.left_out({1024: (1e3, 1.0)}, 65536, 1e3))
-    assert linear_jax.left_out({}, 1024, 1e3) is None
+    assert by_length.left_out(quadratic, 16384, 1e3) is None
+    assert "1 s and 1 GiB" in str(by_length.left_out(quadratic, 32768, 1e3))
+    assert "64 s" in str(by_length.left_out({1024: (1e3, 1.0)}, 65536, 1e3))
+    assert by_length.left_out({}, 1024, 1e3) is None
 
 
 def test_kept_figures_of_linear_attention_are_drawn(tmp_path):
@@ -823,7 +824,7 @@ def test_a_row_does_not_wait_for_numbers_that_failed(tmp_path):
     (tmp_path / "linear.failed").write_text("MemoryError: no")
     with pytest.raises(RuntimeError, match="MemoryError: no"):
         processes.wait_for(tmp_path, "linear")
-    linear_jax.save(tmp_path / "retention.npz", {"q": np.ones(2)})
+    by_length.save(tmp_path / "retention.npz", {"q": np.ones(2)})
     with np.load(processes.wait_for(tmp_path, "retention")) as arrays:
         assert arrays["q"].shape == (2,)
 

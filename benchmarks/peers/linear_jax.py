@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -15,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import rows
-from benchmarks.harness.calls import attempt, attempt_each, compiled, reason, time_calls
+from benchmarks.harness.by_length import left_out, save, timed
+from benchmarks.harness.calls import attempt_each, compiled, reason, time_calls
 from benchmarks.harness.processes import (
     Answer,
     alone,
@@ -42,7 +42,6 @@ from reformax.ops.parts.random_features import orthogonal_directions
 # Of the largest number of each array or 1.
 TOLERANCE = {"bfloat16": 5e-2, "float32": 1e-3}
 MOST = 2.0  # seconds of the calls of a pass
-SLOW = 1.0
 N_FEATURES = 256
 
 
@@ -199,13 +198,6 @@ def numbers(name: str, shape: Sequence[Any], folder: str, limit: float) -> Itera
         save(Path(folder) / f"{name}, no epsilon.npz", found)
 
 
-def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a file that is whole once it is there."""
-    part = path.with_suffix(".part.npz")
-    np.savez(part, **arrays)
-    part.rename(path)
-
-
 def errors(got: Mapping[str, Any], want: Mapping[str, Any], dtype: str) -> list[float]:
     """The errors of a row's output and of its gradients.
 
@@ -246,32 +238,6 @@ def measure(programs: Programs, repeats: int) -> rows.Result:
     )
     times = [time_calls(call, jax.block_until_ready, repeats, MOST) for call in calls]
     return rows.Result(*times, programs.temp_mib)
-
-
-def left_out(
-    known: Mapping[int, Sequence[float]], length: int, memory_mib: float
-) -> Exception | None:
-    """Why a row is not run at a length, if so, by its gradient's ms and MiB at shorter ones.
-
-    They are taken to grow from the last two lengths on as between them, and from one length on
-    linearly. A row that is too much may take minutes to compile.
-    """
-    shorter = {n: x for n, x in known.items() if n < length}
-    seconds = grown({n: ms / 1e3 for n, (ms, _) in shorter.items()}, length)
-    mib = grown({n: mib for n, (_, mib) in shorter.items()}, length)
-    if seconds > SLOW or mib > memory_mib:
-        return TimeoutError(f"left out: about {seconds:.2g} s and {mib / 1024:.2g} GiB")
-    return None
-
-
-def grown(values: Mapping[int, float], length: int) -> float:
-    """What values by length come to at a longer one."""
-    known = sorted((n, x) for n, x in values.items() if x > 0)[-2:]
-    if not known:
-        return 0.0
-    (first, low), (last, high) = known[0], known[-1]
-    growth = math.log(high / low) / math.log(last / first) if last > first else 1.0
-    return high * (length / last) ** max(1.0, growth)
 
 
 def by_length(
@@ -323,17 +289,10 @@ def by_length(
         if i == len(groups) - 1:
             alone_until_the_end(lock)
         with alone(lock) if i < len(groups) - 1 else nullcontext():
-            for length in group:
-                if length not in lengths:
-                    continue
-                yield stage(f"{name}: time {length:,}", limit)
-                one = programs.pop(length)
-                one = one if isinstance(one, Exception) else attempt(measure, one, repeats)
-                if isinstance(one, Exception):
-                    yield {"name": name, "length": length, "error": reason(one)}
-                    continue
-                measured[length] = one.gradient.queued_ms, one.temp_mib
-                yield {"name": name, "length": length, "errors": errors} | one._asdict()
+            programs = {n: programs[n] for n in group if n in lengths}
+            measured |= yield from timed(
+                name, programs, lambda one, _: measure(one, repeats), errors, limit
+            )
 
 
 def first_check(

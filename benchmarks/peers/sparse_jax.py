@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import rows
-from benchmarks.harness.calls import attempt, attempt_each, reason, time_calls
+from benchmarks.harness.by_length import left_out, save, timed
+from benchmarks.harness.calls import attempt_each, reason, time_calls
 from benchmarks.harness.processes import Answer, alone, stage, together
-from benchmarks.peers.linear_jax import left_out, save
 from reformax import memory
 from reformax.ops import (
     AttentionOp,
@@ -186,13 +186,10 @@ def by_length(
         yield stage(f"{name}: compile {', '.join(map(str, work))}", limit)
         found = attempt_each(lambda one: one(), work, len(work))
     errors = found.pop("check", known_errors)
+    if isinstance(errors, Exception):
+        found = dict.fromkeys(found, errors)
     yield stage(f"{name}: wait for the device")
     with alone(lock):
-        for length, one in found.items():
-            yield stage(f"{name}: time {length:,}", limit)
-            one = next((x for x in (errors, one) if isinstance(x, Exception)), one)
-            if not isinstance(one, Exception):
-                one = attempt(measure, one, made, row, sizes, length, repeats)
-            of = {"name": name, "length": length}
-            failed = isinstance(one, Exception)
-            yield of | ({"error": reason(one)} if failed else {"errors": errors} | one._asdict())
+        yield from timed(
+            name, found, lambda one, n: measure(one, made, row, sizes, n, repeats), errors, limit
+        )
