@@ -52,7 +52,7 @@ from benchmarks.harness import (
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
 from benchmarks.harness.output import Table
-from benchmarks.peers import linear_jax, linear_names, rabe_staats, triton_tuning
+from benchmarks.peers import linear_jax, linear_names, rabe_staats, recall_jax, triton_tuning
 from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
 from benchmarks.reliability import failing_calls, kills
@@ -71,7 +71,11 @@ LINES = "one\n\ntwo words and more\nthree words here\n" * 4
 # A command's flags, and the text that it prints once it has done everything. Every kind that the
 # pages have is here; neither their tests nor `.ci/walk` run it again.
 COMMANDS = [
-    ("associative_recall", "--only=flash --plot={path}/a.png", "| flash | 8 | 2.0 |"),
+    (
+        "associative_recall",
+        "--only flash linear --at_once=2 --out={path}/a.jsonl --plot={path}/a.png",
+        "| linear | 8 | 0.2 |",
+    ),
     ("attention", "--plot={path}/a.png --peers", "| peers in PyTorch | ImportError: none here |"),
     ("attention", "--exact", "Rabe and Staats, as printed | 0."),
     ("block_sparse", "--plot={path}/a.png --peers", "| all | 16 | 100.00% |"),
@@ -838,7 +842,8 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
         trained.append(sizes.d_model)
         return {"accuracy": {"4": 0.5, "8": 0.25}, "ended_after": 2, "seconds": 1.0}
 
-    monkeypatch.setattr(associative_recall, "accuracies", accuracies)
+    monkeypatch.setattr(associative_recall, "ask", ask_here)
+    monkeypatch.setattr(recall_jax, "accuracies", accuracies)
     associative_recall.main([*flags, "flash"])
     (tmp_path / "out").open("a").write('{"attention": "linear"')
     associative_recall.main([*flags, "flash", "linear", "--only_known"])
@@ -850,17 +855,63 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("ended_after, tried", [(1, [3e-3]), (2, [3e-3, 1e-3])])
 def test_recall_tries_rates_until_one_is_enough(ended_after, tried, monkeypatch):
-    sizes = associative_recall.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
+    sizes = recall_jax.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
     rates = []
 
     def accuracies(ops, sizes, rate, batches, tests):
         rates.append(rate)
         return {"accuracy": {"4": rate}, "ended_after": ended_after}
 
-    monkeypatch.setattr(associative_recall, "accuracies", accuracies)
-    row = ("flash", sizes), associative_recall.attentions()["flash"]
-    ((key, best),) = associative_recall.models(dict([row]), (3e-3, 1e-3), None, 1, False)
-    assert (key, rates, best["rate"]) == (row[0], tried, 3e-3)
+    monkeypatch.setattr(associative_recall, "ask", ask_here)
+    monkeypatch.setattr(recall_jax, "accuracies", accuracies)
+    ((key, best),) = associative_recall.models([("flash", sizes)], (3e-3, 1e-3), None)
+    assert (key, rates, best["rate"]) == (("flash", sizes), tried, 3e-3)
+
+
+def ask_here(python, peer, *, patience, env, **request):
+    """The answers of a peer of recall in this process."""
+    answers = recall_jax.train(**json.loads(json.dumps(request)))
+    return (json.loads(json.dumps(x)) for x in answers if "stage" not in x)
+
+
+@pytest.mark.parametrize("limit, trained", [(None, {"flash", "linear", "lsh"}), (0.0, set())])
+def test_recall_trains_a_row_in_one_process(limit, trained, tmp_path, monkeypatch):
+    """Without time left none is begun."""
+    made = []
+
+    def accuracies(ops, sizes, rate, batches, tests):
+        made.append(ops)
+        return {"accuracy": {"4": rate}, "ended_after": 2}
+
+    monkeypatch.setattr(associative_recall, "ask", ask_here)
+    monkeypatch.setattr(recall_jax, "accuracies", accuracies)
+    monkeypatch.setattr(recall_jax, "attentions", lambda: {x: x for x in names})
+    names = "flash", "linear", "lsh"
+    sizes = recall_jax.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
+    rows = [(name, sizes) for name in names]
+    found = dict(associative_recall.models(rows, [1e-3], None, at_once=2, limit=limit))
+    assert sorted(made) == sorted(trained) and list(found) == rows
+    assert {name for (name, _), x in found.items() if isinstance(x, dict)} == trained
+
+
+def test_recall_keeps_what_is_known_of_a_process_that_is_killed(tmp_path, monkeypatch):
+    def ask(python, peer, *, rows, **request):
+        name, sizes, rates = rows[0]
+        yield {
+            "row": 0,
+            "record": {"attention": name, "rate": rates[0], "accuracy": {"4": 0.5}}
+            | sizes._asdict()
+            | {"ended_after": 2},
+        }
+        yield {"error": "TimeoutError: more than 3 s"}
+
+    monkeypatch.setattr(associative_recall, "ask", ask)
+    sizes = recall_jax.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
+    rows, out = [("flash", sizes), ("linear", sizes)], tmp_path / "out"
+    found = dict(associative_recall.models(rows, [1e-3], out, limit=3.0))
+    assert found[rows[0]]["accuracy"] == {"4": 0.5}
+    assert str(found[rows[1]]) == "TimeoutError: more than 3 s"
+    assert [x["attention"] for x in associative_recall.recorded(out)] == ["flash"]
 
 
 def test_a_reason_fits_a_cell():

@@ -1,0 +1,338 @@
+"""Models that look keys up: rows of `benchmarks.associative_recall`, one after another."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.harness import command_line
+from benchmarks.harness.calls import attempt, reason
+from benchmarks.harness.processes import Answer, stage
+from reformax.carried import advanced, merged, trained
+from reformax.data.associative_recall import associative_recall
+from reformax.models import TransformerLM
+from reformax.ops import (
+    asymmetric_lsh,
+    block_patterns,
+    block_sparse,
+    dsa,
+    flash,
+    gated_delta,
+    gated_linear,
+    hash_sparse,
+    linear,
+    local,
+    long_short,
+    longformer,
+    lsh,
+    moba,
+    nsa,
+    performer,
+    retention,
+    routing,
+    shared_qk,
+    sinks,
+    smyrf,
+)
+from reformax.ops.base import AttentionOp
+from reformax.training import loss, optimizer
+
+N_HEADS, INIT_STD = 2, 0.05
+N_PAIRS = (4, 8, 16, 32, 64)
+WINDOW = 64
+MIXER = local.local(window=2, chunk_len=WINDOW)
+ENOUGH = 0.995
+SEED = 0
+
+
+def attentions() -> dict[str, tuple[AttentionOp, ...]]:
+    """The layers of a model after its first one, by name.
+
+    Linformer and Nystromformer are left out: they mix the future in. So are other algorithms for
+    dense attention, which compute what flash does, and Longformer's global tokens, which no task
+    without marked tokens has. Recurrences are with and without a gate of their output, and begin
+    with a long memory or one as their papers have it.
+    """
+    window = local.local(window=WINDOW, chunk_len=WINDOW, n_chunks_before=1)
+    hashes = {n: lsh.lsh(chunk_len=32, n_hashes=n) for n in (1, 4, 8)}
+    blocks = functools.partial(block_sparse.block_sparse, block_size=16)
+    alone = {
+        "flash": flash.flash(),
+        "shared-QK": shared_qk.shared_qk(),
+        "shared-QK, next value": shared_qk.shared_qk(own=False),
+        f"window {WINDOW}": window,
+        f"window {WINDOW} and 4 sinks": sinks.sinks(window=WINDOW),
+        "longformer, dilations 1 and 4": longformer.longformer(window=WINDOW, dilation=(1, 4)),
+        "LSH, 1 hash": hashes[1],
+        "LSH, 4 hashes": hashes[4],
+        "LSH, 8 hashes": hashes[8],
+        "LSH, 4 hashes, next value": lsh.lsh(chunk_len=32, n_hashes=4, own=False),
+        "asymmetric LSH": asymmetric_lsh.asymmetric_lsh(chunk_len=32),
+        "hash-sparse": hash_sparse.hash_sparse(),
+        "smyrf": smyrf.smyrf(chunk_len=32),
+        "moba": moba.moba(block_size=32),
+        "nsa": nsa.nsa(
+            compress_len=16, compress_stride=8, block_size=32, n_selected=4, window=WINDOW
+        ),
+        "dsa": dsa.dsa(top_k=32),
+        "routing": routing.routing(n_clusters=16, decay=0.99),
+        "bigbird": blocks(pattern=block_patterns.bigbird()),
+        "sparse, fixed": blocks(pattern=block_patterns.fixed()),
+        "sparse, strided": blocks(pattern=block_patterns.strided()),
+        "linear": linear.linear(),
+        "performer": performer.performer(n_features=128),
+        "linear, convolved": linear.linear(conv_size=4),
+        "retention": retention.retention(),
+        "retention, no gate": retention.retention(gated=False),
+        "gated_linear": gated_linear.gated_linear(),
+        "gated_linear, no gate, memory 1,000": gated_linear.gated_linear(gated=False, memory=1000),
+        "gated_delta": gated_delta.gated_delta(),
+        "gated_delta, memory 1,000": gated_delta.gated_delta(memory=1000),
+        "gated_delta, memory 1,000, convolved": gated_delta.gated_delta(memory=1000, conv_size=4),
+        "gated_delta, gate": gated_delta.gated_delta(gated=True),
+        "gated_delta, gate, memory 1,000": gated_delta.gated_delta(gated=True, memory=1000),
+        "long_short": long_short.long_short(window=WINDOW, chunk_len=WINDOW, rank=4),
+    }
+    both = {
+        f"window {WINDOW} and {name}": (window, alone[name])
+        for name in ("LSH, 4 hashes", "linear", "gated_delta, memory 1,000")
+    }
+    return {name: (op,) for name, op in alone.items()} | both
+
+
+class Sizes(NamedTuple):
+    """What a model is trained with, beside its attention."""
+
+    d_model: int
+    length: int
+    vocab_size: int
+    batch_size: int
+    steps: int
+    stretch: int  # steps compiled as one, after which a training may end
+    n_eval: int
+
+    def n_pairs(self, of: Sequence[int] = N_PAIRS) -> tuple[int, ...]:
+        """The numbers of pairs that fit in the length."""
+        return tuple(n for n in of if 4 * n <= self.length)
+
+
+class Rows(NamedTuple):
+    """Examples, and the places of the values that are asked for, filled up with weight 0."""
+
+    tokens: Any  # [..., B, T]
+    places: Any  # [..., B, M]
+    weights: Any  # [..., B, M], those of a row add up to 1
+
+
+class Batches:
+    """The batches of a training, drawn once for all models: a stretch of steps at a time."""
+
+    def __init__(self, sizes: Sizes, n_pairs: Sequence[int]):
+        self._sizes, self._most = sizes, max(sizes.n_pairs())
+        self._task = associative_recall(
+            sizes.length, n_pairs, sizes.vocab_size, n_eval=sizes.n_eval
+        )
+        self._drawn: dict[int, Rows] = {}
+
+    def stretch(self, number: int) -> Rows:
+        """`[steps, B, ...]`, for training."""
+        if number not in self._drawn:
+            steps, rows, length = self._sizes.stretch, self._sizes.batch_size, self._sizes.length
+            batch = self._task.train_batch(0, number, steps * rows, length)
+            drawn = self._rows(batch.inputs, batch.weights)
+            self._drawn[number] = Rows(*(x.reshape(steps, rows, *x.shape[1:]) for x in drawn))
+        return self._drawn[number]
+
+    def evaluation(self) -> Rows:
+        """`[n_eval, ...]`, of examples that no training draws."""
+        (batch,) = self._task.eval_batches("valid", self._sizes.n_eval, *[self._sizes.length] * 2)
+        return self._rows(batch.inputs, batch.weights)
+
+    def _rows(self, tokens: np.ndarray, weights: np.ndarray) -> Rows:
+        places = np.argsort(-weights, axis=-1, kind="stable")[:, : self._most]
+        weights = np.take_along_axis(weights, places, axis=-1)
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return Rows(tokens.astype(np.uint16), places.astype(np.uint16), weights)
+
+
+def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
+    """A language model of these layers, of which `MIXER` alone has positions, rotary ones.
+
+    A strict algorithm brings the next position's value too.
+    """
+    return TransformerLM(
+        vocab_size=sizes.vocab_size,
+        d_model=sizes.d_model,
+        d_ff=1,
+        n_heads=N_HEADS,
+        d_attention_key=sizes.d_model // N_HEADS,
+        d_attention_value=sizes.d_model // N_HEADS,
+        n_layers=len(ops),
+        attention_type=[op if op is MIXER else _without_positions(op) for op in ops],
+        pos_type="rotary_local",
+        next_value=any(op.traits.strict for op in ops),
+        tie_embeddings=True,
+        init_std=INIT_STD,
+        dropout=0.0,
+        mode=mode,
+    )
+
+
+def _without_positions(op: AttentionOp) -> AttentionOp:
+    """The algorithm without the trait for which `pos_type="rotary_local"` turns keys."""
+    return op._replace(traits=op.traits._replace(local=False))
+
+
+def sums(model: TransformerLM, params, rows: Rows, rng) -> loss.Sums:
+    """The loss of the values asked for; no logits are computed of other places."""
+    tokens, places = rows.tokens.astype(jnp.int32), rows.places.astype(jnp.int32)
+    features = model.features(params, tokens, rng=rng)
+    features = jnp.take_along_axis(features, places[..., None], axis=1)
+    targets = jnp.take_along_axis(tokens, places, axis=1)
+    return loss.cross_entropy(model.logits, params, features, targets, rows.weights)
+
+
+def adamw(rate: Any, steps: int) -> optax.GradientTransformation:
+    """The rate rises over a tenth of the steps, and falls as a cosine."""
+    shape = optimizer.cosine(1.0, steps, steps // 10)
+    return optimizer.adamw(lambda count: rate * shape(count))
+
+
+def trainer(model: TransformerLM, steps: int) -> Callable[..., Any]:
+    """A program (params, opt_state, first step, rate, batches) -> (params, opt_state, accuracy)."""
+
+    def mean(params, rows, rng):
+        found = sums(model, params, rows, rng)
+        return found.loss / found.weight, found.correct / found.weight
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def run(params, opt_state, first, rate, batches: Rows):
+        update = adamw(rate, steps).update
+
+        def step(carry, numbered):
+            (params, opt_state), (number, rows) = carry, numbered
+            rng = jax.random.fold_in(jax.random.key(SEED), number)
+            gradients, accuracy = jax.grad(mean, has_aux=True)(params, rows, rng)
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                before = trained(params)
+                updates, opt_state = update(trained(gradients), opt_state, before)
+                after = optax.apply_updates(before, updates)
+            params = merged(advanced(params, gradients), after)
+            return (params, opt_state), accuracy
+
+        numbers = first + jnp.arange(batches.tokens.shape[0])
+        carry, accuracies = jax.lax.scan(step, (params, opt_state), (numbers, batches))
+        return *carry, jnp.mean(accuracies)
+
+    return run
+
+
+@functools.cache
+def programs(ops: tuple[AttentionOp, ...], sizes: Sizes) -> tuple[TransformerLM, Any, Any]:
+    """The model with `MIXER` in front, its trainer, and its sums at evaluation, for all rates."""
+    ops = (MIXER, *ops)
+    model = build(ops, sizes, "train")
+    correct = jax.jit(functools.partial(sums, build(ops, sizes, "eval")))
+    return model, trainer(model, sizes.steps), correct
+
+
+def accuracies(
+    ops: tuple[AttentionOp, ...],
+    sizes: Sizes,
+    rate: float,
+    batches: Batches,
+    tests: Mapping[int, Rows],
+) -> dict[str, Any]:
+    """A trained model's accuracy by the number of pairs, its steps, and its seconds.
+
+    `learning` is its accuracy in each stretch of steps.
+    """
+    start = time.perf_counter()
+    model, run, correct = programs(ops, sizes)
+    key, shape = jax.random.key(SEED), (sizes.batch_size, sizes.length)
+    params = jax.jit(model.init_params, static_argnums=1)(key, shape)
+    opt_state = adamw(rate, sizes.steps).init(trained(params))
+    accuracy, step, learning = 0.0, 0, []
+    while step < sizes.steps and accuracy < ENOUGH:
+        rows = batches.stretch(step // sizes.stretch)
+        params, opt_state, accuracy = run(params, opt_state, step, rate, rows)
+        accuracy, step = float(accuracy), step + sizes.stretch
+        learning.append(round(accuracy, 4))
+        where = f"{ops} of {sizes.d_model} at {rate:g}: {step:,} steps"
+        print(f"{where}, {accuracy:.1%}", file=sys.stderr, flush=True)
+    named = {}
+    for n, rows in tests.items():
+        n_batches = -(-len(rows.tokens) // sizes.batch_size)
+        parts = zip(*(np.array_split(x, n_batches) for x in rows), strict=True)
+        totals = [correct(params, Rows(*part), key) for part in parts]
+        named[n] = float(sum(x.correct for x in totals) / sum(x.weight for x in totals))
+    return {
+        "accuracy": named,
+        "ended_after": step,
+        "learning": learning,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def ended(record: Mapping[str, Any], sizes: Sizes) -> bool:
+    """Whether a model named enough before its last step, so that no further rate is tried."""
+    return record["ended_after"] < sizes.steps
+
+
+def train(*, rows: Sequence[Any], claims: str, end: float | None) -> Iterator[Answer]:
+    """Trains the rows that no other process has taken: a record of each model, or an error.
+
+    Args:
+      rows: names, sizes and rates of learning, which are tried in order until one is enough.
+      claims: the folder that has a file for each row that is taken.
+      end: the time to be killed at; None: never.
+    """
+    ops = attentions()
+    for index, (name, sizes, rates) in enumerate(rows):
+        if not _claim(Path(claims, str(index))):
+            continue
+        sizes = Sizes(*sizes)
+        for rate in rates:
+            left = None if end is None else round(end - time.time(), 1)
+            if left is not None and left <= 0:
+                yield {"row": index, "error": "TimeoutError: no time left to begin"}
+                break
+            yield stage(f"{name} of {sizes.d_model} at {rate:g}", left)
+            known = attempt(_accuracies, ops[name], sizes, rate)
+            if isinstance(known, Exception):
+                yield {"row": index, "error": reason(known)}
+                break
+            record = {"attention": name, "rate": rate} | sizes._asdict()
+            record |= {"device": command_line.machine()} | known
+            yield {"row": index, "record": record}
+            if ended(record, sizes):
+                break
+
+
+def _claim(file: Path) -> bool:
+    """Whether this process is the first to make the file."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _accuracies(ops: Any, sizes: Sizes, rate: float) -> dict[str, Any]:
+    return accuracies(ops, sizes, rate, *_drawn(sizes._replace(d_model=0)))
+
+
+@functools.cache
+def _drawn(sizes: Sizes) -> tuple[Batches, dict[int, Rows]]:
+    """What all models are trained on, and evaluated on by the number of pairs."""
+    tests = {n: Batches(sizes, (n,)).evaluation() for n in sizes.n_pairs()}
+    return Batches(sizes, sizes.n_pairs()), tests
