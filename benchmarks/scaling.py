@@ -99,8 +99,13 @@ def from_config(files: Sequence[str], overrides: Sequence[str]) -> Settings:
     return Settings(**config.bindings(loop.train, names), task=stdlib.stdlib())
 
 
-def prepare(settings: Settings, axis: str | None, n_steps: int, shared: bool) -> Candidate:
-    """Compiles a step on one device, or on all along an axis; `context` may share its sequence."""
+def prepare(
+    settings: Settings, axis: str | None, n_steps: int, shared: bool
+) -> Callable[[], Candidate]:
+    """A state on one device, or on all along an axis; `context` may share its sequence.
+
+    What is returned compiles the step, and runs nothing.
+    """
     some = jax.devices()[:1] if axis is None else jax.devices()
     mesh = mesh_lib.make({} if axis is None else {axis: -1}, some)
     batch_size = settings.batch_size * devices.row_shares(mesh)
@@ -112,18 +117,23 @@ def prepare(settings: Settings, axis: str | None, n_steps: int, shared: bool) ->
     state = jax.jit(init, out_shardings=placement)(key)
     batch = tuple(sized.task.train_batch(0, 0, batch_size, length))
     batch = jax.device_put(batch, devices.over_tokens(mesh))
-    step = opening.step_of(sized, model, mesh, state).lower(state, batch, key).compile()
+    jax.block_until_ready((state, batch, key))
 
-    def run():
-        nonlocal state
-        for _ in range(n_steps):
-            state, metrics = step(state, batch, key)
-        loss = float(metrics["nats"])
-        assert math.isfinite(loss), f"the loss is {loss}"
+    def compiled() -> Candidate:
+        step = opening.step_of(sized, model, mesh, state).lower(state, batch, key).compile()
 
-    temp = step.memory_analysis().temp_size_in_bytes
-    tokens = n_steps * batch_size * length
-    return Candidate(run, tokens, mesh_lib.bytes_stored(state, mesh) / MIB, temp / MIB)
+        def run():
+            nonlocal state
+            for _ in range(n_steps):
+                state, metrics = step(state, batch, key)
+            loss = float(metrics["nats"])
+            assert math.isfinite(loss), f"the loss is {loss}"
+
+        temp = step.memory_analysis().temp_size_in_bytes
+        tokens = n_steps * batch_size * length
+        return Candidate(run, tokens, mesh_lib.bytes_stored(state, mesh) / MIB, temp / MIB)
+
+    return compiled
 
 
 def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
@@ -201,11 +211,11 @@ def measure(args: Any) -> None:
         if known >= set(axes[1:]):
             print(f"{args.saved} has {name} over {', '.join(axes[1:])}")
             return
-    found = attempt_each(
-        lambda axis: prepare(settings, axis, n_steps, args.shared),
-        {axis: axis for axis in axes},
-        COMPILERS,
+    prepared = attempt_each(
+        lambda axis: prepare(settings, axis, n_steps, args.shared), {axis: axis for axis in axes}
     )
+    # Nothing runs meanwhile: loading cuDNN's attention disturbs what other threads run.
+    found = attempt_each(lambda compiled: compiled(), prepared, COMPILERS)
     ready = {axis: x for axis, x in found.items() if isinstance(x, Candidate)}
     seconds = in_turn({axis: x.run for axis, x in ready.items()}, args.repeats)
     speeds = {axis: ready[axis].tokens / seconds[axis] for axis in ready}
