@@ -29,6 +29,7 @@ from reformax.ops.parts.cache import (
     replace_value,
 )
 from reformax.ops.parts.dispatch import KERNELS, check_impl
+from reformax.ops.parts.lsh_decoding import seen_before
 from reformax.ops.parts.orders import ChunkSizes, Order
 
 # Every round orders the whole sequence twice.
@@ -208,11 +209,7 @@ def _step(
     seen = _take(order, jnp.minimum(place, capacity - 1), axis=-1)
     mask = place <= now
     if settings.count_once:
-        again = (seen[..., None, None] == seen[:, :, None, None]) & mask[:, :, None, None]
-        earlier = jnp.tril(jnp.ones((settings.n_hashes,) * 2, bool), -1)
-        again = again & earlier[None, None, :, None, :, None]
-        mask = mask & ~again.any(axis=(-2, -1))
+        mask = mask & ~seen_before(jnp.where(mask, seen, -1))
     index = seen.reshape(*seen.shape[:2], -1)
-    keys, values = (_take(x, index[..., None], axis=2) for x in memory)
-    out = attend_to(q, keys, values, mask.reshape(index.shape))
+    out = attend_to(q, *memory, mask.reshape(index.shape), index=index)
     return out, Clustered(memory, parts, squares, Shared(directions))
