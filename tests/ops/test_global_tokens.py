@@ -30,6 +30,20 @@ def _counts(shape, causal, segments, marks, window, dilation, n_global):
     return mask * (near[None] | chosen[:, None, None]), mask, chosen
 
 
+def _marks(length):
+    marks = np.zeros((2, length), np.int32)
+    marks[:, MARKED] = 1
+    marks[1, 0] = 2
+    return marks
+
+
+def _differentiated(op, x, **masks):
+    """The output, a random gradient of it, and with it those of the inputs."""
+    out, vjp = jax.vjp(jax.jit(lambda x: inputs.call(op, x, **masks)), x)
+    d_out = np.random.default_rng(5).normal(size=x.v.shape).astype(np.float32)
+    return out, d_out, *vjp(d_out)
+
+
 @pytest.mark.parametrize(
     "causal, segments, dilation, n_global, own, dropout, impl",
     [
@@ -47,14 +61,9 @@ def test_outputs_and_gradients(causal, segments, dilation, n_global, own, dropou
     options = dict(window=4, dilation=dilation, n_global=n_global)
     op = longformer.longformer(**options, own_projections=own, impl=impl)
     x = inputs.draw(op, length=LENGTH, d_v=3)
-    marks = np.zeros((2, LENGTH), np.int32)
-    marks[:, MARKED] = 1
-    marks[1, 0] = 2
-    rng = jax.random.key(3)
-    d_out = np.random.default_rng(5).normal(size=x.v.shape).astype(np.float32)
+    marks, rng = _marks(LENGTH), jax.random.key(3)
     masks = dict(causal=causal, segments=segments, marks=marks, dropout=dropout, rng=rng)
-    out, vjp = jax.vjp(jax.jit(lambda x: inputs.call(op, x, **masks)), x)
-    (got,) = vjp(d_out)
+    out, d_out, got = _differentiated(op, x, **masks)
 
     shape = Shape(2, LENGTH, LENGTH, 2)
     near, everything, chosen = _counts(shape, causal, segments, marks, **options)
@@ -93,14 +102,9 @@ def test_global_tokens_beside_random_blocks(sizes, n_global, block_size, dropout
     options = dict(pattern=pattern, block_size=block_size, impl=impl)
     op = block_sparse.block_sparse(n_global=n_global, **options)
     x = inputs.draw(op, length=length, d_v=3)
-    marks = np.zeros((2, length), np.int32)
-    marks[:, MARKED] = 1
-    marks[1, 0] = 2
-    rng = jax.random.key(3)
-    d_out = np.random.default_rng(5).normal(size=x.v.shape).astype(np.float32)
+    marks, rng = _marks(length), jax.random.key(3)
     masks = dict(causal=False, segments=segments, marks=marks, dropout=dropout, rng=rng)
-    out, vjp = jax.vjp(jax.jit(lambda x: inputs.call(op, x, **masks)), x)
-    (got,) = vjp(d_out)
+    out, d_out, got = _differentiated(op, x, **masks)
 
     everything = visible(Shape(2, length, length, 2), False, segments)
     marked = (marks > 0) & (True if segments is None else segments != 0)
