@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import sys
 import tempfile
 import time
@@ -42,11 +41,10 @@ import jax.numpy as jnp
 from benchmarks.harness import command_line
 from benchmarks.harness.calls import PeerError, exit_if
 from benchmarks.harness.output import Table, plot
-from benchmarks.harness.processes import ask, ask_each
+from benchmarks.harness.processes import ask, ask_each, sharing
 from benchmarks.peers.recall_jax import SEED, Sizes, attentions, build, ended
 from reformax.ops.base import AttentionOp
 
-SHARED = 0.84  # of the device's memory, by the processes that are at once on it
 # Of figures: a state of constant size, a window; the rest grow with the length.
 COLOURS = dict.fromkeys(("linear", "performer", "retention", "gated_linear", "gated_delta"), "C3")
 COLOURS |= dict.fromkeys(("local", "sinks", "longformer"), "C2")
@@ -119,9 +117,8 @@ def models(
             claims=claims,
             end=None if limit is None else time.time() + limit,
         )
-        share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{SHARED / at_once:.2f}"} | os.environ
         start = functools.partial(
-            ask, sys.executable, "recall_jax.train", patience=limit, env=share, **request
+            ask, sys.executable, "recall_jax.train", patience=limit, env=sharing(at_once), **request
         )
         answers = ask_each(dict.fromkeys(range(min(at_once, len(asked))), start), at_once)
         for key in found:
@@ -150,6 +147,8 @@ def models(
                 yield key, records
             elif records:
                 yield key, max(records, key=lambda one: sum(one["accuracy"].values()))
+        for _ in answers:  # until their end processes look at what is claimed
+            pass
 
 
 def main(argv: Sequence[str] | None = None) -> None:

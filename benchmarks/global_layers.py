@@ -35,7 +35,7 @@ from benchmarks.harness import command_line
 from benchmarks.harness.calls import PeerError, exit_if
 from benchmarks.harness.kept import read
 from benchmarks.harness.output import Table
-from benchmarks.harness.processes import ROOT, Answer, ask, ask_each
+from benchmarks.harness.processes import ROOT, Answer, ask, ask_each, sharing
 
 NEXT_VALUE = "lm.{model}.next_value=True"
 # The settings of each row, by group. A model's own are of {model}.
@@ -124,7 +124,6 @@ CHOSEN = {
 }
 GROUPS = {"compared": COMPARED, "linear_time": LINEAR_TIME, "chosen": CHOSEN}
 ROWS = COMPARED | LINEAR_TIME | CHOSEN
-SHARED = 0.84  # of the device's memory, by the rows that are at once on it
 TINY = [
     *("length=128", "batch_size=2", "d_model=16", "d_ff=16", "n_layers=4", "n_heads=2"),
     *("d_head=8", "loop.train.eval_stride=128", "loop.train.eval_batch_size=2"),
@@ -163,7 +162,7 @@ def train(name: str, args: argparse.Namespace, folder: Path, end: float | None) 
         sys.executable,
         "language_model.train",
         patience=limit,
-        env={"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{SHARED / args.at_once:.2f}"} | os.environ,
+        env=sharing(args.at_once),
         name=name,
         config_file=str(config_file),
         settings=settings,

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import types
 from contextlib import nullcontext
 from pathlib import Path
@@ -892,6 +893,20 @@ def test_recall_trains_a_row_in_one_process(limit, trained, tmp_path, monkeypatc
     found = dict(associative_recall.models(rows, [1e-3], None, at_once=2, limit=limit))
     assert sorted(made) == sorted(trained) and list(found) == rows
     assert {name for (name, _), x in found.items() if isinstance(x, dict)} == trained
+
+
+def test_recall_keeps_the_claims_until_all_processes_have_ended(monkeypatch):
+    there = []
+
+    def ask(python, peer, *, claims, **request):
+        yield {"row": 0, "error": "RuntimeError: no"}
+        time.sleep(0.2)  # the row is known by now, and a process may still make a claim
+        there.append(Path(claims).is_dir())
+
+    monkeypatch.setattr(associative_recall, "ask", ask)
+    sizes = recall_jax.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
+    assert len(dict(associative_recall.models([("flash", sizes)], [1e-3], None))) == 1
+    assert there == [True]
 
 
 def test_recall_keeps_what_is_known_of_a_process_that_is_killed(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from benchmarks.harness.calls import attempt, reason
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED = 0.84  # of a device's memory, by the processes that are at once on it
 REQUESTED = "BENCHMARKS_REQUEST_KERNELS"  # a variable: whether `--request_kernels` was given
 _BEGIN = time.monotonic()
 
@@ -42,6 +43,11 @@ def tell(text: str) -> None:
 def stage(what: str, limit: float | None = None) -> Answer:
     """Not an answer but news: what a process does now. It is killed after `limit` seconds of it."""
     return {"stage": what, "limit": limit}
+
+
+def sharing(at_once: int) -> dict[str, str]:
+    """The environment of a process that shares a device's memory: so many are at once on it."""
+    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{SHARED / at_once:.2f}"} | os.environ
 
 
 def ask(
