@@ -42,7 +42,7 @@ from benchmarks.harness import command_line
 from benchmarks.harness.calls import PeerError, exit_if
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import ask, ask_each, sharing
-from benchmarks.peers.recall_jax import SEED, Sizes, attentions, build, ended
+from benchmarks.rows.recall import SEED, Sizes, attentions, build, ended
 from reformax.ops.base import AttentionOp
 
 # Of figures: a state of constant size, a window; the rest grow with the length.
@@ -117,9 +117,8 @@ def models(
             claims=claims,
             end=None if limit is None else time.time() + limit,
         )
-        start = functools.partial(
-            ask, sys.executable, "recall_jax.train", patience=limit, env=sharing(at_once), **request
-        )
+        ours = functools.partial(ask, sys.executable, "rows.recall.train", patience=limit)
+        start = functools.partial(ours, env=sharing(at_once), **request)
         answers = ask_each(dict.fromkeys(range(min(at_once, len(asked))), start), at_once)
         for key in found:
             while key in untried:

@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.peers:
             request = dict(size=size, chunk_len=shape.chunk_len, dtype=shape.dtype)
             peers = rows.measure_peers(
-                args.peers, "attention_torch.by_length", **request, repeats=args.repeats
+                args.peers, "peers.attention_torch.by_length", **request, repeats=args.repeats
             )
             measured = itertools.chain(measured, peers)
         known = results[length] = {}

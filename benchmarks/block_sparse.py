@@ -112,7 +112,7 @@ def measure_peers(
         path = Path(folder) / "masks.npz"
         np.savez(path, **masks)
         request = dict(masks=str(path), shape=shape._asdict(), repeats=repeats)
-        peers = rows.measure_peers(python, "attention_torch.by_mask", **request)
+        peers = rows.measure_peers(python, "peers.attention_torch.by_mask", **request)
         yield from ((FLEX + name, known) for name, known in peers)
 
 

@@ -160,7 +160,7 @@ def train(name: str, args: argparse.Namespace, folder: Path, end: float | None) 
     config_file, settings = config_of(name, args)
     yield from ask(
         sys.executable,
-        "language_model.train",
+        "rows.language_model.train",
         patience=limit,
         env=sharing(args.at_once),
         name=name,

@@ -58,8 +58,8 @@ from benchmarks.harness.kept import Checked, Figures, read
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import Answer, ask
 from benchmarks.harness.side_by_side import Peers, Rows, measure
-from benchmarks.peers.linear_jax import MOST, NAMES, Shape
 from benchmarks.peers.linear_names import PEERS
+from benchmarks.rows.linear import MOST, NAMES, Shape
 
 COLUMNS = ("forward ms", "gradient ms", "temp MiB", "error", "of gradient")
 
@@ -95,20 +95,20 @@ class Run(NamedTuple):
         """A process that computes what a row has to."""
         on_cpu = {"JAX_PLATFORMS": "cpu"}
         request = dict(name=name, shape=self.shape)
-        return self.ask(sys.executable, "linear_jax.numbers", on_cpu, **request)
+        return self.ask(sys.executable, "rows.linear.numbers", on_cpu, **request)
 
     def compiler(self, python: str, peer: str, index: int) -> Iterator[Answer]:
         """A process that compiles its share of a peer's kernels, and checks it."""
         # What is chosen where others work is forgotten.
         request = dict(name=peer, index=index, dtype=self.shape.dtype)
-        function = "linear_torch.compile_and_check"
+        function = "peers.linear_torch.compile_and_check"
         return self.ask(python, function, {"FLA_CACHE_RESULTS": "0"}, **request)
 
     def times(self, python: str, lengths: Mapping[str, Sequence[int]]) -> Iterator[Answer]:
         """A process that times peers, one after another."""
         request = dict(dtype=self.shape.dtype, n_known=self.shape.check_length)
         request |= dict(repeats=self.repeats, most=MOST, slow=SLOW)
-        return self.ask(python, "linear_torch.by_length", lengths=lengths, **request)
+        return self.ask(python, "peers.linear_torch.by_length", lengths=lengths, **request)
 
     def ours(self, name: str) -> Iterator[Answer]:
         """A process that measures a row of ours."""
@@ -116,7 +116,7 @@ class Run(NamedTuple):
         known = {n: (x.result.gradient.queued_ms, x.result.temp_mib or 0.0) for n, x in checked}
         return self.ask(
             sys.executable,
-            "linear_jax.by_length",
+            "rows.linear.by_length",
             name=name,
             shape=self.shape,
             lengths=self.figures.missing(name),

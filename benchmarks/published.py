@@ -153,7 +153,7 @@ def measure(job: Job, repeats: int, python: str, profile: bool) -> dict[str, Any
         lock = Path(folder) / "lock"
         sizes = job.shape._asdict() | dict(repeats=repeats, in_a_row=IN_A_ROW, lock=str(lock))
         # Its process compiles while ours does.
-        answers = ask(python, "published_torch.train", **sizes, optimizer=job.adamw)
+        answers = ask(python, "peers.published_torch.train", **sizes, optimizer=job.adamw)
         runs = {
             "reformax": ours(job, lock, repeats, profile),
             "PyTorch, compiled": theirs(answers, job.shape),

@@ -57,7 +57,7 @@ from benchmarks.harness.kept import Checked, Figures, Known, read
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import Answer, ask
 from benchmarks.harness.side_by_side import Peers, Rows, measure
-from benchmarks.peers.sparse_jax import MOST, Shape, algorithms
+from benchmarks.rows.sparse import MOST, Shape, algorithms
 
 SHAPES = {
     "tiny": Shape((64, 128), 2, 8, "float32", 64, 16, 2),
@@ -86,7 +86,7 @@ class Run(NamedTuple):
         """A process that computes what peers have to."""
         on_cpu = {"JAX_PLATFORMS": "cpu"}
         request = dict(name=name, shape=self.shape)
-        return self.ask(sys.executable, "sparse_jax.numbers", on_cpu, **request)
+        return self.ask(sys.executable, "rows.sparse.numbers", on_cpu, **request)
 
     def ours(self, lengths: Sequence[int], name: str) -> Iterator[Answer]:
         """A process that measures a row of ours."""
@@ -95,7 +95,7 @@ class Run(NamedTuple):
         of = {n: (x.result.gradient.queued_ms, x.result.temp_mib) for n, x in checked.items()}
         return self.ask(
             sys.executable,
-            "sparse_jax.by_length",
+            "rows.sparse.by_length",
             name=name,
             shape=self.shape,
             lengths=[n for n in self.figures.missing(name) if n in lengths],
@@ -112,12 +112,12 @@ class Run(NamedTuple):
         request = dict(name=peer, index=index, n_compilers=COMPILERS.get(peer, 1))
         request |= dict(lengths=lengths) | self._of_peers()
         env = {"FLA_CACHE_RESULTS": "0"}
-        return self.ask(python, "sparse_torch.compile_and_check", env, **request)
+        return self.ask(python, "peers.sparse_torch.compile_and_check", env, **request)
 
     def times(self, python: str, lengths: Mapping[str, Sequence[int]]) -> Iterator[Answer]:
         """A process that times peers, one after another."""
         request = dict(repeats=self.repeats, most=MOST, slow=SLOW) | self._of_peers()
-        return self.ask(python, "sparse_torch.by_length", lengths=lengths, **request)
+        return self.ask(python, "peers.sparse_torch.by_length", lengths=lengths, **request)
 
     def _of_peers(self) -> dict[str, Any]:
         shape = self.shape

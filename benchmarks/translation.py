@@ -64,7 +64,7 @@ SHAPES = {
 
 def ask_peer(python: str, function: str, **request: Any) -> dict[str, Any]:
     """The peer's answer; raises `PeerError` if it has none."""
-    (answer,) = ask(python, f"translation_torch.{function}", **request)
+    (answer,) = ask(python, f"peers.translation_torch.{function}", **request)
     if "error" in answer:
         raise PeerError(answer["error"])
     return answer

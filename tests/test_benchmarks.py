@@ -53,11 +53,13 @@ from benchmarks.harness import (
 from benchmarks.harness.calls import PeerError, reason
 from benchmarks.harness.language_models import Sizes
 from benchmarks.harness.output import Table
-from benchmarks.peers import linear_jax, linear_names, rabe_staats, recall_jax, triton_tuning
+from benchmarks.peers import linear_names, rabe_staats, triton_tuning
 from benchmarks.reliability import __main__ as reliability_main
 from benchmarks.reliability import calls as reliability_calls
 from benchmarks.reliability import failing_calls, kills
 from benchmarks.reliability import runs as reliability_runs
+from benchmarks.rows import linear as linear_rows
+from benchmarks.rows import recall as recall_rows
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
 from reformax.ops.parts import dispatch
@@ -348,7 +350,7 @@ def test_no_benchmark_imports_another():
     for path in files:
         for imported in re.findall(r"from benchmarks(\S*) import (.*)", path.read_text()):
             own = (".reliability",) if path.parent.name == "reliability" else ()
-            shared = (".harness", ".peers", *own)
+            shared = (".harness", ".peers", ".rows", *own)
             assert imported[0].startswith(shared), (path, imported)
 
 
@@ -653,7 +655,7 @@ from reformax.ops.parts import dispatch
 peer = types.ModuleType("peer")
 peer.found = lambda: iter([{"impl": dispatch.on_request("auto")}])
 sys.modules["benchmarks.peers.peer"] = peer
-processes.main("peer.found", "{}")
+processes.main("peers.peer.found", "{}")
 """
 
 
@@ -669,7 +671,7 @@ def test_processes_take_the_kernels_that_a_command_requests(flags, impl, monkeyp
 TRAINS = """
 import os, sys, time
 from pathlib import Path
-from benchmarks.peers.language_model import in_turn
+from benchmarks.rows.language_model import in_turn
 
 folder, name, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 (trains := in_turn(folder / "turn", 3, name).on_step)(1, {})
@@ -725,13 +727,13 @@ def test_kept_figures_of_linear_attention_are_drawn(tmp_path):
 
 def test_a_row_that_is_off_is_no_row():
     shape = linear_attention.SHAPES["tiny"]._replace(check_length=16)
-    row = linear_jax.algorithm("linear", shape, "xla")
-    want = linear_jax.expected(row, shape)
-    programs = linear_jax.compile_row(row, shape, 16)
-    assert max(linear_jax.check(programs, row, shape, want)) < 1e-5
+    row = linear_rows.algorithm("linear", shape, "xla")
+    want = linear_rows.expected(row, shape)
+    programs = linear_rows.compile_row(row, shape, 16)
+    assert max(linear_rows.check(programs, row, shape, want)) < 1e-5
     want["d k"] = want["d k"] + 0.1
     with pytest.raises(ArithmeticError, match="the gradient in float32 is 0.1 off"):
-        linear_jax.check(programs, row, shape, want)
+        linear_rows.check(programs, row, shape, want)
 
 
 # An interpreter of peers, of which `hangs` hangs where `where` says, and `other` does not.
@@ -744,7 +746,7 @@ def tell(**line):
 def work(name, where):
     tell(stage=f"{{where}} {{name}}", limit=request["limit"])
     time.sleep(60 if (name, where) == ("hangs", "{where}") else 0)
-if function == "linear_torch.compile_and_check":
+if function == "peers.linear_torch.compile_and_check":
     work(request["name"], "compile")
     tell(name=request["name"], errors=[])
 else:
@@ -844,7 +846,7 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
         return {"accuracy": {"4": 0.5, "8": 0.25}, "ended_after": 2, "seconds": 1.0}
 
     monkeypatch.setattr(associative_recall, "ask", ask_here)
-    monkeypatch.setattr(recall_jax, "accuracies", accuracies)
+    monkeypatch.setattr(recall_rows, "accuracies", accuracies)
     associative_recall.main([*flags, "flash"])
     (tmp_path / "out").open("a").write('{"attention": "linear"')
     associative_recall.main([*flags, "flash", "linear", "--only_known"])
@@ -856,7 +858,7 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("ended_after, tried", [(1, [3e-3]), (2, [3e-3, 1e-3])])
 def test_recall_tries_rates_until_one_is_enough(ended_after, tried, monkeypatch):
-    sizes = recall_jax.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
+    sizes = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
     rates = []
 
     def accuracies(ops, sizes, rate, batches, tests):
@@ -864,14 +866,14 @@ def test_recall_tries_rates_until_one_is_enough(ended_after, tried, monkeypatch)
         return {"accuracy": {"4": rate}, "ended_after": ended_after}
 
     monkeypatch.setattr(associative_recall, "ask", ask_here)
-    monkeypatch.setattr(recall_jax, "accuracies", accuracies)
+    monkeypatch.setattr(recall_rows, "accuracies", accuracies)
     ((key, best),) = associative_recall.models([("flash", sizes)], (3e-3, 1e-3), None)
     assert (key, rates, best["rate"]) == (("flash", sizes), tried, 3e-3)
 
 
 def ask_here(python, peer, *, patience, env, **request):
     """The answers of a peer of recall in this process."""
-    answers = recall_jax.train(**json.loads(json.dumps(request)))
+    answers = recall_rows.train(**json.loads(json.dumps(request)))
     return (json.loads(json.dumps(x)) for x in answers if "stage" not in x)
 
 
@@ -885,10 +887,10 @@ def test_recall_trains_a_row_in_one_process(limit, trained, tmp_path, monkeypatc
         return {"accuracy": {"4": rate}, "ended_after": 2}
 
     monkeypatch.setattr(associative_recall, "ask", ask_here)
-    monkeypatch.setattr(recall_jax, "accuracies", accuracies)
-    monkeypatch.setattr(recall_jax, "attentions", lambda: {x: x for x in names})
+    monkeypatch.setattr(recall_rows, "accuracies", accuracies)
+    monkeypatch.setattr(recall_rows, "attentions", lambda: {x: x for x in names})
     names = "flash", "linear", "lsh"
-    sizes = recall_jax.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
+    sizes = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
     rows = [(name, sizes) for name in names]
     found = dict(associative_recall.models(rows, [1e-3], None, at_once=2, limit=limit))
     assert sorted(made) == sorted(trained) and list(found) == rows
@@ -904,7 +906,7 @@ def test_recall_keeps_the_claims_until_all_processes_have_ended(monkeypatch):
         there.append(Path(claims).is_dir())
 
     monkeypatch.setattr(associative_recall, "ask", ask)
-    sizes = recall_jax.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
+    sizes = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
     assert len(dict(associative_recall.models([("flash", sizes)], [1e-3], None))) == 1
     assert there == [True]
 
@@ -921,7 +923,7 @@ def test_recall_keeps_what_is_known_of_a_process_that_is_killed(tmp_path, monkey
         yield {"error": "TimeoutError: more than 3 s"}
 
     monkeypatch.setattr(associative_recall, "ask", ask)
-    sizes = recall_jax.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
+    sizes = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
     rows, out = [("flash", sizes), ("linear", sizes)], tmp_path / "out"
     found = dict(associative_recall.models(rows, [1e-3], out, limit=3.0))
     assert found[rows[0]]["accuracy"] == {"4": 0.5}

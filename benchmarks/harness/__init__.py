@@ -1,1 +1,1 @@
-"""Code that the benchmarks share. A benchmark imports this and peers, but no other benchmark."""
+"""What the benchmarks share. A benchmark imports this, rows and peers, but no other benchmark."""

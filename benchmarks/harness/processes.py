@@ -1,4 +1,4 @@
-"""Peers in processes of their own, which answer a request by lines of JSON.
+"""Rows and peers in processes of their own, which answer a request by lines of JSON.
 
 Two frameworks in one process would share CUDA libraries, and each wants its own version of them.
 A process can also be ended: one that takes longer than it said for a stage is.
@@ -52,25 +52,25 @@ def sharing(at_once: int) -> dict[str, str]:
 
 def ask(
     python: str,
-    peer: str,
+    function: str,
     *,
     patience: float | None = None,
     env: Mapping[str, str] | None = None,
     **request: Any,
 ) -> Iterator[Answer]:
-    """Starts a peer: its answers, as they come. The last is an `error` if the process failed.
+    """Starts a process: its answers, as they come. The last is an `error` if the process failed.
 
-    A peer is a function that yields answers and stages, as `module.function` of `benchmarks.peers`,
-    and `request` its arguments. Stages are told on stderr.
+    It calls a function of `benchmarks.rows` or `benchmarks.peers`, which yields answers and stages.
+    Stages are told on stderr.
 
     Args:
       python: the interpreter that runs it.
-      peer: the function.
+      function: as `rows.module.function`.
       patience: seconds until the first stage, and after an answer; None: any.
       env: variables of its environment besides those of this one.
       request: the function's arguments.
     """
-    command = [python, "-m", "benchmarks.harness.processes", peer, json.dumps(request)]
+    command = [python, "-m", "benchmarks.harness.processes", function, json.dumps(request)]
     environment = os.environ | (env or {})
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
@@ -177,15 +177,15 @@ def wait_for(folder: Path, name: str) -> Path:
     return file
 
 
-def main(peer: str, request: str) -> None:
+def main(function: str, request: str) -> None:
     """Prints the answers, alone on stdout. A stage shows where it is shortly before its limit."""
 
     def answer() -> None:
-        module, function = peer.split(".")
-        module = importlib.import_module(f"benchmarks.peers.{module}")
+        module, name = function.rsplit(".", 1)
+        module = importlib.import_module(f"benchmarks.{module}")
         if os.environ.get(REQUESTED) and (ours := sys.modules.get("reformax.ops.parts.dispatch")):
             ours.request_kernels()
-        for one in getattr(module, function)(**json.loads(request)):
+        for one in getattr(module, name)(**json.loads(request)):
             faulthandler.cancel_dump_traceback_later()
             if one.get("limit"):
                 faulthandler.dump_traceback_later(0.9 * one["limit"])
