@@ -30,6 +30,7 @@ import functools
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +44,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from benchmarks.harness import command_line, coverage
 from benchmarks.harness.calls import COMPILERS, attempt, exit_if
 from benchmarks.harness.output import Table, plot
+from reformax.cli import errors
 from reformax.declared import SettingError, Unsupported
 from reformax.ops import AttentionOp, lsh
 from reformax.ops.parts.masks import except_self, visibility
@@ -189,7 +191,8 @@ def of_run(args: argparse.Namespace) -> None:
     axes = dict(yscale="linear", xlabel="keys that a query sees", ylim=(0, 1.02))
     path = Path(args.run, "recall.png") if args.plot == PLOT else args.plot
     drawn = {_short(text, points): dict(sorted(line)) for text, line in points.items()}
-    plot(path, {label: drawn}, args.run, ticks=N_KEYS, **axes)
+    name = Path(args.run).resolve().name
+    plot(path, {label: drawn}, name, ticks=N_KEYS, **axes)
     exit_if(name for name in ops if _is_failure(found[name]))
 
 
@@ -326,6 +329,8 @@ def _cells(known: Known) -> list[str]:
 def _print_equal(points: dict[str, list[tuple[float, float]]]) -> None:
     rows = {text: coverage.at_equal_keys(line, N_KEYS) for text, line in points.items()}
     n_keys = [n for n in N_KEYS if any(n in row for row in rows.values())]
+    if not n_keys:
+        return
     table = Table("weight at equal numbers of keys", *map(str, n_keys))
     for text, row in rows.items():
         table.row(f"`{text}`", *(f"{row[n]:.3f}" if n in row else "-" for n in n_keys))
@@ -340,7 +345,7 @@ def _print_heads(lines, found: dict[str, Any], n_keys: int) -> None:
     each = next((one for line in known.values() for one in line), None)
     if each is None:
         return
-    table = Table(f"at {n_keys} keys", "layer", *(f"head {i}" for i in range(len(each.weight[0]))))
+    rows = []
     for text, line in known.items():
         for i, number in enumerate(each.layers if line else ()):
             heads = [
@@ -349,7 +354,12 @@ def _print_heads(lines, found: dict[str, Any], n_keys: int) -> None:
             ]
             if any(heads):
                 cells = (f"{x[n_keys]:.3f}" if x else "-" for x in heads)
-                table.row(f"`{text}`", str(number), *cells)
+                rows.append((f"`{text}`", str(number), *cells))
+    if rows:
+        heads = (f"head {i}" for i in range(len(each.weight[0])))
+        table = Table(f"at {n_keys} keys", "layer", *heads)
+        for row in rows:
+            table.row(*row)
 
 
 def _flags() -> argparse.ArgumentParser:
@@ -373,9 +383,10 @@ def _flags() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     args = _flags().parse_args(argv)
     of_run(args) if args.run else of_clusters(args)
+    return 0
 
 
 def of_clusters(args: argparse.Namespace) -> None:
@@ -406,4 +417,4 @@ def of_clusters(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(errors.exit_code(main))

@@ -170,6 +170,8 @@ def test_recall_and_bits_of_a_run(tmp_path, capsys, monkeypatch):
         return score(*args)
 
     monkeypatch.setattr(recall, "_bits", watched)
+    draw, titles = recall.plot, []
+    monkeypatch.setattr(recall, "plot", lambda *a, **b: titles.append(a[2]) or draw(*a, **b))
     flags = [f"--run={tmp_path / 'run'}", f"--data_dir={tmp_path / 'text'}", "--length=64"]
     flags += [f"--plot={tmp_path / 'a.png'}", "--bits=100", "--sequences=1"]
     flags += [f"--saved={tmp_path / 'a.jsonl'}", f"--op={recall.LARGEST}"]
@@ -192,4 +194,4 @@ def test_recall_and_bits_of_a_run(tmp_path, capsys, monkeypatch):
     assert [layer for layer, *_ in heads] == ["1", "3"]
     means = [float(x) for _, *each in heads for x in each]
     assert float(shares[0]) < np.mean(means) < float(shares[1])
-    assert (tmp_path / "a.png").stat().st_size
+    assert (tmp_path / "a.png").stat().st_size and titles == ["run", "run"]
