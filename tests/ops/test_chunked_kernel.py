@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reformax.ops.kernels import chunked as kernel
+from reformax.ops.kernels.packed_chunks import PackedChunks
 from reformax.ops.parts import chunked, sorting
 from reformax.ops.parts.orders import Chunks, Order
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
@@ -85,7 +86,7 @@ def test_near_chunks_are_found_in_packed_fields(n_chunks, before, after, per_pac
     n_rounds = 9
     rng = np.random.default_rng(0)
     chunks = Chunks(n_chunks * 2, 2, before, after, causal=False, shared_qk=True)
-    packed = kernel.PackedChunks.of(chunks)
+    packed = PackedChunks.of(chunks)
     assert packed.per_pack == per_pack
     ends = np.r_[np.arange(n_chunks), rng.integers(0, n_chunks, 2000), [0, n_chunks - 1] * 99]
     query, key = (
@@ -112,7 +113,7 @@ def test_packed_chunks_are_in_each_round_s_order():
     order = Order(np.argsort(places, axis=-1).astype(np.int32), places)
     q = jnp.zeros((1, 1100, 1, 2))
     inputs = kernel._inputs(chunks, q, None, q, order, None, None)
-    packed = kernel.PackedChunks.of(chunks)
+    packed = PackedChunks.of(chunks)
     assert (packed.guard, packed.per_pack, len(inputs.packs)) == (11, 2, 8)
     for r in range(15):  # as the last round sees them
         pack, field = divmod(r, packed.per_pack)

@@ -15,9 +15,8 @@ pass:
 These kernels wait for instructions more than for memory. Row statistics (segments, chunks, maxima)
 are therefore put in order beforehand, and a block reads them side by side.
 
-Letters as in `reformax.ops.base`; Tp is T padded to whole chunks, W the packs of `PackedChunks`. A
-*place* is an index into the order, a *position* one into the sequence. Positions of T or more are
-neither read nor written. What stands at positions of segment 0 is not read either, or hidden.
+Letters as in `reformax.ops.base`; Tp is T padded to whole chunks, W the packs of `PackedChunks`.
+A program is in `kernels.chunk_programs`, which has places, positions and who sees whom.
 """
 
 from __future__ import annotations
@@ -29,68 +28,30 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from reformax.ops.kernels.chunk_programs import Inputs, Program, Tiles
 from reformax.ops.kernels.common import (
     LOG2_E,
     LOWEST,
     QueryRows,
     column,
-    dropout_mask,
     empty_softmax,
     hide,
     launch,
     line,
-    load,
-    power_of_two,
     product,
     query_rows,
     recompute_weights,
     softmax_step,
-    view_rows,
 )
+from reformax.ops.kernels.packed_chunks import PackedChunks
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.softmax import Softmax, nonzero
-
-
-class Tiles(NamedTuple):
-    """The sizes of a kernel: rows of a program, rows it reads at a time, warps, pipeline stages."""
-
-    own: int
-    other: int
-    num_warps: int
-    num_stages: int
-
-
-class _Inputs(NamedTuple):
-    """The arrays that both passes read; None for those that a call does not have.
-
-    Without an order, the axes of heads and rounds have size 1. What is said of keys alone is None
-    where they stand at the places of their queries.
-    """
-
-    q: Array  # [B, T, N, H]
-    k: Array  # [B, T, N, H]
-    v: Array  # [B, T, N, V]
-    order: Array | None  # [B, N, R, Tp]
-    packs: Array | None  # [W, B, N, R, Tp], `PackedChunks` of all rounds but the last
-    segment: Array | None  # [B, N, R, Tp]
-    seed: Array | None  # [6], of dropout
-    key_order: Array | None = None  # [B, N, R, Tp]
-    key_packs: Array | None = None  # [W, B, N, R, Tp]
-    key_segment: Array | None = None  # [B, N, R, Tp]
-
-    def at_keys(self) -> _Inputs:
-        """The inputs whose order is that of the keys."""
-        if self.key_order is None:
-            return self
-        return self._replace(order=self.key_order, packs=self.key_packs, segment=self.key_segment)
 
 
 class _Gradients(NamedTuple):
@@ -101,257 +62,7 @@ class _Gradients(NamedTuple):
     v: Array  # [B, T, N, V]
 
 
-class _Block(NamedTuple):
-    """Some places, and what decides which of them see each other."""
-
-    place: Array
-    position: Array
-    segment: Array | None
-    chunk: Array
-    packs: tuple[Array, ...]  # the chunks in the rounds before this one
-
-
-class PackedChunks(NamedTuple):
-    """The chunks of a position in several rounds, packed in one integer of 32 bits.
-
-    Three operations then compare two positions in all of these rounds. A chunk's number has `guard`
-    bits and its field two more, so that no sum reaches the next field. The last field needs only
-    one more, because its carry may be lost.
-    """
-
-    guard: int  # 2^guard is above the number of every chunk and every distance that is near
-    before: int
-    after: int
-
-    @classmethod
-    def of(cls, chunks: Any) -> PackedChunks:
-        last = (chunks.length + chunks.padding) // chunks.chunk_len - 1
-        near = chunks.n_chunks_before + chunks.n_chunks_after
-        return cls(max(last, near, 1).bit_length(), chunks.n_chunks_before, chunks.n_chunks_after)
-
-    @property
-    def per_pack(self) -> int:
-        """Rounds in a pack."""
-        return 1 + (31 - self.guard) // (self.guard + 2)
-
-    def repeated(self, value: int, n: int | None = None) -> np.int32:
-        """A pack with `value` in the first `n` fields, or in all."""
-        fields = range(self.per_pack if n is None else n)
-        pack = sum(value << i * (self.guard + 2) for i in fields) & (2**32 - 1)
-        return np.uint32(pack).view(np.int32)
-
-    def pack(self, chunk: Int[Array, "B N R Tp"]) -> Int[Array, "B N Tp"]:
-        """The chunks in up to `per_pack` rounds, the first in the lowest bits."""
-        return sum(chunk[:, :, r] << r * (self.guard + 2) for r in range(chunk.shape[2]))
-
-    def near(self, query: Array, key: Array, n: int) -> Array:
-        """Whether the query's chunk looks at the key's in one of the first `n` rounds of a pack."""
-        # With g = 2^guard, field by field: g + d, d the distance, has its bit g if d >= 0, and
-        # g + most - d has it if d <= most.
-        g, most = 1 << self.guard, self.before + self.after
-        up = (query + self.repeated(g + self.after)) - key
-        down = self.repeated(2 * g + most) - up
-        return (up & down & self.repeated(g, n)) != 0
-
-
-class _Program(NamedTuple):
-    """One program of a kernel: its static part, and how it reads, masks and writes.
-
-    `batch` and `head` are known within a kernel only.
-    """
-
-    chunks: Any  # ops.parts.orders.Chunks
-    tiles: Tiles
-    round: int
-    n_rounds: int  # 0 where there is no order
-    n_places: int
-    batch: Any = None
-    head: Any = None
-
-    def here(self) -> _Program:
-        """The program that runs."""
-        # Outside of loops, where the interpreter does not know the numbers of a program.
-        return self._replace(batch=pl.program_id(2), head=pl.program_id(1))
-
-    @property
-    def start(self):
-        """The first place of the program's own block."""
-        return pl.program_id(0) * self.tiles.own
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this round completes the softmax."""
-        return self.round + 1 >= self.n_rounds
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every block lies within one chunk."""
-        length = self.chunks.chunk_len
-        return length % self.tiles.own == 0 and length % self.tiles.other == 0
-
-    @property
-    def whole(self) -> bool:
-        """Whether every place of every block has a position, so that loads need no mask."""
-        tiled = self.tiles.own % self.tiles.other == 0
-        return tiled and self.aligned and self.n_places == self.chunks.length
-
-    # Reading and writing.
-
-    def load_places(self, ref, place, exists, other, pack: int | None = None) -> Array | None:
-        """Entries of `[B, N, R, Tp]`, or of one pack of `[W, B, N, R, Tp]`; None of None."""
-        if ref is None:
-            return None
-        index = (
-            self.batch,
-            self.head if ref.shape[-3] > 1 else jnp.int32(0),
-            jnp.int32(self.round if ref.shape[-2] > 1 else 0),
-            place,
-        )
-        index = index if pack is None else (jnp.int32(pack), *index)
-        return self._load(ref.at[index], exists, other)
-
-    def _load(self, view, exists, other) -> Array:
-        return load(view, None if self.whole else exists, other)
-
-    def block(self, x: _Inputs, start, size: int, stop=None) -> _Block:
-        """`size` places from `start` on; those from `stop` on are padding."""
-        place = start + jnp.arange(size, dtype=jnp.int32)
-        exists = place < (self.n_places if stop is None else stop)
-        if x.order is not None:
-            position = self.load_places(x.order, place, exists, self.n_places)
-        else:
-            position = place if self.whole else jnp.where(exists, place, self.n_places)
-        segment = self.load_places(x.segment, place, exists, 0)
-        per_pack = PackedChunks.of(self.chunks).per_pack
-        n_packs = 0 if x.packs is None else pl.cdiv(self.round, per_pack)
-        packs = tuple(self.load_places(x.packs, place, exists, 0, pack) for pack in range(n_packs))
-        return _Block(place, position, segment, place // self.chunks.chunk_len, packs)
-
-    def rows(self, ref, block: _Block, some=None) -> Array:
-        """A block's rows of `[B, T, N, H]`, or some; zeros where there is none, H padded."""
-        width = power_of_two(ref.shape[3])
-        view, exists = self._view_rows(ref, block, width)
-        if some is not None:
-            return load(view, exists & some[:, None], 0.0)
-        if width != ref.shape[3]:
-            return load(view, exists, 0.0)
-        return self._load(view, exists, 0.0)
-
-    def tokens(self, ref, block: _Block) -> Array:
-        """A block's rows with zeros at padding too, for products that hide nothing.
-
-        Weights of 0 keep nothing out of them, for 0 times NaN is NaN.
-        """
-        return self.rows(ref, block, None if block.segment is None else block.segment != 0)
-
-    def put_rows(self, ref, block: _Block, value: Array) -> None:
-        """Writes a block's rows of `[B, T, N, H]`."""
-        view, exists = self._view_rows(ref, block, value.shape[1])
-        pltriton.store(view, value.astype(ref.dtype), mask=exists)
-
-    def _view_rows(self, ref, block: _Block, width: int):
-        exists = block.position < ref.shape[1]
-        return view_rows(ref, self.batch, block.position, self.head, width, exists)
-
-    def statistics(self, ref, block: _Block, other: float) -> Array:
-        """A block's entries of `[B, N, T]`."""
-        view = ref.at[self.batch, self.head, block.position]
-        return self._load(view, block.position < ref.shape[2], other)
-
-    def put_statistics(self, ref, block: _Block, value: Array) -> None:
-        """Writes a block's entries of `[B, N, T]`."""
-        view = ref.at[self.batch, self.head, block.position]
-        pltriton.store(view, value.astype(ref.dtype), mask=block.position < ref.shape[2])
-
-    # Who sees whom.
-
-    def _window(self, before: int, after: int):
-        """The places within so many chunks of the program's own."""
-        length = self.chunks.chunk_len
-        first = (self.start // length - before) * length
-        last = ((self.start + self.tiles.own - 1) // length + 1 + after) * length
-        return jnp.maximum(first, 0), jnp.minimum(last, self.n_places)
-
-    def keys(self):
-        """The places, from and to, of the keys that the program's queries see."""
-        c = self.chunks
-        first, last = self._window(c.n_chunks_before, c.n_chunks_after)
-        if self.n_rounds == 0 and c.causal:
-            last = jnp.minimum(last, self.start + self.tiles.own)
-        if self.n_rounds == 0 and c.window is not None:
-            first, last = self._within_reach(first, last)
-        return first, last
-
-    def queries(self):
-        """The places, from and to, of the queries that see the program's keys."""
-        c = self.chunks
-        first, last = self._window(c.n_chunks_after, c.n_chunks_before)
-        if self.n_rounds == 0 and c.causal:
-            first = self.start
-        if self.n_rounds == 0 and c.window is not None:
-            first, last = self._within_reach(first, last)
-        return first, last
-
-    def _within_reach(self, first, last):
-        """The places, of those from `first` to `last`, within a window of the program's own."""
-        reach = self.start - self.chunks.window + 1
-        first = jnp.maximum(first, reach // self.tiles.other * self.tiles.other)
-        return first, jnp.minimum(last, self.start + self.tiles.own + self.chunks.window - 1)
-
-    def over(self, x: _Inputs, window, body, carry):
-        """`carry = body(block, carry)` over the blocks of a window."""
-        first, last = window
-        size = self.tiles.other
-
-        def step(i, carry):
-            return body(self.block(x, first + i * size, size, last), carry)
-
-        n = lax.div(last - first + np.int32(size - 1), np.int32(size))
-        return lax.fori_loop(np.int32(0), n, step, carry)
-
-    def visible(self, q: _Block, k: _Block) -> Array:
-        """Which key, `[1, K]`, each query, `[Q, 1]`, sees in this round; or both transposed."""
-        c = self.chunks
-        if c.causal:
-            mask = k.position < q.position if c.shared_qk else k.position <= q.position
-        else:
-            shape = jnp.broadcast_shapes(q.position.shape, k.position.shape)
-            mask = jnp.broadcast_to(k.position < c.length, shape)
-            mask = mask & (k.position != q.position) if c.shared_qk else mask
-        if c.window is not None:
-            mask = mask & (jnp.abs(q.position - k.position) < c.window)
-        if q.segment is not None:
-            mask = mask & (q.segment == k.segment) & (k.segment != 0)
-        if not self.aligned:
-            mask = mask & self._near(q.chunk, k.chunk)
-        # A key counts in the first round that shows it (the paper's N_ij).
-        n_rounds, packed = self.round, PackedChunks.of(self.chunks)
-        for query_pack, key_pack in zip(q.packs, k.packs, strict=True):
-            mask = mask & ~packed.near(query_pack, key_pack, min(n_rounds, packed.per_pack))
-            n_rounds -= packed.per_pack
-        return mask
-
-    def _near(self, query_chunk, key_chunk) -> Array:
-        """Whether a key's chunk is among those that a query's chunk looks at."""
-        before, after = self.chunks.n_chunks_before, self.chunks.n_chunks_after
-        # One comparison in place of two: below 0 is a large number without a sign.
-        distance = (query_chunk - key_chunk + after).astype(jnp.uint32)
-        return distance <= jnp.uint32(before + after)
-
-    def dropped(self, x: _Inputs, query: _Block, key: _Block) -> Array | float:
-        """The dropout mask of the weights of a query, or queries, on keys."""
-        rate = self.chunks.dropout
-        return dropout_mask(x.seed, rate, self.batch, self.head, query.position, key.position)
-
-    def lone_weight(self, x: _Inputs, block: _Block, total: Array) -> Array:
-        """The weight of a position's own value: 0 if it sees another, or its dropout mask."""
-        alone = (total == 0.0) & (block.position < self.chunks.length)
-        if block.segment is not None:
-            alone = alone & (block.segment != 0)
-        return jnp.where(alone, self.dropped(x, block, block), 0.0)
-
-
-def _forward_kernel(x: _Inputs, before: Softmax | None, after: Softmax, *, program: _Program):
+def _forward_kernel(x: Inputs, before: Softmax | None, after: Softmax, *, program: Program):
     here = program.here()
     own = here.block(x, here.start, here.tiles.own)
     queries = column(own)
@@ -381,7 +92,7 @@ def _forward_kernel(x: _Inputs, before: Softmax | None, after: Softmax, *, progr
 
 
 def _backward_kernel(
-    x: _Inputs, row: QueryRows, before: _Gradients | None, after: _Gradients, *, program: _Program
+    x: Inputs, row: QueryRows, before: _Gradients | None, after: _Gradients, *, program: Program
 ):
     here = program.here()
     queries_own = here.block(x, here.start, here.tiles.own)
@@ -457,7 +168,7 @@ def _through_normalization(q: Array, dk: Array, size: int) -> Array:
     return (dk - k * (jnp.sum(k * dk, axis=1) / size)[:, None]) * factor
 
 
-def _launch_round(kernel, program: _Program, inputs, carried, out_shape, interpret: bool):
+def _launch_round(kernel, program: Program, inputs, carried, out_shape, interpret: bool):
     """One round. It overwrites the results of the round before, where the dtype allows."""
     n_batch, _, n_heads, _ = inputs[0].q.shape
     first = len(jax.tree.leaves(inputs))
@@ -477,13 +188,13 @@ def _launch_round(kernel, program: _Program, inputs, carried, out_shape, interpr
 
 
 def _programs(
-    chunks: Any, x: _Inputs, tiles: Tiles | None, fastest: Callable[[_Inputs, int], Tiles]
-) -> list[_Program]:
+    chunks: Any, x: Inputs, tiles: Tiles | None, fastest: Callable[[Inputs, int], Tiles]
+) -> list[Program]:
     """A program for each round, or the only one where there is no order."""
     n_places = chunks.length + chunks.padding
     n_rounds = 0 if x.order is None else x.order.shape[2]
     rounds = range(max(n_rounds, 1))
-    return [_Program(chunks, tiles or fastest(x, r), r, n_rounds, n_places) for r in rounds]
+    return [Program(chunks, tiles or fastest(x, r), r, n_rounds, n_places) for r in rounds]
 
 
 def _in_order(x: Array, order: Array | None) -> Array:
@@ -495,7 +206,7 @@ def _in_order(x: Array, order: Array | None) -> Array:
     return jnp.take_along_axis(x, order, axis=3, mode="promise_in_bounds")
 
 
-def _inputs(chunks, q, k, v, order, segments, rng) -> _Inputs:
+def _inputs(chunks, q, k, v, order, segments, rng) -> Inputs:
     packs = segment = key_order = key_packs = key_segment = None
     two_orders = order is not None and order.key_places is not None
     if chunks.count_once and order is not None and order.queries.shape[2] > 1:
@@ -510,7 +221,7 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> _Inputs:
         key_segment = _in_order(segments[:, None], key_order) if two_orders else None
     seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
     k = length_normalize(q) if k is None else k
-    return _Inputs(q, k, v, order, packs, segment, seed, key_order, key_packs, key_segment)
+    return Inputs(q, k, v, order, packs, segment, seed, key_order, key_packs, key_segment)
 
 
 def _packs(
@@ -630,7 +341,7 @@ def backward(
     return tuple(gradients)
 
 
-def _like(x: Array, program: _Program) -> jax.ShapeDtypeStruct:
+def _like(x: Array, program: Program) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a round's result: float32, except in the last round."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype if program.is_last else jnp.float32)
 
@@ -641,7 +352,7 @@ def _like(x: Array, program: _Program) -> jax.ShapeDtypeStruct:
 # three stages more of its programs fit a processor.
 
 
-def _forward_tiles(x: _Inputs, round_: int) -> Tiles:
+def _forward_tiles(x: Inputs, round_: int) -> Tiles:
     if x.order is None:
         return Tiles(64, 64, 4, 3)
     if _row_bytes(x) > 128:
@@ -649,13 +360,13 @@ def _forward_tiles(x: _Inputs, round_: int) -> Tiles:
     return Tiles(64, 64, 4, 5 if round_ else 3)
 
 
-def _backward_tiles(x: _Inputs, round_: int) -> Tiles:
+def _backward_tiles(x: Inputs, round_: int) -> Tiles:
     del round_
     if x.order is None:
         return Tiles(64, 64, 4, 1)
     return Tiles(64, 64 if _row_bytes(x) <= 128 else 32, 4, 5)
 
 
-def _row_bytes(x: _Inputs) -> int:
+def _row_bytes(x: Inputs) -> int:
     """Bytes of a row of keys or of values, the wider. Rows of all stages share a chip's memory."""
     return max(x.k.shape[3], x.v.shape[3]) * x.v.dtype.itemsize
