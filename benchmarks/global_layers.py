@@ -7,9 +7,9 @@ trains configs/transformer_text_ten_minutes.gin for 900 steps with each attentio
 the layers that see every key, between windows, and prints bits per byte of the whole valid split
 and tokens/s, the median over the steps. Keys are a projection of their own, without the next
 value, but where the name says so. Rows are in groups: `compared` has dense attention, windows and
-LSH attention, `linear_time` states of constant size and summaries, and `chosen` attentions that
-choose where to look, at some 1,000 of 4,096 keys. --only names groups or rows, and --reversible
-takes configs/reformer_text_ten_minutes.gin.
+LSH attention, `linear_time` states of constant size and summaries, `hybrid` the delta rule in two
+of these layers, and `chosen` attentions that choose where to look, at some 1,000 of 4,096 keys.
+--only names groups or rows, and --reversible takes configs/reformer_text_ten_minutes.gin.
 
 Each row is a process of its own. --at_once=3 has three: they compile and evaluate side by side and
 train in turn, so that tokens/s are of one alone. With --limit no row goes on after so many seconds.
@@ -51,7 +51,16 @@ LINEAR_TIME = {
         "global_attention=@gated_linear.gated_linear()",
         "gated_linear.gated_linear.conv_size=4",
     ],
+    "gated_linear(conv_size=4, gated=False)": [
+        "global_attention=@gated_linear.gated_linear()",
+        "gated_linear.gated_linear.conv_size=4",
+        "gated_linear.gated_linear.gated=False",
+    ],
     "retention": ["global_attention=@retention.retention()"],
+    "retention(gated=False)": [
+        "global_attention=@retention.retention()",
+        "retention.retention.gated=False",
+    ],
     "linear": ["global_attention=@linear.linear()"],
     "performer(n_features=128)": [
         "global_attention=@performer.performer()",
@@ -67,6 +76,23 @@ LINEAR_TIME = {
         "gated_delta.gated_delta.conv_size=4",
     ],
     "long_short": ["global_attention=@long_short.long_short()"],
+}
+# The delta rule in layers 3 and 7, an attention that keeps all keys in layer 11.
+HYBRID = [
+    "n_layers=12",  # of --tiny too
+    "attention=({}, {}, {})".format(
+        *2 * ["@local.local(), @local.local(), @gated_delta.gated_delta(), @local.local()"],
+        "@local.local(), @local.local(), %global_attention, @local.local()",
+    ),
+    "gated_delta.gated_delta.conv_size=4",
+]
+HYBRIDS = {
+    "gated_delta twice, then flash": [*HYBRID, "global_attention=@flash.flash()"],
+    "gated_delta twice, then lsh, next value": [
+        *HYBRID,
+        "global_attention=@lsh.lsh()",
+        NEXT_VALUE,
+    ],
 }
 CHOSEN = {
     "moba": ["global_attention=@moba.moba()", "moba.moba.block_size=64", "moba.moba.top_k=16"],
@@ -122,8 +148,13 @@ CHOSEN = {
         NEXT_VALUE,
     ],
 }
-GROUPS = {"compared": COMPARED, "linear_time": LINEAR_TIME, "chosen": CHOSEN}
-ROWS = COMPARED | LINEAR_TIME | CHOSEN
+GROUPS = {
+    "compared": COMPARED,
+    "linear_time": LINEAR_TIME,
+    "hybrid": HYBRIDS,
+    "chosen": CHOSEN,
+}
+ROWS = {name: settings for rows in GROUPS.values() for name, settings in rows.items()}
 TINY = [
     *("length=128", "batch_size=2", "d_model=16", "d_ff=16", "n_layers=4", "n_heads=2"),
     *("d_head=8", "loop.train.eval_stride=128", "loop.train.eval_batch_size=2"),

@@ -196,7 +196,8 @@ def test_every_row_of_global_layers_is_a_model(reversible, name):
 
     tokens = jax.ShapeDtypeStruct(shape, "int32")
     jax.eval_shape(jax.grad(loss, allow_int=True), params, tokens)
-    assert len({op.name for op in model.attention_type}) == (1 if name == "windows" else 2)
+    kinds = 1 if name == "windows" else 3 if name in global_layers.HYBRIDS else 2
+    assert len({op.name for op in model.attention_type}) == kinds
 
 
 @pytest.mark.slow
