@@ -16,13 +16,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from reformax.declared import SettingError, Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
 from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.containment import finite
 from reformax.ops.parts.share import of_heads
 
 
@@ -83,15 +83,50 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, attend):
 def _projected(
     x: Float[Array, "B T N H"], weights: Float[Array, "L K"] | Float[Array, "N L K"]
 ) -> Float[Array, "B K N H"]:
-    """The mixtures of the rows of `x`, summed in float32."""
+    """The mixtures of the rows of `x`, summed in float32, by the first rows of the weights."""
     length, longest = x.shape[1], weights.shape[-2]
     if length > longest:
         raise SettingError(
             f"q has {length} positions, but linformer's weights are for {longest}: set "
             f"max_length={length}, or shorten it"
         )
-    heads = "n" if weights.ndim == 3 else ""
-    spec = f"btnh,{heads}tk->bknh"
-    mixtures = product(spec, finite(x), weights[..., :length, :], x.dtype).astype(x.dtype)
-    # A mixture sees all rows, with weights that may be 0.
-    return jnp.where(is_finite(x).all(axis=1, keepdims=True), mixtures, jnp.nan)
+    return _mixed(x, weights[..., :length, :])
+
+
+@jax.custom_vjp
+def _mixed(
+    x: Float[Array, "B T N H"], weights: Float[Array, "T K"] | Float[Array, "N T K"]
+) -> Float[Array, "B K N H"]:
+    """The mixtures. One that is not finite makes its head NaN, without a gradient.
+
+    A mixture sees all rows, so that none is read to see whether it is finite: its mixtures are not.
+    """
+    n = _heads(weights)
+    mixtures = product(f"btnh,{n}tk->bknh", x, weights, x.dtype)
+    return jnp.where(_whole(mixtures), mixtures, jnp.nan).astype(x.dtype)
+
+
+def _heads(weights: Array) -> str:
+    """The letter of their axis of heads, if they have one."""
+    return "n" if weights.ndim == 3 else ""
+
+
+def _whole(mixtures: Float[Array, "B K N H"]) -> Bool[Array, "B 1 N 1"]:
+    return jnp.isfinite(mixtures).all(axis=(1, 3), keepdims=True)
+
+
+def _forward(x, weights):
+    mixtures = _mixed(x, weights)
+    return mixtures, (x, weights, _whole(mixtures))
+
+
+def _backward(results, d_mixtures):
+    x, weights, whole = results
+    d_mixtures = jnp.where(whole, d_mixtures, 0)
+    n = _heads(weights)
+    dx = product(f"bknh,{n}tk->btnh", d_mixtures, weights, x.dtype)
+    d_weights = product(f"btnh,bknh->{n}tk", finite(x), d_mixtures, x.dtype)
+    return dx.astype(x.dtype), d_weights.astype(weights.dtype)
+
+
+_mixed.defvjp(_forward, _backward)

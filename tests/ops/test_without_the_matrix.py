@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_sparse, dense, flash, memory_efficient
-from reformax.ops.parts import tiles
+from reformax.ops.parts import cudnn, tiles
 from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close, default_jit, with_gradients
 from tests.ops import oracle
@@ -264,7 +264,8 @@ def test_the_kernel_is_the_same_function(dtype, size, n_keys, options):
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN is for NVIDIA GPUs")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "n_queries, n_keys", [(256, 256), (200, 200), (128, 320), (320, 128), (100, 130), (130, 100)]
+    "n_queries, n_keys",
+    [(256, 256), (200, 200), (128, 320), (320, 128), (100, 130), (130, 100), (5000, 100)],
 )
 def test_cudnn_is_the_same_function(n_queries, n_keys, causal):
     lengths = (n_queries, n_keys, n_keys, n_queries)
@@ -278,6 +279,26 @@ def test_cudnn_is_the_same_function(n_queries, n_keys, causal):
         for impl in ("cudnn", "xla")
     )
     assert_trees_close(got, want, 2e-2)
+
+
+@pytest.mark.parametrize("n_queries, n_keys, n_examples", [(64, 20, 2), (83, 64, 4), (64, 300, 1)])
+def test_many_queries_of_few_keys_are_cut_into_pieces_for_cudnn(
+    n_queries, n_keys, n_examples, monkeypatch
+):
+    lengths = (n_queries, n_keys, n_keys, n_queries)
+    q, k, v, d_out = (numbers(1, n, 2, 8, seed=i) for i, n in enumerate(lengths))
+    examples, computed = [], jax.nn.dot_product_attention
+
+    def in_array_operations(q, *args, implementation, **options):
+        examples.append(len(q))
+        return computed(q, *args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", in_array_operations)
+    monkeypatch.setattr(cudnn, "LEAST_PIECE", 20)
+    monkeypatch.setattr(cudnn, "PROGRAMS", 9)
+    got = with_gradients(functools.partial(cudnn.cudnn_attention, causal=False))(d_out, q, k, v)
+    assert_trees_close(got, with_gradients(dense.dense(impl="xla"))(d_out, q, k, v), 1e-5)
+    assert examples == [n_examples]
 
 
 @pytest.mark.parametrize("causal", [False, True])

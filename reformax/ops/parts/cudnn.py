@@ -17,6 +17,10 @@ from reformax.ops.parts.masks import Segments
 # Lengths are padded to a multiple of this.
 BLOCK = 64
 
+# The gradient of keys has a program for so many keys of a head. This many programs fill a GPU; the
+# fewest queries of a piece that one goes through.
+KEYS, PROGRAMS, LEAST_PIECE = 128, 264, 1024
+
 
 def cudnn_obstacle(
     q: Array,
@@ -52,7 +56,8 @@ def cudnn_attention(
     """Attention by cuDNN, for a call without a `cudnn_obstacle`.
 
     Lengths are padded to a multiple of 64. Padded keys are in the future of every query; where the
-    future is visible, cuDNN is told the true lengths. Padded queries are cut off.
+    future is visible, cuDNN is told the true lengths. Padded queries are cut off. Where few keys
+    see all queries, these are cut into pieces, which are examples to cuDNN.
 
     Args:
       q, k, v: the call's.
@@ -62,16 +67,42 @@ def cudnn_attention(
     """
     n_queries, n_keys = q.shape[1], k.shape[1]
     options = {} if window is None else dict(local_window_size=(window - 1, 0))
-    pads = -n_queries % BLOCK, -n_keys % BLOCK
+    pieces = 1 if causal else _pieces(q, n_keys)
+    pads = -n_queries % (pieces * BLOCK), -n_keys % BLOCK
     if any(pads):
         q, k, v = (
             jnp.pad(x, ((0, 0), (0, n), (0, 0), (0, 0)))
             for x, n in zip((q, k, v), (pads[0], pads[1], pads[1]), strict=True)
         )
-        if not (causal and n_queries <= n_keys):
-            options["query_seq_lengths"] = jnp.full(q.shape[0], n_queries, jnp.int32)
-            options["key_value_seq_lengths"] = jnp.full(q.shape[0], n_keys, jnp.int32)
+    if pieces > 1:
+        q, k, v = _in_pieces(q, pieces), _repeated(k, pieces), _repeated(v, pieces)
+    if any(pads) and not (causal and n_queries <= n_keys):
+        length = n_queries if pieces == 1 else q.shape[1]
+        options["query_seq_lengths"] = jnp.full(q.shape[0], length, jnp.int32)
+        options["key_value_seq_lengths"] = jnp.full(q.shape[0], n_keys, jnp.int32)
     out = jax.nn.dot_product_attention(
         q, k, v, is_causal=causal, scale=scale, implementation="cudnn", **options
     )
-    return out[:, :n_queries]
+    return out.reshape(-1, out.shape[1] * pieces, *out.shape[2:])[:, :n_queries]
+
+
+def _pieces(q: Float[Array, "B T N H"], n_keys: int) -> int:
+    """How many pieces queries are cut into, a power of two.
+
+    Many queries of few keys would leave their gradient to a few programs.
+    """
+    n_batch, length, n_heads, _ = q.shape
+    programs = n_batch * n_heads * -(-n_keys // KEYS)
+    most = min(PROGRAMS // programs, length // LEAST_PIECE)
+    return 1 << max(most, 1).bit_length() - 1
+
+
+def _in_pieces(q: Float[Array, "B T N H"], pieces: int) -> Float[Array, "BP T/P N H"]:
+    """Pieces of a sequence as sequences; each has all keys."""
+    return q.reshape(-1, q.shape[1] // pieces, *q.shape[2:])
+
+
+def _repeated(x: Float[Array, "B S N H"], pieces: int) -> Float[Array, "BP S N H"]:
+    """The keys of each piece. Their gradients are summed in float32."""
+    each = jnp.repeat(x.astype(jnp.float32), pieces, axis=0)
+    return each.astype(x.dtype)
