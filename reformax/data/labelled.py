@@ -195,9 +195,13 @@ def _tokens(row: bytes) -> Int[np.ndarray, " _"]:
     return np.frombuffer(row, np.uint8).astype(np.int32) + 1
 
 
-def padded(rows: list[UInt8[np.ndarray, " _"]]) -> Int[np.ndarray, "n L"]:
-    """Rows of several lengths as one array, with 0 behind the shorter ones."""
-    tokens = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
+def padded(
+    rows: list[UInt8[np.ndarray, " _"]], length: int | None = None
+) -> Int[np.ndarray, "n L"]:
+    """Rows as one array of a length, with 0 behind; None: that of the longest."""
+    if length is None:
+        length = max(map(len, rows), default=0)
+    tokens = np.zeros((len(rows), length), np.int32)
     for into, row in zip(tokens, rows, strict=True):
         into[: len(row)] = row
     return tokens

@@ -11,15 +11,15 @@ drawn at once, a level at a time, so that a thousand examples take well below a 
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from reformax.data.base import SPLITS, Labels, Task, philox
+from reformax.data.base import Labels, Task
+from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task, padded
-from reformax.declared import Bounds, Seed, SettingError, Size, checked
+from reformax.declared import Bounds, PathName, Seed, SettingError, Size, checked
 
 # Token 0 is padding; digit d is d + 1.
 WORDS = ("", *map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -42,12 +42,13 @@ def listops(
     n_train: Size = 96_000,
     n_eval: Size = 2_000,
     data_seed: Seed = 0,
+    data_dir: PathName | None = None,
 ) -> Task:
     """Name the digit that a list of operations comes to: minimum, maximum, median, sum modulo 10.
 
     The median of an even number of arguments is the mean of the middle two, rounded down. The
     defaults are those of Long Range Arena. Example i of a split is a function of (data_seed, split,
-    i // 500); what was drawn stays in memory, a byte a token.
+    i // 500).
 
     Args:
       min_length: examples are longer, in tokens.
@@ -57,9 +58,13 @@ def listops(
       n_train: examples to train on.
       n_eval: examples of 'valid' and of 'test'.
       data_seed: another one makes another set.
+      data_dir: a folder to keep lists in, 0.5 KB each. Drawing takes 0.3 ms a list, and several
+        processes may fill one folder. None: they stay in memory alone, `max_length` bytes each.
 
     Raises:
-      ValueError: the lengths leave no room, or hardly any tree has one of them.
+      ValueError: the lengths leave no room, or hardly any tree has one of them; or a file is
+        damaged.
+      OSError: the folder cannot be read or written.
     """
     if max_length - min_length < 2:
         raise SettingError(
@@ -67,9 +72,7 @@ def listops(
             "more, because examples lie between them"
         )
 
-    @functools.cache
-    def block(split: str, number: int) -> tuple[list[UInt8[np.ndarray, " _"]], np.ndarray]:
-        rng = philox(2**63 + data_seed, 2**32 * SPLITS.index(split) + number)
+    def draw(rng: np.random.Generator) -> Block:
         rows: list[np.ndarray] = []
         values: list[np.ndarray] = []
         draws = 0
@@ -84,12 +87,11 @@ def listops(
                     f"trees {len(rows)} are of such a length: set max_depth or max_args higher, or "
                     "other lengths"
                 )
-        return rows[:BLOCK], np.concatenate(values)[:BLOCK]
+        tokens = padded(rows[:BLOCK], max_length - 1).astype(np.uint8)
+        return Block(tokens, np.concatenate(values)[:BLOCK].astype(np.uint8))
 
-    def examples(split: str, numbers: Int[np.ndarray, " n"]):
-        found = [(block(split, int(i) // BLOCK), int(i) % BLOCK) for i in numbers]
-        rows = [rows[i] for (rows, _), i in found]
-        return padded(rows), np.array([values[i] for (_, values), i in found])
+    stem = f"listops_{min_length}_{max_length}_{max_depth}_{max_args}"
+    kept = drawn_blocks(draw, BLOCK, data_seed, stem, data_dir)
 
     made_by = (
         f"min_length={min_length}, max_length={max_length}, max_depth={max_depth}, "
@@ -101,7 +103,7 @@ def listops(
         vocab_size=len(WORDS),
         labels=Labels(10),
         sizes=sizes,
-        examples=examples,
+        examples=kept,
         made_by=lambda split: f"{sizes[split]} examples of {made_by}",
         longest=max_length - 1,
         in_order=True,

@@ -64,7 +64,7 @@ def test_the_shares_of_the_grammar():
 SMALL = dict(min_length=5, max_length=30, max_depth=3, max_args=4, n_train=40, n_eval=7)
 
 
-def test_an_example_is_a_function_of_its_number():
+def test_an_example_is_a_function_of_its_number(tmp_path):
     task = listops(**SMALL)
     assert task.kind == "labels" and task.labels.n_classes == 10 and task.vocab_size == 16
     batches = list(task.eval_batches("valid", 3, 32, 32))
@@ -76,6 +76,11 @@ def test_an_example_is_a_function_of_its_number():
     test = next(task.eval_batches("test", 7, 32, 32))
     for unlike in (other, test):
         assert (unlike.inputs != again.inputs).any(axis=1).all()
+    for _ in range(2):  # drawn, and read
+        kept = next(listops(**SMALL, data_dir=str(tmp_path)).eval_batches("valid", 7, 32, 32))
+        np.testing.assert_array_equal(kept.inputs, again.inputs)
+        np.testing.assert_array_equal(kept.targets, again.targets)
+    assert [path.name for path in tmp_path.iterdir()] == ["listops_5_30_3_4_0_valid_0.npz"]
     assert "data_seed=1" in listops(**SMALL, data_seed=1).fingerprint("train")
 
 

@@ -1,0 +1,92 @@
+"""Examples with labels that are drawn, many at once: a block stays in memory, and in a file.
+
+Letters in the shapes: n examples, L tokens of a row or pixels of an image.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from reformax import durable
+from reformax.data.base import SPLITS, philox
+
+
+class Block(NamedTuple):
+    """Examples, and their classes."""
+
+    rows: UInt8[np.ndarray, "n L"]
+    classes: UInt8[np.ndarray, " n"]
+
+
+def drawn_blocks(
+    draw: Callable[[np.random.Generator], Block],
+    size: int,
+    data_seed: int,
+    stem: str,
+    data_dir: str | os.PathLike | None,
+) -> Callable[[str, Int[np.ndarray, " n"]], Block]:
+    """A function from a split and numbers to these examples.
+
+    Block b of a split has the numbers from `size * b` on, and is a function of (data_seed, split,
+    b). What was read stays in memory. Several processes may fill one folder.
+
+    Args:
+      draw: draws a block.
+      size: examples of a block.
+      data_seed: of all blocks.
+      stem: how the names of files begin: all that `draw` goes by.
+      data_dir: a folder to keep blocks in, compressed. None: they are in memory alone.
+
+    Raises:
+      ValueError: by the function, for a file that is damaged.
+      OSError: by the function, for a folder that cannot be read or written.
+    """
+
+    @functools.cache
+    def block(split: str, number: int) -> Block:
+        def drawn() -> Block:
+            return draw(philox(2**63 + data_seed, 2**32 * SPLITS.index(split) + number))
+
+        if data_dir is None:
+            return drawn()
+        path = Path(data_dir) / f"{stem}_{data_seed}_{split}_{number}.npz"
+        if path.exists():
+            return _read(path, size)
+        _write(path, found := drawn())
+        return found
+
+    def examples(split: str, numbers: Int[np.ndarray, " n"]) -> Block:
+        found = [(block(split, int(i) // size), int(i) % size) for i in numbers]
+        return Block(*(np.stack([part[k][i] for part, i in found]) for k in range(2)))
+
+    return examples
+
+
+def _write(path: Path, block: Block) -> None:
+    file = io.BytesIO()
+    np.savez_compressed(file, **block._asdict())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_name(f"{path.stem}.{os.getpid()}.npz")  # another process may write the same
+    durable.write(own, file.getvalue())
+    own.replace(path)
+
+
+def _read(path: Path, size: int) -> Block:
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            block = Block(**{name: found[name] for name in Block._fields})
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        block = None
+    if block is None or not all(len(x) == size for x in block):
+        raise ValueError(f"{path} is damaged: delete it, and it is drawn again")
+    return block
