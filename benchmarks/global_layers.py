@@ -20,22 +20,12 @@ steps is not trained again. --runs=FOLDER keeps the run of each row there, and g
 from __future__ import annotations
 
 import argparse
-import functools
-import json
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from benchmarks.harness import command_line
-from benchmarks.harness.calls import PeerError, exit_if
-from benchmarks.harness.kept import read
+from benchmarks.harness import campaign, command_line
+from benchmarks.harness.calls import exit_if
 from benchmarks.harness.output import Table
-from benchmarks.harness.processes import ROOT, Answer, ask, ask_each, sharing
+from benchmarks.harness.processes import ROOT, Answer
 
 NEXT_VALUE = "lm.{model}.next_value=True"
 # The settings of each row, by group. A model's own are of {model}.
@@ -163,15 +153,7 @@ TINY = [
 ]
 
 
-class Trained(NamedTuple):
-    """What a row learnt."""
-
-    bits: float
-    n_targets: int
-    tokens_per_second: float
-
-
-def config_of(name: str, args: argparse.Namespace) -> tuple[Path, list[str]]:
+def config_of(name: str, args: argparse.Namespace) -> campaign.Part:
     """The config file of a row, and its further settings."""
     kind, model = ("reformer", "Reformer") if args.reversible else ("transformer", "Transformer")
     own = [setting.format(model=f"{model}LM") for setting in ROWS[name]]
@@ -179,43 +161,15 @@ def config_of(name: str, args: argparse.Namespace) -> tuple[Path, list[str]]:
     warmup = 300 if args.steps > 1000 else args.steps * 2 // 9
     given += [f"steps={args.steps}", f"warmup_steps={warmup}", "loop.train.eval_tokens=None"]
     given += ["loop.train.checkpoint_minutes=None", *(TINY if args.tiny else [])]
-    return ROOT / "configs" / f"{kind}_text_ten_minutes.gin", given + own
-
-
-def train(name: str, args: argparse.Namespace, folder: Path, end: float | None) -> Iterator[Answer]:
-    """Trains a row in a process of its own, until the time `end` at most; None: any."""
-    limit = None if end is None else end - time.monotonic()
-    if limit is not None and limit <= 0:
-        yield {"error": "TimeoutError: no time left to begin"}
-        return
-    config_file, settings = config_of(name, args)
-    yield from ask(
-        sys.executable,
-        "rows.language_model.train",
-        patience=limit,
-        env=sharing(args.at_once),
-        name=name,
-        config_file=str(config_file),
-        settings=settings,
-        data_dir=args.data_dir and os.path.abspath(args.data_dir),
-        folder=str(folder / name),
-        turn=str(folder / "turn"),
-        limit=limit,
-    )
+    return str(ROOT / "configs" / f"{kind}_text_ten_minutes.gin"), given + own
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__)
     parser.add_argument("--data_dir", help="the text: a file or a folder")
-    choices = dict(nargs="+", choices=[*GROUPS, *ROWS], default=list(GROUPS))
-    names = "; ".join(f"{group}: {', '.join(map(repr, rows))}" for group, rows in GROUPS.items())
-    parser.add_argument("--only", **choices, metavar="GROUP_OR_ROW", help=names)
     parser.add_argument("--steps", type=command_line.positive, default=900, help="default: 900")
     parser.add_argument("--reversible", action="store_true", help="reversible stacks")
-    parser.add_argument("--at_once", type=command_line.positive, default=1, help="default: 1")
-    parser.add_argument("--limit", type=float, help="seconds of all rows")
-    parser.add_argument("--saved", type=Path, metavar="FILE", help="rows that are known, to add to")
-    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keeps the runs here")
+    campaign.flags(parser, GROUPS)
     args = parser.parse_args(argv)
     if args.tiny:
         args.steps = 2
@@ -223,38 +177,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--data_dir is missing: give the text to train on")
 
     run = {"steps": args.steps, "reversible": args.reversible, "tiny": args.tiny}
-    names = list(dict.fromkeys(row for name in args.only for row in GROUPS.get(name, [name])))
-    known: dict[str, Trained | Exception] = {}
-    if args.saved and args.saved.exists():
-        for line in read(args.saved):
-            if line["run"] == run:
-                known[line["row"]] = Trained(**line["trained"])
-
     table = Table("layers 3, 7 and 11", "bits per byte", "targets", "tokens/s")
-    end = None if args.limit is None else time.monotonic() + args.limit
-    with ExitStack() as opened:
-        folder = args.runs or Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        new = [name for name in names if name not in known]
-        asked = {name: functools.partial(train, name, args, folder.absolute(), end) for name in new}
-        answers = ask_each(asked, args.at_once)
-        for name in names:
-            while name not in known:
-                row, answer = next(answers)
-                if "error" in answer:
-                    known[row] = PeerError(answer["error"])
-                    continue
-                known[row] = Trained(**answer)
-                if args.saved:
-                    line = {"row": row, "run": run, "trained": answer}
-                    with args.saved.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
-            table.result(name, known=known[name], cells=_cells)
-    exit_if(name for name in names if isinstance(known[name], Exception))
+    failed = []
+    rows = campaign.chosen(args, GROUPS)
+    for name, known in campaign.trained(rows, lambda name: [config_of(name, args)], run, args):
+        table.result(name, known=known, cells=_cells)
+        failed += [name] * isinstance(known, Exception)
+    exit_if(failed)
 
 
-def _cells(trained: Trained) -> list[str]:
-    return [f"{trained.bits:.3f}", f"{trained.n_targets:,}", f"{trained.tokens_per_second:,.0f}"]
+def _cells(trained: Answer) -> list[str]:
+    speed = trained["tokens_per_second"]
+    return [f"{trained['bits']:.3f}", f"{trained['n_targets']:,}", f"{speed:,.0f}"]
 
 
 if __name__ == "__main__":

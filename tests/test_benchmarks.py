@@ -185,7 +185,7 @@ def test_every_row_of_global_layers_is_a_model(reversible, name):
 
     args = argparse.Namespace(reversible=reversible, steps=900, tiny=True)
     file, given = global_layers.config_of(name, args)
-    config.parse([str(file)], given, folders=configs.FOLDERS)
+    config.parse([file], given, folders=configs.FOLDERS)
     settings = config.bindings(loop.train, ("model", "length"))
     model, key = build(settings["model"], "train"), jax.random.PRNGKey(0)
     shape = (1, settings["length"])
@@ -672,7 +672,7 @@ def test_processes_take_the_kernels_that_a_command_requests(flags, impl, monkeyp
 TRAINS = """
 import os, sys, time
 from pathlib import Path
-from benchmarks.rows.language_model import in_turn
+from benchmarks.rows.trained import in_turn
 
 folder, name, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 (trains := in_turn(folder / "turn", 3, name).on_step)(1, {})

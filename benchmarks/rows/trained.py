@@ -1,4 +1,4 @@
-"""A language model that is trained as a config says: a row of `benchmarks.global_layers`."""
+"""A model that is trained as configs say: a row of `benchmarks.harness.campaign`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.processes import Answer, alone, stage, tell
 from reformax.cli import compilation_cache, config, configs
@@ -17,8 +18,7 @@ from reformax.training.callbacks import Callback
 def train(
     *,
     name: str,
-    config_file: str,
-    settings: Sequence[str],
+    parts: Sequence[tuple[str, Sequence[str]]],
     data_dir: str | None,
     folder: str,
     turn: str,
@@ -28,30 +28,50 @@ def train(
 
     Args:
       name: of the row.
-      config_file: the config, which `settings` override.
-      settings: as of --config.
-      data_dir: the text.
-      folder: gets the run.
+      parts: configs, each with the settings that override it, as of --config. Each is a run, which
+        begins with the weights of the one before it.
+      data_dir: the data.
+      folder: gets the runs, in folders by their numbers where they are several.
       turn: the file that is held while the model trains; see `in_turn`.
       limit: seconds; None: any.
     """
     yield stage(f"{name}: begin", limit)
-    config.parse([config_file], settings, folders=configs.FOLDERS, data_dir=data_dir)
-    compilation_cache.use()
-    steps = config.bindings(loop.train, ("steps",))["steps"]
+    found, steps, seconds = {}, 0, 0.0
+    for number, (file, settings) in enumerate(parts):
+        run = Path(folder, str(number)) if len(parts) > 1 else Path(folder)
+        before = [f"loop.train.init_from={str(run.with_name(str(number - 1)))!r}"] if number else []
+        config.parse([file], [*settings, *before], folders=configs.FOLDERS, data_dir=data_dir)
+        compilation_cache.use()
+        found = _trained(run, Path(turn), name)
+        steps, seconds = steps + found["steps"], seconds + found["seconds"]
+    yield found | {"steps": steps, "seconds": seconds}
+
+
+def _trained(folder: Path, turn: Path, name: str) -> Answer:
+    """A run's score and speed."""
+    sizes = config.bindings(loop.train, ("steps", "batch_size", "length"))
     score = config.configured(loop.train)(
         folder,
-        callbacks=[in_turn(Path(turn), steps, name)],
+        callbacks=[in_turn(turn, sizes["steps"], name)],
         config_text=config.operative,
         progress=False,
     )
     lines = [json.loads(x) for x in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    speeds = [x["timing"].get("tokens_per_second") for x in lines if x["split"] == "train"]
-    yield {
-        "bits": score["bits_per_dim"],
+    speed = statistics.median(_of(lines, "train", lambda x: x["timing"].get("tokens_per_second")))
+    scores = _of(lines, score["eval_split"], lambda x: x.get("accuracy"))
+    return {
+        "bits": score[score["metric"]],
         "n_targets": score["n_targets"],
-        "tokens_per_second": statistics.median(x for x in speeds if x),
+        "accuracy": scores[-1] if scores else None,
+        "tokens_per_second": speed,
+        "steps": sizes["steps"],
+        "seconds": sizes["steps"] * sizes["batch_size"] * sizes["length"] / speed,
     }
+
+
+def _of(lines: Sequence[dict[str, Any]], split: str, value) -> list[Any]:
+    """What the lines of a split have."""
+    return [x for x in (value(line) for line in lines if line["split"] == split) if x]
 
 
 def in_turn(turn: Path, last: int, name: str = "") -> Callback:

@@ -1,0 +1,98 @@
+"""Rows that are trained as configs say, each in a process of its own, and kept in a file."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import command_line
+from benchmarks.harness.calls import PeerError
+from benchmarks.harness.kept import read
+from benchmarks.harness.processes import Answer, ask, ask_each, sharing
+
+Part = tuple[str, Sequence[str]]  # a config file, and settings that override it
+
+
+def flags(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]]) -> None:
+    """Adds --only, which names groups or rows, --at_once, --limit, --saved and --runs."""
+    rows = [row for rows in groups.values() for row in rows]
+    choices = dict(nargs="+", choices=[*groups, *rows], default=list(groups))
+    names = "; ".join(f"{group}: {', '.join(map(repr, rows))}" for group, rows in groups.items())
+    parser.add_argument("--only", **choices, metavar="GROUP_OR_ROW", help=names)
+    parser.add_argument("--at_once", type=command_line.positive, default=1, help="default: 1")
+    parser.add_argument("--limit", type=float, help="seconds of all rows")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="rows that are known, to add to")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keeps the runs here")
+
+
+def chosen(args: argparse.Namespace, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """The rows that --only names."""
+    return list(dict.fromkeys(row for name in args.only for row in groups.get(name, [name])))
+
+
+def trained(
+    names: Sequence[str],
+    parts_of: Callable[[str], Sequence[Part]],
+    run: Mapping[str, Any],
+    args: argparse.Namespace,
+) -> Iterator[tuple[str, Answer | Exception]]:
+    """What rows learnt, as `benchmarks.rows.trained` says, in their order.
+
+    Args:
+      names: of the rows.
+      parts_of: the configs of a row, which are run one after the other.
+      run: what else decides what rows learn, for the file of known ones.
+      args: the values of `flags`; `data_dir` is the data.
+    """
+    known: dict[str, Answer | Exception] = {}
+    if args.saved and args.saved.exists():
+        known = {x["row"]: x["trained"] for x in read(args.saved) if x["run"] == run}
+    end = None if args.limit is None else time.monotonic() + args.limit
+    with ExitStack() as opened:
+        folder = args.runs or Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        train = functools.partial(_train, args=args, folder=folder.absolute(), end=end)
+        asked = {x: functools.partial(train, x, parts_of(x)) for x in names if x not in known}
+        answers = ask_each(asked, args.at_once)
+        for name in names:
+            while name not in known:
+                row, answer = next(answers)
+                if "error" in answer:
+                    known[row] = PeerError(answer["error"])
+                    continue
+                known[row] = answer
+                if args.saved:
+                    with args.saved.open("a") as file:
+                        file.write(json.dumps({"row": row, "run": run, "trained": answer}) + "\n")
+            yield name, known[name]
+
+
+def _train(
+    name: str, parts: Sequence[Part], args: argparse.Namespace, folder: Path, end: float | None
+) -> Iterator[Answer]:
+    """Trains a row in a process of its own, until the time `end` at most; None: any."""
+    limit = None if end is None else end - time.monotonic()
+    if limit is not None and limit <= 0:
+        yield {"error": "TimeoutError: no time left to begin"}
+        return
+    yield from ask(
+        sys.executable,
+        "rows.trained.train",
+        patience=limit,
+        env=sharing(args.at_once),
+        name=name,
+        parts=parts,
+        data_dir=args.data_dir and os.path.abspath(args.data_dir),
+        folder=str(folder / name),
+        turn=str(folder / "turn"),
+        limit=limit,
+    )
