@@ -25,6 +25,7 @@ from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import tiles
 from reformax.ops.parts.block_lists import MIN_TILE, Layout
+from reformax.ops.parts.blocks import block_at, over_groups, rows
 from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.heads import repeat_heads
@@ -124,7 +125,7 @@ def kernel_summary(
     """
     from reformax.ops.kernels import block_sparse as kernel
 
-    q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, *(tiles.rows(y, group, keys) for y in x[1:3])))
+    q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, *(rows(y, group, keys) for y in x[1:3])))
     n_queries, n_keys = q.shape[1], k.shape[1]
     block = np.ones((1, 1, 1), bool)
     layout = Layout(block, n_queries, n_keys, n_queries, n_keys, tiling.causal, 0.0)
@@ -155,14 +156,14 @@ def forward(
     n_slots = n_large + (-(-(query_size + key_chunk_size) // small) + 1 if tiling.causal else 0)
 
     def query_chunk(group, i, results):
-        queries = tiles.block_at(i * query_size, query_size, length)
-        q = tiles.rows(x.q, group, queries)
+        queries = block_at(i * query_size, query_size, length)
+        q = rows(x.q, group, queries)
 
         def summaries(found, tiling, first_slot, count, first_key, size):
             def one(n, found):
                 # If the sizes do not divide each other, any chunk may be the last one.
                 aligned = n_keys % size == 0 and key_chunk_size % size == 0
-                keys = tiles.block_at(first_key + n * size, size, n_keys, aligned)
+                keys = block_at(first_key + n * size, size, n_keys, aligned)
                 here = summary(tiling, x, group, queries, keys, q)
                 return Softmax(
                     *(
@@ -200,4 +201,4 @@ def forward(
     if summary is not tiles.summary:  # a kernel has no array of logits
         sizes = n_batch, n_heads
     n_chunks = visits.start.shape[1]
-    return tiles.over_groups(sizes, n_batch, n_heads, n_chunks, query_chunk, tiles.no_results(x))
+    return over_groups(sizes, n_batch, n_heads, n_chunks, query_chunk, tiles.no_results(x))

@@ -37,8 +37,9 @@ from reformax.ops.parts.dispatch import (
 )
 from reformax.ops.parts.means import KEPT, mean, quotient, with_ones
 from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
-from reformax.ops.parts.recurrence import advance, back, everything, side_by_side
+from reformax.ops.parts.recurrence import advance, everything
 from reformax.ops.parts.share import rng_of
+from reformax.ops.parts.side_by_side import back, side_by_side
 from reformax.ops.parts.softmax import wide
 
 # Less would make quotients whose derivatives float32 cannot hold.

@@ -118,3 +118,19 @@ def some_segments(batch, length):
     segments[0, length // 3 :] = 2
     segments[0, -2:] = 0
     return segments
+
+
+def assert_decodes(layer, params, x, lengths, whole, rng):
+    """Prompts of two lengths, then step by step, give the rows of `whole`; returns the cache."""
+    prompt, rows, n_steps = x[:, : max(lengths)], np.arange(len(x)), x.shape[1] - max(lengths)
+    prefill = jax.jit(
+        lambda x, lengths: layer.prefill(params, x, lengths, x.shape[1] + n_steps, rng)
+    )
+    out, cache = prefill(prompt, lengths)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(out[row, :length], whole[row, :length], atol=1e-5)
+    merged, step = layer.for_decoding(params, "float32"), jax.jit(layer.step)
+    for position in (lengths + n for n in range(n_steps)):
+        out, cache = step(merged, x[rows, position][:, None], cache, position)
+        np.testing.assert_allclose(out[:, 0], whole[rows, position], atol=1e-5)
+    return cache

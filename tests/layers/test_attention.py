@@ -295,16 +295,7 @@ def test_prefill_and_steps_are_apply(row):
     x, lengths = numbers(), np.array([6, 3])
     params = plain.init(layer, x.shape)
     whole = jax.jit(lambda x: layer.apply(params, x, rng=RNG))(x)
-    prefill = jax.jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))
-    out, cache = prefill(x[:, :6], lengths)
-    np.testing.assert_allclose(out[0], whole[0, :6], atol=1e-5)
-    np.testing.assert_allclose(out[1, :3], whole[1, :3], atol=1e-5)
-    merged = layer.for_decoding(params, "float32")
-    step = jax.jit(layer.step)
-    for n in range(7):
-        position = lengths + n
-        out, cache = step(merged, x[np.arange(2), position][:, None], cache, position)
-        np.testing.assert_allclose(out[:, 0], whole[np.arange(2), position], atol=1e-5)
+    plain.assert_decodes(layer, params, x, lengths, whole, RNG)
 
 
 @pytest.mark.parametrize(
@@ -334,14 +325,7 @@ def test_a_key_brings_the_next_value(op):
     np.testing.assert_allclose(whole, by_hand(params, x), atol=1e-5)
     assert not np.any(whole[:, 0])
 
-    prefill = jax.jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))
-    out, cache = prefill(x[:, :6], lengths)
-    np.testing.assert_allclose(out[1, :3], whole[1, :3], atol=1e-5)
-    merged, step = layer.for_decoding(params, "float32"), jax.jit(layer.step)
-    for n in range(7):
-        position = lengths + n
-        out, cache = step(merged, x[np.arange(2), position][:, None], cache, position)
-        np.testing.assert_allclose(out[:, 0], whole[np.arange(2), position], atol=1e-5)
+    cache = plain.assert_decodes(layer, params, x, lengths, whole, RNG)
     # Beams that go on from one parent have different values there, so they share none.
     np.testing.assert_array_equal(
         layer.reorder_cache(cache, np.array([1, 1])).last, cache.last[np.array([1, 1])]

@@ -70,14 +70,7 @@ def test_steps_are_apply(kind):
     x, lengths = numbers(), np.array([6, 3])
     params = plain.init(layer, x.shape)
     whole = jax.jit(layer.apply)(params, x)
-    prefill = jax.jit(lambda x, lengths: layer.prefill(params, x, lengths, 13, RNG))
-    out, cache = prefill(x[:, :6], lengths)
-    np.testing.assert_allclose(out[1, :3], whole[1, :3], atol=1e-5)
-    merged, step = layer.for_decoding(params, "float32"), jax.jit(layer.step)
-    for n in range(7):
-        position = lengths + n
-        out, cache = step(merged, x[np.arange(2), position][:, None], cache, position)
-        np.testing.assert_allclose(out[:, 0], whole[np.arange(2), position], atol=1e-5)
+    plain.assert_decodes(layer, params, x, lengths, whole, RNG)
 
 
 def test_an_op_that_adds_no_bias():

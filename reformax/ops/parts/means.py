@@ -20,14 +20,8 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.first_order import first_order
-from reformax.ops.parts.recurrence import (
-    Inputs,
-    back,
-    recurrence,
-    sees,
-    side_by_side,
-    taken,
-)
+from reformax.ops.parts.recurrence import Inputs, recurrence
+from reformax.ops.parts.side_by_side import back, sees, side_by_side, taken
 from reformax.ops.parts.softmax import nonzero, wide
 
 # The square of less, which a gradient is divided by, would be 0.

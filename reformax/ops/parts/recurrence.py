@@ -29,21 +29,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.parts import chunk_products
 from reformax.ops.parts.chunk_products import decayed_products, decayed_products_vjp
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.first_order import first_order
+from reformax.ops.parts.side_by_side import back, sees, side_by_side, taken
 from reformax.ops.parts.softmax import wide
-
-T = TypeVar("T")
 
 
 class Inputs(NamedTuple):
@@ -431,35 +430,7 @@ def _prefix(
     return jnp.swapaxes(states, 0, 1).reshape(-1, *states.shape[2:])[:n]
 
 
-# Layout: segments side by side, and chunks.
-
-
-def side_by_side(
-    inputs: T, segments: Int[Array, "B T"] | None
-) -> tuple[Int[Array, "B T"] | None, T, Int[Array, "B T"] | None]:
-    """The order that makes each segment a run, arrays `[B, T, ...]` in it and their ids.
-
-    Without segments all is as it is, and order and ids are None.
-    """
-    if segments is None:
-        return None, inputs, None
-    segments = jnp.asarray(segments)
-    order = jnp.argsort(segments, axis=1, stable=True)
-    inputs, segments = jax.tree.map(lambda x: taken(x, order), (inputs, segments))
-    return order, inputs, segments
-
-
-def taken(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
-    """`x` in an order of its positions."""
-    if order is None:
-        return x
-    order = order.reshape(order.shape + (1,) * (x.ndim - 2))
-    return jnp.take_along_axis(x, order, axis=1, mode="promise_in_bounds")
-
-
-def back(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
-    """The inverse of `taken`."""
-    return x if order is None else taken(x, jnp.argsort(order, axis=1))
+# Chunks.
 
 
 def _cut(x: Float[Array, "B T N H"], size: int) -> Float[Array, "C B N L H"]:
@@ -501,20 +472,6 @@ def _chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int, strict: b
         decay = jnp.einsum("...ij,...jh->...ih", sums, log_decay, precision=lax.Precision.HIGHEST)
     below = jnp.tril(jnp.ones((1, 1, 1, size, size), bool), -1)
     return _Chunks(q, k, v, decay, beta, so_far, so_far & below if strict else so_far, old, new)
-
-
-def sees(marked: Bool[Array, "B T N 1"], ids, strict: bool = False) -> Bool[Array, "B T N 1"]:
-    """Whether one of a row's segment is marked that stands before it, or with it if not strict."""
-    marked = marked.astype(jnp.int32)
-    until = jnp.cumsum(marked, axis=1, dtype=jnp.int32)
-    before = until - marked
-    begin = 0
-    if ids is not None:
-        first = jnp.concatenate(
-            [jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1
-        )
-        begin = lax.cummax(jnp.where(first[..., None, None], before, 0), axis=1)
-    return (before if strict else until) > begin
 
 
 # Decoding.

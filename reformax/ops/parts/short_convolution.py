@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.base import Dims
 from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.recurrence import back, side_by_side
+from reformax.ops.parts.side_by_side import back, side_by_side
 from reformax.ops.parts.softmax import wide
 
 

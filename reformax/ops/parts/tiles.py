@@ -5,10 +5,6 @@ through the tiles of a row with a running maximum and sum (algorithm 2), and its
 the logits again from those two and the output (algorithm 4). `Visits` names the tiles. Other tiles
 cost nothing in either pass: causal attention visits those up to the diagonal.
 
-Nothing is padded and nothing is copied: a block is a slice of the arrays as they are. Where the
-length is not a multiple of the block, the last block begins earlier, and its rows that belong to
-the block before are masked.
-
 Letters besides those of `reformax.ops.base`: b examples and n heads of a group, Q queries and K
 keys of a tile, I and J the blocks of queries and of keys.
 """
@@ -25,6 +21,20 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
+from reformax.ops.parts.blocks import (
+    Block,
+    Group,
+    add_bias_tile,
+    add_rows,
+    bias_tile,
+    block_at,
+    ids_of,
+    over_groups,
+    put_row_statistics,
+    put_rows,
+    row_statistics,
+    rows,
+)
 from reformax.ops.parts.containment import finite, marked
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.first_order import first_order
@@ -134,38 +144,6 @@ def every_tile(tiling: Tiling, n_queries: int, n_keys: int) -> Plan:
     return Plan(*(Visits(*(jnp.asarray(x, jnp.int32)[None] for x in pair)) for pair in ranges))
 
 
-class Group(NamedTuple):
-    """Examples and heads that are computed together."""
-
-    batch: Any  # the first of them
-    head: Any
-    n_batch: int
-    n_heads: int
-
-
-class Block(NamedTuple):
-    """Neighbouring rows of queries or of keys."""
-
-    start: Any  # the first row that is read
-    position: Int[Array, " L"]
-    own: Bool[Array, " L"] | None  # False for rows of the block before; None: all are its own
-
-
-def block_at(start: Any, size: int, length: int, aligned: bool | None = None) -> Block:
-    """The block of `size` rows from `start` on; it begins earlier if there are too few.
-
-    Args:
-      start: its first own row.
-      size: its number of rows.
-      length: the length of the sequence.
-      aligned: whether there are always enough rows; by default, whether `size` divides the length.
-    """
-    aligned = length % size == 0 if aligned is None else aligned
-    first = start if aligned else jnp.minimum(start, length - size)
-    position = first + jnp.arange(size, dtype=jnp.int32)
-    return Block(first, position, None if aligned else position >= start)
-
-
 def groups(tiling: Tiling, n_batch: int, n_heads: int, per_head: bool = False) -> tuple[int, int]:
     """The numbers of examples and of heads that are computed together, divisors of all.
 
@@ -183,107 +161,7 @@ def _largest_divisor(n: int, at_most: int) -> int:
     return next(d for d in range(max(1, min(n, at_most)), 0, -1) if n % d == 0)
 
 
-def over_groups(
-    sizes: tuple[int, int],
-    n_batch: int,
-    n_heads: int,
-    n_blocks: int,
-    body: Callable[[Group, Any, Any], Any],
-    carry: Any,
-) -> Any:
-    """`carry = body(group, i, carry)` for each group and each of its `n_blocks` blocks."""
-    some_batch, some_heads = sizes
-    n_parts = n_heads // some_heads
-
-    def each(n, carry):
-        part, i = n // n_blocks, n % n_blocks
-        group = Group(
-            part // n_parts * some_batch, part % n_parts * some_heads, some_batch, some_heads
-        )
-        return body(group, i, carry)
-
-    n = np.int32(n_batch // some_batch * n_parts * n_blocks)
-    return lax.fori_loop(np.int32(0), n, each, carry)
-
-
-# Reading and writing blocks.
-
-
-def _at(*starts: Any) -> tuple[Array, ...]:
-    """Where a slice starts, in integers of one dtype."""
-    return tuple(jnp.asarray(i, jnp.int32) for i in starts)
-
-
-def rows(x: Float[Array, "B T N H"], group: Group, block: Block) -> Float[Array, "b n L H"]:
-    """A block's rows of the group's heads."""
-    sizes = group.n_batch, block.position.size, group.n_heads, x.shape[3]
-    part = lax.dynamic_slice(x, _at(group.batch, block.start, group.head, 0), sizes)
-    return jnp.swapaxes(part, 1, 2)
-
-
-def put_rows(
-    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: Block
-) -> Float[Array, "B T N H"]:
-    """`x` with a block's rows of the group's heads replaced."""
-    value = value.astype(x.dtype)
-    if block.own is not None:
-        value = jnp.where(block.own[:, None], value, rows(x, group, block))
-    start = _at(group.batch, block.start, group.head, 0)
-    return lax.dynamic_update_slice(x, jnp.swapaxes(value, 1, 2), start)
-
-
-def add_rows(
-    x: Float[Array, "B T N H"], value: Float[Array, "b n L H"], group: Group, block: Block
-) -> Float[Array, "B T N H"]:
-    """`x` with `value` added, which is 0 in rows that are not the block's own."""
-    total = rows(x, group, block) + value.astype(x.dtype)
-    start = _at(group.batch, block.start, group.head, 0)
-    return lax.dynamic_update_slice(x, jnp.swapaxes(total, 1, 2), start)
-
-
-def row_statistics(x: Float[Array, "B N T"], group: Group, block: Block) -> Float[Array, "b n L"]:
-    """The statistics of a block's rows, of the group's heads."""
-    sizes = group.n_batch, group.n_heads, block.position.size
-    return lax.dynamic_slice(x, _at(group.batch, group.head, block.start), sizes)
-
-
-def put_row_statistics(
-    x: Float[Array, "B N T"], value: Float[Array, "b n L"], group: Group, block: Block
-) -> Float[Array, "B N T"]:
-    """`x` with the statistics of a block's rows, of the group's heads, replaced."""
-    if block.own is not None:
-        value = jnp.where(block.own[None, None], value, row_statistics(x, group, block))
-    return lax.dynamic_update_slice(x, value, _at(group.batch, group.head, block.start))
-
-
-def _bias_tile(shape: tuple[int, ...], group: Group, queries: Block, keys: Block):
-    """The start and the size of a tile's part of a bias; axes of size 1 are not cut."""
-    starts = group.batch, group.head, queries.start, keys.start
-    sizes = group.n_batch, group.n_heads, queries.position.size, keys.position.size
-    start = [i if n > 1 else 0 for i, n in zip(starts, shape, strict=True)]
-    return _at(*start), [s if n > 1 else 1 for s, n in zip(sizes, shape, strict=True)]
-
-
-def add_bias_tile(
-    x: Float[Array, "#B #N #T #S"],
-    value: Float[Array, "b n Q K"],
-    group: Group,
-    queries: Block,
-    keys: Block,
-) -> Float[Array, "#B #N #T #S"]:
-    """`x` with a tile's gradient added, summed over the axes of size 1."""
-    start, sizes = _bias_tile(x.shape, group, queries, keys)
-    shared = [axis for axis, n in enumerate(x.shape) if n == 1]
-    value = jnp.sum(value, axis=shared, keepdims=True)
-    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, start, sizes) + value, start)
-
-
 # The arithmetic of a tile.
-
-
-def _segment(ids: Int[Array, "B T"], group: Group, block: Block) -> Int[Array, "b L"]:
-    sizes = group.n_batch, block.position.size
-    return lax.dynamic_slice(ids, _at(group.batch, block.start), sizes)
 
 
 def _positions(
@@ -292,8 +170,8 @@ def _positions(
     """The positions in the sequence of a tile's queries and keys."""
     if x.query_order is None:
         return _column(queries.position), _line(keys.position)
-    of_query = _segment(x.query_order, group, queries)
-    return of_query[:, None, :, None], _segment(x.key_order, group, keys)[:, None, None, :]
+    of_query = ids_of(x.query_order, group, queries)
+    return of_query[:, None, :, None], ids_of(x.key_order, group, keys)[:, None, None, :]
 
 
 def _column(x: Shaped[Array, " Q"]) -> Shaped[Array, "1 1 Q 1"]:
@@ -319,8 +197,8 @@ def visible(
     if keys.own is not None:
         masks.append(_line(keys.own))
     if x.query_segments is not None:
-        of_query = _segment(x.query_segments, group, queries)[:, None, :, None]
-        of_key = _segment(x.key_segments, group, keys)[:, None, None, :]
+        of_query = ids_of(x.query_segments, group, queries)[:, None, :, None]
+        of_key = ids_of(x.key_segments, group, keys)[:, None, None, :]
         masks.append((of_query == of_key) & (of_key != 0))
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
@@ -337,7 +215,7 @@ def logits(
     """The logits of a tile, minus infinity where a query does not see a key."""
     s = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=x.dtype) * tiling.scale
     if x.bias is not None:
-        bias = lax.dynamic_slice(x.bias, *_bias_tile(x.bias.shape, group, queries, keys))
+        bias = lax.dynamic_slice(x.bias, *bias_tile(x.bias.shape, group, queries, keys))
         s = s + bias.astype(s.dtype)
     mask = visible(tiling, x, group, queries, keys)
     return s if mask is None else jnp.where(mask, s, -jnp.inf)

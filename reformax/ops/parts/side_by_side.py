@@ -1,0 +1,54 @@
+"""Segments side by side: the order that makes each a run, and what is behind a row of one."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, Shaped
+
+T = TypeVar("T")
+
+
+def side_by_side(
+    inputs: T, segments: Int[Array, "B T"] | None
+) -> tuple[Int[Array, "B T"] | None, T, Int[Array, "B T"] | None]:
+    """The order that makes each segment a run, arrays `[B, T, ...]` in it and their ids.
+
+    Without segments all is as it is, and order and ids are None.
+    """
+    if segments is None:
+        return None, inputs, None
+    segments = jnp.asarray(segments)
+    order = jnp.argsort(segments, axis=1, stable=True)
+    inputs, segments = jax.tree.map(lambda x: taken(x, order), (inputs, segments))
+    return order, inputs, segments
+
+
+def taken(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
+    """`x` in an order of its positions."""
+    if order is None:
+        return x
+    order = order.reshape(order.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, order, axis=1, mode="promise_in_bounds")
+
+
+def back(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
+    """The inverse of `taken`."""
+    return x if order is None else taken(x, jnp.argsort(order, axis=1))
+
+
+def sees(marked: Bool[Array, "B T N 1"], ids, strict: bool = False) -> Bool[Array, "B T N 1"]:
+    """Whether one of a row's segment is marked that stands before it, or with it if not strict."""
+    marked = marked.astype(jnp.int32)
+    until = jnp.cumsum(marked, axis=1, dtype=jnp.int32)
+    before = until - marked
+    begin = 0
+    if ids is not None:
+        first = jnp.concatenate(
+            [jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1
+        )
+        begin = lax.cummax(jnp.where(first[..., None, None], before, 0), axis=1)
+    return (before if strict else until) > begin
