@@ -121,7 +121,9 @@ def put_row_statistics(
     return lax.dynamic_update_slice(x, value, _at(group.batch, group.head, block.start))
 
 
-def bias_tile(shape: tuple[int, ...], group: Group, queries: Block, keys: Block):
+def bias_tile(
+    shape: tuple[int, ...], group: Group, queries: Block, keys: Block
+) -> tuple[tuple[Array, ...], list[int]]:
     """The start and the size of a tile's part of a bias; axes of size 1 are not cut."""
     starts = group.batch, group.head, queries.start, keys.start
     sizes = group.n_batch, group.n_heads, queries.position.size, keys.position.size
