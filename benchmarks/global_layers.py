@@ -10,6 +10,7 @@ value, but where the name says so. Rows are in groups: `compared` has dense atte
 LSH attention, `linear_time` states of constant size and summaries, `hybrid` the delta rule in two
 of these layers, and `chosen` attentions that choose where to look, at some 1,000 of 4,096 keys.
 --only names groups or rows, and --reversible takes configs/reformer_text_ten_minutes.gin.
+A folder of wheels is the text of `reformax.data.package_sources`.
 
 Each row is a process of its own. --at_once=3 has three: they compile and evaluate side by side and
 train in turn, so that tokens/s are of one alone. With --limit no row goes on after so many seconds.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.harness import campaign, command_line
 from benchmarks.harness.calls import exit_if
@@ -161,12 +163,14 @@ def config_of(name: str, args: argparse.Namespace) -> campaign.Part:
     warmup = 300 if args.steps > 1000 else args.steps * 2 // 9
     given += [f"steps={args.steps}", f"warmup_steps={warmup}", "loop.train.eval_tokens=None"]
     given += ["loop.train.checkpoint_minutes=None", *(TINY if args.tiny else [])]
+    if args.data_dir and any(Path(args.data_dir).glob("*.whl")):
+        given += ["loop.train.task=@package_sources.package_sources()"]
     return str(ROOT / "configs" / f"{kind}_text_ten_minutes.gin"), given + own
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--data_dir", help="the text: a file or a folder")
+    parser.add_argument("--data_dir", help="the text: a file, a folder, or a folder of wheels")
     parser.add_argument("--steps", type=command_line.positive, default=900, help="default: 900")
     parser.add_argument("--reversible", action="store_true", help="reversible stacks")
     campaign.flags(parser, GROUPS)

@@ -6,6 +6,7 @@ nothing of the tests.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ NOT_RUN = {
     r"pip install -e '\.\[test\]' && pytest": ".ci/run runs it",
     r"pip install -e (\.|'\.\[[\w,]+\]')": ".ci/run installs",
     r"pip install -e '\.\[test,peers\]' && pytest -m peers": "PEERS=1 .ci/run runs it",
+    r"pip download --no-deps --dest wheels -r \S+": "it downloads 53 MB",
     r"python -m tests\.peers\.table": "it computes what `pytest -m peers` does",
     r"python -m benchmarks\.reliability\.inputs": "tests/test_inputs.py runs it",
     r"python train\.py .*--process_id=\d": "tests/training/test_processes.py runs them together",
@@ -189,6 +191,8 @@ def _training(command: str, folder: Path, page: str) -> str:
         flags.append("--data_dir=pairs")
     elif "enwik8" in modules:
         flags.append("--data_dir=enwik8.zip")
+    elif "@package_sources" in command:
+        flags.append("--config='package_sources.package_sources.wheels=\"wheels/list.txt\"'")
     elif "FILE_OR_FOLDER" in command:
         flags.append("--data_dir=my_texts")
     return " ".join(flags)
@@ -267,6 +271,12 @@ def write_data(folder: Path) -> None:
         (folder / name).mkdir()
     for name in ("my_texts/one.txt", "mine.txt"):
         (folder / name).write_bytes(text)
+    (folder / "wheels").mkdir()
+    wheel = folder / "wheels/tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny.py", text)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (folder / "wheels/list.txt").write_text(f"tiny==1.0 --hash=sha256:{digest}\n")
     subjects, verbs = ("a man", "two dogs", "the child", "a woman"), ("walks", "runs", "sings")
     english = [f"{subject} {verb} in the park" for subject in subjects for verb in verbs]
     german = [line[::-1] for line in english]

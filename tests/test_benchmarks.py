@@ -183,7 +183,7 @@ def test_every_row_of_global_layers_is_a_model(reversible, name):
     from reformax.training import loop
     from reformax.training.settings import build
 
-    args = argparse.Namespace(reversible=reversible, steps=900, tiny=True)
+    args = argparse.Namespace(reversible=reversible, steps=900, tiny=True, data_dir=None)
     file, given = global_layers.config_of(name, args)
     config.parse([file], given, folders=configs.FOLDERS)
     settings = config.bindings(loop.train, ("model", "length"))

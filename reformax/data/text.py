@@ -14,6 +14,8 @@ from reformax.data.pieces import PieceVocabulary, piece_language_model
 from reformax.data.vocabulary import ModelType
 from reformax.declared import Bounds, Name, PathName, SettingError, Size, VocabSize, checked
 
+# The most bytes of valid and of test.
+MAX_HELD_OUT = 1_000_000
 Offset = Annotated[int, Bounds(0, 2**16 - 1)]
 
 
@@ -23,7 +25,7 @@ def text(
     pattern: Name = "*",
     field: Name = "text",
     raw: bool = False,
-    max_held_out: Size = 1_000_000,
+    max_held_out: Size = MAX_HELD_OUT,
     vocab_size: VocabSize = 256,
     vocabulary: PathName | None = None,
     model_type: ModelType = "bpe",
@@ -62,7 +64,7 @@ def text(
     """
     path = files.existing(data_dir)
     found = documents.read(path, pattern, field, raw)
-    splits = _split({s: files.as_array(x) for s, x in found.items()}, str(path), max_held_out)
+    splits = split_text({s: files.as_array(x) for s, x in found.items()}, str(path), max_held_out)
     if vocabulary is None and vocab_size in (256, 256 + offset):
         return byte_language_model("text", splits, offset)
     if vocabulary is None and vocab_size < 260:
@@ -76,10 +78,14 @@ def text(
     )
 
 
-def _split(
-    found: Mapping[str, UInt8[np.ndarray, " n"]], source: str, max_held_out: int
+def split_text(
+    found: Mapping[str, UInt8[np.ndarray, " n"]], source: str, max_held_out: int = MAX_HELD_OUT
 ) -> dict[str, UInt8[np.ndarray, " n"]]:
-    """The splits that there are, and the others from the end of train."""
+    """The splits that there are, and the others from the end of train; `text` says how.
+
+    Raises:
+      ValueError: there are too few bytes to split.
+    """
     parts, train = dict(found), found["train"]
     held_out = min(len(train) * 5 // 100, max_held_out)
     if not held_out and len(found) < 3:

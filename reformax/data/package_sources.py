@@ -1,0 +1,143 @@
+"""The Python sources of published packages: a large text that everybody can build bit for bit.
+
+A list names wheels by version and SHA-256, so `pip` gets the same files everywhere:
+
+    pip download --no-deps --dest wheels -r reformax/data/package_sources.txt
+
+The text is made of the wheels of that folder; nothing of them is installed or run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from reformax.data import files
+from reformax.data.base import Task, byte_language_model
+from reformax.data.text import split_text
+from reformax.declared import PathName, SettingError, Size, checked, user_path
+
+PINNED = Path(__file__).with_suffix(".txt")
+# The text of the wheels of PINNED.
+N_BYTES = 128_826_117
+SHA256 = "be8f4b3245b5e74227278fef30445e5b8013293e3a938f181f894267d0cc1ebf"
+
+# Shorter files are empty modules; longer ones are tables, or were written by a program.
+_SHORTEST, _LONGEST = 200, 300_000
+_HASH = "--hash=sha256:"
+
+
+class Pin(NamedTuple):
+    """A wheel of a list."""
+
+    name: str
+    version: str
+    sha256: str
+
+
+@checked
+def package_sources(
+    data_dir: PathName, wheels: PathName | None = None, max_train: Size | None = None
+) -> Task:
+    """A byte language model of the .py files of pinned wheels.
+
+    The text has the packages in the order of the list and each one's files in the order of their
+    paths, each after a line `# its/path`. Files below 200 and above 300,000 bytes are left out, and
+    so are files that came before. The last 5%, at most 1 MB, are test and the 5% before them valid,
+    as `reformax.data.text` splits. The list that comes with reformax is of 128,826,117 bytes. In
+    it valid is urllib3, beautifulsoup4, attrs and the first file of parso, test the others of
+    parso, click, lark and simpy.
+
+    Args:
+      data_dir: the folder of the wheels. Others that lie there are not read.
+      wheels: a list of your own, in the format of `pip`: lines `name==version --hash=sha256:...`.
+        None: the list that comes with reformax, whose text is compared with its length and SHA-256.
+      max_train: trains on the first so many bytes; valid and test stay as they are.
+
+    Raises:
+      FileNotFoundError: the folder, the list or a wheel is not there.
+      ValueError: a wheel has another content, a line of the list is none, or the wheels hold too
+        little text.
+      OSError: a file cannot be read.
+    """
+    text = read(data_dir, wheels)
+    splits = split_text({"train": text}, str(data_dir))
+    return byte_language_model("package_sources", splits | {"train": splits["train"][:max_train]})
+
+
+def read(data_dir: PathName, wheels: PathName | None = None) -> UInt8[np.ndarray, " n"]:
+    """The text of a folder of wheels; arguments and errors are those of `package_sources`."""
+    folder = files.existing(data_dir)
+    listed = PINNED if wheels is None else user_path("wheels", wheels)
+    text = files.as_array(files.join(_sources(_found(folder, listed))))
+    if wheels is None and (len(text), hashlib.sha256(text).hexdigest()) != (N_BYTES, SHA256):
+        raise ValueError(f"{folder}: the text of {PINNED} is not what it was: report this as a bug")
+    return text
+
+
+def _sources(paths: list[Path]) -> Iterator[bytes]:
+    """The .py files of wheels, each after its path."""
+    before = set()
+    for path in paths:
+        with zipfile.ZipFile(path) as wheel:
+            members = [m for m in wheel.infolist() if m.filename.endswith(".py")]
+            for member in sorted(members, key=lambda m: m.filename):
+                if not _SHORTEST <= member.file_size <= _LONGEST:
+                    continue
+                source = wheel.read(member)
+                if source not in before:
+                    before.add(source)
+                    yield b"# %s\n%s" % (member.filename.encode(), source)
+
+
+def _found(folder: Path, listed: Path) -> list[Path]:
+    """The wheels of a list, in its order, each with the SHA-256 that the list says."""
+    there = {}
+    for path in sorted(folder.glob("*.whl")):
+        name, _, rest = path.name.partition("-")
+        there[_normal(name), rest.partition("-")[0]] = path
+    found = []
+    for pin in pins(listed):
+        path = there.get((_normal(pin.name), pin.version))
+        get = f"pip download --no-deps --dest {folder} -r {listed}"
+        if path is None:
+            raise files.Missing(f"{folder} has no wheel of {pin.name} {pin.version}: {get}")
+        with open(path, "rb") as wheel:
+            if hashlib.file_digest(wheel, "sha256").hexdigest() != pin.sha256:
+                raise ValueError(f"{path} is another file than {listed} says: {get}")
+        found.append(path)
+    return found
+
+
+def pins(listed: Path) -> list[Pin]:
+    """The wheels that a list names.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a line is not `name==version --hash=sha256:...`, or there is none.
+    """
+    found = []
+    if not listed.is_file():
+        raise files.Missing(f"{listed} is no file: give a list of wheels")
+    for line in listed.read_text(encoding="utf-8").splitlines():
+        line = line.partition("#")[0].strip()
+        if line:
+            match = re.fullmatch(rf"([\w.-]+)==([\w.!+]+) {_HASH}([0-9a-f]{{64}})", line)
+            if match is None:
+                raise SettingError(f"{listed}: {line!r} is no 'name==version {_HASH}...'")
+            found.append(Pin(*match.groups()))
+    if not found:
+        raise SettingError(f"{listed} names no wheel: write lines 'name==version {_HASH}...'")
+    return found
+
+
+def _normal(name: str) -> str:
+    """A package's name as all its spellings have it."""
+    return re.sub(r"[-_.]+", "_", name).lower()

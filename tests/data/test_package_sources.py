@@ -1,0 +1,108 @@
+"""The text of pinned wheels, with tiny wheels in the place of the published ones."""
+
+import hashlib
+import zipfile
+
+import pytest
+
+from reformax.data import package_sources
+from reformax.data.package_sources import PINNED, pins
+from reformax.data.text import text
+
+ONE = b"x = 1\n" * 100
+TWO = b"# no newline at the end" * 20
+LONG = b"y = 2\n" * 50_001
+
+
+def write_wheel(folder, name, members):
+    """Writes a wheel; returns the line of a list that pins it."""
+    path = folder / f"{name}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for member, data in members.items():
+            wheel.writestr(member, data)
+    project, version = name.split("-")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{project}=={version} --hash=sha256:{digest}\n"
+
+
+@pytest.fixture
+def listed(tmp_path):
+    """A folder of two wheels and the list that names them, the second first."""
+    first = write_wheel(tmp_path, "first-1.0", {"first/a.py": ONE, "first/data.json": b"{}" * 200})
+    members = {"b/z.py": ONE, "b/a.py": TWO, "b/long.py": LONG, "b/__init__.py": b"short"}
+    second = write_wheel(tmp_path, "Se_cond-2.0.post1", members)
+    path = tmp_path / "list.txt"
+    path.write_text("# In order.\n" + second.replace("Se_cond", "se-cond") + "\n" + first)
+    return path
+
+
+JOINED = b"# b/a.py\n" + TWO + b"\n# b/z.py\n" + ONE
+
+
+def test_files_in_order_without_small_large_other_and_repeated_ones(listed, tmp_path, content):
+    task = package_sources.package_sources(str(tmp_path), wheels=str(listed))
+    assert content(task) == JOINED
+
+
+def test_splits_are_those_of_the_text_in_a_file(listed, tmp_path, content):
+    (tmp_path / "text").write_bytes(JOINED)
+    task = package_sources.package_sources(str(tmp_path), wheels=str(listed))
+    same = text(str(tmp_path / "text"))
+    for split in ("train", "valid", "test"):
+        assert content(task, split) == content(same, split)
+        assert task.fingerprint(split) == same.fingerprint(split)
+
+
+def test_a_part_to_train_on_leaves_what_is_held_out(listed, tmp_path, content):
+    whole, part = (
+        package_sources.package_sources(str(tmp_path), str(listed), n) for n in (None, 100)
+    )
+    assert content(part, "train") == content(whole, "train")[:100]
+    assert content(part, "valid", "test") == content(whole, "valid", "test")
+
+
+def test_a_missing_wheel_is_named_with_the_command(listed, tmp_path, fails_in_one_line):
+    (tmp_path / "first-1.0-py3-none-any.whl").unlink()
+    match = rf"no wheel of first 1.0: pip download --no-deps --dest {tmp_path} -r {listed}"
+    with fails_in_one_line(FileNotFoundError, match):
+        package_sources.package_sources(str(tmp_path), wheels=str(listed))
+
+
+def test_a_wheel_of_another_content_is_named(listed, tmp_path, fails_in_one_line):
+    write_wheel(tmp_path, "first-1.0", {"first/a.py": ONE + b"changed"})
+    with fails_in_one_line(ValueError, "first-1.0-py3-none-any.whl is another file than .*list"):
+        package_sources.package_sources(str(tmp_path), wheels=str(listed))
+
+
+def test_the_list_that_comes_along_stands_for_one_text(
+    listed, tmp_path, monkeypatch, content, fails_in_one_line
+):
+    monkeypatch.setattr(package_sources, "PINNED", listed)
+    with fails_in_one_line(ValueError, "is not what it was"):
+        package_sources.package_sources(str(tmp_path))
+    monkeypatch.setattr(package_sources, "N_BYTES", len(JOINED))
+    monkeypatch.setattr(package_sources, "SHA256", hashlib.sha256(JOINED).hexdigest())
+    assert content(package_sources.package_sources(str(tmp_path))) == JOINED
+
+
+def test_the_list_that_comes_along_is_whole(tmp_path, fails_in_one_line):
+    assert len({pin.sha256 for pin in pins(PINNED)}) == len(pins(PINNED)) == 40
+    with fails_in_one_line(FileNotFoundError, "no wheel of sympy 1.12: pip download"):
+        package_sources.package_sources(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "line, match",
+    [("sympy==1.12", "'sympy==1.12' is no 'name==version"), ("# alone", "names no wheel")],
+)
+def test_a_list_without_hashes_is_refused(line, match, tmp_path, fails_in_one_line):
+    (tmp_path / "list.txt").write_text(line)
+    with fails_in_one_line(ValueError, match):
+        package_sources.package_sources(str(tmp_path), wheels=str(tmp_path / "list.txt"))
+
+
+def test_no_folder_and_no_list(tmp_path, fails_in_one_line):
+    with fails_in_one_line(FileNotFoundError, "set data_dir"):
+        package_sources.package_sources(str(tmp_path / "none"))
+    with fails_in_one_line(FileNotFoundError, "list.txt"):
+        package_sources.package_sources(str(tmp_path), wheels=str(tmp_path / "list.txt"))
