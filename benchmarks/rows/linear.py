@@ -77,6 +77,7 @@ NAMES = (
     "flash",
     "flash, a fourth of the heads of keys",
     "long_short",
+    "long_short, all",
 )
 
 
@@ -99,6 +100,7 @@ def algorithm(name: str, shape: Shape, impl: str = "auto", epsilon: float = 1e-4
             flash.flash(impl=impl), n_kv_heads=max(1, shape.n_heads // 4), quadratic=True
         ),
         "long_short": lambda: Row(long_short.long_short(), quadratic=True),
+        "long_short, all": lambda: Row(long_short.long_short(), causal=False),
     }
 
     def features() -> AttentionOp:

@@ -9,7 +9,8 @@ off the keys themselves (sec. 3.2, "Dynamic Projections"):
 The two kinds of keys and of values have layer norms of their own, so that neither drowns the other
 ("DualLN"). In causal attention the sequence is cut into chunks, each chunk has its r mixtures, and
 a query sees those of the chunks before its own (sec. 3.3). Time is O(T (w + r)), and in causal
-attention with chunks of l O(T (w + r T / l)).
+attention with chunks of l O(T (w + r T / l)). Memory is O(T): logits of some queries are made after
+those of others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
@@ -35,8 +36,12 @@ from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
+from reformax.ops.parts.query_chunks import joined
 from reformax.ops.parts.share import of_heads
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+
+# Queries and keys whose logits are in memory at a time.
+LOGITS_AT_A_TIME = 2**28
 
 
 class Settings(NamedTuple):
@@ -121,15 +126,26 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         for name, x in params.items()
     }
 
-    @jax.checkpoint  # the gradient computes the logits again instead of keeping them
+    @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
     def attend(params, q, k, v) -> Float[Array, "B T N V"]:
-        length = q.shape[1]
+        length, n_heads = q.shape[1:3]
         real = jnp.ones((1, length), bool) if segments is None else segments != 0
-        kinds = [_near(settings, params, q, k, v, real, causal)]
+        far, chunk_len = None, settings.chunk_len if causal else length
         if settings.rank:
-            chunk_len = settings.chunk_len if causal else length
-            kinds.append(_far(settings, params, q, k, v, real, chunk_len, causal))
-        return _attend(kinds, q, dropout, seed).astype(v.dtype)
+            far = mixtures(settings, params, k, v, real, chunk_len)
+
+        @jax.checkpoint  # and the logits
+        def some(far: Mixtures | None, near: Window) -> Float[Array, "B C L N V"]:
+            kinds = [_near(settings, near, causal)]
+            if far is not None:
+                kinds.append(_far(settings, near, far, chunk_len if causal else None))
+            heads = jnp.arange(n_heads)
+            return attend_to_kinds(kinds, near.queries, near.place, dropout, seed, heads)
+
+        near = _window(settings, params, q, k, v, real, causal)
+        n_far = 0 if far is None else far.keys.shape[1]
+        out = _by_groups(functools.partial(some, far), near, n_far)
+        return out.reshape(len(q), -1, n_heads, v.shape[3])[:, :length].astype(v.dtype)
 
     return attend(params, q, k, v)
 
@@ -137,17 +153,19 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
 # Queries lie in blocks: letters C blocks of L queries, M keys.
 
 
-def _attend(kinds: list[Keys], q, dropout: float, seed) -> Float[Array, "B T N V"]:
-    """The softmax over both kinds of keys."""
-    n_batch, length, n_heads, _ = q.shape
-    n_blocks, size = kinds[0].logits.shape[2:4]
-    query = jnp.arange(n_blocks * size).reshape(1, n_blocks, size)
-    out = attend_to_kinds(kinds, _blocks(q, size), query, dropout, seed, jnp.arange(n_heads))
-    return out.reshape(n_batch, n_blocks * size, n_heads, -1)[:, :length]
+class Window(NamedTuple):
+    """Blocks of queries, and the keys of the window: of each block and its neighbours."""
+
+    queries: Float[Array, "B C L N H"]
+    place: Int[Array, "1 C L"]
+    keys: Float[Array, "B C M N H"]
+    values: Float[Array, "B C M N V"]
+    key: Int[Array, "1 C M"]  # its position
+    real: Bool[Array, "#B C M"]
+    finite: Bool[Array, "B C M N"]
 
 
-def _near(settings: Settings, params, q, k, v, real, causal: bool) -> Keys:
-    """The keys of the window: those of a block of `window` positions and of its neighbours."""
+def _window(settings: Settings, params, q, k, v, real, causal: bool) -> Window:
     length = q.shape[1]
     size = min(settings.window, length)
     n_blocks, after = -(-length // size), 0 if causal else 1
@@ -158,42 +176,63 @@ def _near(settings: Settings, params, q, k, v, real, causal: bool) -> Keys:
         x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
         return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
 
-    place = jnp.arange(n_blocks * size).reshape(n_blocks, size, 1)
-    key = windows(jnp.arange(1, length + 1)[None])[0][:, None] - 1  # -1 where there is none
-    mask = (jnp.abs(place - key) < settings.window) & (key >= 0)
-    if causal:
-        mask = mask & (key <= place)
-    mask = mask[None, None] & windows(real)[:, None, :, None]
-    near = windows(is_finite(k, v)[..., 0])  # [B, C, M, N]
     keys, values = finite(k), finite(v)
     if settings.dual_norm:
         keys = layer_norm(keys, params["near_keys_norm"])
         values = layer_norm(values, params["near_values_norm"])
-    keys = windows(keys)
-    return Keys(
-        logits=scaled_logits("bclnh,bcmnh->bnclm", _blocks(finite(q), size), keys),
+    return Window(
+        queries=_blocks(q, size),
+        place=jnp.arange(n_blocks * size).reshape(1, n_blocks, size),
+        keys=windows(keys),
         values=windows(values),
-        mask=mask,
-        finite=jnp.moveaxis(near, 3, 1)[:, :, :, None],
-        address=2 * key[None, :, 0],
+        key=windows(jnp.arange(length)[None]),
+        real=windows(jnp.broadcast_to(real, (len(real), length))),
+        finite=windows(is_finite(k, v)[..., 0]),
     )
 
 
-def _far(settings: Settings, params, q, k, v, real, chunk_len: int, causal: bool) -> Keys:
-    """The summaries of all chunks, or if causal of those before the query's own."""
-    length = q.shape[1]
-    size = min(settings.window, length)
-    far = mixtures(settings, params, k, v, real, chunk_len)
-    queries = _blocks(finite(q), size)
-    number = jnp.arange(far.keys.shape[1])
-    mask = far.real[:, None, None, None]
+def _by_groups(attend, near: Window, n_far: int) -> Float[Array, "B C L N V"]:
+    """`attend` of some blocks after the other, where logits of all are too many."""
+    n_batch, n_blocks, size, n_heads, _ = near.queries.shape
+    n_logits = n_batch * n_heads * size * (near.key.shape[2] + n_far)
+    group = max(LOGITS_AT_A_TIME // n_logits, 1)
+    if n_blocks <= group:
+        return attend(near)
+
+    def cut(x):  # [B, C, ...] -> [groups, B, C, ...]
+        x = jnp.pad(x, [(0, 0), (0, -n_blocks % group)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, group, *x.shape[2:]), 1, 0)
+
+    return joined(jax.lax.map(attend, jax.tree.map(cut, near)), n_blocks)
+
+
+def _near(settings: Settings, near: Window, causal: bool) -> Keys:
+    """The keys of the window."""
+    place, key = near.place[..., None], near.key[:, :, None]
+    mask = (jnp.abs(place - key) < settings.window) & near.real[:, :, None]
     if causal:
-        chunk = jnp.arange(queries.shape[1] * size).reshape(1, 1, -1, size, 1) // chunk_len
-        mask = mask & (number.reshape(1, 1, 1, 1, -1) // settings.rank < chunk)
+        mask = mask & (key <= place)
     return Keys(
-        logits=scaled_logits("bclnh,bsnh->bncls", queries, far.keys),
+        logits=scaled_logits("bclnh,bcmnh->bnclm", finite(near.queries), near.keys),
+        values=near.values,
+        mask=mask[:, None],
+        finite=jnp.moveaxis(near.finite, 3, 1)[:, :, :, None],
+        address=2 * near.key,
+    )
+
+
+def _far(settings: Settings, near: Window, far: Mixtures, chunk_len: int | None) -> Keys:
+    """The summaries of all chunks, or those before the query's own chunk of `chunk_len`."""
+    number = jnp.arange(far.keys.shape[1])
+    mask = far.real[:, None, None]
+    if chunk_len is not None:
+        before = number[None, None, None] // settings.rank < near.place[..., None] // chunk_len
+        mask = mask & before
+    mask = jnp.broadcast_to(mask, (len(mask), *near.place.shape[1:], len(number)))
+    return Keys(
+        logits=scaled_logits("bclnh,bsnh->bncls", finite(near.queries), far.keys),
         values=far.values[:, None],
-        mask=jnp.broadcast_to(mask, (*mask.shape[:2], *queries.shape[1:3], len(number))),
+        mask=mask[:, None],
         finite=jnp.moveaxis(far.finite, 2, 1)[:, :, None, None],
         address=2 * number[None, None] + 1,
     )

@@ -14,7 +14,7 @@ import pytest
 from reformax.carried import Carried
 from reformax.ops import dense, linformer, local, long_short, nystromformer, performer
 from reformax.ops.parts.random_features import orthogonal_directions, positive_features
-from tests.helpers import with_gradients
+from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
 
@@ -27,6 +27,25 @@ def draw(length=23, d_qk=4, scale=1, seed=0):
 def attend(op, q, k, v, params=None, **options):
     params = op.init(KEY, op.dims(q, v)) if params is None else params
     return op(q, k, v, params=params, rng=KEY, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_short_computes_blocks_in_groups_as_at_once(causal, monkeypatch):
+    q, k, v = draw(length=70)
+    op = long_short.long_short(window=8, rank=2, chunk_len=8)
+    params = op.init(KEY, op.dims(q, v))
+    segments = np.where(np.arange(70) < 67, 1, 0)[None].repeat(2, axis=0)
+
+    def run():
+        def loss(params, q, k, v):
+            out = attend(op, q, k, v, params, causal=causal, segments=segments, dropout=0.3)
+            return jnp.sum(out * v), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(params, q, k, v)
+
+    want = run()
+    monkeypatch.setattr(long_short, "LOGITS_AT_A_TIME", 4000)  # of 2 to 4 of the 9 blocks
+    assert_trees_close(run(), want, 1e-5)
 
 
 # Where they are dense attention.

@@ -48,7 +48,7 @@ def attend_to_kinds(
       seed: of dropout.
       heads: the number of each head.
     """
-    n_batch, n_blocks, size, n_heads, _ = q.shape
+    n_batch = len(q)
     tops = [
         largest(jnp.where(each.finite, each.logits, jnp.nan), each.mask, axis=-1) for each in kinds
     ]
@@ -65,8 +65,11 @@ def attend_to_kinds(
             head = jnp.asarray(heads).reshape(1, -1, 1, 1, 1)
             of_weights = example, head, query[:, None, ..., None], each.address[:, None, :, None]
             weight = weight * dropout_mask(seed, dropout, *of_weights)
-        values = jnp.broadcast_to(each.values, (n_batch, n_blocks, *each.values.shape[2:]))
-        out += product("bnclm,bcmnv->bclnv", weight, values, values.dtype)
+        values = each.values
+        if values.shape[1] == 1:  # one product of all blocks
+            out += product("bnclm,bmnv->bclnv", weight, values[:, 0], values.dtype)
+        else:
+            out += product("bnclm,bcmnv->bclnv", weight, values, values.dtype)
     out = jnp.where(jnp.moveaxis(whole, 1, 3), out, jnp.nan)
     return jnp.where(is_finite(q), out, jnp.nan)
 
