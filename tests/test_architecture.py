@@ -206,6 +206,18 @@ def test_importing_loads_no_more_than_it_needs(module, banned):
     assert not loaded & banned
 
 
+def test_importing_takes_no_device():
+    # It would take a share of memory from the processes that a benchmark starts, and
+    # jax.distributed must be begun before.
+    folders = [PACKAGE, ROOT / "benchmarks" / "harness", ROOT / "benchmarks" / "rows"]
+    paths = [p for folder in folders for p in folder.rglob("*.py") if p.stem != "__main__"]
+    paths += (ROOT / "benchmarks").glob("*.py")
+    names = sorted(map(module_name, paths))
+    code = f"import {', '.join(names)}\n"
+    code += "from jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def public_definitions(path: Path) -> Iterator[ast.FunctionDef | ast.ClassDef]:
     """Functions and classes of the module at `path` whose names carry no underscore."""
     for node in ast.parse(path.read_text()).body:
