@@ -5,9 +5,12 @@
 trains small language models on `reformax.data.associative_recall` with each attention and prints,
 for each number of pairs, the share of values that it names (Arora et al. 2023, "Zoology", section
 4). The state is what decoding keeps of a row in the attention, once it has read the row; one
-without a step of decoding has none. Of several learning rates a model's best counts. A training
-ends before its last step, and no further rate is tried, once a model names 99.5% of the values
-of a stretch of steps, which it has not seen before.
+without a step of decoding has none.
+
+A row is a model for each learning rate and each seed, which one program trains side by side; the
+best one counts. It begins among few tokens and goes on among more, so that what a state can hold is
+not mistaken for what is learnt slowly. A length ends before its last step once a model names 99.5%
+of the values of a stretch of steps, which it has not seen before.
 
 To answer, a model must know of a value which key stands before it. A window of two positions, the
 first layer of all models, can tell; the attention in question follows, and looks keys up. Dense
@@ -17,10 +20,10 @@ have one feature, the least) and logits are products with the embedding; other t
 attention has no positions, matrices begin with a deviation of 0.05, not 0.02, and rows of few
 pairs are as long as those of many. All rows weigh alike in the loss: few pairs are learnt first.
 
-With `--out` each model is a line of a file, and the same command goes on after an interruption:
-what the file has is not trained again. All models see the same batches. --at_once=3 has three
-processes, each of which trains one model after another. With --limit none goes on after so many
-seconds.
+With `--out` each length of a row is a line of a file, and the same command goes on after an
+interruption: a row that the file has whole is not trained again. All models see the same batches.
+--at_once=3 has three processes, each of which trains one row after another. With --limit none goes
+on after so many seconds.
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ from benchmarks.harness import command_line
 from benchmarks.harness.calls import PeerError, exit_if
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import ask, ask_each, sharing
-from benchmarks.rows.recall import SEED, Sizes, attentions, build, ended
+from benchmarks.rows.recall import SEED, Members, Sizes, attentions, build
 from reformax.ops.base import AttentionOp
 
 # Of figures: a state of constant size, a window; the rest grow with the length.
 COLOURS = dict.fromkeys(("linear", "performer", "retention", "gated_linear", "gated_delta"), "C3")
 COLOURS |= dict.fromkeys(("local", "sinks", "longformer"), "C2")
-Key = tuple[str, Sizes]  # of a model: the name of its attention
+Key = tuple[str, tuple[Sizes, ...]]  # of a row: the name of its attention, and each length
 
 
 def state_bytes(ops: Sequence[AttentionOp], sizes: Sizes) -> float | None:
@@ -81,84 +84,89 @@ def recorded(path: Path | None) -> list[dict[str, Any]]:
 
 def models(
     rows: Iterable[Key],
-    rates: Sequence[float],
+    members: Members,
     path: Path | None,
     at_once: int = 1,
     limit: float | None = None,
     only_known: bool = False,
-) -> Iterator[tuple[Key, Any]]:
-    """The record of each best model, or the exception in its place, in order.
+) -> Iterator[tuple[Key, list[dict[str, Any] | Exception]]]:
+    """The record of each length of each row, or the exception that it ended with, in order.
 
     Args:
       rows: the names and sizes of models.
-      rates: of learning, tried in this order.
-      path: of the file of records, one for each rate.
+      members: their rates of learning and seeds.
+      path: of the file of records.
       at_once: processes that train side by side.
       limit: seconds, after which they are killed.
-      only_known: whether those that the file lacks are left out, and any number of steps will do.
+      only_known: whether those that the file lacks are left out, and any training will do.
     """
     before = recorded(path)
-    found: dict[Key, list[dict[str, Any]] | Exception] = {}
-    untried: dict[Key, list[float]] = {}
-    for name, sizes in rows:
-        wanted = {"attention": name} | sizes._asdict()
-        if only_known:
-            del wanted["steps"]
-        known = {x["rate"]: x for x in reversed(before) if wanted.items() <= x.items()}
-        found[name, sizes] = [known[rate] for rate in rates if rate in known]
-        enough = (i for i, x in enumerate(rates) if x in known and ended(known[x], sizes))
-        left = [rate for rate in rates[: next(enough, None)] if rate not in known]
-        if left and not only_known:
-            untried[name, sizes] = left
-    asked, error = list(untried), "no process was left"
+    found: dict[Key, list[Any]] = {}
+    for name, stages in rows:
+        known = [
+            _known(before, name, stages[: n + 1], members, only_known) for n in range(len(stages))
+        ]
+        found[name, stages] = [x for x in known if x] if only_known or all(known) else []
+    asked = [] if only_known else [key for key in found if not found[key]]
+    untried, error = set(asked), "no process was left"
     with tempfile.TemporaryDirectory() as claims:
         request = dict(
-            rows=[(*key, untried[key]) for key in asked],
-            claims=claims,
-            end=None if limit is None else time.time() + limit,
+            rows=asked, members=members, claims=claims, end=limit and time.time() + limit
         )
         ours = functools.partial(ask, sys.executable, "rows.recall.train", patience=limit)
         start = functools.partial(ours, env=sharing(at_once), **request)
         answers = ask_each(dict.fromkeys(range(min(at_once, len(asked))), start), at_once)
-        for key in found:
+        for key, known in found.items():
             while key in untried:
                 _, answer = next(answers, (None, None))
                 if answer is None:
-                    found[key] = PeerError(error)
-                    del untried[key]
+                    known.append(PeerError(error))
+                    untried.remove(key)
                 elif "row" not in answer:  # a process has ended
                     error = answer["error"]
-                elif "error" in answer:
-                    other = asked[answer["row"]]
-                    found[other] = PeerError(answer["error"])
-                    del untried[other]
                 else:
-                    other, record = asked[answer["row"]], answer["record"]
+                    other = asked[answer["row"]]
+                    record = answer.get("record") or PeerError(answer["error"])
                     found[other].append(record)
-                    untried[other].remove(record["rate"])
-                    if not untried[other] or ended(record, other[1]):
-                        del untried[other]
-                    if path is not None:
+                    if isinstance(record, Exception) or len(found[other]) == len(other[1]):
+                        untried.remove(other)
+                    if path is not None and not isinstance(record, Exception):
                         with path.open("a") as file:
                             file.write(json.dumps(record) + "\n")
-            records = found[key]
-            if isinstance(records, Exception):
-                yield key, records
-            elif records:
-                yield key, max(records, key=lambda one: sum(one["accuracy"].values()))
+            yield key, known
         for _ in answers:  # until their end processes look at what is claimed
             pass
 
 
+def _known(
+    records: Sequence[dict[str, Any]],
+    name: str,
+    stages: Sequence[Sizes],
+    members: Members,
+    any_training: bool,
+) -> dict[str, Any] | None:
+    """The newest record of the last of these lengths."""
+    *begun, sizes = stages
+    wanted = {"attention": name} | sizes._asdict()
+    if any_training:
+        del wanted["steps"], wanted["batch_size"], wanted["stretch"]
+    else:
+        wanted |= json.loads(json.dumps(members._asdict()))
+        wanted["begun"] = [x.length for x in begun]
+    return next((x for x in reversed(records) if wanted.items() <= x.items()), None)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__, plot=Path("docs/associative_recall.png"))
-    for name, default in dict(tokens=32768, steps=1500, at_once=1, vocab_size=8192).items():
+    for name, default in dict(at_once=1, vocab_size=8192, seeds=1).items():
         text = f"default: {default:,}"
         parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)
     several = dict(
-        length=(command_line.positive, [512], "tokens of an example"),
+        length=(command_line.positive, [64, 512, 4096], "tokens of an example, one after another"),
+        tokens=(command_line.positive, [8192, 32768, 65536], "of a step, for each length"),
+        steps=(command_line.positive, [1500, 600, 300], "for each length"),
         d_model=(command_line.positive, [64, 128], "sizes of the model"),
-        learning_rate=(float, [3e-3, 1e-3], "each is tried until one is enough"),
+        learning_rate=(float, [3e-3, 1e-3], "the best one counts"),
     )
     for name, (kind, default, text) in several.items():
         text = f"{text} (default: {' '.join(map(str, default))})"
@@ -166,59 +174,89 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = attentions()
     parser.add_argument("--only", nargs="+", choices=known, default=known, help="these attentions")
     parser.add_argument("--limit", type=float, help="seconds of all models")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="lines of JSON, a model each")
-    text = "train nothing: show what the file has, of any number of steps"
+    parser.add_argument("--out", type=Path, metavar="FILE", help="lines of JSON, a length each")
+    text = "train nothing: show what the file has, however it was trained"
     parser.add_argument("--only_known", action="store_true", help=text)
     args = parser.parse_args(argv)
     n_eval = 256
     if args.tiny:
-        args.length, args.tokens, args.steps, args.d_model = [32], 64, 2, [8]
+        args.length, args.tokens, args.steps, args.d_model = [16, 32], [64, 64], [2, 2], [8]
         args.learning_rate, n_eval = [1e-3], 4
+    if not len(args.length) == len(args.tokens) == len(args.steps):
+        parser.error("--length, --tokens and --steps: give as many of each")
     # Only the processes that train have a device.
     jax.config.update("jax_platforms", "cpu")
     rows = []
-    for length, d_model, name in itertools.product(args.length, args.d_model, args.only):
-        sizes = Sizes(
-            d_model=d_model,
-            length=length,
-            vocab_size=args.vocab_size,
-            batch_size=max(1, args.tokens // length),
-            steps=args.steps,
-            stretch=min(100, args.steps),
-            n_eval=n_eval,
+    for d_model, name in itertools.product(args.d_model, args.only):
+        stages = tuple(
+            Sizes(
+                d_model=d_model,
+                length=length,
+                vocab_size=args.vocab_size,
+                batch_size=max(1, tokens // length),
+                steps=steps,
+                stretch=min(100, steps),
+                n_eval=n_eval,
+            )
+            for length, tokens, steps in zip(args.length, args.tokens, args.steps, strict=True)
         )
-        rows.append((name, sizes))
+        rows.append((name, stages))
+    members = Members(args.learning_rate, list(range(args.seeds)))
+    found = list(models(rows, members, args.out, args.at_once, args.limit, args.only_known))
+    show(found, known, args.plot)
+    exit_if(
+        f"{name}, d_model={stages[0].d_model}"
+        for (name, stages), results in found
+        if any(isinstance(x, Exception) for x in results)
+    )
+
+
+def show(
+    found: Sequence[tuple[Key, Sequence[dict[str, Any] | Exception]]],
+    known: Mapping[str, Sequence[AttentionOp]],
+    path: Path,
+) -> None:
+    """Prints a table for each length, and draws the accuracy with half of the pairs and with all.
+
+    Args:
+      found: records of rows by length.
+      known: the attentions.
+      path: of the plot.
+    """
     panels: dict[str, dict[str, dict[int, float]]] = {}
-    failed = []
-    for (name, sizes), one in models(
-        rows, args.learning_rate, args.out, args.at_once, args.limit, args.only_known
-    ):
-        n_pairs = sizes.n_pairs()
-        labels = {
-            n: f"accuracy with {n} pairs in {sizes.length:,} tokens"
-            for n in (n_pairs[len(n_pairs) // 2], n_pairs[-1])
-        }
-        if not panels.keys() & labels.values():
-            pairs = (f"{n} pairs" for n in n_pairs)
-            columns = "d_model", "state, KiB", *pairs, "rate", "steps", "seconds"
-            on = "" if isinstance(one, Exception) else f", {one['device']}"
-            table = Table("attention", *columns, title=f"{sizes.length:,} tokens{on}")
-        if isinstance(one, Exception):
-            failed.append(f"{name}, d_model={sizes.d_model}, length={sizes.length}")
-        else:
-            one["state_bytes"] = state = state_bytes(known[name], sizes)
-            if state is not None:
-                kib = max(1, round(state / 1024))
-                for n, label in labels.items():
-                    lines = panels.setdefault(label, {}).setdefault(name, {})
-                    lines[kib] = one["accuracy"][str(n)]
-        table.result(name, str(sizes.d_model), known=one, cells=cells)
+    for n, length in enumerate(x.length for x in found[0][0][1]):
+        table = None
+        for (name, stages), results in found:
+            sizes = stages[n]
+            of_length = [
+                x for x in results if not isinstance(x, Exception) and x["length"] == length
+            ]
+            one = of_length[0] if of_length else results[-1] if results else None
+            if not of_length and not isinstance(one, Exception):
+                continue
+            n_pairs = sizes.n_pairs()
+            labels = {
+                p: f"accuracy with {p} pairs in {length:,} tokens"
+                for p in (n_pairs[len(n_pairs) // 2], n_pairs[-1])
+            }
+            if table is None:
+                on = "" if isinstance(one, Exception) else f", {one['device']}"
+                pairs = (f"{p} pairs" for p in n_pairs)
+                columns = "d_model", "state, KiB", *pairs, "rate", "steps", "seconds"
+                table = Table("attention", *columns, title=f"{length:,} tokens{on}")
+            if not isinstance(one, Exception):
+                one["state_bytes"] = state = state_bytes(known[name], sizes)
+                if state is not None:
+                    kib = max(1, round(state / 1024))
+                    for p, label in labels.items():
+                        lines = panels.setdefault(label, {}).setdefault(name, {})
+                        lines[kib] = one["accuracy"][str(p)]
+            table.result(name, str(sizes.d_model), known=one, cells=cells)
     axes = dict(yscale="linear", xlabel="state of the attention, KiB", ylim=(-0.02, 1.02))
     if panels:
         states = [kib for lines in panels.values() for points in lines.values() for kib in points]
         ticks = [2**i for i in range(min(states).bit_length() - 1, max(states).bit_length() + 1)]
-        plot(args.plot, panels, styles=styles(known), ticks=ticks, **axes)
-    exit_if(failed)
+        plot(path, panels, styles=styles(known), ticks=ticks, **axes)
 
 
 def styles(known: Mapping[str, Sequence[AttentionOp]]) -> dict[str, dict[str, Any]]:

@@ -838,38 +838,56 @@ def test_a_row_does_not_wait_for_numbers_that_failed(tmp_path):
 
 
 def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
-    """What the file has is not trained again; a line that an interruption cut is."""
+    """What the file has whole is not trained again; a line that an interruption cut is."""
     flags = ["--tiny", f"--out={tmp_path / 'out'}", f"--plot={tmp_path / 'a.png'}", "--only"]
+    trained = learning(monkeypatch)
+    associative_recall.main([*flags, "flash"])
+    out = tmp_path / "out"
+    assert trained == [(None, 16), (16, 32)]  # a length begins with the weights of the one before
+    with out.open("a") as file:
+        file.write('{"attention": "linear"')
+    associative_recall.main([*flags, "flash", "linear", "--only_known"])
+    assert len(trained) == 2 and "| linear |" not in capsys.readouterr().out
+    associative_recall.main([*flags, "flash", "linear"])
+    assert trained[2:] == [(None, 16), (16, 32)]
+    assert "| linear | 8 | 0.2 | 50.0% | 25.0% | 0.001 | 2 | 1 |" in capsys.readouterr().out
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:-1]))
+    associative_recall.main([*flags, "flash", "linear"])
+    assert trained[4:] == [(None, 16), (16, 32)]
+
+
+def learning(monkeypatch) -> list:
+    """Recall's models learn at once: where each began, its weights being a length, and ended."""
     trained = []
 
-    def accuracies(ops, sizes, rate, batches, tests):
-        trained.append(sizes.d_model)
-        return {"accuracy": {"4": 0.5, "8": 0.25}, "ended_after": 2, "seconds": 1.0}
+    def learn(ops, sizes, members, params, batches, tests):
+        trained.append((params, sizes.length))
+        found = {"rate": 1e-3, "seed": 0, "accuracy": {"4": 0.5, "8": 0.25}}
+        return sizes.length, found | {"ended_after": 2, "seconds": 1.0}
 
     monkeypatch.setattr(associative_recall, "ask", ask_here)
-    monkeypatch.setattr(recall_rows, "accuracies", accuracies)
-    associative_recall.main([*flags, "flash"])
-    (tmp_path / "out").open("a").write('{"attention": "linear"')
-    associative_recall.main([*flags, "flash", "linear", "--only_known"])
-    assert len(trained) == 1 and "| linear |" not in capsys.readouterr().out
-    associative_recall.main([*flags, "flash", "linear"])
-    assert len(trained) == 2
-    assert "| linear | 8 | 0.2 | 50.0% | 25.0% | 0.001 | 2 | 1 |" in capsys.readouterr().out
+    monkeypatch.setattr(recall_rows, "learn", learn)
+    return trained
 
 
-@pytest.mark.parametrize("ended_after, tried", [(1, [3e-3]), (2, [3e-3, 1e-3])])
-def test_recall_tries_rates_until_one_is_enough(ended_after, tried, monkeypatch):
-    sizes = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
-    rates = []
+SIZES = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
+MEMBERS = recall_rows.Members([1e-3], [0])
 
-    def accuracies(ops, sizes, rate, batches, tests):
-        rates.append(rate)
-        return {"accuracy": {"4": rate}, "ended_after": ended_after}
 
-    monkeypatch.setattr(associative_recall, "ask", ask_here)
-    monkeypatch.setattr(recall_rows, "accuracies", accuracies)
-    ((key, best),) = associative_recall.models([("flash", sizes)], (3e-3, 1e-3), None)
-    assert (key, rates, best["rate"]) == (("flash", sizes), tried, 3e-3)
+@pytest.mark.parametrize("op", [flash.flash(), lsh.lsh(chunk_len=4)])
+def test_models_of_recall_side_by_side_are_those_alone(op, monkeypatch):
+    """The best one counts, and a stretch that it names enough of is the last one."""
+    sizes, members = SIZES._replace(steps=4, stretch=2), recall_rows.Members([1e-3, 1e-1], [0, 1])
+    batches, tests = recall_rows._drawn(sizes)
+    params, record = recall_rows.learn((op,), sizes, members, None, batches, tests)
+    for n, (rate, seed) in enumerate(members.each()):
+        one = recall_rows.Members([rate], [seed])
+        alone, _ = recall_rows.learn((op,), sizes, one, None, batches, tests)
+        for x, y in zip(*map(jax.tree.leaves, (params, alone)), strict=True):
+            np.testing.assert_allclose(x[n], y[0], rtol=2e-3, atol=2e-4)
+    assert record["ended_after"] == 4 and len(record["of_each"]) == 4
+    monkeypatch.setattr(recall_rows, "ENOUGH", 0.0)
+    assert recall_rows.learn((op,), sizes, members, None, batches, tests)[1]["ended_after"] == 2
 
 
 def ask_here(python, peer, *, patience, env, **request):
@@ -878,24 +896,14 @@ def ask_here(python, peer, *, patience, env, **request):
     return (json.loads(json.dumps(x)) for x in answers if "stage" not in x)
 
 
-@pytest.mark.parametrize("limit, trained", [(None, {"flash", "linear", "lsh"}), (0.0, set())])
-def test_recall_trains_a_row_in_one_process(limit, trained, tmp_path, monkeypatch):
+@pytest.mark.parametrize("limit, n", [(None, 3), (1e-9, 0)])
+def test_recall_trains_a_row_in_one_process(limit, n, monkeypatch):
     """Without time left none is begun."""
-    made = []
-
-    def accuracies(ops, sizes, rate, batches, tests):
-        made.append(ops)
-        return {"accuracy": {"4": rate}, "ended_after": 2}
-
-    monkeypatch.setattr(associative_recall, "ask", ask_here)
-    monkeypatch.setattr(recall_rows, "accuracies", accuracies)
-    monkeypatch.setattr(recall_rows, "attentions", lambda: {x: x for x in names})
-    names = "flash", "linear", "lsh"
-    sizes = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
-    rows = [(name, sizes) for name in names]
-    found = dict(associative_recall.models(rows, [1e-3], None, at_once=2, limit=limit))
-    assert sorted(made) == sorted(trained) and list(found) == rows
-    assert {name for (name, _), x in found.items() if isinstance(x, dict)} == trained
+    trained = learning(monkeypatch)
+    rows = [(name, (SIZES,)) for name in ("flash", "linear", "routing")]
+    found = dict(associative_recall.models(rows, MEMBERS, None, at_once=2, limit=limit))
+    assert len(trained) == n and list(found) == rows
+    assert [isinstance(x, dict) for (x,) in found.values()] == 3 * [n == 3]
 
 
 def test_recall_keeps_the_claims_until_all_processes_have_ended(monkeypatch):
@@ -907,28 +915,25 @@ def test_recall_keeps_the_claims_until_all_processes_have_ended(monkeypatch):
         there.append(Path(claims).is_dir())
 
     monkeypatch.setattr(associative_recall, "ask", ask)
-    sizes = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
-    assert len(dict(associative_recall.models([("flash", sizes)], [1e-3], None))) == 1
+    assert len(dict(associative_recall.models([("flash", (SIZES,))], MEMBERS, None))) == 1
     assert there == [True]
 
 
 def test_recall_keeps_what_is_known_of_a_process_that_is_killed(tmp_path, monkeypatch):
     def ask(python, peer, *, rows, **request):
-        name, sizes, rates = rows[0]
+        name, stages = rows[0]
         yield {
             "row": 0,
-            "record": {"attention": name, "rate": rates[0], "accuracy": {"4": 0.5}}
-            | sizes._asdict()
-            | {"ended_after": 2},
+            "record": {"attention": name, "accuracy": {"4": 0.5}} | stages[0]._asdict(),
         }
         yield {"error": "TimeoutError: more than 3 s"}
 
     monkeypatch.setattr(associative_recall, "ask", ask)
-    sizes = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
-    rows, out = [("flash", sizes), ("linear", sizes)], tmp_path / "out"
-    found = dict(associative_recall.models(rows, [1e-3], out, limit=3.0))
-    assert found[rows[0]]["accuracy"] == {"4": 0.5}
-    assert str(found[rows[1]]) == "TimeoutError: more than 3 s"
+    longer = SIZES._replace(length=32)
+    rows, out = [("flash", (SIZES, longer)), ("linear", (SIZES, longer))], tmp_path / "out"
+    found = dict(associative_recall.models(rows, MEMBERS, out, limit=3.0))
+    assert found[rows[0]][0]["accuracy"] == {"4": 0.5}
+    assert str(found[rows[0]][1]) == str(found[rows[1]][0]) == "TimeoutError: more than 3 s"
     assert [x["attention"] for x in associative_recall.recorded(out)] == ["flash"]
 
 

@@ -1,8 +1,14 @@
-"""Models that look keys up: rows of `benchmarks.associative_recall`, one after another."""
+"""Models that look keys up: rows of `benchmarks.associative_recall`, one after another.
+
+A row is some models of one attention, which differ by their rate of learning and their seed. One
+program trains all of them side by side, first among few tokens, then among more.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,20 +154,21 @@ class Batches:
         if number not in self._drawn:
             steps, rows, length = self._sizes.stretch, self._sizes.batch_size, self._sizes.length
             batch = self._task.train_batch(0, number, steps * rows, length)
-            drawn = self._rows(batch.inputs, batch.weights)
-            self._drawn[number] = Rows(*(x.reshape(steps, rows, *x.shape[1:]) for x in drawn))
+            self._drawn[number] = self._batched(batch.inputs, batch.weights)
         return self._drawn[number]
 
     def evaluation(self) -> Rows:
-        """`[n_eval, ...]`, of examples that no training draws."""
+        """`[n_eval / B, B, ...]`, of examples that no training draws; B divides n_eval."""
         (batch,) = self._task.eval_batches("valid", self._sizes.n_eval, *[self._sizes.length] * 2)
-        return self._rows(batch.inputs, batch.weights)
+        return self._batched(batch.inputs, batch.weights)
 
-    def _rows(self, tokens: np.ndarray, weights: np.ndarray) -> Rows:
+    def _batched(self, tokens: np.ndarray, weights: np.ndarray) -> Rows:
         places = np.argsort(-weights, axis=-1, kind="stable")[:, : self._most]
         weights = np.take_along_axis(weights, places, axis=-1)
         weights /= weights.sum(axis=-1, keepdims=True)
-        return Rows(tokens.astype(np.uint16), places.astype(np.uint16), weights)
+        rows = Rows(tokens.astype(np.uint16), places.astype(np.uint16), weights)
+        size = math.gcd(self._sizes.batch_size, len(tokens))
+        return Rows(*(x.reshape(-1, size, x.shape[-1]) for x in rows))
 
 
 def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
@@ -207,115 +214,154 @@ def adamw(rate: Any, steps: int) -> optax.GradientTransformation:
     return optimizer.adamw(lambda count: rate * shape(count))
 
 
+class Members(NamedTuple):
+    """The models of a row."""
+
+    rates: Sequence[float]  # of learning
+    seeds: Sequence[int]  # of the first weights, and of hashes
+
+    def each(self) -> tuple[tuple[float, int], ...]:
+        """The rate and the seed of each."""
+        return tuple(itertools.product(self.rates, self.seeds))
+
+
 def trainer(model: TransformerLM, steps: int) -> Callable[..., Any]:
-    """A program (params, opt_state, first step, rate, batches) -> (params, opt_state, accuracy)."""
+    """A program (params, opt_state, first step, members, batches) -> (params, opt_state, accuracy).
+
+    Params, opt_state, members (rates and seeds `[M]`) and accuracy have a first axis of models.
+    """
 
     def mean(params, rows, rng):
         found = sums(model, params, rows, rng)
         return found.loss / found.weight, found.correct / found.weight
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def run(params, opt_state, first, rate, batches: Rows):
-        update = adamw(rate, steps).update
+    @functools.partial(jax.vmap, in_axes=(0, 0, 0, None))
+    def step(params, opt_state, member, numbered):
+        (rate, seed), (number, rows) = member, numbered
+        rng = jax.random.fold_in(jax.random.key(seed), number)
+        gradients, accuracy = jax.grad(mean, has_aux=True)(params, rows, rng)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            before, update = trained(params), adamw(rate, steps).update
+            updates, opt_state = update(trained(gradients), opt_state, before)
+            after = optax.apply_updates(before, updates)
+        return merged(advanced(params, gradients), after), opt_state, accuracy
 
-        def step(carry, numbered):
-            (params, opt_state), (number, rows) = carry, numbered
-            rng = jax.random.fold_in(jax.random.key(SEED), number)
-            gradients, accuracy = jax.grad(mean, has_aux=True)(params, rows, rng)
-            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                before = trained(params)
-                updates, opt_state = update(trained(gradients), opt_state, before)
-                after = optax.apply_updates(before, updates)
-            params = merged(advanced(params, gradients), after)
-            return (params, opt_state), accuracy
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def run(params, opt_state, first, members, batches: Rows):
+        def scanned(carry, numbered):
+            *carry, accuracy = step(*carry, members, numbered)
+            return carry, accuracy
 
         numbers = first + jnp.arange(batches.tokens.shape[0])
-        carry, accuracies = jax.lax.scan(step, (params, opt_state), (numbers, batches))
-        return *carry, jnp.mean(accuracies)
+        carry, accuracies = jax.lax.scan(scanned, [params, opt_state], (numbers, batches))
+        return *carry, jnp.mean(accuracies, axis=0)
 
     return run
 
 
-@functools.cache
-def programs(ops: tuple[AttentionOp, ...], sizes: Sizes) -> tuple[TransformerLM, Any, Any]:
-    """The model with `MIXER` in front, its trainer, and its sums at evaluation, for all rates."""
-    ops = (MIXER, *ops)
-    model = build(ops, sizes, "train")
-    correct = jax.jit(functools.partial(sums, build(ops, sizes, "eval")))
-    return model, trainer(model, sizes.steps), correct
+def tester(model: TransformerLM) -> Callable[..., Any]:
+    """A program (params, batches) -> the share of the values in them that each model names."""
+
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    def correct(params, rows):
+        found = sums(model, params, rows, jax.random.key(SEED))
+        return found.correct, found.weight
+
+    @jax.jit
+    def run(params, batches: Rows):
+        found = jax.lax.map(functools.partial(correct, params), batches)
+        return functools.reduce(jnp.divide, (jnp.sum(x, axis=0) for x in found))
+
+    return run
 
 
-def accuracies(
+def learn(
     ops: tuple[AttentionOp, ...],
     sizes: Sizes,
-    rate: float,
+    members: Members,
+    params: Any,
     batches: Batches,
     tests: Mapping[int, Rows],
-) -> dict[str, Any]:
-    """A trained model's accuracy by the number of pairs, its steps, and its seconds.
+) -> tuple[Any, dict[str, Any]]:
+    """The weights of trained models, and the accuracy of the best one by the number of pairs.
 
-    `learning` is its accuracy in each stretch of steps.
+    `learning` is the best accuracy in each stretch of steps, `of_each` the mean accuracy of each
+    model.
+
+    Args:
+      ops: the layers after the first one.
+      sizes: of the models and of the training.
+      members: the models.
+      params: the weights they begin with; None: they are drawn.
+      batches: of the training.
+      tests: examples by the number of pairs.
     """
     start = time.perf_counter()
-    model, run, correct = programs(ops, sizes)
-    key, shape = jax.random.key(SEED), (sizes.batch_size, sizes.length)
-    params = jax.jit(model.init_params, static_argnums=1)(key, shape)
-    opt_state = adamw(rate, sizes.steps).init(trained(params))
-    accuracy, step, learning = 0.0, 0, []
-    while step < sizes.steps and accuracy < ENOUGH:
-        rows = batches.stretch(step // sizes.stretch)
-        params, opt_state, accuracy = run(params, opt_state, step, rate, rows)
-        accuracy, step = float(accuracy), step + sizes.stretch
-        learning.append(round(accuracy, 4))
-        where = f"{ops} of {sizes.d_model} at {rate:g}: {step:,} steps"
-        print(f"{where}, {accuracy:.1%}", file=sys.stderr, flush=True)
-    named = {}
-    for n, rows in tests.items():
-        n_batches = -(-len(rows.tokens) // sizes.batch_size)
-        parts = zip(*(np.array_split(x, n_batches) for x in rows), strict=True)
-        totals = [correct(params, Rows(*part), key) for part in parts]
-        named[n] = float(sum(x.correct for x in totals) / sum(x.weight for x in totals))
-    return {
-        "accuracy": named,
+    ops = (MIXER, *ops)
+    model, shape = build(ops, sizes, "train"), (sizes.batch_size, sizes.length)
+    rates, seeds = (jnp.asarray(x) for x in zip(*members.each(), strict=True))
+    if params is None:
+        init = jax.vmap(lambda seed: model.init_params(jax.random.key(seed), shape))
+        params = jax.jit(init)(seeds)
+    opt_state = jax.vmap(lambda x: adamw(0.0, sizes.steps).init(trained(x)))(params)
+    run = trainer(model, sizes.steps)
+    step, learning = 0, []
+    rows = batches.stretch(0)
+    while step < sizes.steps and not (learning and learning[-1] >= ENOUGH):
+        params, opt_state, accuracy = run(params, opt_state, step, (rates, seeds), rows)
+        step += sizes.stretch
+        if step < sizes.steps:
+            rows = batches.stretch(step // sizes.stretch)  # drawn while the device trains
+        learning.append(round(float(accuracy.max()), 4))
+        where = f"{ops[1:]} of {sizes.d_model} among {sizes.length}: {step:,} steps"
+        print(f"{where}, {accuracy}", file=sys.stderr, flush=True)
+    test = tester(build(ops, sizes, "eval"))
+    named = {n: test(params, x) for n, x in tests.items()}
+    of_each = jnp.mean(jnp.stack(list(named.values())), axis=0)
+    best = int(of_each.argmax())
+    rate, seed = members.each()[best]
+    return params, {
+        "rate": rate,
+        "seed": seed,
+        "accuracy": {n: float(x[best]) for n, x in named.items()},
+        "of_each": [round(float(x), 4) for x in of_each],
         "ended_after": step,
         "learning": learning,
         "seconds": time.perf_counter() - start,
     }
 
 
-def ended(record: Mapping[str, Any], sizes: Sizes) -> bool:
-    """Whether a model named enough before its last step, so that no further rate is tried."""
-    return record["ended_after"] < sizes.steps
-
-
-def train(*, rows: Sequence[Any], claims: str, end: float | None) -> Iterator[Answer]:
-    """Trains the rows that no other process has taken: a record of each model, or an error.
+def train(
+    *, rows: Sequence[Any], members: Sequence[Any], claims: str, end: float | None
+) -> Iterator[Answer]:
+    """Trains the rows that no other process has taken: a record of each length, or an error.
 
     Args:
-      rows: names, sizes and rates of learning, which are tried in order until one is enough.
+      rows: names, and the sizes of each length, which are trained one after the other.
+      members: rates of learning and seeds.
       claims: the folder that has a file for each row that is taken.
       end: the time to be killed at; None: never.
     """
-    ops = attentions()
-    for index, (name, sizes, rates) in enumerate(rows):
+    ops, members = attentions(), Members(*members)
+    for index, (name, stages) in enumerate(rows):
         if not _claim(Path(claims, str(index))):
             continue
-        sizes = Sizes(*sizes)
-        for rate in rates:
+        params, begun = None, []
+        for sizes in (Sizes(*x) for x in stages):
             left = None if end is None else round(end - time.time(), 1)
             if left is not None and left <= 0:
                 yield {"row": index, "error": "TimeoutError: no time left to begin"}
                 break
-            yield stage(f"{name} of {sizes.d_model} at {rate:g}", left)
-            known = attempt(_accuracies, ops[name], sizes, rate)
+            yield stage(f"{name} of {sizes.d_model} among {sizes.length}", left)
+            drawn = _drawn(sizes._replace(d_model=0))
+            known = attempt(learn, ops[name], sizes, members, params, *drawn)
             if isinstance(known, Exception):
                 yield {"row": index, "error": reason(known)}
                 break
-            record = {"attention": name, "rate": rate} | sizes._asdict()
-            record |= {"device": command_line.machine()} | known
-            yield {"row": index, "record": record}
-            if ended(record, sizes):
-                break
+            params, found = known
+            record = {"attention": name, "begun": begun, **members._asdict()} | sizes._asdict()
+            yield {"row": index, "record": record | {"device": command_line.machine()} | found}
+            begun = [*begun, sizes.length]
 
 
 def _claim(file: Path) -> bool:
@@ -325,10 +371,6 @@ def _claim(file: Path) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _accuracies(ops: Any, sizes: Sizes, rate: float) -> dict[str, Any]:
-    return accuracies(ops, sizes, rate, *_drawn(sizes._replace(d_model=0)))
 
 
 @functools.cache
