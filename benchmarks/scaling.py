@@ -3,41 +3,48 @@
     python -m benchmarks.scaling --config_file=configs/reformer_enwik8.gin
     python -m benchmarks.scaling --config_file=... --config='length = 16_384' --mesh=context
 
-Prints a table with a row for one device and one for each mesh: tokens a second, how many times
-those of one device they are, and the MiB of state and of temporary memory of a device. The tokens
-of a device are those of the config's step. Over `data` and `fsdp` a step has more rows; over
-`context` it has longer ones, or with `--shared` the same, as dense attention needs, whose tokens
-cost more in longer rows. The meshes' steps take turns, so that other load slows all alike. The text
-is that of Python's standard library, whatever the config's.
+Prints a table with a row for each device alone and one for each mesh: tokens a second, how many
+times those of the slowest device they are, for which the others wait, and the MiB of state and of
+temporary memory of a device. The tokens of a device are those of the config's step. Over `data` and
+`fsdp` a step has more rows; over `context` it has longer ones, or with `--shared` the same, as
+dense attention needs, whose tokens cost more in longer rows. The meshes' steps take turns, so that
+other load slows all alike. The text is that of Python's standard library, whatever the config's.
 
     python -m benchmarks.scaling --page --saved=FILE
 
-runs what docs/scaling.md measures, most important first, each in a process of its own: paper's
-model, one long sequence, and the Transformer. What FILE has is not measured again, so that the
-command goes on where it was interrupted.
+runs what docs/scaling.md measures, most important first, each in a process of its own: the paper's
+model, then the Transformer and one long sequence, which compile side by side. What FILE has is not
+measured again, so that the command goes on where it was interrupted.
 
     python -m benchmarks.scaling --saved=docs/scaling.jsonl --plot=docs/scaling.png
 
 draws results that earlier runs saved. With a config a run first adds its own. `--profile=FOLDER`
-writes a trace of each mesh's steps, which TensorBoard and Perfetto show.
+writes a trace of each mesh's steps, which TensorBoard and Perfetto show, and prints where the time
+of a device goes.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.harness import command_line
+from benchmarks.harness import command_line, kernels
 from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, in_turn
 from benchmarks.harness.language_models import TINY
 from benchmarks.harness.output import Table, plot
@@ -52,17 +59,18 @@ from reformax.training.settings import Settings, build
 REFORMER = "--config_file=configs/reformer_enwik8.gin --config=lm.ReformerLM.pos_axial_shape="
 TRANSFORMER = "--config_file=configs/transformer_enwik8.gin"
 # The flags of what the page measures, and their environment. Positions suffice for 8 devices. XLA's
-# scheduler of hidden latencies would ask for more memory than the long sequence leaves.
-PAGE = {
-    f"{REFORMER}(4096,128) --mesh=data --mesh=fsdp --mesh=context": {},
+# scheduler of hidden latencies would ask for more memory than the long sequence leaves, which is
+# the last for the memory that others give back.
+FIRST = {f"{REFORMER}(4096,128) --mesh=data --mesh=fsdp --mesh=context": {}}
+THEN = {
+    f"{TRANSFORMER} --mesh=data --mesh=fsdp": {},
+    f"{TRANSFORMER} --config=batch_size=1 --config=length=65_536 --mesh=data --mesh=fsdp "
+    "--mesh=context --shared --steps=1 --repeats=3": {},
     f"{REFORMER}(8192,1024) --config=lm.ReformerLM.keep_ff_outputs=False "
     "--config=length=1_048_576 --mesh=context --steps=1 --repeats=1": {
         "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     },
-    f"{TRANSFORMER} --mesh=data --mesh=fsdp": {},
-    f"{TRANSFORMER} --config=batch_size=1 --config=length=65_536 --mesh=data --mesh=fsdp "
-    "--mesh=context --shared --steps=2 --repeats=3": {},
 }
 
 
@@ -99,19 +107,22 @@ def from_config(files: Sequence[str], overrides: Sequence[str]) -> Settings:
     return Settings(**config.bindings(loop.train, names), task=stdlib.stdlib())
 
 
-def prepare(
-    settings: Settings, axis: str | None, n_steps: int, shared: bool
-) -> Callable[[], Candidate]:
-    """A state on one device, or on all along an axis; `context` may share its sequence.
+def meshes(axes: Sequence[str]) -> dict[str, Mesh]:
+    """Each device alone, and all along each axis, by names of rows."""
+    alone = {f"device {i}": mesh_lib.make({}, [x]) for i, x in enumerate(jax.devices())}
+    return alone | {f"{axis} {jax.device_count()}": mesh_lib.make({axis: -1}) for axis in axes}
+
+
+def prepare(settings: Settings, mesh: Mesh, n_steps: int, shared: bool) -> Callable[[], Candidate]:
+    """A state on the devices of a mesh; those of `context` may share one device's sequence.
 
     What is returned compiles the step, and runs nothing.
     """
-    some = jax.devices()[:1] if axis is None else jax.devices()
-    mesh = mesh_lib.make({} if axis is None else {axis: -1}, some)
     batch_size = settings.batch_size * devices.row_shares(mesh)
     length = settings.length * (1 if shared else mesh.shape["context"])
     sized = dataclasses.replace(settings, batch_size=batch_size, length=length, stages=())
-    model, key = build(sized.model, "train"), jax.random.PRNGKey(0)
+    model = build(sized.model, "train")
+    key = jax.device_put(jax.random.PRNGKey(0), NamedSharding(mesh, PartitionSpec()))
     init = step_lib.init_fn(model, sized.optimizer, (batch_size, length), sized.ema_decay > 0)
     placement = devices.placement(jax.eval_shape(init, key), mesh)
     state = jax.jit(init, out_shardings=placement)(key)
@@ -166,9 +177,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--shared", action="store_true", help="over context, devices share one device's sequence"
     )
     parser.add_argument("--page", action="store_true", help="all that docs/scaling.md measures")
-    parser.add_argument("--steps", type=command_line.positive, default=10, help="of a timed call")
+    parser.add_argument("--steps", type=command_line.positive, default=5, help="of a timed call")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to and to draw")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="where to write traces")
+    parser.add_argument("--compiled", type=Path, help=argparse.SUPPRESS)  # of a part of the page
     args = parser.parse_args(argv)
     if args.plot and not args.saved:
         parser.error("--plot draws what --saved names: give both")
@@ -183,77 +195,113 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_page(args: Any) -> None:
-    """Runs the parts of `PAGE`; exits if one failed."""
+    """Runs the parts of the page; exits if one failed."""
     failed = []
-    for number, (flags, environment) in enumerate(PAGE.items()):
-        own = shlex.split(flags) + ["--tiny"] * args.tiny
-        own += [f"--saved={args.saved}"] * (args.saved is not None)
-        own += [f"--profile={args.profile}/{number}"] * (args.profile is not None)
-        command = [sys.executable, "-m", "benchmarks.scaling", *own]
-        print("$", *(f"{name}={value}" for name, value in environment.items()), shlex.join(command))
-        sys.stdout.flush()
-        if subprocess.run(command, env=os.environ | environment).returncode:
-            failed.append(flags)
+    with tempfile.TemporaryDirectory() as folder:
+        number = itertools.count()
+        for parts in FIRST, THEN:
+            begun = {x: _start(x, env, args, folder, next(number)) for x, env in parts.items()}
+            try:
+                for process, compiled in begun.values():
+                    while not compiled.exists() and process.poll() is None:
+                        time.sleep(0.1)
+                for flags, (process, _) in begun.items():
+                    process.communicate(b"go\n")
+                    failed += [flags] * (process.returncode != 0)
+            finally:
+                for process, _ in begun.values():
+                    process.kill()
     exit_if(failed)
+
+
+def _start(
+    flags: str, environment: dict[str, str], args: Any, folder: str, number: int
+) -> tuple[subprocess.Popen, Path]:
+    """The process of a part, and the file that is there once it has compiled."""
+    compiled = Path(folder, str(number))
+    own = shlex.split(flags) + ["--tiny"] * args.tiny
+    own += [f"--saved={args.saved}"] * (args.saved is not None)
+    own += [f"--profile={args.profile}/{number}"] * (args.profile is not None)
+    command = [sys.executable, "-m", "benchmarks.scaling", *own]
+    print("$", *(f"{name}={value}" for name, value in environment.items()), shlex.join(command))
+    sys.stdout.flush()
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
+    process = subprocess.Popen(
+        [*command, f"--compiled={compiled}"], env=os.environ | environment, stdin=subprocess.PIPE
+    )
+    return process, compiled
 
 
 def measure(args: Any) -> None:
     """Prints the table, and saves it; exits if a mesh failed."""
     settings = tiny() if args.tiny else from_config(args.config_file, args.config)
     n_steps = 1 if args.tiny else args.steps
-    axes = [None, *(args.mesh or ("data", "fsdp"))]
+    axes = args.mesh or ("data", "fsdp")
     named = "tiny" if args.tiny else Path(args.config_file[-1]).stem
     name = f"{named} {settings.batch_size} x {settings.length:,}" + ", shared" * args.shared
-    shared = dict(machine=command_line.machine(), name=name, devices=len(jax.devices()))
+    shared = dict(machine=command_line.machine(), name=name, devices=jax.device_count())
     if args.saved and args.saved.exists():
         lines = [json.loads(line) for line in args.saved.read_text().splitlines()]
         known = {line["mesh"] for line in lines if shared.items() <= line.items()}
-        if known >= set(axes[1:]):
-            print(f"{args.saved} has {name} over {', '.join(axes[1:])}")
+        if known >= set(axes):
+            print(f"{args.saved} has {name} over {', '.join(axes)}")
             return
     prepared = attempt_each(
-        lambda axis: prepare(settings, axis, n_steps, args.shared), {axis: axis for axis in axes}
+        lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes)
     )
     # Nothing runs meanwhile: loading cuDNN's attention disturbs what other threads run.
     found = attempt_each(lambda compiled: compiled(), prepared, COMPILERS)
-    ready = {axis: x for axis, x in found.items() if isinstance(x, Candidate)}
-    seconds = in_turn({axis: x.run for axis, x in ready.items()}, args.repeats)
-    speeds = {axis: ready[axis].tokens / seconds[axis] for axis in ready}
+    if args.compiled:
+        args.compiled.touch()
+        sys.stdin.readline()
+    ready = {row: x for row, x in found.items() if isinstance(x, Candidate)}
+    seconds = in_turn({row: x.run for row, x in ready.items()}, args.repeats)
+    speeds = {row: x.tokens / seconds[row] for row, x in ready.items()}
+    alone = [speed for row, speed in speeds.items() if row.startswith("device")]
+    slowest = min(alone, default=math.nan)
+
+    def cells(row: str, x: Candidate) -> list[str]:
+        sizes = f"{x.state_mib:,.1f}", f"{x.temp_mib:,.1f}"
+        return [f"{speeds[row]:,.0f}", f"{speeds[row] / slowest:.2f}", *sizes]
+
     shape = f"{settings.batch_size} x {settings.length:,} tokens a device"
     table = Table(
         *("mesh", "tokens/s", "times one device", "state, MiB", "temporary, MiB"),
-        title=f"{command_line.machine()}, {len(jax.devices())} devices, {shape}",
+        title=f"{command_line.machine()}, {jax.device_count()} devices, {shape}",
     )
-    if args.profile:
-        for axis, x in ready.items():
-            with jax.profiler.trace(args.profile / (axis or "one")):
-                x.run()
-    for axis, candidate in found.items():
-
-        def cells(x: Candidate, axis=axis) -> list[str]:
-            times = speeds[axis] / speeds[None] if None in speeds else math.nan
-            sizes = f"{x.state_mib:,.1f}", f"{x.temp_mib:,.1f}"
-            return [f"{speeds[axis]:,.0f}", f"{times:.2f}", *sizes]
-
-        name = "one device" if axis is None else f"{axis} {len(jax.devices())}"
-        table.result(name, known=candidate, cells=cells)
-    if args.saved and None in ready:
+    for row, candidate in found.items():
+        table.result(row, known=candidate, cells=functools.partial(cells, row))
+    if args.saved and alone:
+        measured = {axis: f"{axis} {jax.device_count()}" for axis in axes}
         save(
             args.saved,
             [
                 shared
                 | dict(
                     mesh=axis,
-                    tokens_per_second=round(speeds[axis]),
-                    times=round(speeds[axis] / speeds[None], 3),
-                    state_mib=round(x.state_mib),
-                    temp_mib=round(x.temp_mib),
+                    tokens_per_second=round(speeds[row]),
+                    times=round(speeds[row] / slowest, 3),
+                    alone=[round(x) for x in alone],
+                    state_mib=round(ready[row].state_mib),
+                    temp_mib=round(ready[row].temp_mib),
                 )
-                for axis, x in ready.items()
-                if axis is not None
+                for axis, row in measured.items()
+                if row in ready
             ],
         )
-    exit_if(str(axis) for axis in axes if axis not in ready)
+    if args.profile:
+        print_profile({row: x.run for row, x in ready.items()}, n_steps, args.profile)
+    exit_if(row for row in found if row not in ready)
+
+
+def print_profile(runs: dict[str, Callable[[], Any]], n_steps: int, folder: Path) -> None:
+    """Where the time of devices goes, by traces, which are written."""
+    table = Table("mesh", "device", "ms a step", "computes", "waits for others", "nothing")
+    for row, run in runs.items():
+        with jax.profiler.trace(folder / row):
+            run()
+        for device, spent in kernels.spent(folder / row).items():
+            table.row(row, device, *(f"{ms / n_steps:.1f}" for ms in spent))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from benchmarks.harness import (
     calls,
     command_line,
     figures,
+    kernels,
     output,
     processes,
     rows,
@@ -125,25 +126,37 @@ def test_the_published_models_are_those_of_the_configs(name, sizes):
     assert shape == (*sizes, 1024, 50_304)
 
 
+class Part:
+    """A process of scaling's page. It compiles at once; the long sequence fails."""
+
+    def __init__(self, begun, command, env, stdin):
+        self.flags, self.env, self.begun = command[3:], env, begun
+        self.returncode = int("--repeats=1" in command)
+        Path(command[-1].removeprefix("--compiled=")).touch()
+        begun.append(self)
+
+    def communicate(self, told):
+        self.measured_beside = len(self.begun)
+
+    def kill(self):
+        pass
+
+
 def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monkeypatch, capsys):
     """Without its processes: their flags make settings, and what is saved is left out."""
-    saved, runs = tmp_path / "a.jsonl", []
-
-    def run(command, env):
-        runs.append((command[3:], env))
-        return subprocess.CompletedProcess(command, int("--repeats=1" in command))
-
-    monkeypatch.setattr(scaling.subprocess, "run", run)
+    saved, parts = tmp_path / "a.jsonl", []
+    monkeypatch.setattr(scaling.subprocess, "Popen", functools.partial(Part, parts))
     with pytest.raises(SystemExit, match=r"failed: .*length=1_048_576"):
         scaling.main(["--page", f"--saved={saved}"])
-    assert [flags[-1] for flags, _ in runs] == [f"--saved={saved}"] * 4
-    assert ["latency_hiding" in env.get("XLA_FLAGS", "") for _, env in runs] == [0, 1, 0, 0]
+    assert [part.flags[-2] for part in parts] == [f"--saved={saved}"] * 4
+    assert [part.measured_beside for part in parts] == [1, 4, 4, 4]
+    assert ["latency_hiding" in x.env.get("XLA_FLAGS", "") for x in parts] == [0, 0, 0, 1]
 
     monkeypatch.setattr(scaling.stdlib, "stdlib", lambda: tiny.counting())
-    for flags, _ in runs:
+    for part in parts:
         measured = []
         monkeypatch.setattr(scaling, "measure", measured.append)
-        scaling.main(flags)
+        scaling.main(part.flags)
         settings = scaling.from_config(measured[0].config_file, measured[0].config)
         gin.clear_config()
         assert settings.batch_size * settings.length in (2**16, 2**20)
@@ -155,6 +168,23 @@ def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monk
     saved.write_text("".join(json.dumps(shared | {"mesh": x}) + "\n" for x in ("data", "fsdp")))
     scaling.main(["--tiny", "--shared", f"--saved={saved}"])
     assert capsys.readouterr().out.endswith("a.jsonl has tiny 1 x 64, shared over data, fsdp\n")
+
+
+def test_where_the_time_of_a_device_goes(monkeypatch):
+    """A collective beside a product is hidden; copies of one stream may overlap another's."""
+
+    def stream(*events):
+        known = (dict(name=n, start_ns=a * 1e6, duration_ns=(b - a) * 1e6) for n, a, b in events)
+        return types.SimpleNamespace(
+            name="Stream #7", events=[types.SimpleNamespace(**x) for x in known]
+        )
+
+    first = stream(("gemm", 10, 20), ("loop_fusion_3", 26, 30), ("MemcpyD2D", 28, 31))
+    second = stream(("ncclDevKernel_AllReduce_Sum_f32", 18, 25))
+    modules = types.SimpleNamespace(name="XLA Modules", events=stream(("step", 0, 99)).events)
+    plane = types.SimpleNamespace(name="/device:GPU:1", lines=[modules, first, second])
+    monkeypatch.setattr(kernels, "_planes", lambda folder: [plane])
+    assert kernels.spent(Path()) == {"/device:GPU:1": (21, 15, 5, 1)}
 
 
 @pytest.mark.slow
