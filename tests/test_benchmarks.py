@@ -856,6 +856,61 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
     assert trained[4:] == [(None, 16), (16, 32)]
 
 
+def test_recall_goes_on_with_rows_that_began_alike_alone(tmp_path, monkeypatch):
+    """A length that other steps of a shorter one came before is another row."""
+    trained, out = learning(monkeypatch), tmp_path / "out"
+    first, second = SIZES, SIZES._replace(length=32)
+    list(associative_recall.models([("flash", (first, second))], MEMBERS, out))
+    more = ("flash", (first._replace(steps=4), second))
+    whole = out.read_text()
+    list(associative_recall.models([more], MEMBERS, out))
+    cut = out.read_text().splitlines(keepends=True)[:-1]  # `more` ended after its first length
+    out.write_text("".join(cut))
+    assert whole in out.read_text() and len(trained) == 4
+    list(associative_recall.models([more], MEMBERS, out))
+    assert len(trained) == 6
+
+
+def test_recall_trains_as_many_steps_as_it_was_asked_for():
+    sizes = SIZES._replace(steps=5, stretch=2)
+    record = recall_rows.learn((flash.flash(),), sizes, MEMBERS, None, *recall_rows._drawn(sizes))
+    assert record[1]["ended_after"] == 5 and len(record[1]["learning"]) == 3
+
+
+def test_recall_names_any_symbol():
+    sizes = SIZES._replace(vocab_size=200_000)
+    drawn = recall_rows.Batches(sizes, (4,))
+    inputs = drawn._task.train_batch(0, 0, 4, 16).inputs
+    assert inputs.max() > 2**16
+    np.testing.assert_array_equal(drawn.stretch(0).tokens[0], inputs)
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        (["--steps=1000"], "give as many of each, such as --length 512 --tokens 32768 --steps 600"),
+        (["--length", "8", "512", "4096"], "--length is 8: expected at least 16, for 4 pairs"),
+    ],
+)
+def test_recall_refuses_what_it_cannot_train(flags, error, capsys):
+    for small in ([], ["--tiny"]):
+        with pytest.raises(SystemExit, match="2"):
+            associative_recall.main([*flags, *small])
+        assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [flags for name, flags in _of_pages() if name == "associative_recall"]
+)
+def test_recall_trains_what_a_page_says(flags, monkeypatch):
+    asked = []
+    monkeypatch.setattr(associative_recall, "models", lambda rows, *_: asked.append(rows) or rows)
+    monkeypatch.setattr(associative_recall, "show", lambda *_: None)
+    monkeypatch.setattr(associative_recall, "exit_if", lambda _: None)
+    associative_recall.main(flags.split())
+    assert all(len(stages) == 1 for _, stages in asked[0])  # figures are of one length alone
+
+
 def learning(monkeypatch) -> list:
     """Recall's models learn at once: where each began, its weights being a length, and ended."""
     trained = []
