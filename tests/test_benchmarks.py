@@ -43,6 +43,7 @@ from benchmarks.harness import (
     attention_table,
     by_length,
     calls,
+    campaign,
     command_line,
     figures,
     output,
@@ -198,6 +199,26 @@ def test_every_row_of_global_layers_is_a_model(reversible, name):
     jax.eval_shape(jax.grad(loss, allow_int=True), params, tokens)
     kinds = 1 if name == "windows" else 3 if name in global_layers.HYBRIDS else 2
     assert len({op.name for op in model.attention_type}) == kinds
+
+
+def test_rows_of_other_data_are_trained_again(tmp_path, monkeypatch, capsys):
+    """Which a home's '~' may stand before."""
+    trained = []
+
+    def ask(python, function, *, name, data_dir, **request):
+        trained.append((name, data_dir))
+        yield {"bits": 1.0, "n_targets": 10, "tokens_per_second": 1.0}
+
+    monkeypatch.setattr(campaign, "ask", ask)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels/a.whl").write_bytes(b"")
+    flags = ["--steps=3", f"--saved={tmp_path / 'saved'}", "--only", "flash"]
+    for data_dir in ("~/wheels", tmp_path / "wheels", "~/other", "~/other"):
+        global_layers.main([f"--data_dir={data_dir}", *flags])
+    assert trained == [("flash", str(tmp_path / name)) for name in ("wheels", "other")]
+    args = argparse.Namespace(reversible=False, steps=3, tiny=False, data_dir=tmp_path / "wheels")
+    assert "package_sources" in global_layers.config_of("flash", args)[1][-2]
 
 
 @pytest.mark.slow
