@@ -45,7 +45,7 @@ from benchmarks.harness import command_line
 from benchmarks.harness.calls import PeerError, exit_if
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import ask, ask_each, sharing
-from benchmarks.rows.recall import SEED, Members, Sizes, attentions, build
+from benchmarks.rows.recall import N_PAIRS, SEED, Members, Sizes, attentions, build
 from reformax.ops.base import AttentionOp
 
 # Of figures: a state of constant size, a window; the rest grow with the length.
@@ -152,7 +152,7 @@ def _known(
         del wanted["steps"], wanted["batch_size"], wanted["stretch"]
     else:
         wanted |= json.loads(json.dumps(members._asdict()))
-        wanted["begun"] = [x.length for x in begun]
+        wanted["begun"] = [x.training() for x in begun]
     return next((x for x in reversed(records) if wanted.items() <= x.items()), None)
 
 
@@ -178,12 +178,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = "train nothing: show what the file has, however it was trained"
     parser.add_argument("--only_known", action="store_true", help=text)
     args = parser.parse_args(argv)
+    if not len(args.length) == len(args.tokens) == len(args.steps):
+        example = "such as --length 512 --tokens 32768 --steps 600"
+        parser.error(f"--length, --tokens and --steps: give as many of each, {example}")
+    if min(args.length) < 4 * N_PAIRS[0]:
+        least = f"expected at least {4 * N_PAIRS[0]}, for {N_PAIRS[0]} pairs"
+        parser.error(f"--length is {min(args.length)}: {least}")
     n_eval = 256
     if args.tiny:
         args.length, args.tokens, args.steps, args.d_model = [16, 32], [64, 64], [2, 2], [8]
         args.learning_rate, n_eval = [1e-3], 4
-    if not len(args.length) == len(args.tokens) == len(args.steps):
-        parser.error("--length, --tokens and --steps: give as many of each")
     # Only the processes that train have a device.
     jax.config.update("jax_platforms", "cpu")
     rows = []

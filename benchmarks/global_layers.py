@@ -15,19 +15,21 @@ A folder of wheels is the text of `reformax.data.package_sources`.
 Each row is a process of its own. --at_once=3 has three: they compile and evaluate side by side and
 train in turn, so that tokens/s are of one alone. With --limit no row goes on after so many seconds.
 --saved=FILE adds each row to a file as soon as it is known, and a row that is there for as many
-steps is not trained again. --runs=FOLDER keeps the run of each row there, and goes on with it.
+steps on data of that name is not trained again. --runs=FOLDER keeps the run of each row there, and
+goes on with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.harness import campaign, command_line
 from benchmarks.harness.calls import exit_if
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import ROOT, Answer
+from reformax.declared import user_path
 
 NEXT_VALUE = "lm.{model}.next_value=True"
 # The settings of each row, by group. A model's own are of {model}.
@@ -163,14 +165,15 @@ def config_of(name: str, args: argparse.Namespace) -> campaign.Part:
     warmup = 300 if args.steps > 1000 else args.steps * 2 // 9
     given += [f"steps={args.steps}", f"warmup_steps={warmup}", "loop.train.eval_tokens=None"]
     given += ["loop.train.checkpoint_minutes=None", *(TINY if args.tiny else [])]
-    if args.data_dir and any(Path(args.data_dir).glob("*.whl")):
+    if args.data_dir and any(args.data_dir.glob("*.whl")):
         given += ["loop.train.task=@package_sources.package_sources()"]
     return str(ROOT / "configs" / f"{kind}_text_ten_minutes.gin"), given + own
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--data_dir", help="the text: a file, a folder, or a folder of wheels")
+    text = "the text: a file, a folder, or a folder of wheels"
+    parser.add_argument("--data_dir", type=functools.partial(user_path, "data_dir"), help=text)
     parser.add_argument("--steps", type=command_line.positive, default=900, help="default: 900")
     parser.add_argument("--reversible", action="store_true", help="reversible stacks")
     campaign.flags(parser, GROUPS)

@@ -43,6 +43,7 @@ from benchmarks.harness import (
     attention_table,
     by_length,
     calls,
+    campaign,
     command_line,
     figures,
     kernels,
@@ -228,6 +229,26 @@ def test_every_row_of_global_layers_is_a_model(reversible, name):
     jax.eval_shape(jax.grad(loss, allow_int=True), params, tokens)
     kinds = 1 if name == "windows" else 3 if name in global_layers.HYBRIDS else 2
     assert len({op.name for op in model.attention_type}) == kinds
+
+
+def test_rows_of_other_data_are_trained_again(tmp_path, monkeypatch, capsys):
+    """Which a home's '~' may stand before."""
+    trained = []
+
+    def ask(python, function, *, name, data_dir, **request):
+        trained.append((name, data_dir))
+        yield {"bits": 1.0, "n_targets": 10, "tokens_per_second": 1.0}
+
+    monkeypatch.setattr(campaign, "ask", ask)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels/a.whl").write_bytes(b"")
+    flags = ["--steps=3", f"--saved={tmp_path / 'saved'}", "--only", "flash"]
+    for data_dir in ("~/wheels", tmp_path / "wheels", "~/other", "~/other"):
+        global_layers.main([f"--data_dir={data_dir}", *flags])
+    assert trained == [("flash", str(tmp_path / name)) for name in ("wheels", "other")]
+    args = argparse.Namespace(reversible=False, steps=3, tiny=False, data_dir=tmp_path / "wheels")
+    assert "package_sources" in global_layers.config_of("flash", args)[1][-2]
 
 
 @pytest.mark.slow
@@ -884,6 +905,61 @@ def test_recall_goes_on_where_a_file_ends(tmp_path, capsys, monkeypatch):
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:-1]))
     associative_recall.main([*flags, "flash", "linear"])
     assert trained[4:] == [(None, 16), (16, 32)]
+
+
+def test_recall_goes_on_with_rows_that_began_alike_alone(tmp_path, monkeypatch):
+    """A length that other steps of a shorter one came before is another row."""
+    trained, out = learning(monkeypatch), tmp_path / "out"
+    first, second = SIZES, SIZES._replace(length=32)
+    list(associative_recall.models([("flash", (first, second))], MEMBERS, out))
+    more = ("flash", (first._replace(steps=4), second))
+    whole = out.read_text()
+    list(associative_recall.models([more], MEMBERS, out))
+    cut = out.read_text().splitlines(keepends=True)[:-1]  # `more` ended after its first length
+    out.write_text("".join(cut))
+    assert whole in out.read_text() and len(trained) == 4
+    list(associative_recall.models([more], MEMBERS, out))
+    assert len(trained) == 6
+
+
+def test_recall_trains_as_many_steps_as_it_was_asked_for():
+    sizes = SIZES._replace(steps=5, stretch=2)
+    record = recall_rows.learn((flash.flash(),), sizes, MEMBERS, None, *recall_rows._drawn(sizes))
+    assert record[1]["ended_after"] == 5 and len(record[1]["learning"]) == 3
+
+
+def test_recall_names_any_symbol():
+    sizes = SIZES._replace(vocab_size=200_000)
+    drawn = recall_rows.Batches(sizes, (4,))
+    inputs = drawn._task.train_batch(0, 0, 4, 16).inputs
+    assert inputs.max() > 2**16
+    np.testing.assert_array_equal(drawn.stretch(0).tokens[0], inputs)
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        (["--steps=1000"], "give as many of each, such as --length 512 --tokens 32768 --steps 600"),
+        (["--length", "8", "512", "4096"], "--length is 8: expected at least 16, for 4 pairs"),
+    ],
+)
+def test_recall_refuses_what_it_cannot_train(flags, error, capsys):
+    for small in ([], ["--tiny"]):
+        with pytest.raises(SystemExit, match="2"):
+            associative_recall.main([*flags, *small])
+        assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [flags for name, flags in _of_pages() if name == "associative_recall"]
+)
+def test_recall_trains_what_a_page_says(flags, monkeypatch):
+    asked = []
+    monkeypatch.setattr(associative_recall, "models", lambda rows, *_: asked.append(rows) or rows)
+    monkeypatch.setattr(associative_recall, "show", lambda *_: None)
+    monkeypatch.setattr(associative_recall, "exit_if", lambda _: None)
+    associative_recall.main(flags.split())
+    assert all(len(stages) == 1 for _, stages in asked[0])  # figures are of one length alone
 
 
 def learning(monkeypatch) -> list:

@@ -51,11 +51,14 @@ def trained(
       names: of the rows.
       parts_of: the configs of a row, which are run one after the other.
       run: what else decides what rows learn, for the file of known ones.
-      args: the values of `flags`; `data_dir` is the data.
+      args: the values of `flags`; `data_dir` is the path of the data, or None.
     """
     known: dict[str, Answer | Exception] = {}
+    run = {**run, "data": args.data_dir and args.data_dir.name}
     if args.saved and args.saved.exists():
-        known = {x["row"]: x["trained"] for x in read(args.saved) if x["run"] == run}
+        # An older line does not say what data it is of.
+        lines = (x for x in read(args.saved) if x["run"].items() <= run.items())
+        known = {x["row"]: x["trained"] for x in lines}
     end = None if args.limit is None else time.monotonic() + args.limit
     with ExitStack() as opened:
         folder = args.runs or Path(opened.enter_context(tempfile.TemporaryDirectory()))

@@ -130,6 +130,10 @@ class Sizes(NamedTuple):
         """The numbers of pairs that fit in the length."""
         return tuple(n for n in of if 4 * n <= self.length)
 
+    def training(self) -> list[int]:
+        """What decides what the models of a longer length begin with."""
+        return [self.length, self.batch_size, self.steps]
+
 
 class Rows(NamedTuple):
     """Examples, and the places of the values that are asked for, filled up with weight 0."""
@@ -150,9 +154,10 @@ class Batches:
         self._drawn: dict[int, Rows] = {}
 
     def stretch(self, number: int) -> Rows:
-        """`[steps, B, ...]`, for training."""
+        """`[steps, B, ...]`, for training; the last stretch may be shorter."""
         if number not in self._drawn:
-            steps, rows, length = self._sizes.stretch, self._sizes.batch_size, self._sizes.length
+            rows, length = self._sizes.batch_size, self._sizes.length
+            steps = min(self._sizes.stretch, self._sizes.steps - number * self._sizes.stretch)
             batch = self._task.train_batch(0, number, steps * rows, length)
             self._drawn[number] = self._batched(batch.inputs, batch.weights)
         return self._drawn[number]
@@ -166,7 +171,7 @@ class Batches:
         places = np.argsort(-weights, axis=-1, kind="stable")[:, : self._most]
         weights = np.take_along_axis(weights, places, axis=-1)
         weights /= weights.sum(axis=-1, keepdims=True)
-        rows = Rows(tokens.astype(np.uint16), places.astype(np.uint16), weights)
+        rows = Rows(tokens, places.astype(np.int32), weights)
         size = math.gcd(self._sizes.batch_size, len(tokens))
         return Rows(*(x.reshape(-1, size, x.shape[-1]) for x in rows))
 
@@ -201,10 +206,9 @@ def _without_positions(op: AttentionOp) -> AttentionOp:
 
 def sums(model: TransformerLM, params, rows: Rows, rng) -> loss.Sums:
     """The loss of the values asked for; no logits are computed of other places."""
-    tokens, places = rows.tokens.astype(jnp.int32), rows.places.astype(jnp.int32)
-    features = model.features(params, tokens, rng=rng)
-    features = jnp.take_along_axis(features, places[..., None], axis=1)
-    targets = jnp.take_along_axis(tokens, places, axis=1)
+    features = model.features(params, rows.tokens, rng=rng)
+    features = jnp.take_along_axis(features, rows.places[..., None], axis=1)
+    targets = jnp.take_along_axis(rows.tokens, rows.places, axis=1)
     return loss.cross_entropy(model.logits, params, features, targets, rows.weights)
 
 
@@ -309,7 +313,7 @@ def learn(
     rows = batches.stretch(0)
     while step < sizes.steps and not (learning and learning[-1] >= ENOUGH):
         params, opt_state, accuracy = run(params, opt_state, step, (rates, seeds), rows)
-        step += sizes.stretch
+        step += len(rows.tokens)
         if step < sizes.steps:
             rows = batches.stretch(step // sizes.stretch)  # drawn while the device trains
         learning.append(round(float(accuracy.max()), 4))
@@ -361,7 +365,7 @@ def train(
             params, found = known
             record = {"attention": name, "begun": begun, **members._asdict()} | sizes._asdict()
             yield {"row": index, "record": record | {"device": command_line.machine()} | found}
-            begun = [*begun, sizes.length]
+            begun = [*begun, sizes.training()]
 
 
 def _claim(file: Path) -> bool:

@@ -12,7 +12,8 @@ DIR/translations_SPLIT.tsv the source, the reference and the score of each. --be
 that out.
 
 --by_position says whether far context helps: bits by the position in windows that do not overlap,
-as a table, in the same file and in DIR/by_position_SPLIT.png.
+as a table, in the same file and in DIR/by_position_SPLIT.png. Where documents end, as rows of
+tables do, the position in a document that begins in its window is shown beside it.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
@@ -191,7 +192,7 @@ def _by_position(
     title = f"{args.split}, windows of {sizes['length']:,}, {saved_run.named(saved.steps)}"
     files.write(name, by_position.draw(bands, metric, title))
     print(f"{by_position.table(bands, metric)}\n{files.named(name)}", flush=True)
-    return {"by_position": by_position.as_json(bands, metric)}
+    return by_position.as_json(bands, metric)
 
 
 def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, Any]:

@@ -148,6 +148,8 @@ class Task(NamedTuple):
     labels: Labels | None = None
     # whether the inputs hide tokens, which are the targets
     masked: bool = False
+    # the token that ends each document of a text, -1 for none; it may ask the vocabulary
+    border: Callable[[], int] | None = None
 
     @property
     def kind(self) -> str:
@@ -211,7 +213,10 @@ def byte_language_model(
     if not 0 <= offset < 2**16:
         raise SettingError(f"offset={offset} must be from 0 to {2**16 - 1}")
     task = language_model(name, 256 + offset, bytes_of, offset)
-    return task._replace(fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))))
+    return task._replace(
+        fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))),
+        border=lambda: offset,
+    )
 
 
 def language_model(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import os
-import zipfile
-import zlib
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from jaxtyping import Int, UInt8
 
 from reformax import durable
 from reformax.data.base import SPLITS, philox
+from reformax.declared import SettingError, user_path
 
 
 class Block(NamedTuple):
@@ -38,7 +38,8 @@ def drawn_blocks(
     """A function from a split and numbers to these examples.
 
     Block b of a split has the numbers from `size * b` on, and is a function of (data_seed, split,
-    b). What was read stays in memory. Several processes may fill one folder.
+    b). What was read stays in memory. Several processes may fill one folder, of several machines
+    too.
 
     Args:
       draw: draws a block.
@@ -48,18 +49,24 @@ def drawn_blocks(
       data_dir: a folder to keep blocks in, compressed. None: they are in memory alone.
 
     Raises:
-      ValueError: by the function, for a file that is damaged.
+      ValueError: data_dir is a file; by the function, for a file that is damaged.
       OSError: by the function, for a folder that cannot be read or written.
     """
+
+    folder = None if data_dir is None else user_path("data_dir", data_dir)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise SettingError(
+            f"data_dir is {folder}, which is no folder: give the name of one to keep examples in"
+        )
 
     @functools.cache
     def block(split: str, number: int) -> Block:
         def drawn() -> Block:
             return draw(philox(2**63 + data_seed, 2**32 * SPLITS.index(split) + number))
 
-        if data_dir is None:
+        if folder is None:
             return drawn()
-        path = Path(data_dir) / f"{stem}_{data_seed}_{split}_{number}.npz"
+        path = folder / f"{stem}_{data_seed}_{split}_{number}.npz"
         if path.exists():
             return _read(path, size)
         _write(path, found := drawn())
@@ -75,18 +82,22 @@ def drawn_blocks(
 def _write(path: Path, block: Block) -> None:
     file = io.BytesIO()
     np.savez_compressed(file, **block._asdict())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_name(f"{path.stem}.{os.getpid()}.npz")  # another process may write the same
-    durable.write(own, file.getvalue())
-    own.replace(path)
+    # Others may write the same, those of other machines too: each has a name of its own.
+    own = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.npz")
+    with durable.explaining("written", path.parent):
+        durable.make_folder(path.parent)
+        durable.write(own, file.getvalue())
+        durable.rename(own, path)
 
 
 def _read(path: Path, size: int) -> Block:
+    data = io.BytesIO(durable.read(path))
     try:
-        with np.load(path, allow_pickle=False) as found:
+        with np.load(data, allow_pickle=False) as found:
             block = Block(**{name: found[name] for name in Block._fields})
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        block = None
-    if block is None or not all(len(x) == size for x in block):
+        whole = all(len(x) == size and x.dtype == np.uint8 for x in block)
+    except Exception:  # zipfile and NumPy raise ten types of them
+        whole = False
+    if not whole:
         raise ValueError(f"{path} is damaged: delete it, and it is drawn again")
     return block

@@ -31,7 +31,7 @@ MAX_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 # The memory of an .xz file's dictionary; `xz -9` asks for 64 MiB.
 _XZ_MEMORY = 2**28
 _PACKED, _BLOCK = 2**16, 2**20  # bytes read, and bytes unpacked, at a time
-_DAMAGED = (
+DAMAGED = (
     EOFError,
     NotImplementedError,  # a .zip of a later version
     gzip.BadGzipFile,
@@ -221,7 +221,7 @@ def _unpacked(
                     f"{path} unpacks to more than {max_bytes:,} bytes from {size:,}: refused as a "
                     "decompression bomb; if it is none, unpack it yourself"
                 )
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise ValueError(f"{path} is damaged ({error}): copy or download it again") from error
     return _not_empty(path, b"".join(parts))
 

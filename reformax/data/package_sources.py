@@ -63,8 +63,8 @@ def package_sources(
 
     Raises:
       FileNotFoundError: the folder, the list or a wheel is not there.
-      ValueError: a wheel has another content, a line of the list is none, or the wheels hold too
-        little text.
+      ValueError: a wheel has another content or is damaged, a line of the list is none, data_dir is
+        a file, or the wheels hold too little text.
       OSError: a file cannot be read.
     """
     text = read(data_dir, wheels)
@@ -75,6 +75,8 @@ def package_sources(
 def read(data_dir: PathName, wheels: PathName | None = None) -> UInt8[np.ndarray, " n"]:
     """The text of a folder of wheels; arguments and errors are those of `package_sources`."""
     folder = files.existing(data_dir)
+    if not folder.is_dir():
+        raise SettingError(f"data_dir is {folder}, a file: give the folder of the wheels")
     listed = PINNED if wheels is None else user_path("wheels", wheels)
     text = files.as_array(files.join(_sources(_found(folder, listed))))
     if wheels is None and (len(text), hashlib.sha256(text).hexdigest()) != (N_BYTES, SHA256):
@@ -86,34 +88,47 @@ def _sources(paths: list[Path]) -> Iterator[bytes]:
     """The .py files of wheels, each after its path."""
     before = set()
     for path in paths:
-        with zipfile.ZipFile(path) as wheel:
-            members = [m for m in wheel.infolist() if m.filename.endswith(".py")]
-            for member in sorted(members, key=lambda m: m.filename):
-                if not _SHORTEST <= member.file_size <= _LONGEST:
-                    continue
-                source = wheel.read(member)
+        try:
+            for name, source in _members(path):
                 if source not in before:
                     before.add(source)
-                    yield b"# %s\n%s" % (member.filename.encode(), source)
+                    yield b"# %s\n%s" % (name.encode(), source)
+        except (*files.DAMAGED, RuntimeError) as error:  # as pinned, so another copy is no better
+            raise ValueError(f"{path} is damaged ({error}): pin another wheel") from error
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The paths and the content of a wheel's .py files, without very short and long ones."""
+    with zipfile.ZipFile(path) as wheel:
+        members = [m for m in wheel.infolist() if m.filename.endswith(".py")]
+        for member in sorted(members, key=lambda m: m.filename):
+            if _SHORTEST <= member.file_size <= _LONGEST:
+                yield member.filename, wheel.read(member)
 
 
 def _found(folder: Path, listed: Path) -> list[Path]:
     """The wheels of a list, in its order, each with the SHA-256 that the list says."""
-    there = {}
+    there: dict[tuple[str, str], list[Path]] = {}
     for path in sorted(folder.glob("*.whl")):
         name, _, rest = path.name.partition("-")
-        there[_normal(name), rest.partition("-")[0]] = path
+        there.setdefault((_normal(name), rest.partition("-")[0]), []).append(path)
     found = []
     for pin in pins(listed):
-        path = there.get((_normal(pin.name), pin.version))
+        paths = there.get((_normal(pin.name), pin.version), [])  # for one Python or another
         get = f"pip download --no-deps --dest {folder} -r {listed}"
-        if path is None:
+        if not paths:
             raise files.Missing(f"{folder} has no wheel of {pin.name} {pin.version}: {get}")
-        with open(path, "rb") as wheel:
-            if hashlib.file_digest(wheel, "sha256").hexdigest() != pin.sha256:
-                raise ValueError(f"{path} is another file than {listed} says: {get}")
+        path = next((path for path in paths if _sha256(path) == pin.sha256), None)
+        if path is None:
+            raise ValueError(f"{paths[0]} is another file than {listed} says: {get}")
         found.append(path)
     return found
+
+
+def _sha256(path: Path) -> str:
+    files.check_ordinary(path)
+    with open(path, "rb") as wheel:
+        return hashlib.file_digest(wheel, "sha256").hexdigest()
 
 
 def pins(listed: Path) -> list[Pin]:
@@ -121,12 +136,17 @@ def pins(listed: Path) -> list[Pin]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a line is not `name==version --hash=sha256:...`, or there is none.
+      ValueError: a line is not `name==version --hash=sha256:...`, there is none, or the file is no
+        text in UTF-8.
     """
     found = []
     if not listed.is_file():
         raise files.Missing(f"{listed} is no file: give a list of wheels")
-    for line in listed.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = listed.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{listed} is no text in UTF-8 ({error.reason}): save it so") from None
+    for line in lines:
         line = line.partition("#")[0].strip()
         if line:
             match = re.fullmatch(rf"([\w.-]+)==([\w.!+]+) {_HASH}([0-9a-f]{{64}})", line)

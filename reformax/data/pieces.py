@@ -145,6 +145,11 @@ class PieceVocabulary:
         return hash_of(self._bytes)
 
     @property
+    def end_id(self) -> int:
+        """The id of a document's end; -1 if the vocabulary has none."""
+        return self._codec.end
+
+    @property
     def mask_id(self) -> int | None:
         """The id of the token that hides others; None if the vocabulary has none."""
         return self._codec.mask
@@ -260,6 +265,7 @@ def piece_language_model(
         fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))),
         vocabulary=vocabulary,
         n_bytes=lambda split: len(bytes_of(split)),
+        border=lambda: vocabulary.end_id,
     )
 
 

@@ -1,8 +1,13 @@
-"""Bits by position in the window: whether a model gains from far context.
+"""Bits by position in the window, and in the document: whether a model gains from far context.
 
 A target at position t of a window is predicted from the t tokens before it there. Windows that
 follow each other without overlap have targets of every kind at every position, so that bits that
 fall with the position are what the context brings.
+
+Of documents that begin in a window the place in the document counts apart: a target that n tokens
+of its own document stand before has other documents further back, which bring little.
+
+Letters in the shapes: B windows, T their length.
 """
 
 from __future__ import annotations
@@ -12,8 +17,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.training import curves, evaluation
@@ -27,12 +34,19 @@ FIRST = 64
 
 
 class Band(NamedTuple):
-    """The targets at positions `[first, end)` of their windows."""
+    """The targets that `[first, end)` tokens of their windows, or documents, stand before."""
 
     first: int
     end: int
     bits: float  # of a target, the mean
     n_targets: int
+
+
+class Bands(NamedTuple):
+    """The bands of positions in the window, and of those in documents that begin in it."""
+
+    windows: list[Band]
+    documents: list[Band]  # empty where no document begins
 
 
 def bands_of(length: int) -> tuple[int, ...]:
@@ -55,8 +69,10 @@ def by_position(
     max_tokens: int | None = None,
     loss_chunk_len: int | None = None,
     mesh: Mesh | None = None,
-) -> list[Band]:
+) -> Bands:
     """The bits of each band of positions, over windows of a split that do not overlap.
+
+    Documents begin after the token `task.border()`; that token is its document's last one.
 
     Args:
       model: a model built for evaluation.
@@ -75,56 +91,110 @@ def by_position(
     mesh = evaluation.fitting_mesh(model, task, batch_size, length, mesh)
     edges = bands_of(length)
     params = place(params, devices.placement(params, mesh))
-    score = partial(_sums, model, loss_chunk_len, edges, mesh, params, jax.random.PRNGKey(seed))
+    border = getattr(task, "border", None)
+    border = -1 if border is None else border()
+    options = model, loss_chunk_len, edges, border, mesh
+    score = partial(_sums, *options, params, jax.random.PRNGKey(seed))
     chosen, _ = evaluation.within(max_tokens, task, split)
     batches = evaluation.placed(task.eval_batches(split, batch_size, length, length), mesh, chosen)
-    totals = np.zeros((len(edges) - 1, 2))  # a split has more targets than float32 counts
+    totals = np.zeros((2, len(edges) - 1, 2))  # a split has more targets than float32 counts
     with prefetch(batches) as ready:
         for index, batch in ready:
             totals += jax.device_get(score(batch, index))
             go_on()
-    return [
-        Band(*ends, loss_lib.bits_per_dim(nats, weight), round(weight))
-        for ends, (nats, weight) in zip(pairwise(edges), totals, strict=True)
-        if weight
-    ]
+    return Bands(
+        *(
+            [
+                Band(*ends, loss_lib.bits_per_dim(nats, weight), round(weight))
+                for ends, (nats, weight) in zip(pairwise(edges), part, strict=True)
+                if weight
+            ]
+            for part in totals
+        )
+    )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _sums(model, loss_chunk_len, edges, mesh, params, key, batch, index):
-    """Nats and weight of each band."""
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _sums(
+    model, loss_chunk_len, edges, border, mesh, params, key, batch, index
+) -> Float[Array, "2 bands 2"]:
+    """Nats and weight of each band, of windows and of documents."""
 
     def sums_of(params, rng, inputs, targets, weights):
-        features, sums = model.features(params, inputs, rng=rng), []
-        for first, end in pairwise(edges):
-            band = (x[:, first:end] for x in (features, targets, weights))
-            found = loss_lib.cross_entropy(model.logits, params, *band, loss_chunk_len)
-            sums.append(jax.numpy.stack([found.nats, found.weight]))
-        return jax.numpy.stack(sums)
+        features = model.features(params, inputs, rng=rng)
+
+        def loss(weights):
+            found = loss_lib.cross_entropy(
+                model.logits, params, features, targets, weights, loss_chunk_len
+            )
+            return found.loss
+
+        nats = jax.grad(loss)(weights) * weights  # the loss is linear in them
+        places = jnp.broadcast_to(jnp.arange(targets.shape[1]), targets.shape)
+        return jnp.stack(
+            [
+                _of_bands(edges, place, nats, weights)
+                for place in (places, in_document(targets, border))
+            ]
+        )
 
     return devices.on(mesh, sums_of)(params, jax.random.fold_in(key, index), *batch)
 
 
-def table(bands: list[Band], metric: str) -> str:
+def _of_bands(edges, place: Int[Array, "B T"], *values: Float[Array, "B T"]) -> Array:
+    """The sums of values in each band, `[bands, values]`."""
+    inside = [(first <= place) & (place < end) for first, end in pairwise(edges)]
+    return jnp.stack([jnp.stack([jnp.sum(x, where=here) for x in values]) for here in inside])
+
+
+def in_document(tokens: Int[Array, "B T"], border: int) -> Int[Array, "B T"]:
+    """How many tokens of its own document stand before each one; -1 if it began before its window.
+
+    Args:
+      tokens: windows.
+      border: the token that ends a document; -1: none does.
+    """
+    place = jnp.arange(tokens.shape[1])
+    last = jax.lax.cummax(jnp.where(tokens == border, place, -1), axis=1)
+    last = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return jnp.where(last < 0, -1, place - 1 - last)
+
+
+def table(bands: Bands, metric: str) -> str:
     """The bands as lines of text."""
-    lines = [f"{'positions':>15} {metric.replace('_', ' '):>13} {'targets':>12}"]
-    for band in bands:
-        positions = f"{band.first:,}-{band.end - 1:,}"
-        lines.append(f"{positions:>15} {band.bits:>13.4f} {band.n_targets:>12,}")
+    lines = []
+    for what, part in zip(("positions", "in document"), bands, strict=True):
+        if part:
+            lines.append(f"{what:>15} {metric.replace('_', ' '):>13} {'targets':>12}")
+        for band in part:
+            positions = f"{band.first:,}-{band.end - 1:,}"
+            lines.append(f"{positions:>15} {band.bits:>13.4f} {band.n_targets:>12,}")
     return "\n".join(lines)
 
 
-def draw(bands: list[Band], metric: str, title: str) -> bytes:
+def draw(bands: Bands, metric: str, title: str) -> bytes:
     """A PNG of the bands, each a level line, over a logarithmic axis of positions."""
     figure, axes = curves.new_figure()
-    axes.stairs([band.bits for band in bands], [max(bands[0].first, 1), *(b.end for b in bands)])
+    for what, part in zip(("window", "document that begins in it"), bands, strict=True):
+        if part:
+            edges = [max(part[0].first, 1), *(band.end for band in part)]
+            axes.stairs([band.bits for band in part], edges, baseline=None, label=what)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="position in the window", ylabel=metric.replace("_", " "), title=title)
+    label = "tokens before the target" if bands.documents else "position in the window"
+    axes.set(xlabel=label, ylabel=metric.replace("_", " "), title=title)
+    if bands.documents:
+        axes.legend()
     axes.grid(alpha=0.3)
     return curves.png(figure)
 
 
-def as_json(bands: list[Band], metric: str) -> list[dict[str, Any]]:
-    """The bands as a file has them."""
+def as_json(bands: Bands, metric: str) -> dict[str, list[dict[str, Any]]]:
+    """The bands as a file has them: `by_position`, and `in_document` if a document begins."""
     names = {"bits": metric}
-    return [{names.get(k, k): v for k, v in band._asdict().items()} for band in bands]
+    parts = {"by_position": bands.windows} | (
+        {"in_document": bands.documents} if bands.documents else {}
+    )
+    return {
+        what: [{names.get(k, k): v for k, v in band._asdict().items()} for band in part]
+        for what, part in parts.items()
+    }

@@ -1,6 +1,7 @@
 """The text of pinned wheels, with tiny wheels in the place of the published ones."""
 
 import hashlib
+import os
 import zipfile
 
 import pytest
@@ -14,13 +15,17 @@ TWO = b"# no newline at the end" * 20
 LONG = b"y = 2\n" * 50_001
 
 
-def write_wheel(folder, name, members):
+def write_wheel(folder, name, members, tag="py3-none-any"):
     """Writes a wheel; returns the line of a list that pins it."""
-    path = folder / f"{name}-py3-none-any.whl"
+    path = folder / f"{name}-{tag}.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for member, data in members.items():
             wheel.writestr(member, data)
-    project, version = name.split("-")
+    return pin(path)
+
+
+def pin(path):
+    project, version = path.name.split("-")[:2]
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return f"{project}=={version} --hash=sha256:{digest}\n"
 
@@ -74,6 +79,45 @@ def test_a_wheel_of_another_content_is_named(listed, tmp_path, fails_in_one_line
         package_sources.package_sources(str(tmp_path), wheels=str(listed))
 
 
+@pytest.mark.parametrize("tag", ["cp310-cp310-any", "py2-none-any", "py4-none-any"])
+def test_of_several_wheels_of_a_version_the_pinned_one_is_read(tag, listed, tmp_path, content):
+    write_wheel(tmp_path, "first-1.0", {"first/a.py": TWO}, tag)
+    task = package_sources.package_sources(str(tmp_path), wheels=str(listed))
+    assert content(task) == JOINED
+
+
+def no_archive(path):
+    path.write_bytes(b"text")
+
+
+def cut(path):
+    """As pinned, but its middle is lost."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20] + bytes(40) + whole[60:])
+
+
+@pytest.mark.parametrize("damage", [no_archive, cut])
+def test_a_pinned_wheel_that_cannot_be_unpacked_is_named(
+    damage, listed, tmp_path, fails_in_one_line
+):
+    path = tmp_path / "first-1.0-py3-none-any.whl"
+    damage(path)
+    listed.write_text(pin(path))
+    with fails_in_one_line(ValueError, f"{path} is damaged .*: pin another"):
+        package_sources.package_sources(str(tmp_path), wheels=str(listed))
+
+
+@pytest.mark.parametrize(
+    "make, what", [(os.mkfifo, "a FIFO"), (os.mkdir, "a folder"), (lambda path: None, "no wheel")]
+)
+def test_a_wheel_that_is_no_file_is_refused(make, what, listed, tmp_path, fails_in_one_line):
+    path = tmp_path / "first-1.0-py3-none-any.whl"
+    path.unlink()
+    make(path)
+    with fails_in_one_line(ValueError, what):
+        package_sources.package_sources(str(tmp_path), wheels=str(listed))
+
+
 def test_the_list_that_comes_along_stands_for_one_text(
     listed, tmp_path, monkeypatch, content, fails_in_one_line
 ):
@@ -101,7 +145,13 @@ def test_a_list_without_hashes_is_refused(line, match, tmp_path, fails_in_one_li
         package_sources.package_sources(str(tmp_path), wheels=str(tmp_path / "list.txt"))
 
 
-def test_no_folder_and_no_list(tmp_path, fails_in_one_line):
+def test_no_folder_and_no_list(listed, tmp_path, fails_in_one_line):
+    with fails_in_one_line(ValueError, "data_dir is .*list.txt, a file: give the folder of the wh"):
+        package_sources.package_sources(str(listed), wheels=str(listed))
+    listed.write_bytes(b"\xff\xfef")
+    with fails_in_one_line(ValueError, "list.txt is no text in UTF-8"):
+        package_sources.package_sources(str(tmp_path), wheels=str(listed))
+    listed.unlink()
     with fails_in_one_line(FileNotFoundError, "set data_dir"):
         package_sources.package_sources(str(tmp_path / "none"))
     with fails_in_one_line(FileNotFoundError, "list.txt"):

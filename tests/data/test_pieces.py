@@ -153,6 +153,17 @@ def test_a_vocabulary_without_an_end_of_documents_has_a_newline(tmp_path):
     model = tokenizer_json(tmp_path / "tokenizer.json", end="[PAD]")
     task = text(str(path), vocabulary=str(model))
     assert task.vocabulary.decode(ids_of(task, "valid")).count("\n") > 10
+    assert task.border() == -1
+
+
+def test_the_border_of_documents_is_a_token(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
+    model = tokenizer_json(tmp_path / "tokenizer.json")
+    for options in (dict(), dict(vocab_size=259, offset=3), dict(vocabulary=str(model))):
+        task = text(str(path), **options)
+        borders = ids_of(task, "valid") == task.border()
+        assert 10 < borders.sum() < len(borders) / 2
 
 
 def test_errors_name_the_argument(data, tmp_path, monkeypatch, fails_in_one_line):

@@ -8,8 +8,10 @@ float32 tells apart, and finite values.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from reformax.carried import trained
+from reformax.ops import dsa, local, long_short, longformer, nsa, nystromformer, sinks
 from tests.helpers import assert_trees_equal
 from tests.ops import inputs
 from tests.ops.rows import ROWS, over
@@ -165,3 +167,28 @@ def test_behind_a_prompt(row):
     want = steps(zeroed(prompt, behind), new)
     for value in ANYTHING:
         assert_same(steps(poisoned(prompt, behind, (value,) * 4), new), want)
+
+
+LONG = dict(
+    local=local.local(window=32, chunk_len=32),
+    sinks=sinks.sinks(window=32),
+    longformer=longformer.longformer(window=32),
+    long_short=long_short.long_short(window=32, rank=2, chunk_len=32),
+    nsa=nsa.nsa(),
+    dsa=dsa.dsa(),
+    nystromformer=nystromformer.nystromformer(n_landmarks=8),
+)
+
+
+@pytest.mark.parametrize("op", LONG.values(), ids=LONG)
+def test_rows_that_see_what_is_not_a_number_are_none_among_many_logits(op):
+    """XLA's maximum of 4,096 numbers and more leaves NaN out on a CPU."""
+    x = inputs.draw(op, 1, 200)
+    apply = jax.jit(lambda x: inputs.call(op, x, causal=op.traits.causal, rng=KEY))
+    here = np.arange(200)[None, :, None, None] == 100
+    other = x.v + np.arange(4, dtype=np.float32)
+    out = apply(x)
+    changed = np.any(out != apply(x._replace(v=np.where(here, other, x.v))), axis=-1)
+    got = np.isnan(apply(x._replace(v=np.where(here, np.float32(np.nan), x.v)))).any(axis=-1)
+    np.testing.assert_array_equal(got, changed)
+    assert got.any()

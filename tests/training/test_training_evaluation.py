@@ -10,7 +10,7 @@ import pytest
 
 from reformax import progress
 from reformax.cli import errors
-from reformax.data.base import Batch
+from reformax.data.base import Batch, Task
 from reformax.data.reverse import reverse
 from reformax.data.text import text
 from reformax.models import Transformer
@@ -108,7 +108,9 @@ def test_what_is_chosen_lies_evenly(budget, of):
 def test_bits_by_position_are_those_of_each_position():
     """Bands of 64, 64 and the rest, by hand and as `evaluate` has them together."""
     task, sizes = tiny.counting(n_valid=600), dict(batch_size=2, length=150)
-    bands = by_position.by_position(MODEL, PARAMS, task, **sizes, loss_chunk_len=7)
+    found = by_position.by_position(MODEL, PARAMS, task, **sizes, loss_chunk_len=7)
+    bands = found.windows
+    assert not found.documents  # none ends
     assert [band[:2] for band in bands] == [(0, 64), (64, 128), (128, 150)]
     tokens = (jnp.arange(600) % 16).reshape(4, 150)
     logits = jax.jit(lambda p, x: MODEL.logits(p, MODEL.features(p, x)))(PARAMS, tokens)
@@ -121,11 +123,44 @@ def test_bits_by_position_are_those_of_each_position():
     whole = evaluate(MODEL, PARAMS, task, **sizes)["bits_per_dim"]
     assert together == pytest.approx(whole, rel=1e-5)
     part = by_position.by_position(MODEL, PARAMS, task, **sizes, max_tokens=300)
-    assert sum(band.n_targets for band in part) == 300
-    lines = by_position.table(bands, "bits_per_dim").splitlines()
+    assert sum(band.n_targets for band in part.windows) == 300
+    lines = by_position.table(found, "bits_per_dim").splitlines()
     assert lines[1].split() == ["0-63", f"{bands[0].bits:.4f}", "256"]
-    assert by_position.draw(bands, "bits_per_dim", "windows of 150").startswith(b"\x89PNG")
+    assert by_position.draw(found, "bits_per_dim", "windows of 150").startswith(b"\x89PNG")
     assert by_position.bands_of(64) == (0, 64) and by_position.bands_of(3) == (0, 3)
+
+
+def test_bits_by_position_in_the_document_are_those_of_documents_that_begin_in_their_window():
+    """By hand; of windows of 150 tokens documents of 90 begin in all but the first."""
+    tokens = np.arange(590) % 15
+    tokens[89::90] = 15
+    windows = np.pad(tokens, (0, 10)).reshape(4, 150)
+    windows[-1] = tokens[-150:]
+    whole = np.pad(np.ones(590), (0, 10)).reshape(4, 150)
+    whole[-1] = np.arange(150) >= 10  # the last window is moved back
+    batches = [Batch(*2 * (windows[i : i + 2],), whole[i : i + 2]) for i in (0, 2)]
+    batches = [Batch(*(x.astype(np.int32) for x in b[:2]), np.float32(b[2])) for b in batches]
+    task = Task("", 16, None, lambda *_: iter(batches), lambda _: 590, border=lambda: 15)
+    found = by_position.by_position(MODEL, PARAMS, task, batch_size=2, length=150)
+    logits = jax.jit(lambda p, x: MODEL.logits(p, MODEL.features(p, x)))(PARAMS, windows)
+    log_p = np.asarray(jax.nn.log_softmax(logits))
+    bits = -np.take_along_axis(log_p, windows[..., None], -1)[..., 0] / np.log(2.0)
+    place = np.full((4, 150), -1)
+    for row, window in enumerate(windows):
+        for t in range(150):
+            before = np.flatnonzero(window[:t] == 15)
+            place[row, t] = t - 1 - before[-1] if len(before) else -1
+    assert [band[:2] for band in found.documents] == [(0, 64), (64, 128)]
+    for band in found.documents:
+        here = (band.first <= place) & (place < band.end) & (whole == 1)
+        assert band.n_targets == here.sum()
+        assert band.bits == pytest.approx(float(bits[here].mean()), rel=1e-5)
+    assert sum(band.n_targets for band in found.windows) == 590
+    assert "\n    in document  bits per dim" in by_position.table(found, "bits_per_dim")
+    written = by_position.as_json(found, "bits_per_dim")
+    assert list(written) == ["by_position", "in_document"]
+    assert written["in_document"][0]["first"] == 0
+    assert by_position.draw(found, "bits_per_dim", "windows").startswith(b"\x89PNG")
 
 
 def test_should_stop_abandons():

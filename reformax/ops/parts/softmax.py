@@ -46,8 +46,11 @@ class Softmax(NamedTuple):
 def largest(
     logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], axis: int | tuple[int, ...]
 ) -> Float[Array, "*#d"]:
-    """The largest visible logit of each row. It cancels in the softmax, so its gradient is 0."""
+    """The largest visible logit of each row, NaN if one is. It cancels, so its gradient is 0."""
     top = jnp.max(logits, axis=axis, keepdims=True, where=mask, initial=lowest(logits.dtype))
+    if jax.default_backend() == "cpu":  # whose maximum of many numbers leaves NaN out
+        unfit = jnp.any(jnp.isnan(logits) & mask, axis=axis, keepdims=True)
+        top = jnp.where(unfit, jnp.nan, top)
     return jax.lax.stop_gradient(top)
 
 
