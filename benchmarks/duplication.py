@@ -113,11 +113,10 @@ def by_content(args) -> None:
             trained_with = f"{name}, up to {stage.length:,} tokens"
             for length in args.lengths:
                 scores = []
-                for other in models:
-                    cell = _score(models[other], params, length, evaluated)
-                    text = f"{trained_with}: {cell} at {length:,} with {other}"
+                for other, built in models.items():
+                    scores.append(_score(built, params, length, evaluated))
+                    text = f"{trained_with}: {scores[-1]} at {length:,} with {other}"
                     print(text, file=sys.stderr, flush=True)
-                    scores.append(cell)
                 table.row(trained_with, f"{length:,}", *scores)
 
 
