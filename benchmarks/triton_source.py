@@ -61,7 +61,7 @@ def chunks_and_order(shape: Shape, dropout: float) -> tuple[Any, Order]:
     return chunks, Order(jnp.argsort(buckets, axis=-1, stable=True).astype(jnp.int32))
 
 
-def passes(kernels: Any, shape: Shape, packed: bool, jit: Callable) -> dict[str, Callable]:
+def passes(kernels: Any, shape: Shape, packed: bool) -> dict[str, Callable]:
     """Calls of the two passes of some kernels, by name, which return tuples of arrays."""
     chunks, order = chunks_and_order(shape, dropout=0.1 if packed else 0.0)
     size = 1, shape.length, shape.n_heads, shape.d_head
@@ -80,7 +80,7 @@ def passes(kernels: Any, shape: Shape, packed: bool, jit: Callable) -> dict[str,
         return dq, dv
 
     inputs = q, v, order, segments
-    forward, backward = jit(forward), jit(backward)
+    forward, backward = jax.jit(forward), jax.jit(backward)
     more = *inputs, *forward(*inputs), d_out
     return {"forward": lambda: forward(*inputs), "backward": lambda: backward(*more)}
 
@@ -118,15 +118,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     shape = command_line.of_size(SHAPES, args.tiny)
     on_cpu = jax.default_backend() == "cpu"
-    # Triton's interpreter reads arrays, which a trace does not have.
-    jits = {PALLAS: jax.jit, TRITON: (lambda function: function) if on_cpu else jax.jit}
     known = triton_kernels()
     table = Table("pass", "difference", f"{PALLAS}, ms", f"{TRITON}, ms", title=str(shape))
     for packed in (False, True):
-        ours = passes(chunked, shape, packed, jits[PALLAS])
+        ours = passes(chunked, shape, packed)
         theirs = known
         if not isinstance(known, Exception):
-            theirs = attempt(passes, known, shape, packed, jits[TRITON])
+            theirs = attempt(passes, known, shape, packed)
         for name, call in ours.items():
 
             def cells(theirs, name=name, call=call):
