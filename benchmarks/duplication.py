@@ -96,10 +96,14 @@ def by_content(args) -> None:
     if args.tiny:
         stages, chunk_len, evaluated = ((32, 2, 2, 1e-3), (64, 1, 2, 1e-3)), 8, 64
     stages = [
-        Stage(duplication.duplication(length=length, n_eval=1), rows, length, *rest)
-        for length, rows, *rest in stages
+        Stage(duplication.duplication(length=length, n_eval=1), batch_size, length, *rest)
+        for length, batch_size, *rest in stages
         if length <= args.longest
     ]
+    tasks = {
+        length: duplication.duplication(length=length, n_eval=max(1, evaluated // length))
+        for length in args.lengths
+    }
     build = functools.partial(model_by_content, chunk_len)
     # Compiled once for all weights.
     models = {
@@ -107,25 +111,25 @@ def by_content(args) -> None:
     }
     print(command_line.machine(), flush=True)
     table = Table("trained with", "evaluated at", *models)
-    for name, n_hashes, parts in (("LSH-4", 4, stages), ("full", 0, stages[:1])):
+    rows = [("LSH-4", 4, stages)] + [("full", 0, stages[:1])] * (not args.tiny)
+    for name, n_hashes, parts in rows:
         trained = train_in_stages(functools.partial(build, n_hashes), parts)
         for params, stage in zip(trained, parts, strict=True):
             trained_with = f"{name}, up to {stage.length:,} tokens"
-            for length in args.lengths:
+            for length, task in tasks.items():
                 scores = []
                 for other, built in models.items():
-                    scores.append(_score(built, params, length, evaluated))
+                    scores.append(_score(built, params, task, length))
                     text = f"{trained_with}: {scores[-1]} at {length:,} with {other}"
                     print(text, file=sys.stderr, flush=True)
                 table.row(trained_with, f"{length:,}", *scores)
 
 
-def _score(built, params, length: int, n_tokens: int) -> str:
-    """The accuracy on examples of a length; a dash where full attention would take too much."""
+def _score(built, params, task, length: int) -> str:
+    """The accuracy on a task; a dash where full attention would take too much."""
     *_, op = built.attention_type
     if op.traits.exact and length > MOST_FULL:
         return "-"
-    task = duplication.duplication(length=length, n_eval=max(1, n_tokens // length))
     rows = max(1, MOST_FULL // length)
     return f"{100 * evaluate(built, params, task, batch_size=rows, length=length)['accuracy']:.2f}%"
 
@@ -137,16 +141,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=command_line.positive, default=default, help=text)
     parser.add_argument("--learning_rate", type=float, default=3e-3, help="default: 3e-3")
     parser.add_argument("--by_content", action="store_true", help="the second table")
-    several = dict(
-        lengths=([1024, 16384, 65536], "tokens of its evaluations"),
-        hashes=([8, 4, 2, 1], "of its evaluations"),
-    )
-    for name, (default, text) in several.items():
-        text = f"{text} (default: {' '.join(map(str, default))})"
-        kind = dict(type=command_line.positive, nargs="+", default=default)
-        parser.add_argument(f"--{name}", help=text, **kind)
-    text = "tokens of its last stage, at most (default: 16384)"
-    parser.add_argument("--longest", type=command_line.positive, default=16384, help=text)
+    text = "tokens of its evaluations (default: 1024 16384 65536)"
+    lengths = dict(type=command_line.positive, nargs="+", default=[1024, 16384, 65536])
+    parser.add_argument("--lengths", help=text, **lengths)
+    hashes = [n for n in EVALUATED_WITH.values() if n]
+    text = "of its evaluations (default: all)"
+    known = dict(type=int, nargs="+", choices=hashes, default=hashes)
+    parser.add_argument("--hashes", help=text, **known)
+    trained = [length for length, *_ in STAGES]
+    text = "tokens of its last stage (default: %(default)s)"
+    parser.add_argument("--longest", type=int, choices=trained, default=trained[-1], help=text)
     args = parser.parse_args(argv)
     if args.tiny:
         args.length, args.batch_size, args.steps, args.chunk_len = 32, 2, 10, 8

@@ -85,7 +85,7 @@ COMMANDS = [
     ("attention", "--exact", "Rabe and Staats, as printed | 0."),
     ("block_sparse", "--plot={path}/a.png --peers", "| all | 16 | 100.00% |"),
     ("duplication", "", "| LSH-1 |"),
-    ("duplication", "--by_content", "| full, up to 32 tokens | 64 | "),
+    ("duplication", "--by_content", "| LSH-4, up to 64 tokens | 64 | "),
     ("exact_attention", "--memory", "| 4,096 | 3.0 |"),
     ("exact_attention", "--curves --longest", "| flash |"),
     ("generation", "", "| reformax, ordinary | 1 |"),
