@@ -133,10 +133,7 @@ def _block(order, segment, pack, at, start, stop, n: tl.constexpr, c: tl.constex
     elif not c.whole:
         position = tl.where(exists, place, c.n_places)
     if c.segments:
-        if c.ordered:
-            ids = _load(segment + (at + place), exists, 0, c.whole)
-        else:
-            ids = _load(segment + place, exists, 0, c.whole)
+        ids = _load(segment + place, exists, 0, c.whole)
     if c.n_packs > 0:
         packed = _load(pack + (at + place), exists, 0, c.whole)
     return place, position, ids, packed, exists
@@ -296,7 +293,7 @@ def forward_kernel(
     to_order = far * (c.n_heads * c.n_rounds * c.n_places)
     order, key_order = order + to_order, key_order + to_order
     pack, key_pack = pack + to_order, key_pack + to_order
-    to_segment = to_order if c.ordered else far * c.n_places
+    to_segment = to_order + at if c.ordered else far * c.n_places
     segment, key_segment = segment + to_segment, key_segment + to_segment
 
     block = _block(order, segment, pack, at, start, c.n_places, own, c)
@@ -390,7 +387,7 @@ def backward_kernel(
     to_order = far * (c.n_heads * c.n_rounds * c.n_places)
     order, key_order = order + to_order, key_order + to_order
     pack, key_pack = pack + to_order, key_pack + to_order
-    to_segment = to_order if c.ordered else far * c.n_places
+    to_segment = to_order + at if c.ordered else far * c.n_places
     segment, key_segment = segment + to_segment, key_segment + to_segment
 
     # The program's places as keys.
