@@ -33,6 +33,7 @@ import json
 import math
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import command_line, kernels
-from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, in_turn
+from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if
 from benchmarks.harness.language_models import TINY
 from benchmarks.harness.output import Table, plot
 from reformax import devices
@@ -58,16 +59,17 @@ from reformax.training.settings import Settings, build
 
 REFORMER = "--config_file=configs/reformer_enwik8.gin --config=lm.ReformerLM.pos_axial_shape="
 TRANSFORMER = "--config_file=configs/transformer_enwik8.gin"
-# The flags of what the page measures, and their environment. Positions suffice for 8 devices. XLA's
-# scheduler of hidden latencies would ask for more memory than the long sequence leaves, which is
-# the last for the memory that others give back.
+# The flags of what the page measures, and their environment. Positions suffice for 8 devices. The
+# long sequence takes the options of least memory, and is the last, for what others give back; XLA's
+# scheduler of hidden latencies would ask for more than there is.
 FIRST = {f"{REFORMER}(4096,128) --mesh=data --mesh=fsdp --mesh=context": {}}
 THEN = {
     f"{TRANSFORMER} --mesh=data --mesh=fsdp": {},
     f"{TRANSFORMER} --config=batch_size=1 --config=length=65_536 --mesh=data --mesh=fsdp "
     "--mesh=context --shared --steps=1 --repeats=3": {},
-    f"{REFORMER}(8192,1024) --config=lm.ReformerLM.keep_ff_outputs=False "
-    "--config=length=1_048_576 --mesh=context --steps=1 --repeats=1": {
+    f"{REFORMER}(8192,1024) --config=lm.ReformerLM.keep_ff_outputs=False --config=scan_layers=True "
+    "--config=lm.ReformerLM.ff_chunk_size=32_768 --config=length=1_048_576 --mesh=context "
+    "--steps=1 --repeats=1": {
         "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     },
@@ -77,8 +79,8 @@ THEN = {
 class Candidate(NamedTuple):
     """A mesh, ready to train on."""
 
-    run: Callable[[], Any]  # some steps
-    tokens: int  # of these
+    run: Callable[[], float]  # some steps and one before them: seconds of a step
+    tokens: int  # of a step
     state_mib: float
     temp_mib: float
 
@@ -133,16 +135,23 @@ def prepare(settings: Settings, mesh: Mesh, n_steps: int, shared: bool) -> Calla
     def compiled() -> Candidate:
         step = opening.step_of(sized, model, mesh, state).lower(state, batch, key).compile()
 
-        def run():
+        def run() -> float:
+            # Steps are begun while others run, as training does: the first one's start is not of
+            # the time.
             nonlocal state
-            for _ in range(n_steps):
+            losses = []
+            for _ in range(n_steps + 1):
                 state, metrics = step(state, batch, key)
-            loss = float(metrics["nats"])
+                losses.append(metrics["nats"])
+            jax.block_until_ready(losses[0])
+            start = time.perf_counter()
+            loss = float(losses[-1])
             assert math.isfinite(loss), f"the loss is {loss}"
+            return (time.perf_counter() - start) / n_steps
 
-        temp = step.memory_analysis().temp_size_in_bytes
-        tokens = n_steps * batch_size * length
-        return Candidate(run, tokens, mesh_lib.bytes_stored(state, mesh) / MIB, temp / MIB)
+        temp = step.memory_analysis().temp_size_in_bytes / MIB
+        stored = mesh_lib.bytes_stored(state, mesh) / MIB
+        return Candidate(run, batch_size * length, stored, temp)
 
     return compiled
 
@@ -255,8 +264,7 @@ def measure(args: Any) -> None:
         args.compiled.touch()
         sys.stdin.readline()
     ready = {row: x for row, x in found.items() if isinstance(x, Candidate)}
-    seconds = in_turn({row: x.run for row, x in ready.items()}, args.repeats)
-    speeds = {row: x.tokens / seconds[row] for row, x in ready.items()}
+    speeds = speeds_of(ready, args.repeats)
     alone = [speed for row, speed in speeds.items() if row.startswith("device")]
     slowest = min(alone, default=math.nan)
 
@@ -294,6 +302,16 @@ def measure(args: Any) -> None:
     exit_if(row for row in found if row not in ready)
 
 
+def speeds_of(ready: dict[str, Candidate], repeats: int) -> dict[str, float]:
+    """Tokens a second: medians of calls in turn, after one of each."""
+    for candidate in ready.values():
+        candidate.run()
+    turns = [{row: x.run() for row, x in ready.items()} for _ in range(repeats)]
+    return {
+        row: x.tokens / statistics.median(turn[row] for turn in turns) for row, x in ready.items()
+    }
+
+
 def print_profile(runs: dict[str, Callable[[], Any]], n_steps: int, folder: Path) -> None:
     """Where the time of devices goes, by traces, which are written."""
     table = Table("mesh", "device", "ms a step", "computes", "waits for others", "nothing")
@@ -301,7 +319,7 @@ def print_profile(runs: dict[str, Callable[[], Any]], n_steps: int, folder: Path
         with jax.profiler.trace(folder / row):
             run()
         for device, spent in kernels.spent(folder / row).items():
-            table.row(row, device, *(f"{ms / n_steps:.1f}" for ms in spent))
+            table.row(row, device, *(f"{ms / (n_steps + 1):.1f}" for ms in spent))
 
 
 if __name__ == "__main__":
