@@ -69,6 +69,11 @@ SMALL_OF = {
     "wmt": {"vocab_size": 30},
     "enwik8": {"scan_layers": True},
     "seq2seq": {"n_layers": 2, "scan_layers": True},
+    "stages": {
+        "stages.Stage.until": 1,
+        "stages.Stage.batch_size": 2,
+        "stages.Stage.length": 32,
+    },
     "shared_qk": {"attention": "(@local.local(), %global_attention)"},  # of windows.gin
 }
 AVERAGED = {"steps": 5, "loop.train.eval_every": 1}  # of a page that averages five checkpoints
