@@ -982,7 +982,9 @@ SIZES = recall_rows.Sizes(8, 16, 64, 4, steps=2, stretch=1, n_eval=4)
 MEMBERS = recall_rows.Members([1e-3], [0])
 
 
-@pytest.mark.parametrize("op", [flash.flash(), lsh.lsh(chunk_len=4)])
+@pytest.mark.parametrize(
+    "op", [pytest.param(flash.flash(), marks=pytest.mark.slow), lsh.lsh(chunk_len=4)]
+)
 def test_models_of_recall_side_by_side_are_those_alone(op, monkeypatch):
     """The best one counts, and a stretch that it names enough of is the last one."""
     sizes, members = SIZES._replace(steps=4, stretch=2), recall_rows.Members([1e-3, 1e-1], [0, 1])
