@@ -192,8 +192,7 @@ def test_files_are_documents_of_pieces_too(kind, tmp_path):
     assert before == "" and documents[:-1] == texts[:-1]
     assert one.borders is None and not len(task.borders("valid"))
     batch = task.train_batch(0, 0, 64, 32)
-    at_begin = sum(task.vocabulary.decode(row).startswith(texts[0][:9]) for row in batch.inputs)
-    assert batch.inputs.shape == (64, 32) and at_begin < 64
+    assert (batch.inputs != one.train_batch(0, 0, 64, 32).inputs).any()
 
 
 def test_a_piece_across_two_documents_is_the_first_ones(tmp_path):
