@@ -11,16 +11,18 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, UInt, UInt8
+from jaxtyping import Bool, Float32, Int, Int32, Int64, UInt, UInt8
 
 from reformax.declared import SettingError
 
 SPLITS = ("train", "valid", "test")
 # Tokens of a held-out split that is drawn, not read.
 MOST_HELD_OUT = 2**27
+# Where training windows of a text begin; see `document_starts`.
+Windows = Literal["anywhere", "documents"]
 
 
 # The first ids of every vocabulary of sentences. 0 also stands before the first token.
@@ -148,8 +150,9 @@ class Task(NamedTuple):
     labels: Labels | None = None
     # whether the inputs hide tokens, which are the targets
     masked: bool = False
-    # the token that ends each document of a text, -1 for none; it may ask the vocabulary
-    border: Callable[[], int] | None = None
+    # split -> the tokens, by place, that documents of a text begin with, sorted. The windows of
+    # evaluations then lie as `byte_language_model` says. None: they are not known, or there is one
+    borders: Callable[[str], Int64[np.ndarray, " d"]] | None = None
 
     @property
     def kind(self) -> str:
@@ -185,25 +188,60 @@ def split_bytes(data: UInt8[np.ndarray, " n"], source: str) -> dict[str, UInt8[n
     return {"train": train, "valid": valid, "test": test}
 
 
+def split_borders(
+    begins: Mapping[str, Int64[np.ndarray, " d"]], splits: Mapping[str, UInt8[np.ndarray, " n"]]
+) -> dict[str, Int64[np.ndarray, " d"]] | None:
+    """Where documents begin in each split of a text.
+
+    Args:
+      begins: where they begin in each text, sorted. Splits without one of their own are cut, in
+        order, from that of 'train'.
+      splits: the bytes of each split.
+
+    Returns:
+      The places in each split, which may begin within a document; None for one document.
+    """
+    if max(map(len, begins.values())) < 2:
+        return None
+    found, whole, first = dict(begins), begins["train"], 0
+    for split in SPLITS:
+        if split == "train" or split not in begins:
+            end = first + len(splits[split])
+            found[split] = whole[slice(*np.searchsorted(whole, [first, end]))] - first
+            first = end
+    return found
+
+
 def byte_language_model(
-    name: str, splits: Mapping[str, UInt8[np.ndarray, " n"]], offset: int = 0
+    name: str,
+    splits: Mapping[str, UInt8[np.ndarray, " n"]],
+    offset: int = 0,
+    borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
+    windows: Windows = "anywhere",
 ) -> Task:
     """The task of predicting each byte of a text from those before it.
 
-    Training batches are windows at uniformly random places of `splits['train']`. Evaluation moves a
-    window of `length` by `stride` <= `length` and scores its last `stride` bytes, so every byte is
-    predicted once, and from at least `length - stride` bytes after the first window. The first
-    window is scored whole; the last is moved back to lie inside the split. Rows that fill the last
-    batch have weight 0, and so has the padding of a split that is shorter than a window.
+    Training batches are windows of `splits['train']`, at uniformly random places or as
+    `document_starts` has them. Evaluation moves a window of `length` by `stride` <= `length` and
+    scores its last `stride` bytes, so every byte is predicted once, and from at least
+    `length - stride` bytes after the first window. The first window is scored whole; the last is
+    moved back to lie inside the split. Rows that fill the last batch have weight 0, and so has the
+    padding of a split that is shorter than a window.
 
     Args:
       name: the task's name in logs and errors.
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
       offset: a byte's id is the byte plus this; lower ids are reserved.
+      borders: the bytes, by place, that documents begin with, sorted; None: one document. Those
+        behind a split's end are left out.
+      windows: where training windows begin, 'anywhere' or by 'documents'.
 
     Returns:
       A Task with vocab_size 256 + offset. Its functions raise ValueError for an unknown split, a
       stride outside 1..length, another size below 1, and a training length above the text's.
+
+    Raises:
+      ValueError: an offset out of range, or windows by the documents of a text without.
     """
 
     def bytes_of(split: str) -> np.ndarray:
@@ -212,11 +250,16 @@ def byte_language_model(
 
     if not 0 <= offset < 2**16:
         raise SettingError(f"offset={offset} must be from 0 to {2**16 - 1}")
-    task = language_model(name, 256 + offset, bytes_of, offset)
-    return task._replace(
-        fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))),
-        border=lambda: offset,
-    )
+    if borders is not None:
+        borders = {s: x[: np.searchsorted(x, len(splits[s]))] for s, x in borders.items()}
+    check_windows(windows, borders)
+
+    def borders_of(split: str) -> np.ndarray:
+        check_split(name, split, tuple(splits))
+        return borders[split]
+
+    task = language_model(name, 256 + offset, bytes_of, offset, borders and borders_of, windows)
+    return task._replace(fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))))
 
 
 def language_model(
@@ -224,6 +267,8 @@ def language_model(
     vocab_size: int,
     tokens_of: Callable[[str], UInt[np.ndarray, " n"]],
     offset: int = 0,
+    borders_of: Callable[[str], Int64[np.ndarray, " d"]] | None = None,
+    windows: Windows = "anywhere",
 ) -> Task:
     """The task of predicting each token of a text from those before it, by windows.
 
@@ -234,6 +279,8 @@ def language_model(
       vocab_size: ids are below it.
       tokens_of: split -> its tokens, in order; checks the split's name.
       offset: is added to each token.
+      borders_of: split -> the tokens, by place, that documents begin with, sorted; keeps them.
+      windows: where training windows begin.
     """
 
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
@@ -249,10 +296,15 @@ def language_model(
             raise SettingError(
                 f"length={length} must be at most {len(data)}, the {unit} that {name} trains on"
             )
-        starts = generator(seed, step).integers(len(data) - length + 1, size=batch_size)[rows]
+        rng = generator(seed, step)
+        if windows == "anywhere":
+            starts = rng.integers(len(data) - length + 1, size=batch_size)[rows]
+        else:
+            places, back = (rng.integers(n, size=batch_size)[rows] for n in (len(data), length))
+            starts = document_starts(borders_of("train"), len(data), length, places, back)
         # Rows of a strided view are contiguous, so this copies tokens in runs and widens them once.
-        windows = np.lib.stride_tricks.sliding_window_view(data, length)[starts]
-        tokens = windows.astype(np.int32) + offset
+        found = np.lib.stride_tricks.sliding_window_view(data, length)[starts]
+        tokens = found.astype(np.int32) + offset
         return Batch(tokens, tokens, np.ones(tokens.shape, np.float32))
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
@@ -278,7 +330,55 @@ def language_model(
         return batches()
 
     task = Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
-    return task._replace(train_rows=train_rows)
+    return task._replace(train_rows=train_rows, borders=borders_of)
+
+
+def document_starts(
+    borders: Int64[np.ndarray, " d"],
+    n: int,
+    length: int,
+    places: Int[np.ndarray, " B"],
+    back: Int[np.ndarray, " B"],
+) -> Int64[np.ndarray, " B"]:
+    """Where windows begin by documents, each by a place in the text.
+
+    The document that holds the place decides:
+
+    * One of at most `length` tokens is seen from its begin: the window begins at the nearer end of
+      the document, which is its own begin or the next one's. Were it always its own, a short
+      document behind one of about `length` tokens would hardly be a target.
+    * Of a longer one any window that holds the place is as likely: it begins `back` tokens before
+      the place, but not before the document. So (length + 1) / 2 in D windows of a document of D
+      tokens begin with it, and its middle is seen no less.
+
+    Windows have `length` tokens, so what follows a document goes on in them. With `places` uniform
+    in [0, n) and `back` in [0, length), a token that is at least `length` from the text's ends is a
+    target at least 3/8 and at most twice as often as the mean token, whatever the lengths of
+    documents; as often as the mean where a document is longer than two windows and the token a
+    window from its ends. A window that would pass the text's end ends there.
+
+    Args:
+      borders: the tokens, by place, that documents begin with, sorted.
+      n: tokens of the text, at least `length`.
+      length: of a window.
+      places: in the text, below n.
+      back: below `length`.
+    """
+    after = np.searchsorted(borders, places, "right")
+    begin = np.where(after > 0, borders[after - 1], 0)
+    end = np.where(after < len(borders), borders[np.minimum(after, len(borders) - 1)], n)
+    nearer = np.where(places - begin < end - places, begin, end)
+    starts = np.where(end - begin <= length, nearer, np.maximum(begin, places - back))
+    return np.minimum(starts, n - length)
+
+
+def check_windows(windows: Windows, borders: Mapping[str, np.ndarray] | None) -> None:
+    """Raises `SettingError` for windows by documents where the training text has none, or one."""
+    if windows == "documents" and (borders is None or len(borders["train"]) < 2):
+        raise SettingError(
+            "windows is 'documents': the text to train on is one document, give a table or a "
+            "folder of files, or set windows='anywhere'"
+        )
 
 
 def fingerprint(data: UInt8[np.ndarray, " n"]) -> str:

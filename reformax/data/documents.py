@@ -11,6 +11,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+from jaxtyping import Int64
+
 from reformax.data import files, tables
 from reformax.data.base import SPLITS
 from reformax.declared import SettingError
@@ -21,6 +24,8 @@ RAW = "--config='text.text.raw=True'"
 # Of the bytes of a sample; text in Latin-1 has a few percent, a picture half.
 MOST_NO_TEXT = 1 / 3
 _PIECE, _PIECES = 2**12, 16  # the sample
+_BLOCK = 2**24  # bytes in which borders are looked for together
+_FIRST = np.zeros(1, np.int64)  # the one begin of a text of one file
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b")) + b"\x7f"
 # The beginnings of files that hold others, or are no text: what they are, what to do instead.
 _UNPACK = "unpack it and give the folder"
@@ -44,15 +49,18 @@ _DATASET, _DATASETS = "state.json", "dataset_dict.json"
 _SPLITS = {"validation": "valid", "dev": "valid"} | {split: split for split in SPLITS}
 
 
-def read(path: Path, pattern: str, field: str, raw: bool) -> Mapping[str, bytes]:
+def read(path: Path, pattern: str, field: str, raw: bool) -> Mapping[str, files.Joined]:
     """The text of a file or folder: 'train' alone, or the splits that it is divided in.
+
+    It comes with where its documents begin: files, and what follows a `BORDER`.
 
     Args:
       path: a file; a folder, whose files are joined by `files.read_folder`; or a folder that
         `datasets` saved.
       pattern: the names of a folder's files to take.
       field: the field of a table's rows that is text. Each text ends in `BORDER`.
-      raw: take files as they are: no table, nothing unpacked, nothing refused.
+      raw: take files as they are: no table, nothing unpacked, nothing refused, and documents are
+        files alone.
 
     Raises:
       ValueError: a file is empty, damaged or no text, or too much; or no file matches.
@@ -74,14 +82,27 @@ def read(path: Path, pattern: str, field: str, raw: bool) -> Mapping[str, bytes]
         return _joined(rows(file, field, files.most_unpacked(file.stat().st_size)), file, field)
 
     if not path.is_dir():
-        return {"train": content(path)}
-    if not raw and (path / _DATASETS).is_file():
-        return _datasets(path, field)
-    if not raw and (path / _DATASET).is_file():
-        return {"train": _dataset(path, field)}
-    if not raw and pattern == "*":
-        _check_no_pairs(path)
-    return {"train": files.read_folder(path, pattern, content)}
+        found = {"train": files.Joined(content(path), _FIRST)}
+    elif not raw and (path / _DATASETS).is_file():
+        found = {s: files.Joined(x, _FIRST) for s, x in _datasets(path, field).items()}
+    elif not raw and (path / _DATASET).is_file():
+        found = {"train": files.Joined(_dataset(path, field), _FIRST)}
+    else:
+        if not raw and pattern == "*":
+            _check_no_pairs(path)
+        found = {"train": files.read_folder(path, pattern, content)}
+    return found if raw else {s: files.Joined(x.data, _begins(x)) for s, x in found.items()}
+
+
+def _begins(text: files.Joined) -> Int64[np.ndarray, " d"]:
+    """Where files begin, and documents behind a `BORDER`."""
+    data = files.as_array(text.data)
+    after = [
+        1 + first + np.flatnonzero(data[first : first + _BLOCK] == BORDER[0])
+        for first in range(0, len(data), _BLOCK)
+    ]
+    found = np.unique(np.concatenate([text.begins, *after]))
+    return found[: np.searchsorted(found, len(data))]
 
 
 def check_text(path: Path, data: bytes) -> None:

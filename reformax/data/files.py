@@ -16,9 +16,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int64, UInt8
 
 from reformax.declared import SettingError, user_path
 
@@ -46,6 +47,13 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
 }
+
+
+class Joined(NamedTuple):
+    """Texts behind each other, and where each begins."""
+
+    data: bytes
+    begins: Int64[np.ndarray, " d"]
 
 
 class Missing(SettingError, FileNotFoundError):
@@ -127,7 +135,7 @@ def read_gz(path: Path, max_bytes: int | None = None) -> bytes:
 
 def read_folder(
     folder: Path, pattern: str = "*", read: Callable[[Path], bytes] = read_file
-) -> bytes:
+) -> Joined:
     """The files of a folder whose names match, joined in the order of `list_files`.
 
     Args:
@@ -180,9 +188,10 @@ def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> l
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def join(texts: Iterable[bytes]) -> bytes:
+def join(texts: Iterable[bytes]) -> Joined:
     """Joins texts. A text that ends in no newline, and in no border of a document, gets one."""
-    return b"".join(t if t.endswith((b"\n", b"\0")) else t + b"\n" for t in texts if t)
+    texts = [t if t.endswith((b"\n", b"\0")) else t + b"\n" for t in texts if t]
+    return Joined(b"".join(texts), np.cumsum([0, *map(len, texts)], dtype=np.int64)[:-1])
 
 
 def as_array(data: bytes) -> UInt8[np.ndarray, " n"]:

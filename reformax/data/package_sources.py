@@ -16,11 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from jaxtyping import UInt8
-
 from reformax.data import files
-from reformax.data.base import Task, byte_language_model
+from reformax.data.base import Task, Windows, byte_language_model, split_borders
 from reformax.data.text import split_text
 from reformax.declared import PathName, SettingError, Size, checked, user_path
 
@@ -44,7 +41,10 @@ class Pin(NamedTuple):
 
 @checked
 def package_sources(
-    data_dir: PathName, wheels: PathName | None = None, max_train: Size | None = None
+    data_dir: PathName,
+    wheels: PathName | None = None,
+    max_train: Size | None = None,
+    windows: Windows = "anywhere",
 ) -> Task:
     """A byte language model of the .py files of pinned wheels.
 
@@ -53,33 +53,37 @@ def package_sources(
     so are files that came before. The last 5%, at most 1 MB, are test and the 5% before them valid,
     as `reformax.data.text` splits. The list that comes with reformax is of 128,826,117 bytes. In
     it valid is urllib3, beautifulsoup4, attrs and the first file of parso, test the others of
-    parso, click, lark and simpy.
+    parso, click, lark and simpy. Each file, with its path, is a document.
 
     Args:
       data_dir: the folder of the wheels. Others that lie there are not read.
       wheels: a list of your own, in the format of `pip`: lines `name==version --hash=sha256:...`.
         None: the list that comes with reformax, whose text is compared with its length and SHA-256.
       max_train: trains on the first so many bytes; valid and test stay as they are.
+      windows: as in `reformax.data.text.text`.
 
     Raises:
       FileNotFoundError: the folder, the list or a wheel is not there.
       ValueError: a wheel has another content or is damaged, a line of the list is none, data_dir is
-        a file, or the wheels hold too little text.
+        a file, or the wheels hold too little text, or one document where windows go by them.
       OSError: a file cannot be read.
     """
-    text = read(data_dir, wheels)
-    splits = split_text({"train": text}, str(data_dir))
-    return byte_language_model("package_sources", splits | {"train": splits["train"][:max_train]})
+    found = read(data_dir, wheels)
+    splits = split_text({"train": files.as_array(found.data)}, str(data_dir))
+    borders = split_borders({"train": found.begins}, splits)
+    splits["train"] = splits["train"][:max_train]
+    return byte_language_model("package_sources", splits, borders=borders, windows=windows)
 
 
-def read(data_dir: PathName, wheels: PathName | None = None) -> UInt8[np.ndarray, " n"]:
+def read(data_dir: PathName, wheels: PathName | None = None) -> files.Joined:
     """The text of a folder of wheels; arguments and errors are those of `package_sources`."""
     folder = files.existing(data_dir)
     if not folder.is_dir():
         raise SettingError(f"data_dir is {folder}, a file: give the folder of the wheels")
     listed = PINNED if wheels is None else user_path("wheels", wheels)
-    text = files.as_array(files.join(_sources(_found(folder, listed))))
-    if wheels is None and (len(text), hashlib.sha256(text).hexdigest()) != (N_BYTES, SHA256):
+    text = files.join(_sources(_found(folder, listed)))
+    found = len(text.data), hashlib.sha256(text.data).hexdigest()
+    if wheels is None and found != (N_BYTES, SHA256):
         raise ValueError(f"{folder}: the text of {PINNED} is not what it was: report this as a bug")
     return text
 

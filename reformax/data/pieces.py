@@ -14,15 +14,23 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int, Int64, UInt8
 
 from reformax import durable
 from reformax.data import files
-from reformax.data.base import Task, check_split, fingerprint, language_model
+from reformax.data.base import (
+    Task,
+    Windows,
+    check_split,
+    check_windows,
+    fingerprint,
+    language_model,
+)
 from reformax.data.vocabulary import FILE, learnt
 from reformax.data.vocabulary import fingerprint as hash_of
 from reformax.declared import SettingError, user_path
@@ -62,6 +70,17 @@ class _SentencePieces:
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return self._pieces.encode(list(texts), num_threads=-1)
 
+    def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
+        """How many ids of a text stand before each of some characters, by their places, sorted.
+
+        Exact where a piece ends before each, as learnt pieces do behind a newline.
+        """
+        ends = [*characters, len(text)]
+        parts = [text[first:last] for first, last in pairwise([0, *ends])]
+        whole, *counts = map(len, self.encode_all([text, *parts]))
+        before = np.cumsum(counts, dtype=np.int64)
+        return before[:-1] * whole // max(before[-1], 1)
+
     def decode(self, ids: list[int]) -> str:
         return self._pieces.decode(ids)
 
@@ -89,8 +108,22 @@ class _Tokenizer:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
 
+    def ids_before(self, text: str, characters: Sequence[int]) -> np.ndarray:
+        begins = [
+            first for first, _ in self._tokenizer.encode(text, add_special_tokens=False).offsets
+        ]
+        return np.searchsorted(begins, characters)
+
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class Encoded(NamedTuple):
+    """The ids of a text, and the parts of it that were encoded alone."""
+
+    ids: Int[np.ndarray, " n"]
+    bytes_before: Int64[np.ndarray, " parts"]
+    ids_before: Int64[np.ndarray, " parts"]
 
 
 class PieceVocabulary:
@@ -145,11 +178,6 @@ class PieceVocabulary:
         return hash_of(self._bytes)
 
     @property
-    def end_id(self) -> int:
-        """The id of a document's end; -1 if the vocabulary has none."""
-        return self._codec.end
-
-    @property
     def mask_id(self) -> int | None:
         """The id of the token that hides others; None if the vocabulary has none."""
         return self._codec.mask
@@ -169,7 +197,7 @@ class PieceVocabulary:
                 part.append(int(i))
         return "\n".join([*found, self._codec.decode(part)])
 
-    def encode_documents(self, data: bytes) -> np.ndarray:
+    def encode_documents(self, data: bytes) -> Encoded:
         """The ids of documents that byte 0 ends.
 
         Raises:
@@ -178,18 +206,44 @@ class PieceVocabulary:
         dtype = np.uint16 if self.size <= 2**16 else np.int32
         end = [self._codec.end] if self._codec.end >= 0 else self.encode("\n")
         parts, texts, waiting = [np.zeros(0, dtype)], [], 0
+        firsts, counts = [], [0]
         for first, last in _blocks(data):
+            firsts.append(first)
             texts.append(_decoded(data, first, last))
             waiting += last - first
-            if waiting >= _TOGETHER:
-                parts.append(self._joined(texts, end, dtype))
+            if waiting >= _TOGETHER or last == len(data):
+                ids = self._codec.encode_all([text.rstrip("\0") for text in texts])
+                ids = [x + end if t.endswith("\0") else x for x, t in zip(ids, texts, strict=True)]
+                parts.append(np.array([i for x in ids for i in x], dtype))
+                counts.extend(map(len, ids))
                 texts, waiting = [], 0
-        return np.concatenate([*parts, self._joined(texts, end, dtype)])
+        before = np.cumsum(counts, dtype=np.int64)[:-1]
+        return Encoded(np.concatenate(parts), np.array(firsts, np.int64), before)
 
-    def _joined(self, texts: list[str], end: list[int], dtype: type) -> np.ndarray:
-        ids = self._codec.encode_all([text.rstrip("\0") for text in texts])
-        ends = (end if text.endswith("\0") else [] for text in texts)
-        return np.array([i for x, e in zip(ids, ends, strict=True) for i in (*x, *e)], dtype)
+    def places(
+        self, data: bytes, encoded: Encoded, begins: Int64[np.ndarray, " d"]
+    ) -> Int64[np.ndarray, " d"]:
+        """The ids, by place, that documents begin with; a piece across two is the first one's.
+
+        Within a block of text, `_BLOCK`, that is exact for learnt pieces and a tokenizer.json. A
+        sentencepiece model that joins lines, or puts a space before a text, is off by a few ids.
+
+        Args:
+          data: the text.
+          encoded: what `encode_documents` makes of it.
+          begins: the bytes, by place, that documents begin with, sorted.
+        """
+        part = np.searchsorted(encoded.bytes_before, begins, "right") - 1
+        found, first = encoded.ids_before[part], encoded.bytes_before[part]
+        ends = np.append(encoded.bytes_before[1:], len(data))[part]
+        (inside,) = np.nonzero(begins > first)
+        groups = np.split(inside, np.flatnonzero(np.diff(part[inside])) + 1) if len(inside) else []
+        for group in groups:
+            begin, end = first[group[0]], ends[group[0]]
+            text = _decoded(data, begin, end).rstrip("\0")
+            characters = [len(_decoded(data, begin, begins[i])) for i in group]
+            found[group] += self._codec.ids_before(text, characters)
+        return np.unique(found[found < len(encoded.ids)])
 
     @property
     def _codec(self) -> _SentencePieces | _Tokenizer:
@@ -246,7 +300,11 @@ class PieceVocabulary:
 
 
 def piece_language_model(
-    name: str, splits: Mapping[str, UInt8[np.ndarray, " n"]], vocabulary: PieceVocabulary
+    name: str,
+    splits: Mapping[str, UInt8[np.ndarray, " n"]],
+    vocabulary: PieceVocabulary,
+    borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
+    windows: Windows = "anywhere",
 ) -> Task:
     """The task of predicting each piece of a text; a split is encoded when it is needed.
 
@@ -254,18 +312,35 @@ def piece_language_model(
       name: the task's name in logs and errors.
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
       vocabulary: kept by the run before it is used.
+      borders: the bytes, by place, that documents begin with, sorted; None: one document.
+      windows: where training windows begin, 'anywhere' or by 'documents'.
+
+    Raises:
+      ValueError: windows by the documents of a text without.
     """
+    check_windows(windows, borders)
 
     def bytes_of(split: str) -> np.ndarray:
         check_split(name, split, tuple(splits))
         return splits[split]
 
-    tokens_of = functools.cache(lambda split: vocabulary.encode_documents(bytes(bytes_of(split))))
-    return language_model(name, vocabulary.size, tokens_of)._replace(
+    encoded = functools.cache(lambda split: vocabulary.encode_documents(bytes(bytes_of(split))))
+
+    @functools.cache
+    def borders_of(split: str) -> np.ndarray:
+        return vocabulary.places(bytes(bytes_of(split)), encoded(split), borders[split])
+
+    task = language_model(
+        name,
+        vocabulary.size,
+        lambda split: encoded(split).ids,
+        borders_of=borders and borders_of,
+        windows=windows,
+    )
+    return task._replace(
         fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))),
         vocabulary=vocabulary,
         n_bytes=lambda split: len(bytes_of(split)),
-        border=lambda: vocabulary.end_id,
     )
 
 

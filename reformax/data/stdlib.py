@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 from reformax.data import files
-from reformax.data.base import Task, byte_language_model, split_bytes
+from reformax.data.base import Task, Windows, byte_language_model, split_borders, split_bytes
 from reformax.declared import SettingError, Size, checked
 
 # Installed packages, and compiled files.
@@ -14,8 +14,10 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @checked
-def stdlib(max_bytes: Size | None = None) -> Task:
+def stdlib(max_bytes: Size | None = None, windows: Windows = "anywhere") -> Task:
     """A byte language model of all .py files of the standard library, split 90/5/5 by bytes.
+
+    Each file is a document.
 
     The files are joined in the order of their relative paths ('__future__.py' to
     'zoneinfo/_zoneinfo.py'), with a newline after a file that ends without one. The text, and so
@@ -35,19 +37,22 @@ def stdlib(max_bytes: Size | None = None) -> Task:
       max_bytes: keeps about so many bytes: the beginning of each split, in proportion. The splits
         of a part lie inside the splits of the whole. Below 16 MB the beginnings of train and valid
         are less alike: with 4 MB, bigram 3.68 and trigram 2.99 on valid.
+      windows: as in `reformax.data.text.text`.
 
     Raises:
       FileNotFoundError: this Python has its library in an archive, or has none.
       ValueError: max_bytes is too small to split.
     """
     folder, paths = library_files()
-    splits = split_bytes(files.as_array(files.join(p.read_bytes() for p in paths)), str(folder))
+    text = files.join(p.read_bytes() for p in paths)
+    splits = split_bytes(files.as_array(text.data), str(folder))
+    borders = split_borders({"train": text.begins}, splits)
     if max_bytes is not None:
         whole = sum(map(len, splits.values()))
         splits = {s: part[: len(part) * max_bytes // whole] for s, part in splits.items()}
         if not all(map(len, splits.values())):
             raise SettingError(f"max_bytes={max_bytes} leaves a split empty: use 100 or more")
-    return byte_language_model("stdlib", splits)
+    return byte_language_model("stdlib", splits, borders=borders, windows=windows)
 
 
 def library_files() -> tuple[Path, list[Path]]:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from reformax.data import documents, files
-from reformax.data.base import Task, byte_language_model
+from reformax.data.base import Task, Windows, byte_language_model, split_borders
 from reformax.data.pieces import PieceVocabulary, piece_language_model
 from reformax.data.vocabulary import ModelType
 from reformax.declared import Bounds, Name, PathName, SettingError, Size, VocabSize, checked
@@ -30,15 +30,16 @@ def text(
     vocabulary: PathName | None = None,
     model_type: ModelType = "bpe",
     offset: Offset = 0,
+    windows: Windows = "anywhere",
 ) -> Task:
     """A language model of your own text, of its bytes or of pieces of words.
 
     The last 5% of the bytes are the test split and the 5% before them the valid split, at most
     `max_held_out` each. A character belongs to one split.
 
-    Documents are the rows of tables. Each ends in byte 0, and in a vocabulary's EOS. The files of a
-    folder are joined in the order of their relative paths, with a newline after a file that ends
-    without one. Hidden files and folders are left out.
+    Documents are the rows of tables, and the files of a folder. A row ends in byte 0, and in a
+    vocabulary's EOS. Files are joined in the order of their relative paths, with a newline after a
+    file that ends without one. Hidden files and folders are left out.
 
     Args:
       data_dir: a file or a folder. Text, plain or .gz, .xz or .zip; .jsonl, plain or packed;
@@ -53,29 +54,33 @@ def text(
         `tokenizers`, or a sentencepiece model.
       model_type: 'bpe', 'unigram', 'char' or 'word', where pieces are learnt.
       offset: a byte's id is the byte plus this, for models that reserve the first ids.
+      windows: where training windows begin: 'anywhere', uniformly; or by 'documents', from their
+        begins where they fit, as `reformax.data.base.document_starts` says.
 
     Raises:
       FileNotFoundError: data_dir does not exist.
       OSError: a file or a folder below cannot be read.
       ValueError: the text is empty, damaged, too short or too long, or no file matches, or one is
-        no text, a FIFO, a device or a socket. Text is too long above half of the machine's memory;
-        packed text and tables also above 1 GiB and 20 times their size.
+        no text, a FIFO, a device or a socket; or windows go by documents and there is one. Text is
+        too long above half of the machine's memory; packed text and tables also above 1 GiB and 20
+        times their size.
       ImportError: pyarrow or tokenizers is needed and not there.
     """
     path = files.existing(data_dir)
     found = documents.read(path, pattern, field, raw)
-    splits = split_text({s: files.as_array(x) for s, x in found.items()}, str(path), max_held_out)
+    texts = {split: files.as_array(x.data) for split, x in found.items()}
+    splits = split_text(texts, str(path), max_held_out)
+    borders = split_borders({split: x.begins for split, x in found.items()}, splits)
     if vocabulary is None and vocab_size in (256, 256 + offset):
-        return byte_language_model("text", splits, offset)
+        return byte_language_model("text", splits, offset, borders, windows)
     if vocabulary is None and vocab_size < 260:
         raise SettingError(
             f"vocab_size is {vocab_size}: expected 256 for bytes, or 260 and more for pieces"
         )
     if offset:
         raise SettingError(f"offset is {offset}: pieces have no reserved ids, leave it out")
-    return piece_language_model(
-        "text", splits, PieceVocabulary(vocab_size, splits["train"], vocabulary, model_type)
-    )
+    pieces = PieceVocabulary(vocab_size, splits["train"], vocabulary, model_type)
+    return piece_language_model("text", splits, pieces, borders, windows)
 
 
 def split_text(

@@ -12,6 +12,7 @@ Letters in the shapes: B windows, T their length.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32, Int64
 
 from reformax import devices
 from reformax.training import curves, evaluation
@@ -72,7 +73,7 @@ def by_position(
 ) -> Bands:
     """The bits of each band of positions, over windows of a split that do not overlap.
 
-    Documents begin after the token `task.border()`; that token is its document's last one.
+    Documents begin at the places `task.borders(split)`.
 
     Args:
       model: a model built for evaluation.
@@ -91,12 +92,11 @@ def by_position(
     mesh = evaluation.fitting_mesh(model, task, batch_size, length, mesh)
     edges = bands_of(length)
     params = place(params, devices.placement(params, mesh))
-    border = getattr(task, "border", None)
-    border = -1 if border is None else border()
-    options = model, loss_chunk_len, edges, border, mesh
+    options = model, loss_chunk_len, edges, mesh
     score = partial(_sums, *options, params, jax.random.PRNGKey(seed))
     chosen, _ = evaluation.within(max_tokens, task, split)
-    batches = evaluation.placed(task.eval_batches(split, batch_size, length, length), mesh, chosen)
+    batches = task.eval_batches(split, batch_size, length, length)
+    batches = evaluation.placed(_with_places(batches, task, split, chosen), mesh, chosen)
     totals = np.zeros((2, len(edges) - 1, 2))  # a split has more targets than float32 counts
     with prefetch(batches) as ready:
         for index, batch in ready:
@@ -114,13 +114,32 @@ def by_position(
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _with_places(
+    batches: Iterable, task, split: str, chosen: Callable[[int], bool]
+) -> Iterator[tuple]:
+    """Batches of windows that follow each other, the chosen ones with places in documents.
+
+    The last window is moved back to end with the split, as `evaluation` has it.
+    """
+    borders = getattr(task, "borders", None)
+    borders = np.zeros(0, np.int64) if borders is None else borders(split)
+    n = task.n_targets(split)
+    for index, batch in enumerate(batches):
+        if chosen(index):
+            n_rows, length = batch.targets.shape
+            starts = (index * n_rows + np.arange(n_rows)) * length
+            places = in_document(borders, np.minimum(starts, max(n - length, 0)), length)
+            batch = *batch, places
+        yield batch
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _sums(
-    model, loss_chunk_len, edges, border, mesh, params, key, batch, index
+    model, loss_chunk_len, edges, mesh, params, key, batch, index
 ) -> Float[Array, "2 bands 2"]:
     """Nats and weight of each band, of windows and of documents."""
 
-    def sums_of(params, rng, inputs, targets, weights):
+    def sums_of(params, rng, inputs, targets, weights, in_documents):
         features = model.features(params, inputs, rng=rng)
 
         def loss(weights):
@@ -132,10 +151,7 @@ def _sums(
         nats = jax.grad(loss)(weights) * weights  # the loss is linear in them
         places = jnp.broadcast_to(jnp.arange(targets.shape[1]), targets.shape)
         return jnp.stack(
-            [
-                _of_bands(edges, place, nats, weights)
-                for place in (places, in_document(targets, border))
-            ]
+            [_of_bands(edges, place, nats, weights) for place in (places, in_documents)]
         )
 
     return devices.on(mesh, sums_of)(params, jax.random.fold_in(key, index), *batch)
@@ -147,17 +163,20 @@ def _of_bands(edges, place: Int[Array, "B T"], *values: Float[Array, "B T"]) -> 
     return jnp.stack([jnp.stack([jnp.sum(x, where=here) for x in values]) for here in inside])
 
 
-def in_document(tokens: Int[Array, "B T"], border: int) -> Int[Array, "B T"]:
+def in_document(
+    borders: Int64[np.ndarray, " d"], starts: Int64[np.ndarray, " B"], length: int
+) -> Int32[np.ndarray, "B {length}"]:
     """How many tokens of its own document stand before each one; -1 if it began before its window.
 
     Args:
-      tokens: windows.
-      border: the token that ends a document; -1: none does.
+      borders: the tokens, by place, that documents begin with, sorted.
+      starts: the places that windows begin at.
+      length: of a window.
     """
-    place = jnp.arange(tokens.shape[1])
-    last = jax.lax.cummax(jnp.where(tokens == border, place, -1), axis=1)
-    last = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    return jnp.where(last < 0, -1, place - 1 - last)
+    places = starts[:, None] + np.arange(length)
+    before = np.searchsorted(borders, places, "right")
+    begins = np.concatenate([[-1], borders])[before]
+    return np.where(begins < starts[:, None], -1, places - begins).astype(np.int32)
 
 
 def table(bands: Bands, metric: str) -> str:

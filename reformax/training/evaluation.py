@@ -243,20 +243,21 @@ def within(max_tokens: int | None, task, split: str) -> tuple[Callable[[int], bo
 def placed(batches: Iterable, mesh: Mesh, chosen: Callable[[int], bool]) -> Iterator:
     """The chosen batches with their indices, on the devices.
 
-    Rows that these do not divide are filled up by rows without weight.
+    Rows that these do not divide are filled up by rows without weight. What a batch has behind its
+    weights, of their shape, comes along.
     """
     rows = devices.over_tokens(mesh)
 
     def one(batch) -> Any:
-        n_rows = len(batch.targets)
+        n_rows = len(batch[1])
         n_filled = mesh_lib.filled(n_rows, mesh)
 
         def rows_of(numbers: np.ndarray | None) -> Any:
             if n_filled == n_rows:
                 return take(tuple(batch), numbers)
             numbers = np.arange(n_filled) if numbers is None else numbers
-            inputs, targets, weights = take(tuple(batch), numbers % n_rows)
-            return inputs, targets, weights * (numbers < n_rows)[:, None]
+            inputs, targets, weights, *others = take(tuple(batch), numbers % n_rows)
+            return inputs, targets, weights * (numbers < n_rows)[:, None], *others
 
         return place_batch(rows_of, n_filled, rows)
 

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reformax.data.base import byte_language_model, generator, split_bytes
+from reformax.data.base import (
+    byte_language_model,
+    document_starts,
+    generator,
+    split_borders,
+    split_bytes,
+)
 
 
 def some_bytes(n, seed=0):
@@ -117,6 +123,126 @@ def test_training_windows_begin_everywhere():
     counts = np.bincount(starts)
     assert len(counts) == 8
     assert counts.min() > 180
+
+
+def test_windows_that_begin_anywhere_are_those_of_the_first_numbers_of_a_step():
+    """A run goes on with the batches that it began with."""
+    batch = task_of(300).train_batch(3, 7, 64, 10)
+    starts = generator(3, 7).integers(291, size=64)
+    text = some_bytes(300)
+    np.testing.assert_array_equal(batch.inputs, [text[i : i + 10] for i in starts])
+
+
+def times_seen(sizes, length):
+    """Of documents of such sizes: how often windows begin, and a token is a target, on average."""
+    n, borders = sum(sizes), np.cumsum([0, *sizes[:-1]])
+    places, back = np.indices((n, length)).reshape(2, -1)
+    starts = document_starts(borders, n, length, places, back)
+    assert starts.min() >= 0 and starts.max() <= n - length
+    begins = np.bincount(starts, minlength=n) / length
+    return begins, np.convolve(begins, np.ones(length))[:n] / length
+
+
+@st.composite
+def texts(draw):
+    """Documents of about 10 windows of text together, and the length of a window."""
+    length = draw(st.integers(1, 12))
+    size = st.one_of(
+        st.integers(1, 3),
+        st.integers(1, length),
+        st.integers(max(1, length - 1), length + 2),
+        st.integers(1, 4 * length),
+    )
+    sizes = draw(st.lists(size, min_size=2, max_size=30))
+    return [*sizes, draw(st.integers(2 * length, 4 * length))], length
+
+
+@given(texts())
+@example(([12, 1, 12, 12, 1, 36], 12))  # a short one behind one of a window
+@example(([18, 37, 6, 8, 2, 2, 2, 11, 24], 12))
+@example(([13, 13, 13, 24], 12))  # a little longer than a window
+def test_by_documents_each_token_is_a_target_about_equally_often(arguments):
+    """`document_starts` states the bounds; the numbers are exact, no sample."""
+    sizes, length = arguments
+    begins, seen = times_seen(sizes, length)
+    assert seen.mean() == pytest.approx(1)
+    inner = seen[length : len(seen) - length]
+    assert inner.min() >= 3 / 8 and inner.max() <= 2
+    first = 0
+    for size in sizes:
+        if 2 * length < size <= len(seen) - length - first:  # the last window ends the text
+            np.testing.assert_allclose(seen[first + length : first + size - length], 1)
+        first += size
+
+
+@given(texts())
+def test_by_documents_windows_begin_with_those_that_fit(arguments):
+    sizes, length = arguments
+    begins, _ = times_seen(sizes, length)
+    first, n = 0, sum(sizes)
+    for size in sizes:
+        inside = begins[first + 1 : min(first + size, n - length)]  # the last window ends the text
+        if size <= length:
+            assert not inside.any()
+        elif first + size <= n - length:
+            assert inside.sum() == pytest.approx(size - (length + 1) / 2)
+            np.testing.assert_allclose(inside[: size - length], 1)
+        first += size
+
+
+def documents_task(windows="documents", offset=0):
+    """A text whose byte is the number of its document: sizes 5, 60, 1, 30 and 104."""
+    sizes = [5, 60, 1, 30, 104]
+    text = np.repeat(np.arange(5, dtype=np.uint8), sizes)
+    borders = dict.fromkeys(("train", "valid", "test"), np.cumsum([0, *sizes[:-1]]))
+    splits = {"train": text, "valid": text[:70], "test": text[:9]}
+    return byte_language_model("bytes", splits, offset, borders, windows)
+
+
+def test_batches_by_documents_are_windows_of_them_and_processes_make_their_own_rows():
+    task = documents_task(offset=2)
+    batch = task.train_batch(5, 6, 500, 30)
+    np.testing.assert_array_equal(batch.inputs, task.train_batch(5, 6, 500, 30).inputs)
+    assert (batch.inputs != task.train_batch(5, 7, 500, 30).inputs).any()
+    rows = np.array([3, 4, 90])
+    np.testing.assert_array_equal(task.train_rows(5, 6, 500, 30, rows).inputs, batch.inputs[rows])
+    assert (batch.weights == 1).all() and batch.inputs.shape == (500, 30)
+    document, at_begin = batch.inputs[:, 0] - 2, (batch.inputs == batch.inputs[:, :1]).sum(1)
+    assert (at_begin[document == 0] == 5).all() and (at_begin[document == 3] == 30).all()
+    assert set(document) == {0, 1, 2, 3, 4}
+    anywhere = documents_task("anywhere", 2).train_batch(5, 6, 500, 30)
+    assert (anywhere.inputs != batch.inputs).any()
+
+
+def test_borders_behind_the_end_of_a_split_are_left_out():
+    task = documents_task()
+    assert list(task.borders("train")) == [0, 5, 65, 66, 96]
+    assert list(task.borders("valid")) == [0, 5, 65, 66]
+    assert list(task.borders("test")) == [0, 5]
+    with pytest.raises(ValueError, match="split='dev' must be one of"):
+        task.borders("dev")
+    assert task_of(50).borders is None
+
+
+def test_borders_are_split_as_the_text_is(fails_in_one_line):
+    parts = {"train": np.arange(10), "valid": np.arange(4), "test": np.arange(3)}
+
+    def split(**begins):
+        found = split_borders({s: np.array(x) for s, x in begins.items()}, parts)
+        return found and [list(found[s]) for s in ("train", "valid", "test")]
+
+    assert split(train=[0, 3, 9, 10, 12, 16]) == [[0, 3, 9], [0, 2], [2]]
+    assert split(train=[0, 3, 12], test=[0, 1]) == [[0, 3], [2], [0, 1]]
+    assert split(train=[0, 3], valid=[0], test=[0]) == [[0, 3], [0], [0]]
+    assert split(train=[0]) is None
+
+
+@pytest.mark.parametrize("borders", [None, [0], [0, 60]])
+def test_windows_by_documents_need_documents(borders, fails_in_one_line):
+    borders = borders and dict.fromkeys(("train", "valid", "test"), np.array(borders))
+    splits = dict.fromkeys(("train", "valid", "test"), some_bytes(50))
+    with fails_in_one_line(ValueError, "windows is 'documents': the text .* one document, give"):
+        byte_language_model("bytes", splits, 0, borders, "documents")
 
 
 def test_seed_and_step_are_not_interchangeable():

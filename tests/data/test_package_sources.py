@@ -49,6 +49,15 @@ def test_files_in_order_without_small_large_other_and_repeated_ones(listed, tmp_
     assert content(task) == JOINED
 
 
+def test_files_are_documents(listed, tmp_path):
+    task = package_sources.package_sources(str(tmp_path), wheels=str(listed), windows="documents")
+    assert list(task.borders("train")) == [0, len(b"# b/a.py\n" + TWO + b"\n")]
+    assert not len(task.borders("valid"))
+    assert task.train_batch(0, 0, 4, 8).inputs.shape == (4, 8)
+    with pytest.raises(ValueError, match="windows is 'documents'"):
+        package_sources.package_sources(str(tmp_path), str(listed), 100, "documents")
+
+
 def test_splits_are_those_of_the_text_in_a_file(listed, tmp_path, content):
     (tmp_path / "text").write_bytes(JOINED)
     task = package_sources.package_sources(str(tmp_path), wheels=str(listed))

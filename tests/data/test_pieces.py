@@ -43,7 +43,8 @@ def task_of(kind, data, **options):
     """A task of learnt pieces or of a tokenizer.json, with its vocabulary ready."""
     folder = data.parent
     if kind == "tokenizers":
-        options |= {"vocabulary": str(tokenizer_json(folder / "tokenizer.json"))}
+        file = tokenizer_json(folder / "tokenizer.json", end=options.pop("end", "<|endoftext|>"))
+        options |= {"vocabulary": str(file)}
     else:
         options |= {"vocab_size": 400, "model_type": kind}
     (folder / "run").mkdir(exist_ok=True)
@@ -153,17 +154,56 @@ def test_a_vocabulary_without_an_end_of_documents_has_a_newline(tmp_path):
     model = tokenizer_json(tmp_path / "tokenizer.json", end="[PAD]")
     task = text(str(path), vocabulary=str(model))
     assert task.vocabulary.decode(ids_of(task, "valid")).count("\n") > 10
-    assert task.border() == -1
 
 
-def test_the_border_of_documents_is_a_token(tmp_path):
+def begins_of(task, split):
+    """The texts that begin at a task's borders, each up to the next one."""
+    ids = ids_of(task, split)
+    parts = np.split(ids, task.borders(split))
+    return [task.vocabulary.decode(part) for part in parts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", ["<|endoftext|>", "[PAD]"])
+def test_borders_are_the_pieces_that_documents_begin_with(kind, end, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{json.dumps({'text': line})}\n" for line in LINES))
-    model = tokenizer_json(tmp_path / "tokenizer.json")
-    for options in (dict(), dict(vocab_size=259, offset=3), dict(vocabulary=str(model))):
-        task = text(str(path), **options)
-        borders = ids_of(task, "valid") == task.border()
-        assert 10 < borders.sum() < len(borders) / 2
+    task = task_of(kind, path, **({"end": end} if kind == "tokenizers" else {}))
+    held_out = len(task.borders("valid"))
+    assert held_out > 10 and len(task.borders("train")) == 400 - held_out * 2
+    before, *documents = begins_of(task, "valid")
+    assert documents[:-1] == [f"{line}\n" for line in LINES[400 - 2 * held_out :][: held_out - 1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_documents_of_pieces_too(kind, tmp_path):
+    """Many in a block, one of several blocks; ids are those of the text as one file."""
+    sizes = [3, 40, 1, 2, 150, 4, 900, 1, 30, 2, 700]
+    folder, texts = tmp_path / "folder", []
+    folder.mkdir()
+    for i, size in enumerate(sizes):
+        texts.append("".join(f"{line}\n" for line in (LINES * 3)[i : i + size]))
+        (folder / f"{i:02}.txt").write_text(texts[-1])
+    (tmp_path / "one.txt").write_text("".join(texts))
+    task = task_of(kind, folder, max_held_out=5_000, windows="documents")
+    one = task_of(kind, tmp_path / "one.txt", max_held_out=5_000)
+    np.testing.assert_array_equal(ids_of(task, "train"), ids_of(one, "train"))
+    before, *documents = begins_of(task, "train")
+    assert before == "" and documents[:-1] == texts[:-1]
+    assert one.borders is None and not len(task.borders("valid"))
+    batch = task.train_batch(0, 0, 64, 32)
+    assert (batch.inputs != one.train_batch(0, 0, 64, 32).inputs).any()
+
+
+def test_a_piece_across_two_documents_is_the_first_ones(tmp_path):
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "\n": 1, "\nb": 2}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("\n?."), "isolated")
+    tokenizer.save(str(tmp_path / "joins.json"))
+    codec = pieces.PieceVocabulary(0, path=tmp_path / "joins.json")
+    data = b"aa\nbaa\n" * 3
+    encoded = codec.encode_documents(data)
+    assert list(encoded.ids[:6]) == [0, 0, 2, 0, 0, 0]
+    assert list(codec.places(data, encoded, np.array([0, 3, 7]))) == [0, 3, 6]
 
 
 def test_errors_name_the_argument(data, tmp_path, monkeypatch, fails_in_one_line):

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reformax.data import files
@@ -44,6 +45,32 @@ def test_folder_is_joined_by_relative_path_with_newlines(tmp_path, content):
     joined = b"first" * 9 + b"\n" + b"second, without a newline\n" + b"third" * 9 + b"\n"
     assert content(text(str(tmp_path))) == joined
     assert content(text(str(tmp_path), pattern="*.md")) == b"first" * 9 + b"\n"
+
+
+def test_files_of_a_folder_are_documents(tmp_path, fails_in_one_line):
+    files_of = [LINES, b"alone", b"zero\0inside" * 9, LINES]
+    for i, data in enumerate(files_of):
+        write(tmp_path / f"{i}.txt", data)
+    rows = b'{"text": "one"}\n{"text": "other"}\n'
+    write(tmp_path / "2a.jsonl.gz", rows)
+    task = text(tmp_path, max_held_out=10, windows="documents")
+    zeros = len(LINES) + 6 + 5 + 11 * np.arange(9)
+    table = len(LINES) + 6 + 11 * 9 + 1
+    begins = [0, len(LINES), len(LINES) + 6, *zeros, table, table + 4, table + 10]
+    assert list(task.borders("train")) == begins
+    assert not len(task.borders("valid")) and not len(task.borders("test"))
+    begins = np.cumsum([0, len(LINES), 6])
+    raw = text(tmp_path, "[013].txt", max_held_out=10, raw=True)
+    assert list(raw.borders("train")) == list(begins)
+    assert text(tmp_path / "2.txt", raw=True).borders is None
+    assert text(tmp_path / "0.txt").borders is None
+    match = "windows is 'documents': the text to train on is one document, give a table or a fol"
+    with fails_in_one_line(ValueError, match):
+        text(tmp_path / "0.txt", windows="documents")
+    with fails_in_one_line(ValueError, "windows is 'rows': expected 'anywhere' or 'documents'"):
+        text(tmp_path, windows="rows")
+    with fails_in_one_line(ValueError, match):
+        text(tmp_path / "0.txt", vocab_size=300, windows="documents")
 
 
 def test_order_is_that_of_the_paths_written_with_slashes(tmp_path):

@@ -131,25 +131,25 @@ def test_bits_by_position_are_those_of_each_position():
 
 
 def test_bits_by_position_in_the_document_are_those_of_documents_that_begin_in_their_window():
-    """By hand; of windows of 150 tokens documents of 90 begin in all but the first."""
+    """By hand; documents of 90 tokens in windows of 150, the first of which begins with one."""
     tokens = np.arange(590) % 15
-    tokens[89::90] = 15
+    begins = np.arange(0, 590, 90)
     windows = np.pad(tokens, (0, 10)).reshape(4, 150)
     windows[-1] = tokens[-150:]
     whole = np.pad(np.ones(590), (0, 10)).reshape(4, 150)
     whole[-1] = np.arange(150) >= 10  # the last window is moved back
     batches = [Batch(*2 * (windows[i : i + 2],), whole[i : i + 2]) for i in (0, 2)]
     batches = [Batch(*(x.astype(np.int32) for x in b[:2]), np.float32(b[2])) for b in batches]
-    task = Task("", 16, None, lambda *_: iter(batches), lambda _: 590, border=lambda: 15)
+    task = Task("", 16, None, lambda *_: iter(batches), lambda _: 590, borders=lambda split: begins)
     found = by_position.by_position(MODEL, PARAMS, task, batch_size=2, length=150)
     logits = jax.jit(lambda p, x: MODEL.logits(p, MODEL.features(p, x)))(PARAMS, windows)
     log_p = np.asarray(jax.nn.log_softmax(logits))
     bits = -np.take_along_axis(log_p, windows[..., None], -1)[..., 0] / np.log(2.0)
     place = np.full((4, 150), -1)
-    for row, window in enumerate(windows):
+    for row, start in enumerate([0, 150, 300, 440]):
         for t in range(150):
-            before = np.flatnonzero(window[:t] == 15)
-            place[row, t] = t - 1 - before[-1] if len(before) else -1
+            here = begins[(start <= begins) & (begins <= start + t)]
+            place[row, t] = start + t - here[-1] if len(here) else -1
     assert [band[:2] for band in found.documents] == [(0, 64), (64, 128)]
     for band in found.documents:
         here = (band.first <= place) & (place < band.end) & (whole == 1)
