@@ -2,7 +2,7 @@
 
     python -m benchmarks.generation
 
-On a CPU: the quickstart's model at 4,096 tokens of context, a step of decoding against the forward
+On a CPU: a model of the quickstart's size at 4,096 tokens of context, a step of decoding against the forward
 pass over all tokens that would give the same token without a cache. On a GPU: the Reformer paper's
 12-layer enwik8 model at 16,384 tokens of context against Hugging Face's ReformerModelWithLMHead of
 the same sizes, in the same process, where `transformers` and PyTorch are installed.

@@ -74,7 +74,6 @@ SMALL_OF = {
         "stages.Stage.batch_size": 2,
         "stages.Stage.length": 32,
     },
-    "shared_qk": {"attention": "(@local.local(), %global_attention)"},  # of windows.gin
 }
 AVERAGED = {"steps": 5, "loop.train.eval_every": 1}  # of a page that averages five checkpoints
 
@@ -185,6 +184,8 @@ def _training(command: str, folder: Path, page: str) -> str:
     values |= dict(_shorter_cycles(text))
     for module in modules & SMALL_OF.keys():
         values |= SMALL_OF[module]
+    if "%global_attention" in text:  # of windows.gin
+        values["attention"] = "(@local.local(), %global_attention)"
     if "vocab_size=" in command and "vocabulary=" not in command:
         values["vocab_size"] = 290  # pieces of so small a text, and the 256 bytes
     if "--checkpoint=average:5" in page:
