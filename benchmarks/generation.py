@@ -2,10 +2,11 @@
 
     python -m benchmarks.generation
 
-On a CPU: a model of the quickstart's size at 4,096 tokens of context, a step of decoding against the forward
-pass over all tokens that would give the same token without a cache. On a GPU: the Reformer paper's
-12-layer enwik8 model at 16,384 tokens of context against Hugging Face's ReformerModelWithLMHead of
-the same sizes, in the same process, where `transformers` and PyTorch are installed.
+On a CPU: a model of the quickstart's size at 4,096 tokens of context, a step of decoding against
+the forward pass over all tokens that would give the same token without a cache. On a GPU: the
+Reformer paper's 12-layer enwik8 model at 16,384 tokens of context against Hugging Face's
+ReformerModelWithLMHead of the same sizes, in the same process, where `transformers` and PyTorch are
+installed.
 
 Weights are random, which changes no time. A rate is of all new tokens but the first, which reading
 the prompt gives: the time of many new tokens less the time of few, after both have run once.
