@@ -37,6 +37,8 @@ from reformax.ops.parts.containment import finite
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
 from reformax.ops.parts.lsh_decoding import inserted, line, seen_before, with_bucket
+from reformax.ops.parts.masks import segment_pair
+from reformax.ops.parts.meeting import meeting_orders
 from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order
 from reformax.ops.parts.sorting import sort_by_bucket
 
@@ -118,19 +120,21 @@ def _plan(
 ) -> Order | None:
     """The orders of queries and of keys in each round; None where one chunk has every key."""
     del params, train
-    if q.shape[1] <= settings.chunk_len:
+    if k.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
-    vectors = q, asymmetric.centred(k, segments, causal)
-    hashing, length = settings.hashing, length or q.shape[1]
+    vectors = q, asymmetric.centred(k, segment_pair(segments)[1], causal)
+    hashing, length = settings.hashing, length or k.shape[1]
     factors = hashing.factors_for(length)
     rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
+    buckets = [hash_by(rotations, x, factors) for x in vectors]
+    if asymmetric.crosses(q, k, segments):
+        return meeting_orders(*buckets, segments, settings.chunk_len)
     n_pad = -q.shape[1] % settings.chunk_len
-    queries, keys = (
-        sort_by_bucket(hash_by(rotations, x, factors), math.prod(factors), segments, n_pad).queries
-        for x in vectors
+    sort = functools.partial(
+        sort_by_bucket, n_buckets=math.prod(factors), segments=segments, n_pad=n_pad
     )
-    return asymmetric.two_orders(queries, keys)
+    return asymmetric.two_orders(*(sort(x).queries for x in buckets))
 
 
 def _apply(settings: Settings, params, q, k, v, **call):

@@ -30,6 +30,7 @@ from reformax.ops.parts.cache import (
 )
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.lsh_decoding import seen_before
+from reformax.ops.parts.meeting import meeting_orders
 from reformax.ops.parts.orders import ChunkSizes, Order
 
 # Every round orders the whole sequence twice.
@@ -103,23 +104,24 @@ def _plan(
 ) -> Order | None:
     """The orders of queries and of keys in each round; None where one cluster has every key."""
     del params, causal, train, length
-    n_positions, n_heads, size = q.shape[1:]
-    if n_positions <= settings.chunk_len:
+    n_heads, size = q.shape[2:]
+    if k.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
     directions = asymmetric.draw_directions(n_heads, size, settings.n_hashes, rng)
-    squares, most = asymmetric.lengths(q, k, segments)
-    n_pad = -n_positions % settings.chunk_len
-    queries, keys = (
-        _sorted(asymmetric.products(part, of, most, last), segments, n_pad)
-        for part, of, last in zip(
+    hashes = [
+        asymmetric.products(part, *of, last)
+        for part, *of, last in zip(
             (asymmetric.on_directions(x, directions) for x in (q, k)),
-            squares,
+            *asymmetric.lengths(q, k, segments),
             (directions[:, -1], directions[:, -2]),
             strict=True,
         )
-    )
-    return asymmetric.two_orders(queries, keys)
+    ]
+    if asymmetric.crosses(q, k, segments):
+        return meeting_orders(*hashes, segments, settings.chunk_len)
+    n_pad = -q.shape[1] % settings.chunk_len
+    return asymmetric.two_orders(*(_sorted(x, segments, n_pad) for x in hashes))
 
 
 def _sorted(

@@ -103,7 +103,8 @@ class Program(NamedTuple):
     def whole(self) -> bool:
         """Whether every place of every block has a position, so that loads need no mask."""
         tiled = self.tiles.own % self.tiles.other == 0
-        return tiled and self.aligned and self.n_places == self.chunks.length
+        c = self.chunks
+        return tiled and self.aligned and self.n_places == c.length == c.key_length
 
     # Reading and writing.
 
@@ -224,9 +225,10 @@ class Program(NamedTuple):
         c = self.chunks
         if c.causal:
             mask = k.position < q.position if c.shared_qk else k.position <= q.position
+            mask = mask if c.n_keys is None else mask & (k.position < c.n_keys)
         else:
             shape = jnp.broadcast_shapes(q.position.shape, k.position.shape)
-            mask = jnp.broadcast_to(k.position < c.length, shape)
+            mask = jnp.broadcast_to(k.position < c.key_length, shape)
             mask = mask & (k.position != q.position) if c.shared_qk else mask
         if c.window is not None:
             mask = mask & (jnp.abs(q.position - k.position) < c.window)

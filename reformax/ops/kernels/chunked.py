@@ -50,6 +50,7 @@ from reformax.ops.kernels.common import (
 from reformax.ops.kernels.packed_chunks import PackedChunks
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.first_order import first_order
+from reformax.ops.parts.masks import Segments, segment_pair
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.softmax import Softmax, nonzero
 
@@ -191,7 +192,7 @@ def _programs(
     chunks: Any, x: Inputs, tiles: Tiles | None, fastest: Callable[[Inputs, int], Tiles]
 ) -> list[Program]:
     """A program for each round, or the only one where there is no order."""
-    n_places = chunks.length + chunks.padding
+    n_places = chunks.length + chunks.padding if x.order is None else x.order.shape[3]
     n_rounds = 0 if x.order is None else x.order.shape[2]
     rounds = range(max(n_rounds, 1))
     return [Program(chunks, tiles or fastest(x, r), r, n_rounds, n_places) for r in rounds]
@@ -217,8 +218,9 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> Inputs:
         key_order = order.keys
     order = None if order is None else order.queries
     if segments is not None:
-        segment = _in_order(segments[:, None], order)
-        key_segment = _in_order(segments[:, None], key_order) if two_orders else None
+        of_query, of_key = (x[:, None] for x in segment_pair(segments))
+        segment = _in_order(of_query, order)
+        key_segment = _in_order(of_key, key_order) if two_orders else None
     seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
     k = length_normalize(q) if k is None else k
     return Inputs(q, k, v, order, packs, segment, seed, key_order, key_packs, key_segment)
@@ -244,7 +246,7 @@ def attend(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segments: Int[Array, "B Tp"] | None,
+    segments: Segments | None,
     rng: Array | None,
 ) -> Float[Array, "B T N V"]:
     """`ops.parts.chunked.chunked_attention` by these kernels, with its gradient.
@@ -276,7 +278,7 @@ def forward(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segments: Int[Array, "B Tp"] | None,
+    segments: Segments | None,
     rng: Array | None,
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -308,7 +310,7 @@ def backward(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segments: Int[Array, "B Tp"] | None,
+    segments: Segments | None,
     rng: Array | None,
     out: Float[Array, "B T N V"],
     top: Float[Array, "B N T"],
@@ -326,7 +328,7 @@ def backward(
       tiles, interpret: as in `forward`.
     """
     inputs = _inputs(chunks, q, k, v, order, segments, rng)
-    ids = None if segments is None else segments[:, : q.shape[1]]
+    ids = None if segments is None else segment_pair(segments)[0][:, : q.shape[1]]
     row = query_rows(d_out, out, top, total, ids)
     dot, top = (_in_order(x, inputs.order) for x in (row.dot, row.top))
     share = None if row.share is None else _in_order(row.share, inputs.order)

@@ -19,16 +19,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from reformax.ops import flash
 from reformax.ops.base import Traits
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.containment import finite
 from reformax.ops.parts.dispatch import choose, kernel_obstacles
-from reformax.ops.parts.masks import segment_numbers
-from reformax.ops.parts.orders import ChunkSizes, Order, inverse
+from reformax.ops.parts.masks import Segments, segment_numbers, segment_pair
+from reformax.ops.parts.orders import Chunks, ChunkSizes, Order, inverse
 from reformax.ops.parts.share import Share, all_heads, of_heads, rng_of
 
 # Of algorithms that sort queries and keys by such hashes.
-TRAITS = Traits(random_plan=True, causal_plan=False, keeps_padding_out=True, heads_apart=True)
+TRAITS = Traits(
+    cross=True, random_plan=True, causal_plan=False, keeps_padding_out=True, heads_apart=True
+)
 
 # In the place of products that are no number. Less than infinity, which marks padding.
 _LARGEST = 3e38
@@ -78,11 +81,22 @@ def _last_number(squares: Float[Array, "B N T"], most: Float[Array, "B N #T"]) -
 
 
 def lengths(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
-) -> tuple[list[Float[Array, "B N T"]], Float[Array, "B N #T"]]:
-    """The squared lengths of queries and of keys, and M of each segment."""
-    squares = [squared_lengths(x) for x in (q, k)]
-    return squares, sum(largest_of_segment(x, segments) for x in squares)
+    q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segments: Segments | None
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """The squared lengths of queries `[B, N, T]` and of keys `[B, N, S]`, and M for each.
+
+    M, `[B, N, T or S]`, is that of a position's segment; an axis of 1 is shared.
+    """
+    squares = squared_lengths(q), squared_lengths(k)
+    if not isinstance(segments, tuple):
+        most = sum(largest_of_segment(x, segments) for x in squares)
+        return squares, (most, most)
+    # As if both were of one sequence.
+    n_queries, ids = q.shape[1], jnp.concatenate(segment_pair(segments), axis=1)
+    room = [(0, k.shape[1]), (n_queries, 0)]
+    padded = (jnp.pad(x, ((0, 0), (0, 0), n)) for x, n in zip(squares, room, strict=True))
+    most = sum(largest_of_segment(x, ids) for x in padded)
+    return squares, (most[..., :n_queries], most[..., n_queries:])
 
 
 def largest_of_segment(
@@ -158,8 +172,7 @@ def attend(
     sizes: ChunkSizes, settings: Any, q, k, v, *, plan, segments, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
     """Attention by `two_orders` in chunks of `sizes`; `settings` has own, count_once and impl."""
-    chunks = sizes.cut(
-        q.shape[1],
+    options = dict(
         causal=causal,
         shared_qk=False,
         own=settings.own,
@@ -167,5 +180,17 @@ def attend(
         dropout=dropout,
         two_orders=True,
     )
+    if not crosses(q, k, segments):
+        chunks = sizes.cut(q.shape[1], **options)
+    elif plan is None:
+        call = dict(segments=segments, causal=causal, dropout=dropout, rng=rng)
+        return flash.flash(impl=settings.impl).apply((), q, k, v, plan=(), **call)
+    else:
+        chunks = Chunks(q.shape[1], *sizes, n_keys=k.shape[1], **options)
     impl = choose(settings.impl, **kernel_obstacles(q, k, v))
     return chunked_attention(q, k, v, chunks, plan, segments, rng, impl)
+
+
+def crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segments) -> bool:
+    """Whether queries and keys are of two sequences, as their lengths or segments say."""
+    return q.shape[1] != k.shape[1] or isinstance(segments, tuple)

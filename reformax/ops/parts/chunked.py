@@ -31,6 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.ops.parts.containment import finite, marked, over_tokens
 from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.masks import Segments, segment_pair
 from reformax.ops.parts.normalization import length_normalize, mean_product
 from reformax.ops.parts.orders import Chunks, Order
 from reformax.ops.parts.softmax import Softmax, lowest, nonzero, wide
@@ -45,7 +46,7 @@ def chunked_attention(
     v: Float[Array, "B T N V"],
     chunks: Chunks,
     order: Order | None,
-    segments: Int[Array, "B T"] | None,
+    segments: Segments | None,
     rng: PRNGKeyArray | None,
     impl: str = "xla",
     own_weight: Float[Array, "B N Tp"] | None = None,
@@ -60,7 +61,7 @@ def chunked_attention(
       v: values.
       chunks: which keys are seen.
       order: the rounds' orders of the padded sequence; None keeps the sequence as it is.
-      segments: ids; a position sees its own id only, and 0 is padding.
+      segments: ids; a position sees its own id only, and 0 is padding. A pair if `chunks.n_keys`.
       rng: the source of dropout, needed where `chunks.dropout > 0`.
       impl: "xla" or the kernel, as `dispatch.choose` returns them.
       own_weight: for shared queries and keys, the weight of a position's own value where it sees
@@ -69,10 +70,12 @@ def chunked_attention(
     Returns:
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
-    padding = chunks.padding if order is None else order.queries.shape[-1] - chunks.length
+    n_places = chunks.length + chunks.padding if order is None else order.queries.shape[-1]
     ids = segments
     if segments is not None:
-        segments = jnp.pad(segments, ((0, 0), (0, padding)))
+        segments = jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0), (0, n_places - x.shape[1]))), segments
+        )
     if impl == "xla":
         order = None if order is None else order.with_places()
         seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
@@ -248,21 +251,25 @@ def _scan_rounds(body: Callable, carry: Any, chunks: Chunks, order: Order | None
 def _visible(
     this: _Round,
     order: Order | None,
-    segments: Int[Array, "B T"] | None,
+    segments: Segments | None,
     n_heads: int,
     length: int,
 ) -> Bool[Array, "#N #B C #L M"]:
     """Which key of its window each query sees in a round of `order`, `[N, B, R, T]`."""
     chunks = this.chunks
     query, key = this.positions(length)
-    mask = key <= query if chunks.causal else key < chunks.length
+    mask = key <= query if chunks.causal else key < chunks.key_length
+    if chunks.causal and chunks.n_keys is not None:
+        mask = mask & (key < chunks.n_keys)
     if chunks.shared_qk:
         mask = mask & (key != query)
     if chunks.window is not None:
         mask = mask & (jnp.abs(query - key) < chunks.window)
     if segments is not None:
-        of_head = jnp.broadcast_to(segments, (n_heads, *segments.shape))
-        query_segment, key_segment = this.pair(of_head)
+        of_query, of_key = (
+            jnp.broadcast_to(x, (n_heads, *x.shape)) for x in segment_pair(segments)
+        )
+        query_segment, key_segment = this.pair(of_query)[0], this.pair(of_key)[1]
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
     if order is not None and order.first is not None:
         first = jax.lax.dynamic_index_in_dim(order.first, this.index, axis=2, keepdims=False)
@@ -370,10 +377,10 @@ def _attend_backward(chunks, residuals, d_out):
         lone = _lone_weight(chunks, total, segments, seed, own_weight)
         dv = dv + lone * d_out.astype(dv.dtype)
 
-    def like(dx, x):
-        return None if x is None else _heads_last(dx, chunks.length).astype(x.dtype)
+    def like(dx, x, length=chunks.key_length):
+        return None if x is None else _heads_last(dx, length).astype(x.dtype)
 
-    return like(dq, q), like(dk, k), like(dv, v), None, None, None, None
+    return like(dq, q, chunks.length), like(dk, k), like(dv, v), None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -47,6 +47,7 @@ class Chunks(NamedTuple):
       dropout: the rate at which attention weights are dropped.
       two_orders: whether keys stand in an order of their own, in which a query's own chunk need not
         hold its own key.
+      n_keys: the number of keys, of another sequence than the queries; None: they are of one.
     """
 
     length: int
@@ -60,11 +61,17 @@ class Chunks(NamedTuple):
     count_once: bool = True
     dropout: float = 0.0
     two_orders: bool = False
+    n_keys: int | None = None
+
+    @property
+    def key_length(self) -> int:
+        """The number of positions of keys."""
+        return self.length if self.n_keys is None else self.n_keys
 
     @property
     def sees_itself(self) -> bool:
         """Whether a position that sees nothing else sees itself."""
-        return self.own and (self.shared_qk or self.two_orders)
+        return self.own and self.n_keys is None and (self.shared_qk or self.two_orders)
 
     @property
     def padding(self) -> int:
@@ -73,9 +80,9 @@ class Chunks(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Where the queries and the keys of a padded sequence stand in each round.
+    """Where the queries and the keys of a padded sequence, or of two, stand in each round.
 
-    The places of queries are cut into chunks. Around them stand the keys: a query's chunk sees the
+    Positions from the length on are padding. The places of queries are cut into chunks. Around them stand the keys: a query's chunk sees the
     `n_chunks_before` chunks of keys before it, its own, and `n_chunks_after` chunks behind it.
 
     Attributes:
