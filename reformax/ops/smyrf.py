@@ -109,19 +109,21 @@ def _plan(
         return None
     q, k = lax.stop_gradient((q, k))
     directions = asymmetric.draw_directions(n_heads, size, settings.n_hashes, rng)
-    hashes = [
-        asymmetric.products(part, *of, last)
-        for part, *of, last in zip(
+    if asymmetric.crosses(q, k, segments):
+        hashes = asymmetric.cosines(q, k, directions, segments)
+        return meeting_orders(*hashes, segments, settings.chunk_len)
+    squares, most = asymmetric.lengths(q, k, segments)
+    n_pad = -q.shape[1] % settings.chunk_len
+    queries, keys = (
+        _sorted(asymmetric.products(part, of, most, last), segments, n_pad)
+        for part, of, last in zip(
             (asymmetric.on_directions(x, directions) for x in (q, k)),
-            *asymmetric.lengths(q, k, segments),
+            squares,
             (directions[:, -1], directions[:, -2]),
             strict=True,
         )
-    ]
-    if asymmetric.crosses(q, k, segments):
-        return meeting_orders(*hashes, segments, settings.chunk_len)
-    n_pad = -q.shape[1] % settings.chunk_len
-    return asymmetric.two_orders(*(_sorted(x, segments, n_pad) for x in hashes))
+    )
+    return asymmetric.two_orders(queries, keys)
 
 
 def _sorted(

@@ -299,7 +299,10 @@ def forward(
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
     for program in _programs(chunks, inputs, tiles, _forward_tiles):
-        shape = Softmax(_like(v, program), statistic, statistic)
+        # As many rows as queries.
+        shape = Softmax(
+            _like(v, program).update(shape=(*q.shape[:3], v.shape[3])), statistic, statistic
+        )
         state = _launch_round(_forward_kernel, program, (inputs,), state, shape, interpret)
     return tuple(state)
 

@@ -81,22 +81,28 @@ def _last_number(squares: Float[Array, "B N T"], most: Float[Array, "B N #T"]) -
 
 
 def lengths(
-    q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segments: Segments | None
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """The squared lengths of queries `[B, N, T]` and of keys `[B, N, S]`, and M for each.
+    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
+) -> tuple[list[Float[Array, "B N T"]], Float[Array, "B N #T"]]:
+    """The squared lengths of queries and of keys, and M of each segment."""
+    squares = [squared_lengths(x) for x in (q, k)]
+    return squares, sum(largest_of_segment(x, segments) for x in squares)
 
-    M, `[B, N, T or S]`, is that of a position's segment; an axis of 1 is shared.
+
+def cosines(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    directions: Float[Array, "N H+2 R"],
+    segments: Segments | None,
+) -> tuple[Float[Array, "B N R T"], Float[Array, "B N R S"]]:
+    """The products with directions of queries, and of keys less their mean, all of length 1.
+
+    In the place of the transformations where queries and keys are of two sequences: a query is
+    hashed as it is alone, without an M of its sequence, and its hash is like those of its keys.
     """
-    squares = squared_lengths(q), squared_lengths(k)
-    if not isinstance(segments, tuple):
-        most = sum(largest_of_segment(x, segments) for x in squares)
-        return squares, (most, most)
-    # As if both were of one sequence.
-    n_queries, ids = q.shape[1], jnp.concatenate(segment_pair(segments), axis=1)
-    room = [(0, k.shape[1]), (n_queries, 0)]
-    padded = (jnp.pad(x, ((0, 0), (0, 0), n)) for x, n in zip(squares, room, strict=True))
-    most = sum(largest_of_segment(x, ids) for x in padded)
-    return squares, (most[..., :n_queries], most[..., n_queries:])
+    vectors = finite(q.astype(jnp.float32)), centred(k, segment_pair(segments)[1], causal=False)
+    unit = (x * lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12) for x in vectors)
+    of_queries, of_keys = (on_directions(x, directions) for x in unit)
+    return of_queries, of_keys
 
 
 def largest_of_segment(

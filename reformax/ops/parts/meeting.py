@@ -73,7 +73,9 @@ def meeting_orders(
         regions = _regions(ids, n_queries)
     *numbers, entry = numbers
     is_query = entry < n_queries
-    place = jnp.where(is_query, _of_queries(numbers, is_query, regions), _of_keys(is_query, regions))
+    place = jnp.where(
+        is_query, _of_queries(numbers, is_query, regions), _of_keys(is_query, regions)
+    )
     n_places += -n_places % chunk_len
     queries = _order(entry, place, is_query, n_queries, n_places)
     keys = _order(entry - n_queries, place, ~is_query, n_keys, n_places)

@@ -82,8 +82,9 @@ class Chunks(NamedTuple):
 class Order(NamedTuple):
     """Where the queries and the keys of a padded sequence, or of two, stand in each round.
 
-    Positions from the length on are padding. The places of queries are cut into chunks. Around them stand the keys: a query's chunk sees the
-    `n_chunks_before` chunks of keys before it, its own, and `n_chunks_after` chunks behind it.
+    A number from the sequence's length on is padding. The places of queries are cut into chunks.
+    Around them stand the keys: a query's chunk sees the `n_chunks_before` chunks of keys before it,
+    its own, and `n_chunks_after` chunks behind it.
 
     Attributes:
       queries: the position whose query stands at each place.
