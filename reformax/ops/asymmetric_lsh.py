@@ -8,6 +8,9 @@ stands where a key has a zero, so the angle between the two is never below 60 de
 have one length. Each round sorts the queries by bucket and, apart from them, the keys. Both orders
 are cut into chunks, and the queries of a chunk see the keys of the chunk at its place and of its
 neighbours. Time is O(n_hashes * T * chunk_len), besides sorting.
+
+Queries and keys may be of two sequences. A query then stands at the middle of the keys of its
+bucket (`ops.parts.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
 """
 
 from __future__ import annotations
@@ -88,14 +91,19 @@ def asymmetric_lsh(
     In a causal call later tokens decide what is in a chunk, and it may hold no key that a query may
     see. A step of decoding computes the last row of attention over the tokens so far.
 
+    Across two sequences, of other lengths or with a pair of segments, a query sees the chunks
+    around its bucket's keys; the more queries want one place, the farther they stand from it. With
+    more queries than keys, a chunk has as many keys fewer. Where one covers all, all are seen.
+
     Args:
-      chunk_len: queries, and keys, in a chunk.
+      chunk_len: queries, and keys, in a chunk; across sequences places of the longer one.
       n_hashes: hashing rounds.
       n_buckets: as in `lsh.lsh`.
       n_chunks_before: how many chunks of keys before that at its own place a query sees.
       n_chunks_after: how many chunks of keys after it.
       count_once: True counts a key once however many rounds show it; False counts it each time.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      own: whether a position that sees nothing else attends to itself. False makes zeros of it, and
+        so it is across two sequences, where a query has no key of its own.
       impl: as in `smyrf.smyrf`; hashing is in array operations.
 
     Raises:

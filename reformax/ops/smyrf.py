@@ -6,6 +6,10 @@ random direction orders the queries and, apart from them, the keys. Both orders 
 chunks of one length, the clusters, and the queries of cluster i see the keys of cluster i. Queries
 and keys have projections of their own, so a dense model's weights fit without training. Time is
 O(n_hashes * T * chunk_len), besides sorting.
+
+Queries and keys may be of two sequences. A query then stands where its hash would stand among those
+of the keys (`ops.parts.meeting`), for clusters of few queries could not be as many as those of the
+keys. Such hashes have one scale: they are cosines with a direction, of keys less their mean.
 """
 
 from __future__ import annotations
@@ -72,12 +76,16 @@ def smyrf(
     In a causal call later tokens decide what is in a cluster, and a cluster may hold no key that a
     query may see. A step of decoding computes the last row of attention over the tokens so far.
 
+    Across two sequences, of other lengths or with a pair of segments, clusters are those of the
+    keys. A query sees the one in which its hash lies; where a cluster is full, it sees the next.
+    With more queries than keys, a cluster has as many keys fewer.
+
     Args:
       chunk_len: queries, and keys, in a cluster.
       n_hashes: hashing rounds.
       count_once: False counts a key in each round that shows it, as the paper does when it weighs
         rounds by their softmax's sums; True counts it once however many rounds show it.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      own: as in `asymmetric_lsh.asymmetric_lsh`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
         takes them where they run.

@@ -1,17 +1,15 @@
 """Hashed attention across two sequences: who stands where, and what is found there."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.recall import recall_across
 from reformax.ops import asymmetric_lsh, dense, smyrf
-from reformax.ops.parts.masks import visibility
 from reformax.ops.parts.meeting import meeting_orders
-from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
@@ -77,43 +75,14 @@ def test_a_query_stands_alone_where_it_stands_among_others():
         assert of_keys[0, 0, 0, stands_there] == bucket
 
 
-def clustered(rng, n_queries, n_keys, size=64, noise=0.5):
-    """Queries and keys around 32 centres, as in `benchmarks.recall`."""
-    centres, *draws = jax.random.split(rng, 5)
-    centres = jax.random.normal(centres, (32, size)) / math.sqrt(size)
-
-    def some(member_rng, noise_rng, length):
-        x = centres[jax.random.randint(member_rng, (length,), 0, 32)]
-        x = x + noise * jax.random.normal(noise_rng, (length, size)) / math.sqrt(size)
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-    q, k = some(*draws[:2], n_queries), some(*draws[2:], n_keys)
-    return 10 * q[None, :, None], math.sqrt(size) * k[None, :, None]
-
-
-def recall(attend, n_queries, n_keys, n_seeds=8):
-    """The shares of the true weight, and of the keys, that a query sees."""
-
-    @jax.jit
-    def shares(rng, names, mask):
-        data, hashes = jax.random.split(rng)
-        q, k = clustered(data, n_queries, n_keys)
-        truth = reference_attention(q, k, names, mask)
-        shown = attend(q, k, names, rng=hashes) > 0
-        return jnp.sum(truth, where=shown) / n_queries, shown.mean()
-
-    names, mask = jnp.eye(n_keys)[None, :, None], visibility(n_queries, n_keys, causal=False)
-    return np.mean([shares(rng, names, mask) for rng in jax.random.split(KEY, n_seeds)], axis=0)
-
-
 @FACTORIES
 def test_across_sequences_it_finds_what_it_finds_within_one(factory):
     """At as many keys seen, however few queries there are."""
     attend, length = factory(chunk_len=16, n_hashes=2), 256
-    weight, keys = recall(attend, length, length)
+    weight, keys = recall_across(attend, length, length)
     assert weight > 1.3 * keys
     for n_queries, n_seeds in ((length - 1, 8), (32, 8), (1, 100)):
-        found, seen = recall(attend, n_queries, length, n_seeds)
+        found, seen = recall_across(attend, n_queries, length, n_seeds)
         assert abs(seen - keys) < 0.1 * keys
         assert found > 0.85 * weight, (n_queries, found, weight)
 
