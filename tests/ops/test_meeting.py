@@ -110,6 +110,16 @@ def test_few_keys_are_all_seen(factory):
     )
 
 
+@FACTORIES
+def test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has(factory):
+    q, k, v = (jax.random.normal(KEY, (1, n, 1, 4)) for n in (2, 60, 60))
+    want, got = (
+        factory(chunk_len=1, n_hashes=6, count_once=True, impl=impl)(q, k, v, rng=KEY)
+        for impl in ("xla", "pallas_interpret")
+    )
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 @pytest.mark.slow
 @FACTORIES
 @pytest.mark.parametrize("n_queries, n_keys", [(128, 100), (130, 200), (64, 192), (192, 70)])

@@ -69,6 +69,11 @@ class Chunks(NamedTuple):
         return self.length if self.n_keys is None else self.n_keys
 
     @property
+    def most_chunks(self) -> int:
+        """No order has more chunks; one of a single sequence has as many."""
+        return -(-(self.length + (self.n_keys or 0)) // self.chunk_len)
+
+    @property
     def sees_itself(self) -> bool:
         """Whether a position that sees nothing else sees itself."""
         return self.own and self.n_keys is None and (self.shared_qk or self.two_orders)
