@@ -137,7 +137,8 @@ def _plan(
     rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
     buckets = [hash_by(rotations, x, factors) for x in vectors]
     if asymmetric.crosses(q, k, segments):
-        return meeting_orders(*buckets, segments, settings.chunk_len)
+        ratio = asymmetric.ratio(q.shape[1], k.shape[1])
+        return meeting_orders(*buckets, segments, settings.chunk_len, ratio)
     n_pad = -q.shape[1] % settings.chunk_len
     sort = functools.partial(
         sort_by_bucket, n_buckets=math.prod(factors), segments=segments, n_pad=n_pad

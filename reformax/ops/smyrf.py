@@ -119,7 +119,8 @@ def _plan(
     directions = asymmetric.draw_directions(n_heads, size, settings.n_hashes, rng)
     if asymmetric.crosses(q, k, segments):
         hashes = asymmetric.cosines(q, k, directions, segments)
-        return meeting_orders(*hashes, segments, settings.chunk_len)
+        ratio = asymmetric.ratio(q.shape[1], k.shape[1])
+        return meeting_orders(*hashes, segments, settings.chunk_len, ratio)
     squares, most = asymmetric.lengths(q, k, segments)
     n_pad = -q.shape[1] % settings.chunk_len
     queries, keys = (

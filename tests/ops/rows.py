@@ -221,9 +221,12 @@ def _hashed(options, plan, shape, causal, segments):
 def _clusters(options, plan, shape, causal, segments):
     counts = visible(shape, causal, segments)
     if plan is not None:
+        # Across sequences a chunk has room for as many queries more as there are.
+        ratio = max(1, round(shape.n_queries / shape.n_keys))
+        sides = (plan.queries, shape.n_queries, ratio), (plan.keys, shape.n_keys, 1)
         of_query, of_key = (
-            np.argsort(np.asarray(x), axis=-1)[..., :n] // options["chunk_len"]
-            for x, n in ((plan.queries, shape.n_queries), (plan.keys, shape.n_keys))
+            np.argsort(np.asarray(x), axis=-1)[..., :n] // (options["chunk_len"] * more)
+            for x, n, more in sides
         )
         ahead = of_key[..., None, :] - of_query[..., None]
         before, after = (options.get(f"n_chunks_{x}", 0) for x in ("before", "after"))

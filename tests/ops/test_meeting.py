@@ -27,31 +27,39 @@ def row(*numbers):
     return jnp.asarray(numbers)[None, None, None]
 
 
-@pytest.mark.parametrize("n_queries, n_keys, chunk_len", [(1, 30, 4), (30, 1, 4), (23, 40, 1)])
+@pytest.mark.parametrize(
+    "n_queries, n_keys, chunk_len, ratio",
+    [(1, 30, 4, 1), (30, 1, 4, 3), (23, 40, 1, 1), (60, 20, 3, 3)],
+)
 @pytest.mark.parametrize("packed", [False, True])
-def test_all_positions_stand_once_and_segments_apart(n_queries, n_keys, chunk_len, packed):
+def test_all_positions_stand_once_and_segments_apart(n_queries, n_keys, chunk_len, ratio, packed):
     rng = np.random.default_rng(n_keys)
     of_queries, of_keys = (rng.integers(0, 5, (2, 3, 2, n)) for n in (n_queries, n_keys))
     ids = [rng.integers(0, 4, (2, n)) for n in (n_queries, n_keys)]
     segments = tuple(map(jnp.asarray, ids)) if packed else None
-    order = meeting_orders(jnp.asarray(of_queries), jnp.asarray(of_keys), segments, chunk_len)
-    n_places = order.queries.shape[-1]
+    order = meeting_orders(
+        jnp.asarray(of_queries), jnp.asarray(of_keys), segments, chunk_len, ratio
+    )
+    n_places = order.keys.shape[-1]
     assert n_places % chunk_len == 0
-    assert n_places < (n_queries + n_keys if packed else max(n_queries, n_keys)) + chunk_len
-    everyone = np.broadcast_to(np.arange(n_places), order.queries.shape)
-    for x in (order.queries, order.keys):
-        np.testing.assert_array_equal(np.sort(x, axis=-1), everyone)
+    n_blocks = -(-n_queries // ratio)
+    assert n_places < (n_blocks + n_keys if packed else max(n_blocks, n_keys)) + chunk_len
+    for x, n in (order.queries, n_places * ratio), (order.keys, n_places):
+        np.testing.assert_array_equal(np.sort(x, axis=-1), np.broadcast_to(np.arange(n), x.shape))
     np.testing.assert_array_equal(jnp.argsort(order.keys), order.key_places)
-    for i in np.ndindex(2, 3, 2) if packed else ():
-        of_query, of_key = (x[i] for x in places(order))
+    of_query, of_key = places(order)
+    of_query = of_query // ratio
+    for row, head, round_ in np.ndindex(2, 3, 2) if packed else ():
         start = 0
         for segment in (1, 2, 3):
-            here = [
-                x[: len(y[i[0]])][y[i[0]] == segment]
-                for x, y in ((of_query, ids[0]), (of_key, ids[1]))
-            ]
-            size = max(map(len, here))
-            assert all((start <= x).all() and (x < start + size).all() for x in here)
+            is_query, is_key = (x[row] == segment for x in ids)
+            if not is_key.any():
+                continue
+            queries = of_query[row, head, round_, :n_queries][is_query]
+            keys = of_key[row, head, round_, :n_keys][is_key]
+            size = max(-(-len(queries) // ratio), len(keys))
+            for x in (queries, keys):
+                assert ((start <= x) & (x < start + size)).all()
             start += size
 
 
@@ -81,7 +89,7 @@ def test_across_sequences_it_finds_what_it_finds_within_one(factory):
     attend, length = factory(chunk_len=16, n_hashes=2), 256
     weight, keys = recall_across(attend, length, length)
     assert weight > 1.3 * keys
-    for n_queries, n_seeds in ((length - 1, 8), (32, 8), (1, 100)):
+    for n_queries, n_seeds in ((length - 1, 8), (32, 8), (1, 100), (4 * length, 2)):
         found, seen = recall_across(attend, n_queries, length, n_seeds)
         assert abs(seen - keys) < 0.1 * keys
         assert found > 0.85 * weight, (n_queries, found, weight)
@@ -122,7 +130,7 @@ def test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has(factory):
 
 @pytest.mark.slow
 @FACTORIES
-@pytest.mark.parametrize("n_queries, n_keys", [(128, 100), (130, 200), (64, 192), (192, 70)])
+@pytest.mark.parametrize("n_queries, n_keys", [(128, 100), (130, 200), (64, 192), (384, 70)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_whole_tiles_of_the_kernels(factory, n_queries, n_keys, packed):
     """Which read without a mask where every place has a position."""

@@ -81,7 +81,7 @@ def _forward_kernel(x: Inputs, before: Softmax | None, after: Softmax, *, progra
         logits = hide(product(q, k, transpose_b=True), here.visible(queries, keys))
         return softmax_step(state, logits, v, x.q.shape[3], here.dropped(x, queries, keys))
 
-    acc, top, total = here.over(x.at_keys(), here.keys(), attend, state)
+    acc, top, total = here.over(x.at_keys(), here.keys(), attend, state, of_keys=True)
     if here.is_last:
         acc = acc * (1.0 / nonzero(total))[:, None]
         if here.chunks.sees_itself:
@@ -99,7 +99,7 @@ def _backward_kernel(
     queries_own = here.block(x, here.start, here.tiles.own)
     own = queries_own
     if x.key_order is not None:
-        own = here.block(x.at_keys(), here.start, here.tiles.own)
+        own = here.block(x.at_keys(), here.start, here.tiles.own, of_keys=True)
     size = x.q.shape[3]
     scale = 1.0 / math.sqrt(size)
 
@@ -155,7 +155,7 @@ def _backward_kernel(
         ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
         return dq + product(ds.astype(k.dtype), k)
 
-    dq = here.over(x.at_keys(), here.keys(), as_queries, dq) * scale
+    dq = here.over(x.at_keys(), here.keys(), as_queries, dq, of_keys=True) * scale
     if before is not None:
         dq = dq + here.rows(before.q, own)
     here.put_rows(after.q, own, dq)
@@ -211,9 +211,10 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> Inputs:
     packs = segment = key_order = key_packs = key_segment = None
     two_orders = order is not None and order.key_places is not None
     if chunks.count_once and order is not None and order.queries.shape[2] > 1:
-        packs = _packs(chunks, order.with_places().places, order.queries)
+        chunk = order.with_places().places // chunks.query_chunk_len
+        packs = _packs(chunks, chunk, order.queries)
         if two_orders:
-            key_packs = _packs(chunks, order.key_places, order.keys)
+            key_packs = _packs(chunks, order.key_places // chunks.chunk_len, order.keys)
     if two_orders:
         key_order = order.keys
     order = None if order is None else order.queries
@@ -227,10 +228,10 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> Inputs:
 
 
 def _packs(
-    chunks: Any, places: Int[Array, "B N R Tp"], order: Int[Array, "B N R Tp"]
+    chunks: Any, chunk: Int[Array, "B N R Tp"], order: Int[Array, "B N R Tp"]
 ) -> Int[Array, "W B N R Tp"]:
-    """The chunks of the position at each place in all rounds but the last."""
-    chunk, packed = places[:, :, :-1] // chunks.chunk_len, PackedChunks.of(chunks)
+    """The chunks of the position at each place in all rounds but the last, given by position."""
+    chunk, packed = chunk[:, :, :-1], PackedChunks.of(chunks)
     first = range(0, chunk.shape[2], packed.per_pack)
     packs = (packed.pack(chunk[:, :, r : r + packed.per_pack]) for r in first)
     # Without a barrier XLA packs again wherever it gathers, round by round.

@@ -192,7 +192,8 @@ def attend(
         call = dict(segments=segments, causal=causal, dropout=dropout, rng=rng)
         return flash.flash(impl=settings.impl).apply((), q, k, v, plan=(), **call)
     else:
-        chunks = Chunks(q.shape[1], *sizes, n_keys=k.shape[1], **options)
+        options |= dict(n_keys=k.shape[1], ratio=ratio(q.shape[1], k.shape[1]))
+        chunks = Chunks(q.shape[1], *sizes, **options)
     impl = choose(settings.impl, **kernel_obstacles(q, k, v))
     return chunked_attention(q, k, v, chunks, plan, segments, rng, impl)
 
@@ -200,3 +201,8 @@ def attend(
 def crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segments) -> bool:
     """Whether queries and keys are of two sequences, as their lengths or segments say."""
     return q.shape[1] != k.shape[1] or isinstance(segments, tuple)
+
+
+def ratio(n_queries: int, n_keys: int) -> int:
+    """Places of queries to each place of keys, in orders of two sequences."""
+    return max(1, round(n_queries / n_keys))

@@ -70,12 +70,13 @@ def chunked_attention(
     Returns:
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
-    n_places = chunks.length + chunks.padding if order is None else order.queries.shape[-1]
     ids = segments
-    if segments is not None:
-        segments = jax.tree.map(
-            lambda x: jnp.pad(x, ((0, 0), (0, n_places - x.shape[1]))), segments
-        )
+    if isinstance(segments, tuple):
+        sides = zip(segments, _n_places(chunks, order), strict=True)
+        segments = tuple(jnp.pad(x, ((0, 0), (0, n - x.shape[1]))) for x, n in sides)
+    elif segments is not None:
+        padding = _n_places(chunks, order)[0] - chunks.length
+        segments = jnp.pad(segments, ((0, 0), (0, padding)))
     if impl == "xla":
         order = None if order is None else order.with_places()
         seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
@@ -84,6 +85,12 @@ def chunked_attention(
     from reformax.ops.kernels import chunked as kernel
 
     return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, segments, rng)
+
+
+def _n_places(chunks: Chunks, order: Order | None) -> tuple[int, int]:
+    """The numbers of places of queries and of keys, without their border."""
+    n = chunks.length + chunks.padding if order is None else order.queries.shape[-1]
+    return n, n // chunks.ratio
 
 
 # Layout: heads, chunks and windows.
@@ -121,9 +128,9 @@ def _take(x: Array, index: Int[Array, "N B T"] | None) -> Array:
     return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")
 
 
-def _split(x: Array, chunks: Chunks) -> Array:
+def _split(x: Array, chunk_len: int) -> Array:
     """`[N, B, T, ...]` cut into `[N, B, C, L, ...]`."""
-    return x.reshape(*x.shape[:2], -1, chunks.chunk_len, *x.shape[3:])
+    return x.reshape(*x.shape[:2], -1, chunk_len, *x.shape[3:])
 
 
 def _merge(x: Array) -> Array:
@@ -177,11 +184,13 @@ class _Round(NamedTuple):
 
     def at_queries(self, x: Array) -> Array:
         """Rows of `x`, `[N, B, T, ...]`, at the places of queries, `[N, B, C, L, ...]`."""
-        return _split(_take(x, self.queries), self.chunks)
+        return _split(_take(x, self.queries), self.chunks.query_chunk_len)
 
     def rows_of_keys(self, x: Array) -> Array:
         """Rows of `x` at the places of keys; without the border where that is empty."""
-        return self.at_queries(x) if self.keys is None else _split(_take(x, self.keys), self.chunks)
+        if self.keys is None:
+            return self.at_queries(x)
+        return _split(_take(x, self.keys), self.chunks.chunk_len)
 
     def bordered(self, x: Array, outside: int = 0) -> Array:
         """`rows_of_keys` with the border, `[N, B, C + border, L, ...]`; `outside` fills it."""
@@ -214,8 +223,11 @@ class _Round(NamedTuple):
 
     def pair(self, x: Int[Array, "N B T"], outside: int = 0) -> tuple[Array, Array]:
         """A number of each position for queries, `[..., L, 1]`, and keys, `[..., 1, M]`."""
-        keys = _windows(self.at_keys(x, outside), self.chunks)
-        return self.at_queries(x)[..., :, None], keys[..., None, :]
+        return self.at_queries(x)[..., :, None], self.in_windows(x, outside)
+
+    def in_windows(self, x: Int[Array, "N B T"], outside: int = 0) -> Array:
+        """A number of each position for keys, `[..., 1, M]`."""
+        return _windows(self.at_keys(x, outside), self.chunks)[..., None, :]
 
     def positions(self, length: int) -> tuple[Array, Array]:
         """The positions of queries, `[..., L, 1]`, and of keys, `[..., 1, M]`.
@@ -224,8 +236,8 @@ class _Round(NamedTuple):
         """
         if self.queries is None:
             return self.pair(jnp.arange(length)[None, None], length)
-        queries = _split(self.queries, self.chunks)
-        keys = queries if self.keys is None else _split(self.keys, self.chunks)
+        queries = _split(self.queries, self.chunks.query_chunk_len)
+        keys = queries if self.keys is None else _split(self.keys, self.chunks.chunk_len)
         keys = self.bordered(keys, length)
         return queries[..., :, None], _windows(keys, self.chunks)[..., None, :]
 
@@ -269,7 +281,7 @@ def _visible(
         of_query, of_key = (
             jnp.broadcast_to(x, (n_heads, *x.shape)) for x in segment_pair(segments)
         )
-        query_segment, key_segment = this.pair(of_query)[0], this.pair(of_key)[1]
+        query_segment, key_segment = this.at_queries(of_query)[..., None], this.in_windows(of_key)
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
     if order is not None and order.first is not None:
         first = jax.lax.dynamic_index_in_dim(order.first, this.index, axis=2, keepdims=False)
@@ -291,9 +303,9 @@ def _in_reach(
     this: _Round, places: Int[Array, "N B T"], key_places: Int[Array, "N B T"] | None
 ) -> Bool[Array, "N B C L M"]:
     """Whether each key's chunk is in reach of the query's, in the round with those places."""
-    query_chunk, key_chunk = this.pair(places // this.chunks.chunk_len)
-    if key_places is not None:
-        _, key_chunk = this.pair(key_places // this.chunks.chunk_len)
+    query_chunk = this.at_queries(places // this.chunks.query_chunk_len)[..., None]
+    key_places = places if key_places is None else key_places
+    key_chunk = this.in_windows(key_places // this.chunks.chunk_len)
     distance = key_chunk - query_chunk
     return (distance >= -this.chunks.n_chunks_before) & (distance <= this.chunks.n_chunks_after)
 
@@ -351,8 +363,9 @@ def _attend(chunks, q, k, v, order, segments, seed, own_weight):
 
 
 def _attend_forward(chunks, q, k, v, order, segments, seed, own_weight):
-    n_places = chunks.length + chunks.padding if order is None else order.queries.shape[-1]
-    q, k, values = (None if x is None else _heads_first(x, n_places) for x in (q, k, v))
+    n_queries, n_keys = _n_places(chunks, order)
+    sides = (q, n_queries), (k, n_keys), (v, n_keys)
+    q, k, values = (None if x is None else _heads_first(x, n) for x, n in sides)
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
     forward = functools.partial(_forward, chunks, segments, seed)
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
@@ -421,7 +434,7 @@ def _forward(chunks, segments, seed, q, k, v, order, head):
         acc = acc * old[..., None] + here * new[..., None]
         return Softmax(acc, both, total * old + total_here * new)
 
-    nothing = Softmax.empty(v.shape[:3], v.shape[3], dtype)
+    nothing = Softmax.empty(q.shape[:3], v.shape[3], dtype)
     acc, top, total = _scan_rounds(attend_round, nothing, chunks, order)
     return acc / nonzero(total)[..., None], top, total
 

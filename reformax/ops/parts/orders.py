@@ -48,6 +48,7 @@ class Chunks(NamedTuple):
       two_orders: whether keys stand in an order of their own, in which a query's own chunk need not
         hold its own key.
       n_keys: the number of keys, of another sequence than the queries; None: they are of one.
+      ratio: how many places of queries there are to each place of keys, in an order and in a chunk.
     """
 
     length: int
@@ -62,6 +63,12 @@ class Chunks(NamedTuple):
     dropout: float = 0.0
     two_orders: bool = False
     n_keys: int | None = None
+    ratio: int = 1
+
+    @property
+    def query_chunk_len(self) -> int:
+        """Places of queries in a chunk."""
+        return self.ratio * self.chunk_len
 
     @property
     def key_length(self) -> int:
@@ -71,7 +78,7 @@ class Chunks(NamedTuple):
     @property
     def most_chunks(self) -> int:
         """No order has more chunks; one of a single sequence has as many."""
-        return -(-(self.length + (self.n_keys or 0)) // self.chunk_len)
+        return -(-(-(-self.length // self.ratio) + (self.n_keys or 0)) // self.chunk_len)
 
     @property
     def sees_itself(self) -> bool:
@@ -99,8 +106,8 @@ class Order(NamedTuple):
         first query's to `n_chunks_after` behind the last query's. None is `queries`, with no key
         before or behind them.
       key_places: the place of each position's key, where the keys have an order of their own:
-        `keys` is then as long as `queries`, with no key before or behind them. None: keys stand
-        where their queries do.
+        `keys` then has as many chunks as `queries`, with no key before or behind them. None: keys
+        stand where their queries do.
       first: the first place whose key a position's query sees; it then sees none after its own
         place either. None shows it all chunks in reach.
     """
