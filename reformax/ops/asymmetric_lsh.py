@@ -92,11 +92,11 @@ def asymmetric_lsh(
     see. A step of decoding computes the last row of attention over the tokens so far.
 
     Across two sequences, of other lengths or with a pair of segments, a query sees the chunks
-    around its bucket's keys; the more queries want one place, the farther they stand from it. With
-    more queries than keys, a chunk has as many keys fewer. Where one covers all, all are seen.
+    around its bucket's keys; the more queries want one place, the farther they stand from it. Where
+    one chunk covers the keys, all are seen.
 
     Args:
-      chunk_len: queries, and keys, in a chunk; across sequences places of the longer one.
+      chunk_len: queries, and keys, in a chunk; across sequences keys, and some may be missing.
       n_hashes: hashing rounds.
       n_buckets: as in `lsh.lsh`.
       n_chunks_before: how many chunks of keys before that at its own place a query sees.

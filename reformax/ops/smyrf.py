@@ -78,7 +78,6 @@ def smyrf(
 
     Across two sequences, of other lengths or with a pair of segments, clusters are those of the
     keys. A query sees the one in which its hash lies; where a cluster is full, it sees the next.
-    With more queries than keys, a cluster has as many keys fewer.
 
     Args:
       chunk_len: queries, and keys, in a cluster.
