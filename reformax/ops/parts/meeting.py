@@ -157,4 +157,4 @@ def _order(
     taken = jnp.full((*place.shape[:-1], n_places), -1, jnp.int32)
     taken = jnp.put_along_axis(taken, place, position, axis=-1, inplace=False, mode="drop")
     free = taken < 0
-    return jnp.where(free, n_positions - 1 + jnp.cumsum(free, axis=-1), taken)
+    return jnp.where(free, n_positions - 1 + jnp.cumsum(free, axis=-1, dtype=jnp.int32), taken)
