@@ -105,6 +105,7 @@ COMMANDS = [
         "| PyTorch, compiled | ImportError: none here |",
     ),
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
+    ("recall", "--across", "| `smyrf`, hashes: 4 |"),
     ("reversible", "--plot={path}/a.png", "| float32, exact | 2 | 0 |"),
     ("reversible", "--options", "| float32 | True | 1 | 1 | 0 |"),
     ("scaling", "--saved={path}/a.jsonl --plot={path}/a.png", "| fsdp 1 | "),

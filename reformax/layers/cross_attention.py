@@ -23,7 +23,7 @@ class CrossAttention(MultiHead):
     """`[B, T, D], [B, S, D] -> [B, T, D]`: each position of the first reads the second, the memory.
 
     Vaswani et al. 2017, sec. 3.2.3. The algorithm must have the trait `cross`. An algorithm that
-    shares queries and keys has no keys for a memory. One that sorts or chunks a sequence relies on
+    shares queries and keys has no keys for a memory. One that chunks a sequence as it is relies on
     neighbours, and two sequences have none. Positions are not rotated. Weights and
     arguments are those of `MultiHead`.
 

@@ -8,6 +8,9 @@ stands where a key has a zero, so the angle between the two is never below 60 de
 have one length. Each round sorts the queries by bucket and, apart from them, the keys. Both orders
 are cut into chunks, and the queries of a chunk see the keys of the chunk at its place and of its
 neighbours. Time is O(n_hashes * T * chunk_len), besides sorting.
+
+Queries and keys may be of two sequences. A query then stands at the middle of the keys of its
+bucket (`ops.parts.meeting`), and time is O(n_hashes * (T + S) * chunk_len).
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from reformax.ops.parts.containment import finite
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
 from reformax.ops.parts.lsh_decoding import inserted, line, seen_before, with_bucket
+from reformax.ops.parts.masks import segment_pair
+from reformax.ops.parts.meeting import meeting_orders
 from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order
 from reformax.ops.parts.sorting import sort_by_bucket
 
@@ -86,14 +91,19 @@ def asymmetric_lsh(
     In a causal call later tokens decide what is in a chunk, and it may hold no key that a query may
     see. A step of decoding computes the last row of attention over the tokens so far.
 
+    Across two sequences, of other lengths or with a pair of segments, a query sees the chunks
+    around its bucket's keys; the more queries want one place, the farther they stand from it. Where
+    one chunk covers the keys, all are seen.
+
     Args:
-      chunk_len: queries, and keys, in a chunk.
+      chunk_len: queries, and keys, in a chunk; across sequences keys, and some may be missing.
       n_hashes: hashing rounds.
       n_buckets: as in `lsh.lsh`.
       n_chunks_before: how many chunks of keys before that at its own place a query sees.
       n_chunks_after: how many chunks of keys after it.
       count_once: True counts a key once however many rounds show it; False counts it each time.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      own: whether a position that sees nothing else attends to itself. False makes zeros of it, and
+        so it is across two sequences, where a query has no key of its own.
       impl: as in `smyrf.smyrf`; hashing is in array operations.
 
     Raises:
@@ -118,19 +128,22 @@ def _plan(
 ) -> Order | None:
     """The orders of queries and of keys in each round; None where one chunk has every key."""
     del params, train
-    if q.shape[1] <= settings.chunk_len:
+    if k.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
-    vectors = q, asymmetric.centred(k, segments, causal)
-    hashing, length = settings.hashing, length or q.shape[1]
+    vectors = q, asymmetric.centred(k, segment_pair(segments)[1], causal)
+    hashing, length = settings.hashing, length or k.shape[1]
     factors = hashing.factors_for(length)
     rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
+    buckets = [hash_by(rotations, x, factors) for x in vectors]
+    if asymmetric.crosses(q, k, segments):
+        ratio = asymmetric.ratio(q.shape[1], k.shape[1])
+        return meeting_orders(*buckets, segments, settings.chunk_len, ratio)
     n_pad = -q.shape[1] % settings.chunk_len
-    queries, keys = (
-        sort_by_bucket(hash_by(rotations, x, factors), math.prod(factors), segments, n_pad).queries
-        for x in vectors
+    sort = functools.partial(
+        sort_by_bucket, n_buckets=math.prod(factors), segments=segments, n_pad=n_pad
     )
-    return asymmetric.two_orders(queries, keys)
+    return asymmetric.two_orders(*(sort(x).queries for x in buckets))
 
 
 def _apply(settings: Settings, params, q, k, v, **call):

@@ -202,7 +202,8 @@ class AttentionOp(NamedTuple):
         if self.init is not no_params:
             check_params(self, params, q, v)
         segments = segment_ids(segments)
-        segments, bias = with_mask(self, mask, q, q if k is None else k, segments, bias)
+        keys = q if k is None else k
+        segments, bias = with_mask(self, mask, q, keys, segments, bias, causal)
         arrays = params, q, k, v, segments, bias, extras, marks, rng
         return _compiled(self)(*arrays, **call, train=train)
 

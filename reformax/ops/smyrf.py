@@ -6,6 +6,10 @@ random direction orders the queries and, apart from them, the keys. Both orders 
 chunks of one length, the clusters, and the queries of cluster i see the keys of cluster i. Queries
 and keys have projections of their own, so a dense model's weights fit without training. Time is
 O(n_hashes * T * chunk_len), besides sorting.
+
+Queries and keys may be of two sequences. A query then stands where its hash would stand among those
+of the keys (`ops.parts.meeting`), for clusters of few queries could not be as many as those of the
+keys. Such hashes have one scale: they are cosines with a direction, of keys less their mean.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from reformax.ops.parts.cache import (
 )
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.lsh_decoding import seen_before
+from reformax.ops.parts.meeting import meeting_orders
 from reformax.ops.parts.orders import ChunkSizes, Order
 
 # Every round orders the whole sequence twice.
@@ -71,12 +76,15 @@ def smyrf(
     In a causal call later tokens decide what is in a cluster, and a cluster may hold no key that a
     query may see. A step of decoding computes the last row of attention over the tokens so far.
 
+    Across two sequences, of other lengths or with a pair of segments, clusters are those of the
+    keys. A query sees the one in which its hash lies; where a cluster is full, it sees the next.
+
     Args:
       chunk_len: queries, and keys, in a cluster.
       n_hashes: hashing rounds.
       count_once: False counts a key in each round that shows it, as the paper does when it weighs
         rounds by their softmax's sums; True counts it once however many rounds show it.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      own: as in `asymmetric_lsh.asymmetric_lsh`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
         takes them where they run.
@@ -103,13 +111,17 @@ def _plan(
 ) -> Order | None:
     """The orders of queries and of keys in each round; None where one cluster has every key."""
     del params, causal, train, length
-    n_positions, n_heads, size = q.shape[1:]
-    if n_positions <= settings.chunk_len:
+    n_heads, size = q.shape[2:]
+    if k.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
     directions = asymmetric.draw_directions(n_heads, size, settings.n_hashes, rng)
+    if asymmetric.crosses(q, k, segments):
+        hashes = asymmetric.cosines(q, k, directions, segments)
+        ratio = asymmetric.ratio(q.shape[1], k.shape[1])
+        return meeting_orders(*hashes, segments, settings.chunk_len, ratio)
     squares, most = asymmetric.lengths(q, k, segments)
-    n_pad = -n_positions % settings.chunk_len
+    n_pad = -q.shape[1] % settings.chunk_len
     queries, keys = (
         _sorted(asymmetric.products(part, of, most, last), segments, n_pad)
         for part, of, last in zip(

@@ -18,6 +18,7 @@ from reformax.declared import SettingError
 from reformax.layers import Attention, AxialPositionalEncoding, CrossAttention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import (
+    asymmetric_lsh,
     block_sparse,
     dense,
     flash,
@@ -28,6 +29,7 @@ from reformax.ops import (
     lsh,
     nsa,
     nystromformer,
+    smyrf,
 )
 from reformax.ops.parts import borders
 from reformax.training import mesh as mesh_lib
@@ -173,14 +175,19 @@ def test_every_op_is_that_of_one_device(row):
 
 
 @pytest.mark.slow
-def test_cross_attention_is_that_of_one_device():
-    layer = CrossAttention(dense.dense(), n_heads=8, d_qk=4, d_v=3, masked=True)
+@pytest.mark.parametrize(
+    "op",
+    [dense.dense(), asymmetric_lsh.asymmetric_lsh(chunk_len=8), smyrf.smyrf(chunk_len=8)],
+    ids=lambda op: op.name,
+)
+def test_cross_attention_is_that_of_one_device(op):
+    layer = CrossAttention(op, n_heads=8, d_qk=4, d_v=3, masked=True)
     x, memory = (jax.random.normal(jax.random.key(n), (2, n, 8)) for n in (24, 40))
     ids, memory_ids = (jnp.ones(y.shape[:2], jnp.int32).at[1, 9:].set(2) for y in (x, memory))
     params = layer.init_params(jax.random.key(0), x.shape)
 
     def loss(params, *inputs):
-        return jnp.sum(jnp.sin(layer.apply(params, *inputs)))
+        return jnp.sum(jnp.sin(layer.apply(params, *inputs, rng=jax.random.key(1))))
 
     run = jax.value_and_grad(loss, argnums=(0, 1, 2))
     inputs = x, memory, ids, memory_ids

@@ -11,7 +11,7 @@ import pytest
 from reformax.layers import CrossAttention
 from reformax.layers._trax import signature
 from reformax.models import Reformer, Transformer
-from reformax.ops import dense, local, lsh, shared_qk
+from reformax.ops import asymmetric_lsh, dense, local, lsh, shared_qk, smyrf
 from reformax.ops.parts.cache import take_rows
 from tests.helpers import assert_trees_close
 from tests.layers import plain
@@ -275,6 +275,9 @@ DECODERS = {
     "lsh": (Reformer, dict(decoder_attention_type=(local.local(chunk_len=4), STRICT))),
     "shared": (Transformer, dict(decoder_attention_type=shared_qk.shared_qk())),
     "random": (Transformer, dict(cross_attention_type=RANDOM)),
+    # Of a source that one chunk covers; of a longer one, queries push each other aside.
+    "hashed": (Reformer, dict(cross_attention_type=asymmetric_lsh.asymmetric_lsh(chunk_len=8))),
+    "clusters": (Transformer, dict(cross_attention_type=smyrf.smyrf(chunk_len=8))),
 }
 
 
@@ -287,6 +290,8 @@ DECODERS = {
         "lsh",
         pytest.param("shared", marks=pytest.mark.slow),
         pytest.param("random", marks=pytest.mark.slow),
+        pytest.param("hashed", marks=pytest.mark.slow),
+        pytest.param("clusters", marks=pytest.mark.slow),
     ],
 )
 def test_every_step_is_that_of_the_forward(name):
@@ -308,6 +313,52 @@ def test_every_step_is_that_of_the_forward(name):
     for t in range(target.shape[1]):
         np.testing.assert_allclose(logits, want[:, t], atol=1e-5 * np.abs(want).max())
         logits, decoding = step(weights, target[:, t], decoding, memory)
+
+
+HASHED = asymmetric_lsh.asymmetric_lsh, smyrf.smyrf
+
+
+@pytest.mark.parametrize("factory", HASHED, ids=lambda f: f.__name__)
+def test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position(factory):
+    layer = CrossAttention(factory(chunk_len=4, n_hashes=1), n_heads=2, d_qk=4, d_v=3, masked=True)
+    x, memory = (jax.random.normal(RNG, (2, n, 8)) for n in (1, 30))
+    params = layer.init_params(RNG, x.shape, memory.shape)
+    ones, ids = jnp.ones((2, 1), jnp.int32), jnp.ones((2, 30), jnp.int32).at[1, 20:].set(0)
+    want = jax.jit(layer.apply)(params, x, memory, ones, ids, RNG)
+    weights = layer.for_decoding(params, "float32")
+    heads = layer.precompute_kv(weights, memory, "float32", RNG)
+    np.testing.assert_allclose(layer.step(weights, x, heads, ids), want, atol=1e-5)
+    changed = jax.jit(layer.apply)(params, x, memory.at[1, 20:].set(jnp.nan), ones, ids, RNG)
+    np.testing.assert_array_equal(changed, want)
+    assert np.any(want, axis=-1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constructor", [Transformer, Reformer])
+@pytest.mark.parametrize("factory", HASHED, ids=lambda f: f.__name__)
+def test_translation_with_hashed_cross_attention(factory, constructor):
+    """Sources of several chunks, packed; gradients, and steps of decoding."""
+    options = dict(cross_attention_type=factory(chunk_len=3, n_hashes=2))
+    model = constructor(**SMALL | options)
+    params = plain.init(model, (2, 12))
+    source, source_segments = packed([[s] for s in sentences([14, 9])], 16)
+    target, target_segments = packed([[s] for s in sentences([10, 11], seed=1)], 12)
+
+    @jax.jit
+    def loss(params):
+        logits = model.apply(params, source, target, source_segments, target_segments, rng=RNG)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1)), logits
+
+    (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    assert np.isfinite(logits).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    weights = model.for_decoding(params)
+    logits, decoding, memory = jax.jit(lambda p, w: model.prefill(p, w, source, 12, RNG))(
+        params, weights
+    )
+    for t in range(3):
+        logits, decoding = jax.jit(model.step)(weights, target[:, t], decoding, memory)
+        assert np.isfinite(logits).all()
 
 
 def test_an_algorithms_weights_know_the_length_of_their_own_side():

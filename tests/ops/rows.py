@@ -221,15 +221,19 @@ def _hashed(options, plan, shape, causal, segments):
 def _clusters(options, plan, shape, causal, segments):
     counts = visible(shape, causal, segments)
     if plan is not None:
+        # Across sequences a chunk has room for as many queries more as there are.
+        ratio = max(1, round(shape.n_queries / shape.n_keys))
+        sides = (plan.queries, shape.n_queries, ratio), (plan.keys, shape.n_keys, 1)
         of_query, of_key = (
-            np.argsort(np.asarray(x), axis=-1)[..., : shape.n_keys] // options["chunk_len"]
-            for x in (plan.queries, plan.keys)
+            np.argsort(np.asarray(x), axis=-1)[..., :n] // (options["chunk_len"] * more)
+            for x, n, more in sides
         )
         ahead = of_key[..., None, :] - of_query[..., None]
         before, after = (options.get(f"n_chunks_{x}", 0) for x in ("before", "after"))
         rounds = ((ahead >= -before) & (ahead <= after)).sum(axis=2)
         counts = counts * (rounds > 0 if options["count_once"] else rounds)
-    if not options["own"]:
+    crosses = shape.n_queries != shape.n_keys or isinstance(segments, tuple)
+    if crosses or not options["own"]:
         return counts
     alone = counts.sum(axis=-1, keepdims=True) == 0
     return counts + alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segments)

@@ -103,7 +103,9 @@ class Program(NamedTuple):
     def whole(self) -> bool:
         """Whether every place of every block has a position, so that loads need no mask."""
         tiled = self.tiles.own % self.tiles.other == 0
-        return tiled and self.aligned and self.n_places == self.chunks.length
+        c = self.chunks
+        # With a ratio there is no key for the last programs.
+        return tiled and self.aligned and c.ratio == 1 and self.n_places == c.length == c.key_length
 
     # Reading and writing.
 
@@ -123,10 +125,17 @@ class Program(NamedTuple):
     def _load(self, view, exists, other) -> Array:
         return load(view, None if self.whole else exists, other)
 
-    def block(self, x: Inputs, start, size: int, stop=None) -> Block:
+    def side(self, of_keys: bool) -> tuple[int, int]:
+        """The length of a chunk of queries or of keys, and the number of places."""
+        if of_keys:
+            return self.chunks.chunk_len, self.n_places // self.chunks.ratio
+        return self.chunks.query_chunk_len, self.n_places
+
+    def block(self, x: Inputs, start, size: int, stop=None, of_keys: bool = False) -> Block:
         """`size` places from `start` on; those from `stop` on are padding."""
+        chunk_len, n_places = self.side(of_keys)
         place = start + jnp.arange(size, dtype=jnp.int32)
-        exists = place < (self.n_places if stop is None else stop)
+        exists = place < (n_places if stop is None else stop)
         if x.order is not None:
             position = self.load_places(x.order, place, exists, self.n_places)
         else:
@@ -135,7 +144,7 @@ class Program(NamedTuple):
         per_pack = PackedChunks.of(self.chunks).per_pack
         n_packs = 0 if x.packs is None else pl.cdiv(self.round, per_pack)
         packs = tuple(self.load_places(x.packs, place, exists, 0, pack) for pack in range(n_packs))
-        return Block(place, position, segment, place // self.chunks.chunk_len, packs)
+        return Block(place, position, segment, place // chunk_len, packs)
 
     def rows(self, ref, block: Block, some=None) -> Array:
         """A block's rows of `[B, T, N, H]`, or some; zeros where there is none, H padded."""
@@ -175,17 +184,18 @@ class Program(NamedTuple):
 
     # Who sees whom.
 
-    def _window(self, before: int, after: int):
-        """The places within so many chunks of the program's own."""
-        length = self.chunks.chunk_len
-        first = (self.start // length - before) * length
-        last = ((self.start + self.tiles.own - 1) // length + 1 + after) * length
-        return jnp.maximum(first, 0), jnp.minimum(last, self.n_places)
+    def _window(self, before: int, after: int, of_keys: bool):
+        """The places, of keys or of queries, within so many chunks of the program's own."""
+        own, _ = self.side(not of_keys)
+        length, n_places = self.side(of_keys)
+        first = (self.start // own - before) * length
+        last = ((self.start + self.tiles.own - 1) // own + 1 + after) * length
+        return jnp.maximum(first, 0), jnp.minimum(last, n_places)
 
     def keys(self):
         """The places, from and to, of the keys that the program's queries see."""
         c = self.chunks
-        first, last = self._window(c.n_chunks_before, c.n_chunks_after)
+        first, last = self._window(c.n_chunks_before, c.n_chunks_after, of_keys=True)
         if self.n_rounds == 0 and c.causal:
             last = jnp.minimum(last, self.start + self.tiles.own)
         if self.n_rounds == 0 and c.window is not None:
@@ -195,7 +205,7 @@ class Program(NamedTuple):
     def queries(self):
         """The places, from and to, of the queries that see the program's keys."""
         c = self.chunks
-        first, last = self._window(c.n_chunks_after, c.n_chunks_before)
+        first, last = self._window(c.n_chunks_after, c.n_chunks_before, of_keys=False)
         if self.n_rounds == 0 and c.causal:
             first = self.start
         if self.n_rounds == 0 and c.window is not None:
@@ -208,13 +218,13 @@ class Program(NamedTuple):
         first = jnp.maximum(first, reach // self.tiles.other * self.tiles.other)
         return first, jnp.minimum(last, self.start + self.tiles.own + self.chunks.window - 1)
 
-    def over(self, x: Inputs, window, body, carry):
+    def over(self, x: Inputs, window, body, carry, of_keys: bool = False):
         """`carry = body(block, carry)` over the blocks of a window."""
         first, last = window
         size = self.tiles.other
 
         def step(i, carry):
-            return body(self.block(x, first + i * size, size, last), carry)
+            return body(self.block(x, first + i * size, size, last, of_keys), carry)
 
         n = lax.div(last - first + np.int32(size - 1), np.int32(size))
         return lax.fori_loop(np.int32(0), n, step, carry)
@@ -224,9 +234,10 @@ class Program(NamedTuple):
         c = self.chunks
         if c.causal:
             mask = k.position < q.position if c.shared_qk else k.position <= q.position
+            mask = mask if c.n_keys is None else mask & (k.position < c.n_keys)
         else:
             shape = jnp.broadcast_shapes(q.position.shape, k.position.shape)
-            mask = jnp.broadcast_to(k.position < c.length, shape)
+            mask = jnp.broadcast_to(k.position < c.key_length, shape)
             mask = mask & (k.position != q.position) if c.shared_qk else mask
         if c.window is not None:
             mask = mask & (jnp.abs(q.position - k.position) < c.window)

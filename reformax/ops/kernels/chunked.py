@@ -50,6 +50,7 @@ from reformax.ops.kernels.common import (
 from reformax.ops.kernels.packed_chunks import PackedChunks
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.first_order import first_order
+from reformax.ops.parts.masks import Segments, segment_pair
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.softmax import Softmax, nonzero
 
@@ -80,7 +81,7 @@ def _forward_kernel(x: Inputs, before: Softmax | None, after: Softmax, *, progra
         logits = hide(product(q, k, transpose_b=True), here.visible(queries, keys))
         return softmax_step(state, logits, v, x.q.shape[3], here.dropped(x, queries, keys))
 
-    acc, top, total = here.over(x.at_keys(), here.keys(), attend, state)
+    acc, top, total = here.over(x.at_keys(), here.keys(), attend, state, of_keys=True)
     if here.is_last:
         acc = acc * (1.0 / nonzero(total))[:, None]
         if here.chunks.sees_itself:
@@ -98,7 +99,7 @@ def _backward_kernel(
     queries_own = here.block(x, here.start, here.tiles.own)
     own = queries_own
     if x.key_order is not None:
-        own = here.block(x.at_keys(), here.start, here.tiles.own)
+        own = here.block(x.at_keys(), here.start, here.tiles.own, of_keys=True)
     size = x.q.shape[3]
     scale = 1.0 / math.sqrt(size)
 
@@ -154,7 +155,7 @@ def _backward_kernel(
         ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
         return dq + product(ds.astype(k.dtype), k)
 
-    dq = here.over(x.at_keys(), here.keys(), as_queries, dq) * scale
+    dq = here.over(x.at_keys(), here.keys(), as_queries, dq, of_keys=True) * scale
     if before is not None:
         dq = dq + here.rows(before.q, own)
     here.put_rows(after.q, own, dq)
@@ -191,7 +192,7 @@ def _programs(
     chunks: Any, x: Inputs, tiles: Tiles | None, fastest: Callable[[Inputs, int], Tiles]
 ) -> list[Program]:
     """A program for each round, or the only one where there is no order."""
-    n_places = chunks.length + chunks.padding
+    n_places = chunks.length + chunks.padding if x.order is None else x.order.shape[3]
     n_rounds = 0 if x.order is None else x.order.shape[2]
     rounds = range(max(n_rounds, 1))
     return [Program(chunks, tiles or fastest(x, r), r, n_rounds, n_places) for r in rounds]
@@ -210,25 +211,27 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> Inputs:
     packs = segment = key_order = key_packs = key_segment = None
     two_orders = order is not None and order.key_places is not None
     if chunks.count_once and order is not None and order.queries.shape[2] > 1:
-        packs = _packs(chunks, order.with_places().places, order.queries)
+        chunk = order.with_places().places // chunks.query_chunk_len
+        packs = _packs(chunks, chunk, order.queries)
         if two_orders:
-            key_packs = _packs(chunks, order.key_places, order.keys)
+            key_packs = _packs(chunks, order.key_places // chunks.chunk_len, order.keys)
     if two_orders:
         key_order = order.keys
     order = None if order is None else order.queries
     if segments is not None:
-        segment = _in_order(segments[:, None], order)
-        key_segment = _in_order(segments[:, None], key_order) if two_orders else None
+        of_query, of_key = (x[:, None] for x in segment_pair(segments))
+        segment = _in_order(of_query, order)
+        key_segment = _in_order(of_key, key_order) if two_orders else None
     seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
     k = length_normalize(q) if k is None else k
     return Inputs(q, k, v, order, packs, segment, seed, key_order, key_packs, key_segment)
 
 
 def _packs(
-    chunks: Any, places: Int[Array, "B N R Tp"], order: Int[Array, "B N R Tp"]
+    chunks: Any, chunk: Int[Array, "B N R Tp"], order: Int[Array, "B N R Tp"]
 ) -> Int[Array, "W B N R Tp"]:
-    """The chunks of the position at each place in all rounds but the last."""
-    chunk, packed = places[:, :, :-1] // chunks.chunk_len, PackedChunks.of(chunks)
+    """The chunks of the position at each place in all rounds but the last, given by position."""
+    chunk, packed = chunk[:, :, :-1], PackedChunks.of(chunks)
     first = range(0, chunk.shape[2], packed.per_pack)
     packs = (packed.pack(chunk[:, :, r : r + packed.per_pack]) for r in first)
     # Without a barrier XLA packs again wherever it gathers, round by round.
@@ -244,7 +247,7 @@ def attend(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segments: Int[Array, "B Tp"] | None,
+    segments: Segments | None,
     rng: Array | None,
 ) -> Float[Array, "B T N V"]:
     """`ops.parts.chunked.chunked_attention` by these kernels, with its gradient.
@@ -276,7 +279,7 @@ def forward(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segments: Int[Array, "B Tp"] | None,
+    segments: Segments | None,
     rng: Array | None,
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -297,7 +300,10 @@ def forward(
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
     for program in _programs(chunks, inputs, tiles, _forward_tiles):
-        shape = Softmax(_like(v, program), statistic, statistic)
+        # As many rows as queries.
+        shape = Softmax(
+            _like(v, program).update(shape=(*q.shape[:3], v.shape[3])), statistic, statistic
+        )
         state = _launch_round(_forward_kernel, program, (inputs,), state, shape, interpret)
     return tuple(state)
 
@@ -308,7 +314,7 @@ def backward(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segments: Int[Array, "B Tp"] | None,
+    segments: Segments | None,
     rng: Array | None,
     out: Float[Array, "B T N V"],
     top: Float[Array, "B N T"],
@@ -326,7 +332,7 @@ def backward(
       tiles, interpret: as in `forward`.
     """
     inputs = _inputs(chunks, q, k, v, order, segments, rng)
-    ids = None if segments is None else segments[:, : q.shape[1]]
+    ids = None if segments is None else segment_pair(segments)[0][:, : q.shape[1]]
     row = query_rows(d_out, out, top, total, ids)
     dot, top = (_in_order(x, inputs.order) for x in (row.dot, row.top))
     share = None if row.share is None else _in_order(row.share, inputs.order)

@@ -22,7 +22,7 @@ class PackedChunks(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Any) -> PackedChunks:
-        last = (chunks.length + chunks.padding) // chunks.chunk_len - 1
+        last = chunks.most_chunks - 1
         near = chunks.n_chunks_before + chunks.n_chunks_after
         return cls(max(last, near, 1).bit_length(), chunks.n_chunks_before, chunks.n_chunks_after)
 

@@ -19,16 +19,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from reformax.ops import flash
 from reformax.ops.base import Traits
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.containment import finite
 from reformax.ops.parts.dispatch import choose, kernel_obstacles
-from reformax.ops.parts.masks import segment_numbers
-from reformax.ops.parts.orders import ChunkSizes, Order, inverse
+from reformax.ops.parts.masks import Segments, segment_numbers, segment_pair
+from reformax.ops.parts.orders import Chunks, ChunkSizes, Order, inverse
 from reformax.ops.parts.share import Share, all_heads, of_heads, rng_of
 
 # Of algorithms that sort queries and keys by such hashes.
-TRAITS = Traits(random_plan=True, causal_plan=False, keeps_padding_out=True, heads_apart=True)
+TRAITS = Traits(
+    cross=True, random_plan=True, causal_plan=False, keeps_padding_out=True, heads_apart=True
+)
 
 # In the place of products that are no number. Less than infinity, which marks padding.
 _LARGEST = 3e38
@@ -83,6 +86,23 @@ def lengths(
     """The squared lengths of queries and of keys, and M of each segment."""
     squares = [squared_lengths(x) for x in (q, k)]
     return squares, sum(largest_of_segment(x, segments) for x in squares)
+
+
+def cosines(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    directions: Float[Array, "N H+2 R"],
+    segments: Segments | None,
+) -> tuple[Float[Array, "B N R T"], Float[Array, "B N R S"]]:
+    """The products with directions of queries, and of keys less their mean, all of length 1.
+
+    In the place of the transformations where queries and keys are of two sequences: a query is
+    hashed as it is alone, without an M of its sequence, and its hash is like those of its keys.
+    """
+    vectors = finite(q.astype(jnp.float32)), centred(k, segment_pair(segments)[1], causal=False)
+    unit = (x * lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12) for x in vectors)
+    of_queries, of_keys = (on_directions(x, directions) for x in unit)
+    return of_queries, of_keys
 
 
 def largest_of_segment(
@@ -158,8 +178,7 @@ def attend(
     sizes: ChunkSizes, settings: Any, q, k, v, *, plan, segments, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
     """Attention by `two_orders` in chunks of `sizes`; `settings` has own, count_once and impl."""
-    chunks = sizes.cut(
-        q.shape[1],
+    options = dict(
         causal=causal,
         shared_qk=False,
         own=settings.own,
@@ -167,5 +186,23 @@ def attend(
         dropout=dropout,
         two_orders=True,
     )
+    if not crosses(q, k, segments):
+        chunks = sizes.cut(q.shape[1], **options)
+    elif plan is None:
+        call = dict(segments=segments, causal=causal, dropout=dropout, rng=rng)
+        return flash.flash(impl=settings.impl).apply((), q, k, v, plan=(), **call)
+    else:
+        options |= dict(n_keys=k.shape[1], ratio=ratio(q.shape[1], k.shape[1]))
+        chunks = Chunks(q.shape[1], *sizes, **options)
     impl = choose(settings.impl, **kernel_obstacles(q, k, v))
     return chunked_attention(q, k, v, chunks, plan, segments, rng, impl)
+
+
+def crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segments) -> bool:
+    """Whether queries and keys are of two sequences, as their lengths or segments say."""
+    return q.shape[1] != k.shape[1] or isinstance(segments, tuple)
+
+
+def ratio(n_queries: int, n_keys: int) -> int:
+    """Places of queries to each place of keys, in orders of two sequences."""
+    return max(1, round(n_queries / n_keys))

@@ -31,6 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.ops.parts.containment import finite, marked, over_tokens
 from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.masks import Segments, segment_pair
 from reformax.ops.parts.normalization import length_normalize, mean_product
 from reformax.ops.parts.orders import Chunks, Order
 from reformax.ops.parts.softmax import Softmax, lowest, nonzero, wide
@@ -45,7 +46,7 @@ def chunked_attention(
     v: Float[Array, "B T N V"],
     chunks: Chunks,
     order: Order | None,
-    segments: Int[Array, "B T"] | None,
+    segments: Segments | None,
     rng: PRNGKeyArray | None,
     impl: str = "xla",
     own_weight: Float[Array, "B N Tp"] | None = None,
@@ -60,7 +61,7 @@ def chunked_attention(
       v: values.
       chunks: which keys are seen.
       order: the rounds' orders of the padded sequence; None keeps the sequence as it is.
-      segments: ids; a position sees its own id only, and 0 is padding.
+      segments: ids; a position sees its own id only, and 0 is padding. A pair if `chunks.n_keys`.
       rng: the source of dropout, needed where `chunks.dropout > 0`.
       impl: "xla" or the kernel, as `dispatch.choose` returns them.
       own_weight: for shared queries and keys, the weight of a position's own value where it sees
@@ -69,9 +70,12 @@ def chunked_attention(
     Returns:
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
-    padding = chunks.padding if order is None else order.queries.shape[-1] - chunks.length
     ids = segments
-    if segments is not None:
+    if isinstance(segments, tuple):
+        sides = zip(segments, _n_places(chunks, order), strict=True)
+        segments = tuple(jnp.pad(x, ((0, 0), (0, n - x.shape[1]))) for x, n in sides)
+    elif segments is not None:
+        padding = _n_places(chunks, order)[0] - chunks.length
         segments = jnp.pad(segments, ((0, 0), (0, padding)))
     if impl == "xla":
         order = None if order is None else order.with_places()
@@ -81,6 +85,12 @@ def chunked_attention(
     from reformax.ops.kernels import chunked as kernel
 
     return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, segments, rng)
+
+
+def _n_places(chunks: Chunks, order: Order | None) -> tuple[int, int]:
+    """The numbers of places of queries and of keys, without their border."""
+    n = chunks.length + chunks.padding if order is None else order.queries.shape[-1]
+    return n, n // chunks.ratio
 
 
 # Layout: heads, chunks and windows.
@@ -118,9 +128,9 @@ def _take(x: Array, index: Int[Array, "N B T"] | None) -> Array:
     return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")
 
 
-def _split(x: Array, chunks: Chunks) -> Array:
+def _split(x: Array, chunk_len: int) -> Array:
     """`[N, B, T, ...]` cut into `[N, B, C, L, ...]`."""
-    return x.reshape(*x.shape[:2], -1, chunks.chunk_len, *x.shape[3:])
+    return x.reshape(*x.shape[:2], -1, chunk_len, *x.shape[3:])
 
 
 def _merge(x: Array) -> Array:
@@ -174,11 +184,13 @@ class _Round(NamedTuple):
 
     def at_queries(self, x: Array) -> Array:
         """Rows of `x`, `[N, B, T, ...]`, at the places of queries, `[N, B, C, L, ...]`."""
-        return _split(_take(x, self.queries), self.chunks)
+        return _split(_take(x, self.queries), self.chunks.query_chunk_len)
 
     def rows_of_keys(self, x: Array) -> Array:
         """Rows of `x` at the places of keys; without the border where that is empty."""
-        return self.at_queries(x) if self.keys is None else _split(_take(x, self.keys), self.chunks)
+        if self.keys is None:
+            return self.at_queries(x)
+        return _split(_take(x, self.keys), self.chunks.chunk_len)
 
     def bordered(self, x: Array, outside: int = 0) -> Array:
         """`rows_of_keys` with the border, `[N, B, C + border, L, ...]`; `outside` fills it."""
@@ -211,8 +223,11 @@ class _Round(NamedTuple):
 
     def pair(self, x: Int[Array, "N B T"], outside: int = 0) -> tuple[Array, Array]:
         """A number of each position for queries, `[..., L, 1]`, and keys, `[..., 1, M]`."""
-        keys = _windows(self.at_keys(x, outside), self.chunks)
-        return self.at_queries(x)[..., :, None], keys[..., None, :]
+        return self.at_queries(x)[..., :, None], self.in_windows(x, outside)
+
+    def in_windows(self, x: Int[Array, "N B T"], outside: int = 0) -> Array:
+        """A number of each position for keys, `[..., 1, M]`."""
+        return _windows(self.at_keys(x, outside), self.chunks)[..., None, :]
 
     def positions(self, length: int) -> tuple[Array, Array]:
         """The positions of queries, `[..., L, 1]`, and of keys, `[..., 1, M]`.
@@ -221,8 +236,8 @@ class _Round(NamedTuple):
         """
         if self.queries is None:
             return self.pair(jnp.arange(length)[None, None], length)
-        queries = _split(self.queries, self.chunks)
-        keys = queries if self.keys is None else _split(self.keys, self.chunks)
+        queries = _split(self.queries, self.chunks.query_chunk_len)
+        keys = queries if self.keys is None else _split(self.keys, self.chunks.chunk_len)
         keys = self.bordered(keys, length)
         return queries[..., :, None], _windows(keys, self.chunks)[..., None, :]
 
@@ -248,21 +263,25 @@ def _scan_rounds(body: Callable, carry: Any, chunks: Chunks, order: Order | None
 def _visible(
     this: _Round,
     order: Order | None,
-    segments: Int[Array, "B T"] | None,
+    segments: Segments | None,
     n_heads: int,
     length: int,
 ) -> Bool[Array, "#N #B C #L M"]:
     """Which key of its window each query sees in a round of `order`, `[N, B, R, T]`."""
     chunks = this.chunks
     query, key = this.positions(length)
-    mask = key <= query if chunks.causal else key < chunks.length
+    mask = key <= query if chunks.causal else key < chunks.key_length
+    if chunks.causal and chunks.n_keys is not None:
+        mask = mask & (key < chunks.n_keys)
     if chunks.shared_qk:
         mask = mask & (key != query)
     if chunks.window is not None:
         mask = mask & (jnp.abs(query - key) < chunks.window)
     if segments is not None:
-        of_head = jnp.broadcast_to(segments, (n_heads, *segments.shape))
-        query_segment, key_segment = this.pair(of_head)
+        of_query, of_key = (
+            jnp.broadcast_to(x, (n_heads, *x.shape)) for x in segment_pair(segments)
+        )
+        query_segment, key_segment = this.at_queries(of_query)[..., None], this.in_windows(of_key)
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
     if order is not None and order.first is not None:
         first = jax.lax.dynamic_index_in_dim(order.first, this.index, axis=2, keepdims=False)
@@ -284,9 +303,9 @@ def _in_reach(
     this: _Round, places: Int[Array, "N B T"], key_places: Int[Array, "N B T"] | None
 ) -> Bool[Array, "N B C L M"]:
     """Whether each key's chunk is in reach of the query's, in the round with those places."""
-    query_chunk, key_chunk = this.pair(places // this.chunks.chunk_len)
-    if key_places is not None:
-        _, key_chunk = this.pair(key_places // this.chunks.chunk_len)
+    query_chunk = this.at_queries(places // this.chunks.query_chunk_len)[..., None]
+    key_places = places if key_places is None else key_places
+    key_chunk = this.in_windows(key_places // this.chunks.chunk_len)
     distance = key_chunk - query_chunk
     return (distance >= -this.chunks.n_chunks_before) & (distance <= this.chunks.n_chunks_after)
 
@@ -344,8 +363,9 @@ def _attend(chunks, q, k, v, order, segments, seed, own_weight):
 
 
 def _attend_forward(chunks, q, k, v, order, segments, seed, own_weight):
-    n_places = chunks.length + chunks.padding if order is None else order.queries.shape[-1]
-    q, k, values = (None if x is None else _heads_first(x, n_places) for x in (q, k, v))
+    n_queries, n_keys = _n_places(chunks, order)
+    sides = (q, n_queries), (k, n_keys), (v, n_keys)
+    q, k, values = (None if x is None else _heads_first(x, n) for x, n in sides)
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
     forward = functools.partial(_forward, chunks, segments, seed)
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
@@ -370,10 +390,10 @@ def _attend_backward(chunks, residuals, d_out):
         lone = _lone_weight(chunks, total, segments, seed, own_weight)
         dv = dv + lone * d_out.astype(dv.dtype)
 
-    def like(dx, x):
-        return None if x is None else _heads_last(dx, chunks.length).astype(x.dtype)
+    def like(dx, x, length=chunks.key_length):
+        return None if x is None else _heads_last(dx, length).astype(x.dtype)
 
-    return like(dq, q), like(dk, k), like(dv, v), None, None, None, None
+    return like(dq, q, chunks.length), like(dk, k), like(dv, v), None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -414,7 +434,7 @@ def _forward(chunks, segments, seed, q, k, v, order, head):
         acc = acc * old[..., None] + here * new[..., None]
         return Softmax(acc, both, total * old + total_here * new)
 
-    nothing = Softmax.empty(v.shape[:3], v.shape[3], dtype)
+    nothing = Softmax.empty(q.shape[:3], v.shape[3], dtype)
     acc, top, total = _scan_rounds(attend_round, nothing, chunks, order)
     return acc / nonzero(total)[..., None], top, total
 

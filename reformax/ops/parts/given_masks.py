@@ -24,6 +24,7 @@ def with_mask(
     keys: Float[Array, "B S N H"],
     segments: Segments | None,
     bias: Float[Array, "#B #N #T #S"] | None,
+    causal: bool = False,
 ) -> tuple[Segments | None, Float[Array, "#B #N #T #S"] | None]:
     """The segments and the bias of a call with a mask.
 
@@ -35,10 +36,12 @@ def with_mask(
       keys: keys; q where they are made of it.
       segments: those of the call.
       bias: that of the call.
+      causal: that of the call.
 
     Returns:
       Segments in which hidden keys are padding, and the bias. Where the op can tell queries from
       keys, hidden keys hide no query; elsewhere a hidden position is padding, and its row is zeros.
+      An op that sorts a sequence takes the sides of a causal call for one.
 
     Raises:
       ValueError: the mask's shape or dtype does not fit.
@@ -71,7 +74,9 @@ def with_mask(
     seen = jnp.broadcast_to(mask.reshape(mask.shape[0], -1), (n_batch, n_keys))
     of_query, of_key = segment_pair(segments)
     of_key = jnp.where(seen, 1 if of_key is None else of_key, 0)
-    if not op.traits.cross:
+    sorts = op.traits.random_plan and not op.traits.causal_plan
+    one = causal and sorts and n_queries == n_keys and not isinstance(segments, tuple)
+    if one or not op.traits.cross:
         return of_key, bias
     ones = jnp.ones((n_batch, n_queries), of_key.dtype)
     return (ones if of_query is None else of_query, of_key), bias

@@ -47,6 +47,8 @@ class Chunks(NamedTuple):
       dropout: the rate at which attention weights are dropped.
       two_orders: whether keys stand in an order of their own, in which a query's own chunk need not
         hold its own key.
+      n_keys: the number of keys, of another sequence than the queries; None: they are of one.
+      ratio: how many places of queries there are to each place of keys, in an order and in a chunk.
     """
 
     length: int
@@ -60,11 +62,28 @@ class Chunks(NamedTuple):
     count_once: bool = True
     dropout: float = 0.0
     two_orders: bool = False
+    n_keys: int | None = None
+    ratio: int = 1
+
+    @property
+    def query_chunk_len(self) -> int:
+        """Places of queries in a chunk."""
+        return self.ratio * self.chunk_len
+
+    @property
+    def key_length(self) -> int:
+        """The number of positions of keys."""
+        return self.length if self.n_keys is None else self.n_keys
+
+    @property
+    def most_chunks(self) -> int:
+        """No order has more chunks; one of a single sequence has as many."""
+        return -(-(-(-self.length // self.ratio) + (self.n_keys or 0)) // self.chunk_len)
 
     @property
     def sees_itself(self) -> bool:
         """Whether a position that sees nothing else sees itself."""
-        return self.own and (self.shared_qk or self.two_orders)
+        return self.own and self.n_keys is None and (self.shared_qk or self.two_orders)
 
     @property
     def padding(self) -> int:
@@ -73,10 +92,11 @@ class Chunks(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Where the queries and the keys of a padded sequence stand in each round.
+    """Where the queries and the keys of a padded sequence, or of two, stand in each round.
 
-    The places of queries are cut into chunks. Around them stand the keys: a query's chunk sees the
-    `n_chunks_before` chunks of keys before it, its own, and `n_chunks_after` chunks behind it.
+    A number from the sequence's length on is padding. The places of queries are cut into chunks.
+    Around them stand the keys: a query's chunk sees the `n_chunks_before` chunks of keys before it,
+    its own, and `n_chunks_after` chunks behind it.
 
     Attributes:
       queries: the position whose query stands at each place.
@@ -86,8 +106,8 @@ class Order(NamedTuple):
         first query's to `n_chunks_after` behind the last query's. None is `queries`, with no key
         before or behind them.
       key_places: the place of each position's key, where the keys have an order of their own:
-        `keys` is then as long as `queries`, with no key before or behind them. None: keys stand
-        where their queries do.
+        `keys` then has as many chunks as `queries`, with no key before or behind them. None: keys
+        stand where their queries do.
       first: the first place whose key a position's query sees; it then sees none after its own
         place either. None shows it all chunks in reach.
     """
