@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -193,6 +194,7 @@ def looked_up(table: Any, ids: Any) -> Any:
     XLA by itself also weighs to split that sum along the features, as the table is stored, which
     takes the gradients of all tokens to every device, and it warns of that.
     """
+    table = jnp.asarray(table)  # NumPy's takes no ids that are traced
     return by_positions(lambda _, ids, table: table[ids], (ids,), (gathered(table),))
 
 

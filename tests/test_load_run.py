@@ -29,6 +29,15 @@ def test_a_run_is_its_model_and_its_parameters(folder):
     assert (model.mode, model.dropout) == ("train", 0.5)
 
 
+def test_parameters_may_stand_in_a_compiled_function(folder):
+    """They are NumPy's, which takes no tokens that are traced."""
+    model, params = reformax.load_run(folder)
+    tokens, key = np.array([[1, 2, 3, 4]]), jax.random.PRNGKey(0)
+    inside = jax.jit(lambda tokens: model.apply(params, tokens, rng=key))(tokens)
+    given = jax.jit(lambda params, tokens: model.apply(params, tokens, rng=key))(params, tokens)
+    np.testing.assert_allclose(inside, given, rtol=1e-5, atol=1e-6)
+
+
 def test_a_folder_without_a_run(folder, tmp_path):
     for arguments, message in (
         ((tmp_path / "none",), "holds no run"),
