@@ -33,7 +33,6 @@ import json
 import math
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -46,7 +45,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import command_line, kernels
-from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if
+from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, medians
 from benchmarks.harness.language_models import TINY
 from benchmarks.harness.output import Table, plot
 from reformax import devices
@@ -264,7 +263,8 @@ def measure(args: Any) -> None:
         args.compiled.touch()
         sys.stdin.readline()
     ready = {row: x for row, x in found.items() if isinstance(x, Candidate)}
-    speeds = speeds_of(ready, args.repeats)
+    seconds = medians({row: x.run for row, x in ready.items()}, args.repeats)
+    speeds = {row: x.tokens / seconds[row] for row, x in ready.items()}
     alone = [speed for row, speed in speeds.items() if row.startswith("device")]
     slowest = min(alone, default=math.nan)
 
@@ -300,16 +300,6 @@ def measure(args: Any) -> None:
     if args.profile:
         print_profile({row: x.run for row, x in ready.items()}, n_steps, args.profile)
     exit_if(row for row in found if row not in ready)
-
-
-def speeds_of(ready: dict[str, Candidate], repeats: int) -> dict[str, float]:
-    """Tokens a second: medians of calls in turn, after one of each."""
-    for candidate in ready.values():
-        candidate.run()
-    turns = [{row: x.run() for row, x in ready.items()} for _ in range(repeats)]
-    return {
-        row: x.tokens / statistics.median(turn[row] for turn in turns) for row, x in ready.items()
-    }
 
 
 def print_profile(runs: dict[str, Callable[[], Any]], n_steps: int, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
@@ -123,16 +124,23 @@ def time_calls(
 
 
 def in_turn(functions: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
-    """The median seconds of each function. They take turns, after one call each that may compile.
+    """The median seconds of each function, as `medians` has them."""
+
+    def seconds(function: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+
+    timed = {name: functools.partial(seconds, x) for name, x in functions.items()}
+    return medians(timed, repeats)
+
+
+def medians(functions: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, float]:
+    """The median of what each returns. They take turns, after one call each that may compile.
 
     Other load on the machine then slows all of them alike.
     """
-    times: dict[Any, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
-    for _ in range(repeats):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    turns = [{name: x() for name, x in functions.items()} for _ in range(repeats)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in functions}

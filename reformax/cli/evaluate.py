@@ -12,8 +12,8 @@ DIR/translations_SPLIT.tsv the source, the reference and the score of each. --be
 that out.
 
 --by_position says whether far context helps: bits by the position in windows that do not overlap,
-as a table, in the same file and in DIR/by_position_SPLIT.png. Where documents end, as rows of
-tables do, the position in a document that begins in its window is shown beside it.
+as a table, in the same file and in DIR/by_position_SPLIT.png. Of rows of
+tables and files of a folder, the position in a document that begins in its window is beside it.
 
 Exit code 0: all is printed and written. 1: an error; where DIR cannot be written the result is
 printed all the same, and the last line of stderr names the file that is missing or old. 2: the
