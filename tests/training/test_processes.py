@@ -245,7 +245,9 @@ def test_the_page_finds_the_processes_of_a_launcher(launcher, found, tmp_path):
     (line,) = re.findall(rf"^{launcher} .*python train\.py (--dist.*)", text, re.M)
     words = [*shlex.split(line.replace("/shared/runs/two", "two")), "--config_file=run.gin"]
     (tmp_path / "run.gin").write_text(CONFIG.replace("100_000", "6"))
-    free = next(p for p in range(FIRST_PORT, 2**16) if not joining_fails(p))
+    # At random: another test may be about to take the first one that is free.
+    ports = random.sample(range(FIRST_PORT, 2**16), 100)
+    free = next(port for port in ports if not joining_fails(port))
     each = tuple(found(index, free) for index in range(2))
     with Launch([words] * 2, tmp_path, found=each) as launched:
         assert launched.codes() == [0, 0], launched.said
