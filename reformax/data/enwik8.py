@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from reformax.data import files, prepared
+from reformax.data import files
 from reformax.data.base import Task, byte_language_model, split_bytes
 from reformax.declared import PathName, SettingError, checked
 
 N_BYTES = 100_000_000
-DOWNLOAD = "download enwik8.zip yourself and pass --data_dir=its folder"
 
 
 @checked
@@ -34,8 +33,7 @@ def enwik8(data_dir: PathName | None = None) -> Task:
       OSError: the download failed.
     """
     if data_dir is None:
-        prepared.library("enwik8", DOWNLOAD)
-        from reformax.data import enwik8_builder  # a class of tensorflow-datasets
+        from reformax.data import enwik8_builder  # which needs tensorflow-datasets
 
         return byte_language_model("enwik8", enwik8_builder.load())
     path = files.existing(data_dir)

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import tensorflow_datasets as tfds
 from jaxtyping import UInt8
-from tensorflow_datasets.core.download.checksums import UrlInfo
 
 from reformax.data import files, prepared
 from reformax.data.base import SPLITS, split_bytes
-from reformax.data.enwik8 import DOWNLOAD
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
+INSTEAD = "download enwik8.zip yourself and pass --data_dir=its folder"
+tfds = prepared.library("enwik8", INSTEAD)
+UrlInfo = tfds.core.download.checksums.UrlInfo
 _BLOCK = 1 << 16  # bytes an example
 
 
@@ -70,7 +70,7 @@ def load(data_dir: str | None = None) -> dict[str, UInt8[np.ndarray, " n"]]:
         lambda: Enwik8(data_dir=data_dir, file_format="array_record"),
         lambda builder: {split: _read(builder, split) for split in SPLITS},
         URL,
-        DOWNLOAD,
+        INSTEAD,
     )
 
 
