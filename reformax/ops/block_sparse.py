@@ -31,6 +31,7 @@ from reformax.ops.parts.containment import over_tokens
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.masks import segment_pair
+from reformax.ops.parts.neighbours import first_marked, ids_at, rows_at
 
 BUTTERFLY = butterfly()
 BlockSize = Annotated[Size | tuple[Size, Size], Called("a number of at least 1, or two")]
@@ -155,7 +156,7 @@ def _plan(
 ) -> Int[Array, "B G"] | None:
     """The positions of global tokens, if there are any."""
     del params, q, k, causal, rng, train, length
-    return band.first_marked(marks, segments, n_global)
+    return first_marked(marks, segments, n_global)
 
 
 def _apply_with_global(
@@ -177,15 +178,15 @@ def _apply_with_global(
     def further(x, few):  # [B, S, ...] and those at the end
         return jnp.concatenate([jnp.pad(x, ((0, 0), (0, n_pad), (0, 0), (0, 0))), few], axis=1)
 
-    few_k, few_v = (band.rows_at(x, plan) for x in (k, v))
+    few_k, few_v = (rows_at(x, plan) for x in (k, v))
     ids = jnp.ones(k.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
     row = jnp.arange(len(k))[:, None]
     elsewhere = ids.at[row, plan].set(0, mode="drop")
     elsewhere = jnp.pad(elsewhere, ((0, 0), (0, n_pad)))
-    of_keys = jnp.concatenate([elsewhere, band.ids_at(ids, plan)], axis=1)
+    of_keys = jnp.concatenate([elsewhere, ids_at(ids, plan)], axis=1)
     out = _attend(layout, impl, q, further(k, few_k), further(v, few_v), (ids, of_keys), rng)
     seed = seed_words(rng, len(q)) if dropout else None
-    rows = band.rows_of_few(band.rows_at(q, plan), k, v, plan, segments, False, dropout, seed)
+    rows = band.rows_of_few(rows_at(q, plan), k, v, plan, segments, False, dropout, seed)
     return out.at[row, plan].set(rows.astype(out.dtype), mode="drop")
 
 

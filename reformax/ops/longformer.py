@@ -20,6 +20,7 @@ from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named, no_params
 from reformax.ops.parts import band
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.dropout import seed_words
+from reformax.ops.parts.neighbours import NOWHERE, Band, first_marked, rows_at
 
 STEPS = "a number of at least 1, or one for each head"
 Dilation = Annotated[Size | Sequence[Size], Called(STEPS)]
@@ -34,7 +35,7 @@ class Settings(NamedTuple):
     own_projections: bool
     impl: str
 
-    def bands(self, n_heads: int, causal: bool) -> tuple[band.Band, ...]:
+    def bands(self, n_heads: int, causal: bool) -> tuple[Band, ...]:
         """The band of each head, or one for all."""
         each = self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
         if len(each) not in (1, n_heads):
@@ -42,7 +43,7 @@ class Settings(NamedTuple):
                 f"dilation is {self.dilation}: expected one number, or one for each of "
                 f"{n_heads} heads"
             )
-        return tuple(band.Band(self.window, n, causal) for n in each)
+        return tuple(Band(self.window, n, causal) for n in each)
 
 
 @named
@@ -117,7 +118,7 @@ def _plan(
 ) -> Int[Array, "B G"] | None:
     """The positions of global tokens, if there are any."""
     del params, k, causal, rng, train, length
-    return band.first_marked(marks, segments, settings.n_global)
+    return first_marked(marks, segments, settings.n_global)
 
 
 def _apply(
@@ -131,9 +132,9 @@ def _apply(
     if extras:
         q, k, v = (extras[f"global_{name}"] for name in "qkv")
     seed = seed_words(rng, len(q)) if dropout else None
-    rows = band.rows_of_few(
-        band.rows_at(q, plan), k, v, plan, segments, causal, dropout, seed
-    ).astype(out.dtype)
+    rows = band.rows_of_few(rows_at(q, plan), k, v, plan, segments, causal, dropout, seed).astype(
+        out.dtype
+    )
     return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
 
 
@@ -142,7 +143,7 @@ def _init_cache(
 ) -> band.Cache:
     del params, rng, extras
     few = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
-    few = jnp.where(few < lengths[:, None], few, band.NOWHERE)
+    few = jnp.where(few < lengths[:, None], few, NOWHERE)
     return band.fill(settings.bands(q.shape[2], True), k, v, few, lengths, capacity)
 
 

@@ -17,6 +17,7 @@ from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import band
 from reformax.ops.parts.dispatch import KERNELS, check_impl
+from reformax.ops.parts.neighbours import Band, first_where
 
 
 @named
@@ -56,8 +57,8 @@ def _apply(
 ) -> Array:
     del params, plan
     real = jnp.ones((1, q.shape[1]), bool) if segments is None else segments != 0
-    few = band.first_where(real, n_sinks) if n_sinks else None
-    bands = (band.Band(window, 1, causal),)
+    few = first_where(real, n_sinks) if n_sinks else None
+    bands = (Band(window, 1, causal),)
     return band.attend(bands, q, k, v, few, segments, dropout, rng, impl)
 
 
@@ -66,9 +67,9 @@ def _init_cache(
 ) -> band.Cache:
     del params, q, plan, rng
     few: Int[Array, "B G"] = jnp.tile(jnp.arange(n_sinks)[None], (len(k), 1))
-    return band.fill((band.Band(window, 1, True),), k, v, few, lengths, capacity)
+    return band.fill((Band(window, 1, True),), k, v, few, lengths, capacity)
 
 
 def _step(window: int, params, q, k, v, cache: band.Cache, *, position):
     del params
-    return band.step((band.Band(window, 1, True),), q, k, v, cache, position)
+    return band.step((Band(window, 1, True),), q, k, v, cache, position)

@@ -4,7 +4,7 @@ The few keys are few columns of the matrix of logits, for which array operations
 each row's maximum and sum, with which both parts are merged (Milakov and Gimelshein 2018, "Online
 normalizer calculation for softmax"). The backward pass gives those of the whole row to each part.
 
-Letters as in `reformax.ops.parts.band`.
+Letters as in `ops.parts.band`, and the few keys' positions as in `ops.parts.neighbours`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.kernels import chunked
 from reformax.ops.kernels.common import LOG2_E, LOWEST
-from reformax.ops.parts import band
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.first_order import first_order
+from reformax.ops.parts.neighbours import Band, ids_at, rows_at
 from reformax.ops.parts.softmax import nonzero
 
 
@@ -41,7 +41,7 @@ class Near(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def attend(
-    of: band.Band,
+    of: Band,
     chunks: Any,
     interpret: bool,
     q: Float[Array, "B T N H"],
@@ -59,7 +59,7 @@ def attend(
       chunks: `Chunks` with the band as their window.
       interpret: whether to run the kernels anywhere, slowly.
       q, k, v: queries, keys and values, zeros at padding.
-      few: the positions of the keys that all queries see; `band.NOWHERE` for none.
+      few: the positions of the keys that all queries see; `NOWHERE` for none.
       near: where the band is contiguous.
       segments: ids of positions; None is one.
       rng: the source of dropout.
@@ -76,7 +76,7 @@ class _Few(NamedTuple):
     dropped: Array | float
 
 
-def _few(of: band.Band, dropout: float, q, k, v, few, segments, rng) -> _Few:
+def _few(of: Band, dropout: float, q, k, v, few, segments, rng) -> _Few:
     length, place = q.shape[1], jnp.arange(q.shape[1])[None, :, None]
     at = few[:, None]
     mask = at < length
@@ -84,9 +84,9 @@ def _few(of: band.Band, dropout: float, q, k, v, few, segments, rng) -> _Few:
     if of.causal:
         mask = mask & (at <= place)
     if segments is not None:
-        of_few = band.ids_at(segments, few)[:, None]
+        of_few = ids_at(segments, few)[:, None]
         mask = mask & (segments[..., None] == of_few) & (of_few != 0)
-    keys, values = (band.rows_at(x, few) for x in (k, v))
+    keys, values = (rows_at(x, few) for x in (k, v))
     logits = product("btnh,bgnh->bntg", q, keys, q.dtype)
     # A row that sees a value that is no number is NaN.
     fine = jnp.moveaxis(is_finite(values)[..., 0], 2, 1)[:, :, None]

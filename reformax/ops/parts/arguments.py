@@ -1,8 +1,9 @@
-"""Checks of an op's options and of its call: one line with the argument, its value and the fix."""
+"""Checks of an op's call: one line with the argument, its value and the fix.
+
+`op` is an `ops.base.AttentionOp`, which calls these functions.
+"""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +11,9 @@ import numpy as np
 
 from reformax.ops.parts.masks import segment_pair
 
-if TYPE_CHECKING:
-    from reformax.ops.base import AttentionOp
-
 
 def check_arguments(
-    op: AttentionOp,
-    q,
-    k,
-    v,
-    *,
-    causal,
-    segments,
-    dropout,
-    rng,
-    bias=None,
-    extras=None,
-    marks=None,
+    op, q, k, v, *, causal, segments, dropout, rng, bias=None, extras=None, marks=None
 ) -> None:
     """Checks the arguments of a call before any tracing.
 
@@ -57,7 +44,7 @@ def check_arguments(
         raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
 
 
-def _check_shapes(op: AttentionOp, q, k, v) -> None:
+def _check_shapes(op, q, k, v) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x is not None and x.ndim != 4:
             raise ValueError(
@@ -89,7 +76,7 @@ def _check_shapes(op: AttentionOp, q, k, v) -> None:
         )
 
 
-def _check_segments(op: AttentionOp, segments, q, keys, source: str) -> None:
+def _check_segments(op, segments, q, keys, source: str) -> None:
     is_pair = isinstance(segments, tuple)
     if is_pair and not op.traits.cross:
         raise NotImplementedError(
@@ -117,7 +104,7 @@ def _check_segments(op: AttentionOp, segments, q, keys, source: str) -> None:
             _check_one_segment(op, ids)
 
 
-def _check_one_segment(op: AttentionOp, ids) -> None:
+def _check_one_segment(op, ids) -> None:
     """Raises `NotImplementedError` unless each row has one segment, besides padding.
 
     What a compiled function reads is not known yet: there booleans alone say so.
@@ -135,7 +122,7 @@ def _check_one_segment(op: AttentionOp, ids) -> None:
     )
 
 
-def _check_marks(op: AttentionOp, marks, q) -> None:
+def _check_marks(op, marks, q) -> None:
     if not op.traits.marks:
         raise NotImplementedError(
             f"marks is given, but {op.name} treats no token apart: use an op whose traits say "
@@ -145,7 +132,7 @@ def _check_marks(op: AttentionOp, marks, q) -> None:
         raise ValueError(f"marks has shape {marks.shape}: expected [batch, length], {q.shape[:2]}")
 
 
-def _check_extras(op: AttentionOp, extras, q, v) -> None:
+def _check_extras(op, extras, q, v) -> None:
     wanted = op.extras_of(op.dims(q, v))
     if set(extras or {}) != set(wanted):
         raise ValueError(f"extras has {sorted(extras or {})}: {op.name} reads {sorted(wanted)}")
@@ -155,7 +142,7 @@ def _check_extras(op: AttentionOp, extras, q, v) -> None:
             raise ValueError(f"extras[{name!r}] has shape {extras[name].shape}: expected {shape}")
 
 
-def check_params(op: AttentionOp, params, q, v) -> None:
+def check_params(op, params, q, v) -> None:
     """Raises `ValueError` if an op with weights of its own is called without them."""
     if jax.tree.leaves(params):
         return
@@ -167,7 +154,7 @@ def check_params(op: AttentionOp, params, q, v) -> None:
         )
 
 
-def _check_bias(op: AttentionOp, bias, full: tuple[int, int, int, int]) -> None:
+def _check_bias(op, bias, full: tuple[int, int, int, int]) -> None:
     if not op.traits.bias:
         raise NotImplementedError(
             f"bias is given, but {op.name} adds none: use an op whose traits say bias=True"

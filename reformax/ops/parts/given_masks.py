@@ -6,19 +6,16 @@ ops with the trait `bias` add to their logits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from reformax.ops.parts.masks import Segments, segment_pair
 
-if TYPE_CHECKING:
-    from reformax.ops.base import AttentionOp
-
 
 def with_mask(
-    op: AttentionOp,
+    op: Any,
     mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None,
     q: Float[Array, "B T N H"],
     keys: Float[Array, "B S N H"],
@@ -29,7 +26,7 @@ def with_mask(
     """The segments and the bias of a call with a mask.
 
     Args:
-      op: the algorithm.
+      op: the algorithm, an `AttentionOp`.
       mask: True where a key may be seen: `[B, S]` says it of each key, four axes of each pair. Four
         axes that are 1 for heads and for queries say it of each key too.
       q: queries.

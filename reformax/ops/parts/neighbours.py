@@ -1,0 +1,59 @@
+"""Which keys a position sees: a band of neighbours, and a few keys anywhere.
+
+G few keys, besides the letters of `reformax.ops.base`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+# The position of a key that is not there.
+NOWHERE = np.iinfo(np.int32).max
+
+
+class Band(NamedTuple):
+    """Which neighbours a position sees."""
+
+    window: int  # those less than so many steps away
+    dilation: int  # positions of a step
+    causal: bool
+
+    def shows(self, query, key) -> Bool[Array, "*d"]:
+        """Whether positions `query` see positions `key`, which broadcast."""
+        ahead = key - query
+        near = (jnp.abs(ahead) < self.window * self.dilation) & (ahead % self.dilation == 0)
+        return near & (ahead <= 0) if self.causal else near
+
+
+def rows_at(x: Array, few: Int[Array, "#B G"]) -> Array:
+    """Rows of `x`, `[B, T, ...]`, at some positions; any row for `NOWHERE`."""
+    index = jnp.minimum(few, x.shape[1] - 1)
+    if index.shape[0] == 1:
+        return x[:, index[0]]
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def ids_at(ids: Int[Array, "#B T"], few: Int[Array, "#B G"]) -> Int[Array, "#B G"]:
+    """The segments at some positions; 0 for `NOWHERE`."""
+    if ids.shape[0] == 1:
+        ids = jnp.broadcast_to(ids, (few.shape[0], ids.shape[1]))
+    return jnp.where(few < ids.shape[1], rows_at(ids, few), 0)
+
+
+def first_where(real: Bool[Array, "B T"], n: int) -> Int[Array, "B G"]:
+    """The first `n` positions where `real` is True; `NOWHERE` for the missing ones."""
+    found = jnp.sort(jnp.where(real, jnp.arange(real.shape[1])[None], NOWHERE), axis=1)[:, :n]
+    return jnp.pad(found, ((0, 0), (0, n - found.shape[1])), constant_values=NOWHERE)
+
+
+def first_marked(
+    marks: Int[Array, "B T"] | None, segments: Int[Array, "B T"] | None, n: int
+) -> Int[Array, "B G"] | None:
+    """The first `n` tokens of each row whose mark is above 0; None where there are no marks."""
+    if marks is None or not n:
+        return None
+    return first_where((marks > 0) if segments is None else (marks > 0) & (segments != 0), n)
