@@ -34,16 +34,15 @@ from reformax.ops.parts.cache import (
     add_to_ring,
     attend_to,
     fill_ring,
-    replace_value,
+    replace_in_memory,
 )
 from reformax.ops.parts.containment import finite
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
-from reformax.ops.parts.lsh_decoding import inserted, line, seen_before, with_bucket
 from reformax.ops.parts.masks import segment_pair
 from reformax.ops.parts.meeting import meeting_orders
 from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order
-from reformax.ops.parts.sorting import sort_by_bucket
+from reformax.ops.parts.sorting import inserted, line, seen_before, sort_by_bucket, with_bucket
 
 
 class Settings(NamedTuple):
@@ -119,7 +118,7 @@ def asymmetric_lsh(
         traits=asymmetric.TRAITS,
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        replace_value=_replace_value,
+        replace_value=replace_in_memory,
     )
 
 
@@ -164,10 +163,6 @@ class Hashed(NamedTuple):
     of_keys: Int[Array, "B N R C"]
     order: Int[Array, "B N R C"]  # positions, sorted by their key's bucket and position
     rotations: Shared  # [N, H, R, F]
-
-
-def _replace_value(cache: Hashed, v, position) -> Hashed:
-    return cache._replace(memory=replace_value(cache.memory, v, position))
 
 
 def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:

@@ -30,7 +30,7 @@ from reformax.ops.parts.cache import (
     add_to_ring,
     attend_to,
     fill_ring,
-    replace_value,
+    replace_in_memory,
 )
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
@@ -109,7 +109,7 @@ def hash_sparse(
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        replace_value=_replace_value,
+        replace_value=replace_in_memory,
     )
 
 
@@ -202,10 +202,6 @@ class Hashed(NamedTuple):
     memory: KeyValues
     buckets: Int[Array, "B N C"]
     rotations: Shared  # [N, H, 1, F]
-
-
-def _replace_value(cache: Hashed, v, position) -> Hashed:
-    return cache._replace(memory=replace_value(cache.memory, v, position))
 
 
 def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:

@@ -14,22 +14,40 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
 from reformax.ops.parts import circle
+from reformax.ops.parts.cache import (
+    KeyValues,
+    Shared,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_in_memory,
+)
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
-from reformax.ops.parts.lsh_decoding import lsh_decoding
+from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order, PadChunks
-from reformax.ops.parts.sorting import sort_by_bucket, within_buckets
+from reformax.ops.parts.sorting import (
+    inserted,
+    line,
+    seen_before,
+    sort_by_bucket,
+    with_bucket,
+    within_buckets,
+)
 
 # Every round orders the whole sequence.
 Rounds = Annotated[int, Bounds(1, 1024)]
 Buckets = Annotated[int | Sequence[int] | str, Called("'auto', or even numbers")]
+
+_take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
 class Settings(NamedTuple):
@@ -170,7 +188,9 @@ def lsh(
             keeps_padding_out=True,
             heads_apart=True,
         ),
-        **lsh_decoding(settings),
+        init_cache=functools.partial(_init_cache, settings),
+        step=functools.partial(_step, settings),
+        replace_value=replace_in_memory,
     )
 
 
@@ -224,3 +244,105 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     if settings.self_score is not None and plan is not None:
         own_weight = circle.own_weight(settings.self_score, plan, settings.chunks)
     return chunked_attention(q, k, v, chunks, plan, segments, rng, impl, own_weight)
+
+
+# Decoding. C is the capacity; a *place* is an index into a round's order, a *position* one into the
+# sequence.
+
+
+class Hashed(NamedTuple):
+    """The cache of LSH attention; entries of positions without a token are arbitrary."""
+
+    memory: KeyValues  # by position
+    buckets: Int[Array, "B N R C"]  # by position
+    order: Int[Array, "B N R C"]  # positions, sorted by bucket and position
+    rotations: Shared  # [N, H, R, F]
+
+
+def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Hashed:
+    del params, k, plan  # a plan has no buckets
+    factors, length = settings.hashing.factors_for(capacity), q.shape[1]
+    rotations = settings.hashing.rotations_for(q, capacity, settings.n_rounds(train=False), rng)
+    buckets = hash_by(rotations, q, factors)
+    is_token = line(length) < lengths[:, None, None, None]
+    last = math.prod(factors)
+    order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).queries
+    n_free = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
+    return Hashed(
+        fill_ring(length_normalize(q), v, lengths, capacity),
+        jnp.pad(buckets, n_free),
+        jnp.pad(order, n_free),
+        Shared(rotations),
+    )
+
+
+def _step(
+    settings: Settings, params, q, k, v, cache: Hashed, *, position: Int[Array, " B"]
+) -> tuple[Float[Array, "B 1 N V"], Hashed]:
+    del params, k
+    memory, buckets, order, (rotations,) = cache
+    memory = add_to_ring(memory, length_normalize(q), v, position)
+    bucket = hash_by(rotations, q, settings.hashing.factors_for(order.shape[-1]))
+    now = position[:, None, None, None]
+    buckets = with_bucket(buckets, bucket, position)
+    order, first, own = inserted(order, buckets, bucket, now)
+
+    seen, exists = _seen(settings, order, first, own, now)
+    exists = exists & (seen != now)
+    seen = jnp.where(exists, seen, -1)
+    if settings.count_once and seen.shape[2] > 1:
+        exists = exists & ~seen_before(seen)
+    index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
+    alone = v if settings.own else None
+    out = attend_to(q, *memory, exists.reshape(index.shape), alone, index=index)
+    return out, Hashed(memory, buckets, order, Shared(rotations))
+
+
+def _seen(
+    settings: Settings,
+    order: Int[Array, "B N R C"],
+    first: Int[Array, "B N R 1"],
+    own: Int[Array, "B N R 1"],
+    now: Int[Array, "B 1 1 1"],
+) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
+    """The positions in reach of the newest one in each round, and whether there is one.
+
+    Args:
+      settings: the op's.
+      order: each round's order, with the newest position in it.
+      first: the place where its bucket begins.
+      own: its place.
+      now: the newest position.
+    """
+    chunk_len, n_chunks_before, n_chunks_after = settings.chunks
+    if settings.strictly_causal:
+        reach = chunk_len * n_chunks_before
+        place = own - reach + line(reach)
+        exists = place >= first
+    else:
+        n_places = (n_chunks_before + 1 + n_chunks_after) * chunk_len
+        place = (own // chunk_len - n_chunks_before) * chunk_len + line(n_places)
+        exists = (place >= 0) & (place <= now)
+    if settings.wrap:
+        return _in_a_circle(order, place, now, settings.whole)
+    return _take(order, jnp.clip(place, 0, order.shape[-1] - 1), axis=-1), exists
+
+
+def _in_a_circle(
+    order: Int[Array, "B N R C"],
+    place: Int[Array, "B N R M"],
+    now: Int[Array, "B 1 1 1"],
+    whole: int,
+) -> tuple[Int[Array, "B N R M"], Bool[Array, "B N R M"]]:
+    """The positions at places of rounds in a circle, and whether there is one.
+
+    Rounds are padded to a multiple of `whole` places.
+    """
+    n_rounds, capacity = order.shape[2:]
+    length = (now // whole + 1) * whole
+    place = jnp.arange(n_rounds)[None, None, :, None] * length + place
+    index, place = jnp.divmod(place % (n_rounds * length), length)
+    index = index * capacity + jnp.minimum(place, capacity - 1)
+    shape = (*order.shape[:2], -1)
+    seen = _take(order.reshape(shape), index.reshape(shape), axis=-1).reshape(index.shape)
+    return seen, place <= now

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
+from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
 from reformax.ops.parts.chosen_blocks import Tiles, in_three, tiles
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite, tokens_only
@@ -71,7 +71,7 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
         traits=Traits(bidirectional=False, grouped=True, heads_apart=True),
         init_cache=functools.partial(_init_cache, block_size),
         step=functools.partial(_step, block_size, top_k),
-        replace_value=_replace_value,
+        replace_value=replace_in_memory,
     )
 
 
@@ -263,10 +263,6 @@ class Cache(NamedTuple):
 
     memory: KeyValues
     sums: Float[Array, "B G C H"]
-
-
-def _replace_value(cache: Cache, v, position) -> Cache:
-    return cache._replace(memory=replace_value(cache.memory, v, position))
 
 
 def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:

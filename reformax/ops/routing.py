@@ -24,7 +24,7 @@ from reformax.carried import Carried, becoming
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, Dims, Traits, named
 from reformax.ops.parts.block_lists import InOrder
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
+from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dispatch import (
     KERNELS,
@@ -120,7 +120,7 @@ def routing(
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        replace_value=_replace_value,
+        replace_value=replace_in_memory,
     )
 
 
@@ -314,10 +314,6 @@ class Cache(NamedTuple):
     memory: KeyValues
     queries: Float[Array, "B N C T"]
     keys: Float[Array, "B N C T"]
-
-
-def _replace_value(cache: Cache, v, position) -> Cache:
-    return cache._replace(memory=replace_value(cache.memory, v, position))
 
 
 def _products(params, x: Float[Array, "B T N H"]) -> Float[Array, "B N C T"]:

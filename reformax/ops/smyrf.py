@@ -30,12 +30,12 @@ from reformax.ops.parts.cache import (
     add_to_ring,
     attend_to,
     fill_ring,
-    replace_value,
+    replace_in_memory,
 )
 from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.lsh_decoding import seen_before
 from reformax.ops.parts.meeting import meeting_orders
 from reformax.ops.parts.orders import ChunkSizes, Order
+from reformax.ops.parts.sorting import seen_before
 
 # Every round orders the whole sequence twice.
 Rounds = Annotated[int, Bounds(1, 1024)]
@@ -102,7 +102,7 @@ def smyrf(
         traits=asymmetric.TRAITS,
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        replace_value=_replace_value,
+        replace_value=replace_in_memory,
     )
 
 
@@ -165,10 +165,6 @@ class Clustered(NamedTuple):
     parts: tuple[Float[Array, "B N R C"], Float[Array, "B N R C"]]  # of queries and of keys
     squares: tuple[Float[Array, "B N C"], Float[Array, "B N C"]]
     directions: Shared  # [N, H + 2, R]
-
-
-def _replace_value(cache: Clustered, v, position) -> Clustered:
-    return cache._replace(memory=replace_value(cache.memory, v, position))
 
 
 def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Clustered:

@@ -74,6 +74,11 @@ def replace_value(
     return ring._replace(values=put(ring.values, v[:, 0], slot))
 
 
+def replace_in_memory(cache: Any, v: Float[Array, "B 1 N V"], position: Int[Array, " B"]) -> Any:
+    """`replace_value` of a cache that has its keys and values as `memory`."""
+    return cache._replace(memory=replace_value(cache.memory, v, position))
+
+
 def put(
     x: Float[Array, "B N S J"], new: Float[Array, "B N J"], slot: Int[Array, " B"]
 ) -> Float[Array, "B N S J"]:

@@ -1,4 +1,4 @@
-"""The order of a sequence by hash bucket, and the stretch of its bucket that a position sees."""
+"""The order of a sequence by hash bucket, at once or a position at a time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
+from reformax.ops.parts.cache import put
 from reformax.ops.parts.orders import Order
 
 
@@ -63,3 +64,48 @@ def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> 
     first = jnp.maximum(start, place - reach)
     first = jnp.take_along_axis(first, order.places, axis=-1, mode="promise_in_bounds")
     return order._replace(first=first)
+
+
+# Decoding. C is the capacity.
+
+
+def with_bucket(
+    buckets: Int[Array, "B N R C"], bucket: Int[Array, "B N R 1"], position: Int[Array, " B"]
+) -> Int[Array, "B N R C"]:
+    """The buckets with that of each row's `position`."""
+    lines = buckets.reshape(buckets.shape[0], -1, buckets.shape[-1], 1)
+    return put(lines, bucket.reshape(*lines.shape[:2], 1), position).reshape(buckets.shape)
+
+
+def inserted(
+    order: Int[Array, "B N R C"],
+    buckets: Int[Array, "B N R C"],
+    bucket: Int[Array, "B N R 1"],
+    now: Int[Array, "B 1 1 1"],
+) -> tuple[Int[Array, "B N R C"], Int[Array, "B N R 1"], Int[Array, "B N R 1"]]:
+    """The order with position `now` behind the positions of its own bucket and of those before it.
+
+    Returns:
+      The order, the place where its bucket begins, and its own place.
+    """
+    place = line(order.shape[-1])
+    own, first = (
+        jnp.sum((place < now) & here, axis=-1, keepdims=True, dtype=jnp.int32)
+        for here in (buckets <= bucket, buckets < bucket)
+    )
+    shifted = jnp.concatenate([order[..., :1], order[..., :-1]], axis=-1)
+    order = jnp.where(place < own, order, jnp.where(place == own, now, shifted))
+    return order, first, own
+
+
+def seen_before(seen: Int[Array, "B N R M"]) -> Bool[Array, "B N R M"]:
+    """Which positions an earlier round has shown."""
+    rounds = jnp.arange(seen.shape[2])[None, None, :, None]
+    again = seen[..., None, None] == seen[:, :, None, None]  # [B, N, R, M, R, M]
+    again = again & (rounds[..., None, None] > rounds[:, :, None, None])
+    return jnp.any(again, axis=(-2, -1))
+
+
+def line(n: int) -> Int[Array, "1 1 1 n"]:
+    """0 to n - 1 along the last of the axes of an order."""
+    return jnp.arange(n, dtype=jnp.int32)[None, None, None]
