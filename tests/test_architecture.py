@@ -4,6 +4,7 @@ Imports run one way, and a file is registered nowhere but in the table of tests 
 """
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -126,6 +127,15 @@ def test_imports_run_one_way(part):
 def test_every_part_of_the_package_has_a_rule():
     parts = {p.relative_to(PACKAGE).parts[0] for p in python_files("reformax")}
     assert parts == set(MAY_IMPORT)
+
+
+def test_no_files_import_each_other():
+    files = {module_name(p): p for p in python_files()}
+    graph = {
+        m: {n if n in files else n.rpartition(".")[0] for n in imports_of(p)} - {m}
+        for m, p in files.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # which names a circle
 
 
 @pytest.mark.parametrize("library, path", SOLE_IMPORTERS.items())

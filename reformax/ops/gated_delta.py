@@ -22,7 +22,7 @@ from reformax.declared import Positive, Size
 from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.recurrence import Inputs
+from reformax.ops.parts.recurrence_chunks import Inputs
 from reformax.ops.parts.recurrent import (
     layer_output,
     output_extras,

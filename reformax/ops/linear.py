@@ -20,7 +20,8 @@ from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.means import quotient, with_ones
-from reformax.ops.parts.recurrence import Inputs, everything
+from reformax.ops.parts.recurrence import everything
+from reformax.ops.parts.recurrence_chunks import Inputs
 from reformax.ops.parts.recurrent import contained, recurrent
 from reformax.ops.parts.short_convolution import conv_params
 from reformax.ops.parts.softmax import wide

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.recurrence import Inputs
+from reformax.ops.parts.recurrence_chunks import Inputs
 from reformax.ops.parts.recurrent import (
     layer_output,
     output_extras,

@@ -9,7 +9,7 @@ import pytest
 
 from reformax.ops.kernels import recurrence as kernel
 from reformax.ops.parts.means import mean
-from reformax.ops.parts.recurrence import Inputs
+from reformax.ops.parts.recurrence_chunks import Inputs
 from tests.helpers import assert_trees_close, assert_trees_equal, lower_for_gpu, with_gradients
 from tests.ops import recurrence_oracle
 from tests.ops.test_recurrence import draw, runs

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from reformax.ops.kernels import recurrence as kernel
-from reformax.ops.parts.recurrence import Inputs, recurrence
+from reformax.ops.parts.recurrence import recurrence
+from reformax.ops.parts.recurrence_chunks import Inputs
 from tests.helpers import assert_trees_close, assert_trees_equal, lower_for_gpu, with_gradients
 from tests.ops.test_recurrence import KINDS, compare, draw, runs
 

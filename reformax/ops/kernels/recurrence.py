@@ -33,7 +33,7 @@ from reformax.ops.kernels.recurrence_states import (
     d_states_kernel,
     states_kernel,
 )
-from reformax.ops.parts.recurrence import Inputs
+from reformax.ops.parts.recurrence_chunks import Inputs
 
 F32 = jnp.float32
 # Programs that fill a GPU of 132 processors; how many chunks a group has at least.

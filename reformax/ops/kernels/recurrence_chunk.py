@@ -180,7 +180,7 @@ class Rows(NamedTuple):
         return self.id_at(jnp.maximum(self.start - 1, 0))
 
     def from_old(self, x, columns=None) -> Float[Array, "L H"]:
-        """As `ops.parts.recurrence._Chunks.from_old`; so are the next two."""
+        """As `ops.parts.recurrence_chunks.Chunks.from_old`; so are the next two."""
         if self.x.decay is not None:
             x = x.astype(jnp.float32) * jnp.exp(self.decay(columns=columns))
         return self.old_only(x)

@@ -32,7 +32,7 @@ from reformax.ops.kernels.recurrence_chunk import (
     wide,
 )
 from reformax.ops.parts.dispatch import MAX_HEAD_SIZE
-from reformax.ops.parts.means import LEAST
+from reformax.ops.parts.softmax import LEAST_SUM
 
 # Decays.
 
@@ -40,7 +40,7 @@ from reformax.ops.parts.means import LEAST
 def sums_kernel(x, log_decay, out, *, plan) -> None:
     """Log decays summed up from the chunk's begin, within segments, `[B, T, N, H]`."""
     rows = chunk_of(plan, x)
-    # As in `ops.parts.recurrence`.
+    # As in `ops.parts.recurrence_chunks`.
     least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
     each = jnp.maximum(wide(rows.read(log_decay)), least)
     rows.write(out, _sums(rows, each))
@@ -160,7 +160,7 @@ def output_kernel(x, states, values, hidden, out, total, *, plan) -> None:
         rows.write(out, sums)
         return
     weights = jnp.sum(rows.rounded(pairs), axis=1) + rows.old_only(weights[:, None])[:, 0]
-    weights = jnp.where(weights < LEAST, 0, weights)
+    weights = jnp.where(weights < LEAST_SUM, 0, weights)
     means = jnp.where(weights == 0, 0, 1 / jnp.where(weights == 0, 1, weights))[:, None] * sums
     for other in any_not_finite(means), any_not_finite(weights[:, None]), rows.numbers(hidden):
         bad = jnp.maximum(bad, other)

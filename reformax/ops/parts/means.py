@@ -20,12 +20,10 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.first_order import first_order
-from reformax.ops.parts.recurrence import Inputs, recurrence
+from reformax.ops.parts.recurrence import recurrence
+from reformax.ops.parts.recurrence_chunks import Inputs
 from reformax.ops.parts.side_by_side import back, sees, side_by_side, taken
-from reformax.ops.parts.softmax import nonzero, wide
-
-# The square of less, which a gradient is divided by, would be 0.
-LEAST = 1e-18
+from reformax.ops.parts.softmax import LEAST_SUM, nonzero, wide
 
 # What the gradient reads of the other pass, for policies of `jax.checkpoint`.
 KEPT = "mean"
@@ -77,7 +75,7 @@ def quotient(sums: Float[Array, "*d V1"]) -> Float[Array, "*d V"]:
     """Means, of sums of `with_ones`; NaN in rows that are not finite."""
     whole, sums = is_finite(sums), finite(sums)
     total = sums[..., -1:]
-    total = jnp.where(total < LEAST, 0, total)
+    total = jnp.where(total < LEAST_SUM, 0, total)
     means = jnp.where(total == 0, 0, sums[..., :-1] / nonzero(total))
     return jnp.where(whole, means, jnp.nan)
 

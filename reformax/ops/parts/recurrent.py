@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 from reformax.ops.base import Dims, Extra
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.means import mean, quotient, with_ones
-from reformax.ops.parts.recurrence import Inputs, advance, recurrence, state_after
+from reformax.ops.parts.recurrence import advance, recurrence, state_after
+from reformax.ops.parts.recurrence_chunks import Inputs
 from reformax.ops.parts.share import all_heads, of_heads
 from reformax.ops.parts.short_convolution import Projected, convolve_next, convolved, last_inputs
 from reformax.ops.parts.softmax import wide

@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+# Less of a sum of weights that are no softmax's is none: its square, which a gradient is divided
+# by, would be 0.
+LEAST_SUM = 1e-18
+
 
 def wide(*dtypes: Any) -> Any:
     """The dtype of logits, softmax and sums: float32, or float64 for float64 inputs."""
