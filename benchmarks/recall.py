@@ -61,7 +61,7 @@ from reformax.training.loss import metric_name
 
 LENGTH, CHUNK_LEN, N_SEEDS = 1024, 64, 8
 N_HASHES = (1, 2, 4, 8, 16)
-NOISES = (0.25, 0.5, 1.0)
+NOISES, NOISE = (0.25, 0.5, 1.0), 0.5
 SIZE, N_CLUSTERS = 64, 32
 PLOT = Path("docs/recall.png")
 # Of a trained model: numbers of keys to compare at, and what no choice of so many keys exceeds.
@@ -104,7 +104,7 @@ def mean_recall(
     n_seeds: int = N_SEEDS,
     length: int = LENGTH,
     chunk_len: int = CHUNK_LEN,
-    noise: float = 0.5,
+    noise: float = NOISE,
     causal: bool = False,
 ) -> tuple[float, float]:
     """The shares of full shared-QK attention's weight, and of the keys, that LSH attention shows.
@@ -134,7 +134,7 @@ def mean_recall(
 
 
 def recall_across(
-    attend: AttentionOp, n_queries: int, n_keys: int, n_seeds: int = N_SEEDS, noise: float = 0.5
+    attend: AttentionOp, n_queries: int, n_keys: int, n_seeds: int = N_SEEDS
 ) -> tuple[float, float]:
     """The shares of full attention's weight, and of the keys, that `attend` shows a query.
 
@@ -148,7 +148,7 @@ def recall_across(
         rng: PRNGKeyArray, names: Float[Array, "1 S 1 S"], mask: Bool[Array, "1 1 T S"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         data_rng, hash_rng = jax.random.split(rng)
-        x = clustered_queries(data_rng, n_queries + n_keys, noise)
+        x = clustered_queries(data_rng, n_queries + n_keys, NOISE)
         q, k = x[:, :n_queries], x[:, n_queries:]
         truth = reference_attention(q, length_normalize(k), names, mask)
         shown = attend(q, length_normalize(k), names, rng=hash_rng) > 0

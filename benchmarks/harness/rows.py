@@ -232,7 +232,7 @@ def check_chosen(chosen: Array, reference: Array) -> None:
 
 
 def check_rows(
-    rows: Mapping[str, Row], size: Sequence[int], dtype: str, n_kv_heads: int | None = None
+    rows: Mapping[str, Row], size: Sequence[int], dtype: str
 ) -> dict[str, Row | Exception]:
     """Checks rows in this dtype and in float32, and prints their errors.
 
@@ -240,11 +240,8 @@ def check_rows(
     """
     dtypes = dict.fromkeys((dtype, "float32"))
 
-    def given(dtype: str) -> tuple[Array, ...]:
-        return inputs(*size, dtype=dtype, n_kv_heads=n_kv_heads)
-
     def errors(row: Row) -> list[float]:
-        return [error for x in dtypes for error in row.check(*given(x))]
+        return [error for x in dtypes for error in row.check(*inputs(*size, dtype=x))]
 
     columns = [f"{dtype} {part}" for dtype in dtypes for part in ("output", "gradient")]
     title = f"Largest errors at 1 x {size[1]:,} tokens, relative to the largest number or 1"
@@ -280,22 +277,24 @@ def measure_rows(
     rows: Mapping[Any, Row | Exception],
     arrays: tuple[Array, ...],
     repeats: int,
-    most: float = math.inf,
 ) -> Iterator[tuple[Any, Known]]:
-    """The name and the figures of each row: all are compiled together, then timed one by one.
-
-    most: seconds of the calls of a pass, as in `time_calls`.
-    """
+    """The name and the figures of each row: all are compiled together, then timed one by one."""
     ready = attempt_each(functools.partial(compile_row, arrays), rows, COMPILERS)
-
-    def measure(forward, gradient, temp_mib) -> Result:
-        calls = forward, gradient
-        times = [time_calls(x, jax.block_until_ready, repeats, most) for x in calls]
-        return Result(*times, temp_mib)
-
     for name in rows:
         known = ready.pop(name)
-        yield name, known if isinstance(known, Exception) else attempt(measure, *known)
+        yield name, known if isinstance(known, Exception) else attempt(measure, *known, repeats)
+
+
+def measure(
+    forward: Callable[[], Any],
+    gradient: Callable[[], Any],
+    temp_mib: float,
+    repeats: int,
+    most: float = math.inf,
+) -> Result:
+    """The figures of both passes, whose calls take `most` seconds each, as in `time_calls`."""
+    times = [time_calls(x, jax.block_until_ready, repeats, most) for x in (forward, gradient)]
+    return Result(*times, temp_mib)
 
 
 def measure_peers(python: str, peer: str, **request: Any) -> Iterator[tuple[str, Known]]:

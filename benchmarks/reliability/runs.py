@@ -154,9 +154,9 @@ class Process:
         if self.alive:
             os.kill(self.pid, number)
 
-    def wait_for_stop(self, limit: float = LIMIT) -> None:
+    def wait_for_stop(self) -> None:
         """Waits until SIGSTOP stopped it, or until it ended."""
-        until = time.monotonic() + limit
+        until = time.monotonic() + LIMIT
         while self.alive and time.monotonic() < until:
             state = _read(f"/proc/{self.pid}/stat").rpartition(")")[2].split()[:1]
             if state == ["T"]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.harness import rows
 from benchmarks.harness.by_length import left_out, save, timed
-from benchmarks.harness.calls import attempt_each, compiled, reason, time_calls
+from benchmarks.harness.calls import attempt_each, compiled, reason
 from benchmarks.harness.processes import (
     Answer,
     alone,
@@ -234,12 +234,9 @@ def measure(programs: Programs, repeats: int) -> rows.Result:
     """The figures of a row."""
     inputs = programs.inputs()
     d_out = inputs.pop("d_out")
-    calls = (
-        functools.partial(programs.forward, inputs),
-        functools.partial(programs.gradient, d_out, inputs),
-    )
-    times = [time_calls(call, jax.block_until_ready, repeats, MOST) for call in calls]
-    return rows.Result(*times, programs.temp_mib)
+    forward = functools.partial(programs.forward, inputs)
+    gradient = functools.partial(programs.gradient, d_out, inputs)
+    return rows.measure(forward, gradient, programs.temp_mib, repeats, MOST)
 
 
 def by_length(

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.harness import rows
 from benchmarks.harness.by_length import left_out, save, timed
-from benchmarks.harness.calls import attempt, attempt_each, reason, time_calls
+from benchmarks.harness.calls import attempt, attempt_each, reason
 from benchmarks.harness.processes import Answer, alone, stage, together
 from reformax import memory
 from reformax.ops import (
@@ -142,12 +142,9 @@ def measure(programs: Programs, made: Made, row: rows.Row, shape: Shape, length:
     """The figures of a row."""
     q, k, v, d_out = made.inputs(shape, length)
     args = q, None if row.shared_qk else k, v, rows.KEY
-    calls = (
-        functools.partial(programs.forward, *args),
-        functools.partial(programs.gradient, d_out, *args),
-    )
-    times = (time_calls(call, jax.block_until_ready, repeats, MOST) for call in calls)
-    return rows.Result(*times, programs.temp_mib)
+    forward = functools.partial(programs.forward, *args)
+    gradient = functools.partial(programs.gradient, d_out, *args)
+    return rows.measure(forward, gradient, programs.temp_mib, repeats, MOST)
 
 
 def by_length(

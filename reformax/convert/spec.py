@@ -96,11 +96,6 @@ class Spec(NamedTuple):
         """The module of the model, in `reformax.models`."""
         return MODELS[self.model].__module__.rpartition(".")[2]
 
-    @property
-    def n_repeats(self) -> int:
-        """The number of times that the cycle of attentions repeats over the depth."""
-        return self.arguments["n_layers"] // len(self.attention)
-
     def layers(self):
         """Yields `(layer, block, repeat, op)`; a layer's weights are at its block and repeat."""
         for layer in range(self.arguments["n_layers"]):

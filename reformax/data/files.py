@@ -2,7 +2,7 @@
 
 Every error is an OSError or a ValueError of one line that names the path and says what to do. What
 is no ordinary file is refused before it is opened. A packed file is unpacked block by block, so one
-that unpacks to too much is refused with `max_bytes` in memory and no more.
+that unpacks to too much is refused with `most_unpacked` bytes in memory and no more.
 """
 
 from __future__ import annotations
@@ -118,24 +118,17 @@ def most_unpacked(size: int) -> int:
     return min(max(MAX_UNPACKED, MAX_INFLATION * size), MAX_BYTES)
 
 
-def read_gz(path: Path, max_bytes: int | None = None) -> bytes:
-    """The content of a gzip file of any name.
-
-    Args:
-      path: the file.
-      max_bytes: the most it may unpack to; None: 1 GiB or 20 times its size, whichever is more, and
-        at most half of the machine's memory.
+def read_gz(path: Path) -> bytes:
+    """The content of a gzip file of any name, at most `most_unpacked` bytes.
 
     Raises:
       ValueError: the file is empty, damaged, no gzip file or no ordinary file, or unpacks to more.
       OSError: the file cannot be read.
     """
-    return _unpacked(path, _gz_blocks, max_bytes)
+    return _unpacked(path, _gz_blocks)
 
 
-def read_folder(
-    folder: Path, pattern: str = "*", read: Callable[[Path], bytes] = read_file
-) -> Joined:
+def read_folder(folder: Path, pattern: str, read: Callable[[Path], bytes]) -> Joined:
     """The files of a folder whose names match, joined in the order of `list_files`.
 
     Args:
@@ -212,22 +205,18 @@ def _too_much(path: Path, size: int) -> ValueError:
     )
 
 
-def _unpacked(
-    path: Path, blocks: Callable[[Path], Iterator[bytes]], max_bytes: int | None = None
-) -> bytes:
+def _unpacked(path: Path, blocks: Callable[[Path], Iterator[bytes]]) -> bytes:
     """Joins the blocks of a packed file, as long as they are within the limit."""
     size = check_ordinary(path)
-    if max_bytes is None:
-        max_bytes = most_unpacked(size)
-    parts, total = [], 0
+    most, parts, total = most_unpacked(size), [], 0
     try:
         for block in blocks(path):
             parts.append(block)
             total += len(block)
-            if total > max_bytes:
+            if total > most:
                 parts.clear()
                 raise ValueError(
-                    f"{path} unpacks to more than {max_bytes:,} bytes from {size:,}: refused as a "
+                    f"{path} unpacks to more than {most:,} bytes from {size:,}: refused as a "
                     "decompression bomb; if it is none, unpack it yourself"
                 )
     except DAMAGED as error:

@@ -116,11 +116,9 @@ class SinusoidalPositionalEncoding(Layer):
         return self.apply_at(params, x, jnp.arange(x.shape[1])[None])
 
 
-def _angles(
-    position: Int[Array, "*d T"], n_frequencies: int, base: float = 10_000.0
-) -> Float[Array, "*d T F"]:
-    """Angles t * base^(-f / F) of each position and frequency."""
-    frequency = base ** (-jnp.arange(n_frequencies) / n_frequencies)
+def _angles(position: Int[Array, "*d T"], n_frequencies: int) -> Float[Array, "*d T F"]:
+    """Angles t * 10,000^(-f / F) of each position and frequency."""
+    frequency = 10_000.0 ** (-jnp.arange(n_frequencies) / n_frequencies)
     return jnp.multiply.outer(position.astype(frequency.dtype), frequency)
 
 

@@ -277,17 +277,15 @@ def mixtures(
     return Mixtures(*each, repeat(real.any(axis=2)), repeat(fit))
 
 
-def layer_norm(
-    x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"], epsilon: float = 1e-5
-) -> Float[Array, "*d N H"]:
+def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Float[Array, "*d N H"]:
     """Layer norm of a head's vector, with its scale and bias; in float32, to the dtype of `x`."""
     y = x.astype(wide(x.dtype))
     # No square overflows: numbers above 1 are divided by the largest.
     size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(y).max(axis=-1, keepdims=True), 1))
     y = y / size
     y = y - y.mean(axis=-1, keepdims=True)
-    variance = jnp.mean(y * y, axis=-1, keepdims=True) + epsilon / size / size
-    y = y * jax.lax.rsqrt(jnp.maximum(variance, 1e-20))  # epsilon is 0 by the largest numbers
+    variance = jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5 / size / size
+    y = y * jax.lax.rsqrt(jnp.maximum(variance, 1e-20))  # 1e-5 is 0 by the largest numbers
     scale, bias = weights.astype(y.dtype).reshape(2, *(1,) * (x.ndim - 2), *weights.shape[1:])
     return (y * scale + bias).astype(x.dtype)
 

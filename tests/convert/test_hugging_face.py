@@ -112,7 +112,7 @@ def test_the_published_models(name):
         assert tensor.write(tensor.read(zeros)).size == zeros.size
         found.setdefault(tensor.path, []).append(tensor.repeat)
     assert len(found) == len(jax.tree.leaves(params))
-    n_repeats = spec.n_repeats
+    n_repeats = spec.arguments["n_layers"] // len(spec.attention)
     assert all(r in ([None], list(range(n_repeats))) for r in found.values())
     n_params = sum(math.prod(t.shape) for t in table)
     assert n_params == {"enwik8": 149_182_722, "crime_and_punishment": 2_748_224}[name]

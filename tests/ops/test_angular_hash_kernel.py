@@ -18,7 +18,8 @@ def test_the_same_buckets(length, size, factors, n_rounds):
 
     @jax.jit
     def buckets(vectors):
-        args = (vectors, factors, n_rounds, jax.random.key(0))
-        return hashing.hash_vectors(*args), hashing.hash_vectors(*args, impl="pallas_interpret")
+        rotations = hashing.draw_rotations(vectors, factors, n_rounds, jax.random.key(0))
+        args = rotations, vectors, factors
+        return hashing.hash_by(*args), hashing.hash_by(*args, "pallas_interpret")
 
     np.testing.assert_array_equal(*buckets(vectors))

@@ -214,7 +214,7 @@ def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np
     return np.append(rows.entries, np.int32(nothing))[index]
 
 
-def merge_softmax(parts: Softmax, per_row: Ints, scale: float = 1.0) -> Softmax:
+def merge_softmax(parts: Softmax, per_row: Ints, scale: float) -> Softmax:
     """One `Softmax` for each row, of those of its parts; `scale` turns `top` into logits."""
 
     def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:

@@ -86,7 +86,6 @@ def hash_vectors(
     factors: Sequence[int],
     n_rounds: int,
     rng: PRNGKeyArray,
-    impl: str = "xla",
 ) -> Int[Array, "B N R T"]:
     """Angular hashes: the argmax over [x R; -x R] for a random R (Reformer, sec. 2).
 
@@ -97,9 +96,8 @@ def hash_vectors(
       factors: even bucket counts; bucket = sum_i hash_i * prod(factors before i).
       n_rounds: R.
       rng: the source of the rotations.
-      impl: "xla", or the kernel, which multiplies in the dtype of `vectors`.
     """
-    return hash_by(draw_rotations(vectors, factors, n_rounds, rng), vectors, factors, impl)
+    return hash_by(draw_rotations(vectors, factors, n_rounds, rng), vectors, factors)
 
 
 def draw_rotations(
@@ -119,7 +117,7 @@ def check_rotations(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
     n_rounds: int,
-    rng: PRNGKeyArray | Share | None = None,
+    rng: PRNGKeyArray | Share | None,
 ) -> Float[Array, "N H R F"]:
     """The first rounds of given rotations; `ValueError` if they do not fit the vectors."""
     n_heads, size = vectors.shape[2:]
@@ -139,7 +137,7 @@ def hash_by(
     factors: Sequence[int],
     impl: str = "xla",
 ) -> Int[Array, "B N R T"]:
-    """`hash_vectors` by given rotations."""
+    """`hash_vectors` by given rotations; the kernel multiplies in the dtype of `vectors`."""
     if impl != "xla":
         from reformax.ops.kernels import angular_hash
 

@@ -204,7 +204,7 @@ _recurrence.defvjp(_forward, _backward)
 # Decoding.
 
 
-def state_after(inputs: Inputs, lengths: Int[Array, " B"], *, chunk_len: int = 64) -> Array:
+def state_after(inputs: Inputs, lengths: Int[Array, " B"], *, chunk_len: int) -> Array:
     """The state `[B, N, H, V]` after the first `lengths` positions of each row."""
     real = (jnp.arange(inputs.q.shape[1])[None] < lengths[:, None])[..., None, None]
     here = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)

@@ -103,7 +103,7 @@ def contained(inputs: Callable[..., Inputs], params, q, k, v, extras=None) -> In
     return x._replace(log_decay=jnp.where(of_gates, x.log_decay, jnp.nan))
 
 
-def contained_output(output: Callable[..., Array], params, out, extras=None) -> Array:
+def contained_output(output: Callable[..., Array], params, out, extras) -> Array:
     """`output` of finite numbers, NaN in rows that are not finite."""
     gate = (extras or {}).get(OUTPUT_GATE)
     result = output(params, finite(out), jax.tree.map(finite, extras))
