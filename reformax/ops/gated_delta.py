@@ -57,20 +57,13 @@ def gated_delta(
       memory: the positions after which a head has forgotten all but 1 / e when training
         begins, where `keep` is 0. None draws each head's as Mamba 2 does, from 0.6 to 1,000 and
         half of them below 14: with few heads all may be short, and nothing further away is learnt.
-      conv_size: if set, queries, keys and values are convolved over this many positions first
-        (`parts.short_convolution`); the papers have 4.
-      chunk_len: positions whose products are computed at once, rounded up to a power of two. It
-        changes no number but by rounding.
-      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
-        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
-        the faster one of those that can compute the call.
+      conv_size, chunk_len, impl: as in `linear.linear`.
 
     Raises:
       ValueError: chunk_len below 1, an unknown `impl`.
       NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
         for cannot compute the call.
     """
-
     check_impl(impl, *KERNELS)
 
     def extras(dims):

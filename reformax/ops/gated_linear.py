@@ -53,20 +53,13 @@ def gated_linear(
       temperature: the root that is taken of the gates. The larger, the slower they forget.
       memory: the positions after which a feature has forgotten all but 1 / e when training
         begins, where `gate` is 0. None is the paper's, a bias of 0: `temperature / log(2)`, 23.
-      conv_size: if set, queries, keys and values are convolved over this many positions first
-        (`parts.short_convolution`); the papers have 4.
-      chunk_len: positions whose products are computed at once, rounded up to a power of two. It
-        changes no number but by rounding.
-      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
-        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
-        the faster one of those that can compute the call.
+      conv_size, chunk_len, impl: as in `linear.linear`.
 
     Raises:
       ValueError: a setting out of range, an unknown `impl`.
       NotImplementedError: at the call, with dropout: weights are never made; where the kernel asked
         for cannot compute the call.
     """
-
     check_impl(impl, *KERNELS)
 
     def init(rng, dims):

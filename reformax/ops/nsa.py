@@ -198,6 +198,11 @@ class Summaries(NamedTuple):
     ids: Int[Array, "B C"]  # the segment of all of its positions; 0 where there is none
     finite: Bool[Array, "B C G"]
 
+    def seen(self, last: Int[Array, "1 C"], ids, position) -> Bool[Array, "B Q C"]:
+        """Which of them, of `last` positions, queries of segments `ids [B, Q]` see."""
+        mask = (last[None] <= position[..., None]) & (ids[..., None] == self.ids[:, None])
+        return mask & (ids != 0)[..., None]
+
 
 def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
     """Eq. 7's phi of each block: its mean, and what a hidden layer adds to it."""
@@ -301,19 +306,38 @@ def _plan(
     """The blocks that each query selects, its own first."""
     del causal, rng, train, length
     q, k, params = lax.stop_gradient((q, k, params))
-    n_batch, length = q.shape[:2]
-    ids = jnp.ones((n_batch, length), jnp.int32) if segments is None else jnp.asarray(segments)
+    length = q.shape[1]
+    ids = jnp.ones(q.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
     q, k = tokens_only(q, ids), tokens_only(k, ids)
     own = params["k"] if params else None
     # Values have no say.
     far = _summaries(settings, {"k": own, "v": own} if params else params, k, k[..., :1, :], ids)
-    n_blocks = -(-length // settings.block_size)
-    last = settings.last(far.keys.shape[1])
     first = jnp.zeros_like(ids) if segments is None else _first_of_segment(ids)
+    impl = settings.choose(q, k, None)
+    if impl == "xla":
+        return _select_in_arrays(settings, q, far, ids, first)
+    from reformax.ops.kernels import selection
+
+    masks = () if segments is None else (ids, far.ids, first // settings.block_size)
+    n_best, group = (
+        min(settings.n_selected, -(-length // settings.block_size)),
+        q.shape[2] // k.shape[2],
+    )
+    sizes = settings.block_size, settings.compress_stride, settings.compress_len
+    sizes = selection.Sizes(n_best, *sizes, group)
+    return selection.select(sizes, impl == "pallas_interpret", q, far.keys, *masks)
+
+
+def _select_in_arrays(
+    settings: Settings, q, far: Summaries, ids: Int[Array, "B T"], first: Int[Array, "B T"]
+) -> Int[Array, "B G T K"]:
+    """`_plan` in array operations, some queries after the other."""
+    n_batch, length = ids.shape
+    n_kv, n_blocks = far.keys.shape[2], -(-length // settings.block_size)
+    last = settings.last(far.keys.shape[1])
 
     def select(q, ids, position, first):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
-        mask = (last[None] <= position[..., None]) & (ids[..., None] == far.ids[:, None])
-        mask = mask & (ids != 0)[..., None]
+        mask = far.seen(last, ids, position)
         logits = _logits("bqgmh,bcgh->bgmqc", finite(q), far.keys)
         # A row of what is not a number is one in all that follows; its plan is any.
         logits = jnp.where(jnp.isfinite(logits), logits, 0)
@@ -322,21 +346,10 @@ def _plan(
         block = (x // settings.block_size for x in (position, first))
         return _best(settings, scores, *(x[:, None] for x in block))
 
-    impl = settings.choose(q, k, None)
-    if impl != "xla":
-        from reformax.ops.kernels import selection
-
-        masks = () if segments is None else (ids, far.ids, first // settings.block_size)
-        n_best, group = min(settings.n_selected, n_blocks), q.shape[2] // k.shape[2]
-        sizes = settings.block_size, settings.compress_stride, settings.compress_len
-        sizes = selection.Sizes(n_best, *sizes, group)
-        return selection.select(sizes, impl == "pallas_interpret", q, far.keys, *masks)
     n_seen = far.keys.shape[1] * q.shape[2]
-    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    q = q.reshape(n_batch, length, n_kv, -1, q.shape[3])
     chosen = by_chunks(select, n_seen, q, ids, positions(length), first)
-    return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, k.shape[2], -1, chosen.shape[-1])[
-        :, :, :length
-    ]
+    return jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_kv, -1, chosen.shape[-1])[:, :, :length]
 
 
 def _logits(axes: str, queries: Array, keys: Array) -> Array:
@@ -407,8 +420,7 @@ def _in_arrays(
     def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
         fine, q = is_finite(q)[..., 0], finite(q)
         query = position[:, None, None, :, None]
-        mask = (last[None] <= position[..., None]) & (ids[..., None] == far.ids[:, None])
-        mask = mask & (ids != 0)[..., None]
+        mask = far.seen(last, ids, position)
         compressed = _softmax(
             _logits("bqgmh,bcgh->bgmqc", q, far.keys),
             ("bgmqc,bcgv->bqgmv", far.values),
@@ -529,23 +541,29 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extras
     seen = (last <= position[:, None])[:, None]
     held = positions_by_slot(position, near.keys.shape[2])
     window = (held >= jnp.maximum(position[:, None] - settings.window + 1, 0))[:, None]
+    place = _places_now(settings, q, far.keys, seen, position, memory.keys.shape[2])
+    mask = (place >= 0) & (place <= position[:, None, None])
+    index = jnp.clip(place, 0, memory.keys.shape[2] - 1)[..., None]
+    chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
+    mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
+    branches = (attend_to(q, *far, seen), attend_to(q, *chosen, mask), attend_to(q, *near, window))
+    out = _gated(branches, extras["gate"]).astype(v.dtype)
+    return out, Cache(memory, near, newest, far)
 
-    n_batch, n_kv, capacity = memory.keys.shape[:3]
+
+def _places_now(
+    settings: Settings, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
+) -> Int[Array, "B G K*L"]:
+    """The positions of the blocks that the newest query selects, by the summaries' keys."""
+    n_batch, n_kv = summaries.shape[:2]
     heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
-    weights = _weights(_logits("bgmh,bgch->bgmc", heads, far.keys), seen[:, None]).sum(axis=2)
+    weights = _weights(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(axis=2)
     scores = _block_scores(settings, weights, -(-capacity // settings.block_size))
     own = (position // settings.block_size)[:, None]
     blocks = _best(settings, scores, own, jnp.zeros_like(own))
     within = jnp.arange(settings.block_size, dtype=jnp.int32)[None, None, None]
     place = blocks[..., None] * settings.block_size + within
-    place = place.reshape(n_batch, n_kv, -1)
-    mask = (place >= 0) & (place <= position[:, None, None])
-    index = jnp.clip(place, 0, capacity - 1)[..., None]
-    chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
-    mask = jnp.repeat(mask, q.shape[2] // n_kv, axis=1)
-    branches = (attend_to(q, *far, seen), attend_to(q, *chosen, mask), attend_to(q, *near, window))
-    out = _gated(branches, extras["gate"]).astype(v.dtype)
-    return out, Cache(memory, near, newest, far)
+    return place.reshape(n_batch, n_kv, -1)
 
 
 def _with_newest(settings: Settings, params, far: KeyValues, newest: KeyValues, position):

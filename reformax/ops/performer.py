@@ -107,13 +107,9 @@ def performer(
       epsilon: added to the features of a vector, in units of its largest one. Where a query's
         features meet none of its keys', the sum of its weights is about this, and its gradient is
         rounded to 1e-7 of one over it.
-      chunk_len: positions whose products are computed at once, in causal attention and with
-        segments. It changes no number but by rounding.
-      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
-        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
-        the faster one of those that can compute the call. Attention that is not causal has no
-        recurrence: its sums are products of matrices, whatever `impl` is. Kernels make features of
-        bfloat16 too where they are asked for by name: `"auto"` leaves these to array operations.
+      chunk_len: as in `linear.linear`.
+      impl: as in `linear.linear`. Kernels make features of bfloat16 too where they are asked for by
+        name: `"auto"` leaves these to array operations.
       redraw: after how many steps of training others are drawn, of the seed and the number of the
         draw (sec. 4.3). Evaluation and decoding take the last ones that training took. The steps
         are counted by a weight `steps`, which is `Carried`. None keeps the first.

@@ -47,13 +47,7 @@ def retention(
       gated: whether the output is multiplied by silu of a projection of the layer's input. It
         begins near 0 with signs at random, through which a model of few layers learns slowly what
         to copy (docs/zoo_measured.md).
-      conv_size: if set, queries, keys and values are convolved over this many positions first
-        (`parts.short_convolution`); the papers have 4.
-      chunk_len: positions whose products are computed at once, rounded up to a power of two. It
-        changes no number but by rounding.
-      impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which
-        compute chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` is
-        the faster one of those that can compute the call.
+      conv_size, chunk_len, impl: as in `linear.linear`.
 
     Raises:
       ValueError: chunk_len below 1, an unknown `impl`.

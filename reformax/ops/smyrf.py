@@ -35,7 +35,7 @@ from reformax.ops.parts.cache import (
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.meeting import meeting_orders
 from reformax.ops.parts.orders import ChunkSizes, Order
-from reformax.ops.parts.sorting import seen_before
+from reformax.ops.parts.sorting import seen_before, segment_keys
 
 # Every round orders the whole sequence twice.
 Rounds = Annotated[int, Bounds(1, 1024)]
@@ -143,9 +143,7 @@ def _sorted(
     position = jnp.broadcast_to(jnp.arange(hashes.shape[-1], dtype=jnp.int32), hashes.shape)
     if segments is None:
         return lax.sort((hashes, position), num_keys=1, is_stable=True)[-1]
-    segments = jnp.pad(jnp.asarray(segments, jnp.int32), ((0, 0), (0, n_pad)))
-    segments = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
-    segments = jnp.broadcast_to(segments[:, None, None], hashes.shape)
+    segments = segment_keys(segments, n_pad, hashes.shape)
     return lax.sort((segments, hashes, position), num_keys=2, is_stable=True)[-1]
 
 

@@ -26,9 +26,7 @@ def sort_by_bucket(
     n_buckets += n_pad > 0
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), buckets.shape)
     if segments is not None:
-        segments = jnp.pad(jnp.asarray(segments, jnp.int32), ((0, 0), (0, n_pad)))
-        segments = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
-        segments = jnp.broadcast_to(segments[:, None, None], buckets.shape)
+        segments = segment_keys(segments, n_pad, buckets.shape)
         # A stable sort leaves equal keys in the order of their positions.
         order = lax.sort((segments, buckets, position), num_keys=2, is_stable=True)[-1]
     elif jax.default_backend() == "gpu" and n_rows * n_buckets < 2**31:
@@ -50,6 +48,15 @@ def sort_by_bucket(
     else:
         order = lax.sort((buckets, position), num_keys=1, is_stable=True)[-1]
     return Order(order)
+
+
+def segment_keys(
+    segments: Int[Array, "B T"], n_pad: int, shape: tuple[int, ...]
+) -> Int[Array, "B N R Tp"]:
+    """The segments to sort by, in `shape`, of a sequence padded by `n_pad`; padding is last."""
+    segments = jnp.pad(jnp.asarray(segments, jnp.int32), ((0, 0), (0, n_pad)))
+    segments = jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
+    return jnp.broadcast_to(segments[:, None, None], shape)
 
 
 def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:
