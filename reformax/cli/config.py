@@ -304,42 +304,51 @@ def _check_quotes(override: str) -> None:
         raise ConfigError(f'--config={override!r}: a text stands in quotes: --config="{line}"')
 
 
-def _bind_data_dir(data_dir: str, parameter: str = "reformax.training.loop.train.task") -> None:
-    """Binds the folder of the parameter's task, or of the task that this one is made of."""
-    try:
-        reference = gin.query_parameter(parameter)
-    except ValueError:
-        raise ConfigError("--data_dir is set, but the config sets no loop.train.task") from None
-    seen = []
-    while isinstance(reference, gin.config.ConfigurableReference) and reference not in seen:
-        seen.append(reference)
-        if reference.config_key[1] != "gin.macro":
-            break
-        macro = reference.config_key[0]
+def _bind_data_dir(data_dir: str) -> None:
+    """Binds the folder of the config's task, or of the task that this one is made of."""
+    parameter, seen = "reformax.training.loop.train.task", set()
+    if not _is_set(parameter):
+        raise ConfigError("--data_dir is set, but the config sets no loop.train.task")
+    while True:
+        seen.add(parameter)
+        scope, selector = _task_of(parameter)
         try:
-            reference = gin.query_parameter(f"{macro}/gin.macro.value")
+            gin.bind_parameter((scope, selector, "data_dir"), data_dir)
+            return
         except ValueError:
-            raise ConfigError(
-                f"the config uses %{macro}, which no file and no --config sets: set {macro}"
-            ) from None
-    else:
-        raise ConfigError(
-            f"--data_dir is set, but loop.train.task is {shown(reference)}: expected a task of "
-            "files, such as @text.text()"
-        )
-    scope, selector = reference.config_key
-    try:
-        gin.bind_parameter((scope, selector, "data_dir"), data_dir)
-    except ValueError:
-        inner = f"{scope}/{selector}.task".removeprefix("/")
-        try:
-            gin.query_parameter(inner)
-        except ValueError:
+            parameter = f"{scope}/{selector}.task".removeprefix("/")
+        if not _is_set(parameter) or parameter in seen:
             raise ConfigError(
                 f"--data_dir={data_dir}: the task {selector} reads no files: leave the flag out, "
                 "or take a config of files, for a text of your own --config_file=reformer_text.gin"
-            ) from None
-        _bind_data_dir(data_dir, inner)
+            )
+
+
+def _is_set(parameter: str) -> bool:
+    try:
+        gin.query_parameter(parameter)
+    except ValueError:
+        return False
+    return True
+
+
+def _task_of(parameter: str) -> tuple[str, str]:
+    """The scope and the name of the task that a parameter is set to, by macros or without."""
+    value, macros = gin.query_parameter(parameter), []
+    while isinstance(value, gin.config.ConfigurableReference) and value not in macros:
+        scope, selector = value.config_key
+        if selector != "gin.macro":
+            return scope, selector
+        if not _is_set(f"{scope}/gin.macro.value"):
+            raise ConfigError(
+                f"the config uses %{scope}, which no file and no --config sets: set {scope}"
+            )
+        macros.append(value)
+        value = gin.query_parameter(f"{scope}/gin.macro.value")
+    raise ConfigError(
+        f"--data_dir is set, but loop.train.task is {shown(value)}: expected a task of files, such "
+        "as @text.text()"
+    )
 
 
 def refuse_flags(unknown: Sequence[str]) -> None:

@@ -169,6 +169,8 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
         (["--config=optimizer.cosine.warmup_steps=100"], 2, "cosine.warmup_steps=100 must be"),
         (["--data_dir=empty"], 1, "no data in data_dir=empty: give the folder that has it"),
         (["--config=loop.train.task=@tiny.TinyLM()", "--data_dir=x"], 2, "TinyLM reads no files"),
+        ([*(f"--config={x}=@masked.masked()" for x in ("loop.train.task", "masked.masked.task")),
+          "--data_dir=x"], 2, "masked reads no files"),
         (["--output_dir=file/out"], 1, "cannot be written"),
         (["--steps=3"], 2, "--steps=3 is no flag but a setting: --config='steps=3'"),
     ],
