@@ -37,6 +37,15 @@ class Models(NamedTuple):
     eval: Any
 
 
+class Setup(NamedTuple):
+    """What a run computes with."""
+
+    settings: Settings
+    models: Models
+    mesh: Mesh
+    key: jax.Array  # of all random numbers
+
+
 class Begun(NamedTuple):
     """What a run goes on from.
 
@@ -112,21 +121,12 @@ def keep_vocabulary(
 
 
 def begin(
-    settings: Settings,
-    models: Models,
-    mesh: Mesh,
-    key: jax.Array,
-    checkpoints: Checkpoints,
-    newest: int | None,
-    vocabulary: str | None,
+    setup: Setup, checkpoints: Checkpoints, newest: int | None, vocabulary: str | None
 ) -> Begun:
     """The state to go on from: that of the checkpoint `newest`, or a new one.
 
     Args:
-      settings: the run's.
-      models: the run's.
-      mesh: its devices.
-      key: of all random numbers.
+      setup: the run's.
       checkpoints: of its folder.
       newest: the step of the latest whole one; None if there is none.
       vocabulary: the fingerprint of the run's vocabulary.
@@ -135,12 +135,12 @@ def begin(
       ValueError: the data, the weights to begin with or the checkpoint do not fit.
       SettingError: the state alone takes more memory than a device has.
     """
-    stages = settings.all_stages
+    settings, models, mesh, key = setup
     inits = [
         step_lib.init_fn(
             model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
         )
-        for model, stage in zip(models.train, stages, strict=True)
+        for model, stage in zip(models.train, settings.all_stages, strict=True)
     ]
     init, like = inits[-1], jax.eval_shape(inits[-1], key)
     for number, other in enumerate(inits[:-1]):
@@ -150,9 +150,9 @@ def begin(
                 "sizes, and attention with the same weights"
             )
     n_params = sum(x.size for x in jax.tree.leaves(like.params))
-    _check_memory(settings, models, mesh, like, n_params)
+    _check_memory(setup, like, n_params)
     if newest is None:
-        state, source = _first_state(settings, models, mesh, key, init, vocabulary)
+        state, source = _first_state(setup, init, vocabulary)
         return Begun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
     state, info = checkpoints.restore(newest, like)
     state = place(state, devices.placement(like, mesh))
@@ -160,8 +160,9 @@ def begin(
     return Begun(state, info["step"], info, data, changed, n_params)
 
 
-def _check_memory(settings: Settings, models: Models, mesh: Mesh, like, n_params: int) -> None:
+def _check_memory(setup: Setup, like, n_params: int) -> None:
     """Raises `SettingError` for a state or features that no device holds."""
+    settings, models, mesh, _ = setup
     memory.check(
         f"{n_params:,} parameters, their gradient and the optimizer's state",
         mesh_lib.bytes_stored(like, mesh) + mesh_lib.bytes_stored(like.params, mesh),
@@ -180,10 +181,9 @@ def _check_memory(settings: Settings, models: Models, mesh: Mesh, like, n_params
         evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
 
 
-def _first_state(
-    settings: Settings, models: Models, mesh: Mesh, key: jax.Array, init, vocabulary: str | None
-) -> tuple[step_lib.State, str]:
+def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.State, str]:
     """The state of step 0, with the weights of another run if the settings say so, and in words."""
+    settings, models, mesh, key = setup
     if settings.init_from is None:
         placement = devices.placement(jax.eval_shape(init, key), mesh)
         return jax.jit(init, out_shardings=placement)(key), ""
@@ -232,11 +232,8 @@ def step_of(settings: Settings, model: Any, mesh: Mesh, state: Any):
 
 
 def compiled(
-    settings: Settings,
-    models: Models,
-    mesh: Mesh,
+    setup: Setup,
     begun: Begun,
-    key: jax.Array,
     batches: Iterator,
     batch: Callable[[int], Any],
     say: Callable[[str], None],
@@ -247,7 +244,7 @@ def compiled(
     It compiles none if there is none to do.
 
     Args:
-      settings, models, mesh, begun, key: the run's.
+      setup, begun: the run's.
       batches: those of the steps to come.
       batch: gives the batch of the step after so many.
       say: gets what a step takes.
@@ -259,7 +256,7 @@ def compiled(
     Raises:
       SettingError: a step takes more memory than a device has.
     """
-    n_devices = mesh.size
+    settings, models, mesh, key = setup
     steps = [step_of(settings, model, mesh, begun.state) for model in models.train]
     if begun.step >= settings.steps:
         return steps, batches
@@ -269,13 +266,13 @@ def compiled(
         example = first if start == begun.step else tuple(batch(start))
         traced = step.trace(begun.state, example, key)
         found = forecast.products(traced.jaxpr)
-        forecast.check_step(found, mesh_lib.bytes_stored(begun.state, mesh), n_devices)
+        forecast.check_step(found, mesh_lib.bytes_stored(begun.state, mesh), mesh.size)
         flops += found.flops * (stage.until - start)
         if start == begun.step:
             # A call of the jitted function finds what is compiled here.
             asked = forecast.memory_of(traced.lower().compile(), len(mesh.local_devices))
         start = stage.until
-    if line := forecast.long_run(flops, n_devices):
+    if line := forecast.long_run(flops, mesh.size):
         note(line)
     say(
         f"compiled in {time.monotonic() - started:.0f} s: a step takes {memory.words(asked)} of "

@@ -95,29 +95,14 @@ class Run:
             self._checkpoints.trust(newest)
             self._vocabulary = self._keep_vocabulary(newest)
             self._task.n_targets(settings.eval_split)  # an unknown split fails now
-            begun = opening.begin(
-                settings,
-                self._models,
-                self._mesh,
-                self._key,
-                self._checkpoints,
-                newest,
-                self._vocabulary,
-            )
+            setup = opening.Setup(settings, self._models, self._mesh, self._key)
+            begun = opening.begin(setup, self._checkpoints, newest, self._vocabulary)
             self._go_on_from(begun)
             # From here on a signal lets the step in progress finish.
             opened.enter_context(self.interrupt)
             batches = opened.enter_context(prefetch(self._placed_batches()))
             self._train_steps, self._batches = opening.compiled(
-                settings,
-                self._models,
-                self._mesh,
-                begun,
-                self._key,
-                batches,
-                self._batch,
-                self._say,
-                self._note,
+                setup, begun, batches, self._batch, self._say, self._note
             )
             # Now the config is known to be the run's own, and that it can run.
             processes.meet()
