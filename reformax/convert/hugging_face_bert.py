@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reformax.convert.hugging_face_config import ACTIVATIONS, Field, checked, size_of_head
+from reformax.convert.hugging_face_config import (
+    ACTIVATIONS,
+    Field,
+    checked,
+    learnt_positions,
+    size_of_head,
+)
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.declared import Depth, NonNegative, Positive, Rate, Size, VocabSize
@@ -47,8 +53,7 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
       ValueError: a value is out of range here or there, or the function is another.
     """
     get = checked(config, FIELDS)
-    d, n_heads = get["hidden_size"], get["num_attention_heads"]
-    d_head = size_of_head(get, "hidden_size", "num_attention_heads")
+    d, d_head = get["hidden_size"], size_of_head(get, "hidden_size", "num_attention_heads")
     if get["hidden_act"] != "gelu":
         raise ValueError(
             f"hidden_act is {get['hidden_act']!r}: expected 'gelu', which the head has here"
@@ -57,19 +62,12 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
         "TransformerMaskedLM",
         [Op("flash", {})],
         vocab_size=get["vocab_size"],
-        d_model=d,
+        **learnt_positions(d, d_head, get["max_position_embeddings"]),
         d_ff=get["intermediate_size"],
-        d_attention_key=d_head,
-        d_attention_value=d_head,
         n_layers=get["num_hidden_layers"],
-        n_heads=n_heads,
+        n_heads=get["num_attention_heads"],
         dropout=get["hidden_dropout_prob"],
-        ff_dropout=0.0,
         attention_dropout=get["attention_probs_dropout_prob"],
-        attention_bias=True,
-        pos_type="axial",
-        pos_axial_shape=(get["max_position_embeddings"],),
-        pos_d_axial_embs=(d,),
         post_norm=True,
         embedding_norm=True,
         ff_activation=ACTIVATIONS[get["hidden_act"]],

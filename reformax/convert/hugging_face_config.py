@@ -180,6 +180,28 @@ def size_of_head(get: Mapping[str, Any], size: str, n_heads: str) -> int:
     return get[size] // get[n_heads]
 
 
+def learnt_positions(d_model: int, d_head: int, n_positions: int) -> dict[str, Any]:
+    """The arguments that models of as many learnt positions and of biases there have here."""
+    return dict(
+        d_model=d_model,
+        d_attention_key=d_head,
+        d_attention_value=d_head,
+        ff_dropout=0.0,
+        attention_bias=True,
+        pos_type="axial",
+        pos_axial_shape=(n_positions,),
+        pos_d_axial_embs=(d_model,),
+    )
+
+
+def activation_of(spec: Spec, kept: str | None) -> str:
+    """The name of a model's activation there; `kept` if that is one of its names."""
+    activation = spec.arguments["ff_activation"]
+    activation = activation if isinstance(activation, str) else "gelu_tanh"
+    names = [name for name, ours in ACTIVATIONS.items() if ours == activation]
+    return kept if kept in names else names[0]
+
+
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config.json, defaults filled in, once each of them is what it may be."""
     get = {name: config.get(name, field.default) for name, field in FIELDS.items()}
@@ -232,12 +254,7 @@ def _op(kind: str, get: Mapping[str, Any], whole: int) -> Op:
 
 
 def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of a model.
-
-    Args:
-      spec: the model.
-      like: the config.json that the model was read from. Its other values are kept, such as the ids
-        of special tokens and its name of an activation.
+    """The config.json of a model; `like` is as in `hugging_face.config_of`.
 
     Raises:
       ValueError: Hugging Face's Reformer has no such model; the error names the argument.
@@ -257,9 +274,6 @@ def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, An
         f"d_attention_value is {arguments['d_attention_value']}",
         f"d_attention_key, {d_head}",
     )
-    activation = arguments["ff_activation"]
-    activation = activation if isinstance(activation, str) else "gelu_tanh"
-    acts = [name for name, ours in ACTIVATIONS.items() if ours == activation]
     repeated = [op for *_, op in spec.layers()]
     config: dict[str, Any] = {
         "architectures": ["ReformerModelWithLMHead"],
@@ -270,7 +284,7 @@ def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, An
         "axial_pos_embds": len(shape) == 2,
         "chunk_size_feed_forward": arguments["ff_chunk_size"],
         "feed_forward_size": arguments["d_ff"],
-        "hidden_act": like.get("hidden_act") if like.get("hidden_act") in acts else acts[0],
+        "hidden_act": activation_of(spec, like.get("hidden_act")),
         "hidden_dropout_prob": arguments["dropout"],
         "hidden_size": arguments["d_model"],
         "layer_norm_eps": arguments["norm_epsilon"],

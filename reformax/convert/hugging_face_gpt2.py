@@ -15,7 +15,9 @@ import numpy as np
 from reformax.convert.hugging_face_config import (
     ACTIVATIONS,
     Field,
+    activation_of,
     checked,
+    learnt_positions,
     requirement,
     size_of_head,
 )
@@ -68,19 +70,12 @@ def spec_of(config: Mapping[str, Any]) -> tuple[Spec, list[str]]:
         "TransformerLM",
         [Op("flash", {})],
         vocab_size=get["vocab_size"],
-        d_model=d,
+        **learnt_positions(d, d_head, get["n_positions"]),
         d_ff=4 * d if get["n_inner"] is None else get["n_inner"],
-        d_attention_key=d_head,
-        d_attention_value=d_head,
         n_layers=get["n_layer"],
         n_heads=get["n_head"],
         dropout=max(rates),
-        ff_dropout=0.0,
         attention_dropout=get["attn_pdrop"],
-        attention_bias=True,
-        pos_type="axial",
-        pos_axial_shape=(get["n_positions"],),
-        pos_d_axial_embs=(d,),
         tie_embeddings=True,
         first_token=get["bos_token_id"],
         ff_activation=ACTIVATIONS[get["activation_function"]],
@@ -120,9 +115,6 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
         require(op.name in ("dense", "flash"), f"the attention is {op.name}", "dense or flash")
         scale = op.option("scale") if op.name == "flash" else None
         require(scale is None, f"flash's scale is {scale}", "None")
-    activation = a["ff_activation"] if isinstance(a["ff_activation"], str) else "gelu_tanh"
-    acts = [name for name, ours in ACTIVATIONS.items() if ours == activation]
-    kept = like.get("activation_function")
     kept_rates = {like.get("embd_pdrop", 0.1), like.get("resid_pdrop", 0.1)}
     same_rates = bool(like) and max(kept_rates) == a["dropout"]
     rates = {} if same_rates else {"embd_pdrop": a["dropout"], "resid_pdrop": a["dropout"]}
@@ -133,7 +125,7 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
         **like,
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "activation_function": kept if kept in acts else acts[0],
+        "activation_function": activation_of(spec, like.get("activation_function")),
         "attn_pdrop": a["attention_dropout"],
         "bos_token_id": a["first_token"],
         "initializer_range": a["init_std"],
