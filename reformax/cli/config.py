@@ -51,6 +51,9 @@ class Statements(NamedTuple):
     values: dict[str, Any]  # by 'scope/module.function.argument', or by a macro's name
 
 
+# Parsing: files, overrides, the folder of the data.
+
+
 def parse(
     config_files: Sequence[str],
     overrides: Sequence[str] = (),
@@ -78,21 +81,6 @@ def parse(
         for config_file in config_files:
             _parse_with(gin.parse_config_file, _find(config_file, folders))
         _parse_overrides(overrides, data_dir)
-
-
-def read_statements(text: str, source: str) -> Statements:
-    """What a config says, as data: nothing is imported, included or called.
-
-    Args:
-      text: the config.
-      source: the file that it is from, for errors.
-
-    Raises:
-      ConfigError: a line cannot be read.
-    """
-    found = Statements([], [], {})
-    _parse_with(functools.partial(_collect, found), text, source)
-    return found
 
 
 def parse_saved(
@@ -140,6 +128,25 @@ def _includes_from(*folders: str | Path) -> Iterator[None]:
         prefixes[:] = before
 
 
+def _find(config_file: str, folders: Sequence[str | Path]) -> str:
+    for path in [Path(config_file), *(Path(folder) / config_file for folder in folders)]:
+        if _is_file(path):
+            if (n_bytes := path.stat().st_size) > MOST:
+                raise ConfigError(
+                    f"config file {config_file} has {n_bytes:,} bytes: expected at most {MOST:,}"
+                )
+            return str(path.absolute())
+    names = sorted({path.name for folder in folders for path in Path(folder).glob("*.gin")})
+    raise ConfigError(f"no config file {config_file}{messages.nearest(config_file, names)}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
 def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:
     for override in overrides:
         _check_macro(override)
@@ -150,6 +157,207 @@ def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:
         _parse_with(gin.parse_config, "\n".join([*imports, override]))
     if data_dir is not None:
         _bind_data_dir(data_dir)
+
+
+def _check_macro(override: str) -> None:
+    # gin takes any name for a new macro, so a misspelt one would silently change nothing.
+    name, macros = gin_text.macro_of(override), gin_text.macros(gin.config_str())
+    if name is not None and name not in macros:
+        whole = _settings().get(name)
+        near = f"; did you mean {whole}?" if whole else messages.nearest(name, macros)
+        raise ConfigError(f"--config={override!r}: no config file defines {name}{near}")
+
+
+def _check_quotes(override: str) -> None:
+    name, value = gin_text.bare_word(override) or (None, None)
+    if name is not None:
+        line = f"{name}='{value}'"
+        raise ConfigError(f'--config={override!r}: a text stands in quotes: --config="{line}"')
+
+
+def _bind_data_dir(data_dir: str) -> None:
+    """Binds the folder of the config's task, or of the task that this one is made of."""
+    parameter, seen = "reformax.training.loop.train.task", set()
+    if not _is_set(parameter):
+        raise ConfigError("--data_dir is set, but the config sets no loop.train.task")
+    while True:
+        seen.add(parameter)
+        scope, selector = _task_of(parameter)
+        try:
+            gin.bind_parameter((scope, selector, "data_dir"), data_dir)
+            return
+        except ValueError:
+            parameter = f"{scope}/{selector}.task".removeprefix("/")
+        if not _is_set(parameter) or parameter in seen:
+            raise ConfigError(
+                f"--data_dir={data_dir}: the task {selector} reads no files: leave the flag out, "
+                "or take a config of files, for a text of your own --config_file=reformer_text.gin"
+            )
+
+
+def _is_set(parameter: str) -> bool:
+    try:
+        gin.query_parameter(parameter)
+    except ValueError:
+        return False
+    return True
+
+
+def _task_of(parameter: str) -> tuple[str, str]:
+    """The scope and the name of the task that a parameter is set to, by macros or without."""
+    value, macros = gin.query_parameter(parameter), []
+    while isinstance(value, gin.config.ConfigurableReference) and value not in macros:
+        scope, selector = value.config_key
+        if selector != "gin.macro":
+            return scope, selector
+        if not _is_set(f"{scope}/gin.macro.value"):
+            raise ConfigError(
+                f"the config uses %{scope}, which no file and no --config sets: set {scope}"
+            )
+        macros.append(value)
+        value = gin.query_parameter(f"{scope}/gin.macro.value")
+    raise ConfigError(
+        f"--data_dir is set, but loop.train.task is {shown(value)}: expected a task of files, such "
+        "as @text.text()"
+    )
+
+
+def _parse_with(parser, source: str, name: str | None = None) -> None:
+    """Calls `parser` on a source, a text with a name or without; any error is a `ConfigError`."""
+    logging.disable(logging.ERROR)  # gin logs every folder that it does not find an include in
+    try:
+        parser(source if name is None else _File(source, name))
+    except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
+        raise ConfigError(_explain(error)) from None
+    except (RecursionError, MemoryError):
+        last = " ".join(source.splitlines()[-1:])[-60:]
+        raise ConfigError(
+            f"{last}: a file includes itself, or a value is nested too deeply"
+        ) from None
+    except tokenize.TokenError as error:
+        raise ConfigError(f"{error.args[0]}: {source.splitlines()[-1].strip()}") from None
+    except SyntaxError as error:
+        line = (error.text or source.splitlines()[-1]).strip()
+        raise ConfigError(f"{str(error.msg).rstrip('.')}: {line}".strip(": ")) from None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class _File(io.StringIO):
+    """A text that gin reads as a file, with a name for its errors."""
+
+    def __init__(self, text: str, name: str):
+        super().__init__(text)
+        self.name = name
+
+
+def _explain(error: Exception) -> str:
+    """An error of gin's parser in one line: what is wrong, where, and the nearest names."""
+    first, near = str(error).strip().splitlines()[0].rstrip("."), ""
+    if found := messages.find(error):
+        first = found.line
+        if found.choices == "modules" and (line := modules.import_line(found.names["name"])):
+            near = f": add the line `{line}` above it"
+        elif found.choices:
+            near = messages.nearest(found.names["name"], _choices(found.choices, found.names))
+    where, source = messages.place(error)
+    return f"{first}{where}{': ' + source if source and source not in first else ''}{near}"
+
+
+def _choices(kind: str, names: dict[str, str]) -> list[str]:
+    """The names that could have been meant; see `messages.Message.choices`."""
+    if kind == "modules":
+        return [gin_text.bound_name(line) for line in gin_text.imports(gin.config_str())]
+    if kind == "parameters":
+        return _parameters(names["owner"])
+    module = sys.modules.get(names["owner"])
+    return [] if module is None else [name for name in dir(module) if name[0] != "_"]
+
+
+# A config as data: nothing is imported or called.
+
+
+def read_statements(text: str, source: str) -> Statements:
+    """What a config says, as data: nothing is imported, included or called.
+
+    Args:
+      text: the config.
+      source: the file that it is from, for errors.
+
+    Raises:
+      ConfigError: a line cannot be read.
+    """
+    found = Statements([], [], {})
+    _parse_with(functools.partial(_collect, found), text, source)
+    return found
+
+
+def _collect(found: Statements, file: _File) -> None:
+    parts = gin.config_parser
+    for statement in parts.ConfigParser(file, _Texts()):
+        match statement:
+            case parts.IncludeStatement(filename=filename):
+                found.includes.append(filename)
+            case parts.ImportStatement(module=module):
+                found.imports.append(module)
+            case parts.BindingStatement(scope, selector, arg_name, value):
+                name = f"{scope}/{selector}" if scope else selector
+                found.values[f"{name}.{arg_name}" if arg_name else name] = value
+
+
+class _Text(str):
+    """Stands for itself: `repr` of a value that holds it is what a config has."""
+
+    __repr__ = str.__str__
+
+
+class _Texts(gin.config_parser.ParserDelegate):
+    """Makes references and macros their text."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Text:
+        return _Text(f"@{scoped_configurable_name}{'()' * evaluate}")
+
+    def macro(self, macro_name: str) -> _Text:
+        return _Text(f"%{macro_name}")
+
+
+def _check_names(file: _File) -> None:
+    """Raises `trust.Refused` for a config that names anything that `trust` does not allow."""
+    names, parts = trust.Names(), gin.config_parser
+    for statement in parts.ConfigParser(file, _References(names)):
+        with gin.config.utils.try_with_location(statement.location):
+            match statement:
+                case parts.ImportStatement(module="__gin__.dynamic_registration", is_from=True):
+                    names.enable()
+                case parts.ImportStatement(module=module, is_from=is_from, alias=alias):
+                    whole = module if is_from or alias else module.partition(".")[0]
+                    names.add_import(module, statement.bound_name(), whole)
+                case parts.IncludeStatement(filename=filename):
+                    names.check_include(filename)
+                case parts.BindingStatement(arg_name=""):  # a macro
+                    pass
+                case parts.BindingStatement() | parts.BlockDeclaration():
+                    names.check(statement.selector, called=False)
+                case _:
+                    raise trust.Refused(f"the config of a run has an unknown {statement}")
+    names.finish()
+
+
+class _References(gin.config_parser.ParserDelegate):
+    """Checks the names of references while gin's parser finds them; makes nothing of them."""
+
+    def __init__(self, names: trust.Names):
+        self._names = names
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> str:
+        self._names.check(scoped_configurable_name.rpartition("/")[2], called=True)
+        return f"@{scoped_configurable_name}"
+
+    def macro(self, macro_name: str) -> str:
+        return f"%{macro_name}"
+
+
+# What the parsed config says.
 
 
 def configured(function):
@@ -288,67 +496,7 @@ def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[st
     ]
 
 
-def _check_macro(override: str) -> None:
-    # gin takes any name for a new macro, so a misspelt one would silently change nothing.
-    name, macros = gin_text.macro_of(override), gin_text.macros(gin.config_str())
-    if name is not None and name not in macros:
-        whole = _settings().get(name)
-        near = f"; did you mean {whole}?" if whole else messages.nearest(name, macros)
-        raise ConfigError(f"--config={override!r}: no config file defines {name}{near}")
-
-
-def _check_quotes(override: str) -> None:
-    name, value = gin_text.bare_word(override) or (None, None)
-    if name is not None:
-        line = f"{name}='{value}'"
-        raise ConfigError(f'--config={override!r}: a text stands in quotes: --config="{line}"')
-
-
-def _bind_data_dir(data_dir: str) -> None:
-    """Binds the folder of the config's task, or of the task that this one is made of."""
-    parameter, seen = "reformax.training.loop.train.task", set()
-    if not _is_set(parameter):
-        raise ConfigError("--data_dir is set, but the config sets no loop.train.task")
-    while True:
-        seen.add(parameter)
-        scope, selector = _task_of(parameter)
-        try:
-            gin.bind_parameter((scope, selector, "data_dir"), data_dir)
-            return
-        except ValueError:
-            parameter = f"{scope}/{selector}.task".removeprefix("/")
-        if not _is_set(parameter) or parameter in seen:
-            raise ConfigError(
-                f"--data_dir={data_dir}: the task {selector} reads no files: leave the flag out, "
-                "or take a config of files, for a text of your own --config_file=reformer_text.gin"
-            )
-
-
-def _is_set(parameter: str) -> bool:
-    try:
-        gin.query_parameter(parameter)
-    except ValueError:
-        return False
-    return True
-
-
-def _task_of(parameter: str) -> tuple[str, str]:
-    """The scope and the name of the task that a parameter is set to, by macros or without."""
-    value, macros = gin.query_parameter(parameter), []
-    while isinstance(value, gin.config.ConfigurableReference) and value not in macros:
-        scope, selector = value.config_key
-        if selector != "gin.macro":
-            return scope, selector
-        if not _is_set(f"{scope}/gin.macro.value"):
-            raise ConfigError(
-                f"the config uses %{scope}, which no file and no --config sets: set {scope}"
-            )
-        macros.append(value)
-        value = gin.query_parameter(f"{scope}/gin.macro.value")
-    raise ConfigError(
-        f"--data_dir is set, but loop.train.task is {shown(value)}: expected a task of files, such "
-        "as @text.text()"
-    )
+# Its settings by their names.
 
 
 def refuse_flags(unknown: Sequence[str]) -> None:
@@ -385,139 +533,3 @@ def _parameters(selector: str) -> list[str]:
     function = gin.get_configurable(selector)
     function = function.__init__ if inspect.isclass(function) else function
     return [name for name in inspect.signature(function).parameters if name != "self"]
-
-
-def _find(config_file: str, folders: Sequence[str | Path]) -> str:
-    for path in [Path(config_file), *(Path(folder) / config_file for folder in folders)]:
-        if _is_file(path):
-            if (n_bytes := path.stat().st_size) > MOST:
-                raise ConfigError(
-                    f"config file {config_file} has {n_bytes:,} bytes: expected at most {MOST:,}"
-                )
-            return str(path.absolute())
-    names = sorted({path.name for folder in folders for path in Path(folder).glob("*.gin")})
-    raise ConfigError(f"no config file {config_file}{messages.nearest(config_file, names)}")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # such as a name that is too long
-        return False
-
-
-class _File(io.StringIO):
-    """A text that gin reads as a file, with a name for its errors."""
-
-    def __init__(self, text: str, name: str):
-        super().__init__(text)
-        self.name = name
-
-
-class _Text(str):
-    """Stands for itself: `repr` of a value that holds it is what a config has."""
-
-    __repr__ = str.__str__
-
-
-class _Texts(gin.config_parser.ParserDelegate):
-    """Makes references and macros their text."""
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Text:
-        return _Text(f"@{scoped_configurable_name}{'()' * evaluate}")
-
-    def macro(self, macro_name: str) -> _Text:
-        return _Text(f"%{macro_name}")
-
-
-def _collect(found: Statements, file: _File) -> None:
-    parts = gin.config_parser
-    for statement in parts.ConfigParser(file, _Texts()):
-        match statement:
-            case parts.IncludeStatement(filename=filename):
-                found.includes.append(filename)
-            case parts.ImportStatement(module=module):
-                found.imports.append(module)
-            case parts.BindingStatement(scope, selector, arg_name, value):
-                name = f"{scope}/{selector}" if scope else selector
-                found.values[f"{name}.{arg_name}" if arg_name else name] = value
-
-
-class _References(gin.config_parser.ParserDelegate):
-    """Checks the names of references while gin's parser finds them; makes nothing of them."""
-
-    def __init__(self, names: trust.Names):
-        self._names = names
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> str:
-        self._names.check(scoped_configurable_name.rpartition("/")[2], called=True)
-        return f"@{scoped_configurable_name}"
-
-    def macro(self, macro_name: str) -> str:
-        return f"%{macro_name}"
-
-
-def _check_names(file: _File) -> None:
-    """Raises `trust.Refused` for a config that names anything that `trust` does not allow."""
-    names, parts = trust.Names(), gin.config_parser
-    for statement in parts.ConfigParser(file, _References(names)):
-        with gin.config.utils.try_with_location(statement.location):
-            match statement:
-                case parts.ImportStatement(module="__gin__.dynamic_registration", is_from=True):
-                    names.enable()
-                case parts.ImportStatement(module=module, is_from=is_from, alias=alias):
-                    whole = module if is_from or alias else module.partition(".")[0]
-                    names.add_import(module, statement.bound_name(), whole)
-                case parts.IncludeStatement(filename=filename):
-                    names.check_include(filename)
-                case parts.BindingStatement(arg_name=""):  # a macro
-                    pass
-                case parts.BindingStatement() | parts.BlockDeclaration():
-                    names.check(statement.selector, called=False)
-                case _:
-                    raise trust.Refused(f"the config of a run has an unknown {statement}")
-    names.finish()
-
-
-def _parse_with(parser, source: str, name: str | None = None) -> None:
-    """Calls `parser` on a source, a text with a name or without; any error is a `ConfigError`."""
-    logging.disable(logging.ERROR)  # gin logs every folder that it does not find an include in
-    try:
-        parser(source if name is None else _File(source, name))
-    except (ValueError, LookupError, NameError, AttributeError, ImportError, OSError) as error:
-        raise ConfigError(_explain(error)) from None
-    except (RecursionError, MemoryError):
-        last = " ".join(source.splitlines()[-1:])[-60:]
-        raise ConfigError(
-            f"{last}: a file includes itself, or a value is nested too deeply"
-        ) from None
-    except tokenize.TokenError as error:
-        raise ConfigError(f"{error.args[0]}: {source.splitlines()[-1].strip()}") from None
-    except SyntaxError as error:
-        line = (error.text or source.splitlines()[-1]).strip()
-        raise ConfigError(f"{str(error.msg).rstrip('.')}: {line}".strip(": ")) from None
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _explain(error: Exception) -> str:
-    """An error of gin's parser in one line: what is wrong, where, and the nearest names."""
-    first, near = str(error).strip().splitlines()[0].rstrip("."), ""
-    if found := messages.find(error):
-        first = found.line
-        if found.choices == "modules" and (line := modules.import_line(found.names["name"])):
-            near = f": add the line `{line}` above it"
-        elif found.choices:
-            near = messages.nearest(found.names["name"], _choices(found.choices, found.names))
-    where, source = messages.place(error)
-    return f"{first}{where}{': ' + source if source and source not in first else ''}{near}"
-
-
-def _choices(kind: str, names: dict[str, str]) -> list[str]:
-    """The names that could have been meant; see `messages.Message.choices`."""
-    if kind == "modules":
-        return [gin_text.bound_name(line) for line in gin_text.imports(gin.config_str())]
-    if kind == "parameters":
-        return _parameters(names["owner"])
-    module = sys.modules.get(names["owner"])
-    return [] if module is None else [name for name in dir(module) if name[0] != "_"]
