@@ -11,19 +11,19 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Int64, UInt, UInt8
 
 from reformax.declared import SettingError
 
+T = TypeVar("T")
 SPLITS = ("train", "valid", "test")
 # Tokens of a held-out split that is drawn, not read.
 MOST_HELD_OUT = 2**27
 # Where training windows of a text begin; see `document_starts`.
 Windows = Literal["anywhere", "documents"]
-
 
 # The first ids of every vocabulary of sentences. 0 also stands before the first token.
 PAD, EOS, UNKNOWN = 0, 1, 2
@@ -243,22 +243,14 @@ def byte_language_model(
     Raises:
       ValueError: an offset out of range, or windows by the documents of a text without.
     """
-
-    def bytes_of(split: str) -> np.ndarray:
-        check_split(name, split, tuple(splits))
-        return splits[split]
-
     if not 0 <= offset < 2**16:
         raise SettingError(f"offset={offset} must be from 0 to {2**16 - 1}")
     if borders is not None:
         borders = {s: x[: np.searchsorted(x, len(splits[s]))] for s, x in borders.items()}
     check_windows(windows, borders)
-
-    def borders_of(split: str) -> np.ndarray:
-        check_split(name, split, tuple(splits))
-        return borders[split]
-
-    task = language_model(name, 256 + offset, bytes_of, offset, borders and borders_of, windows)
+    bytes_of = functools.partial(of_split, name, splits)
+    borders_of = None if borders is None else functools.partial(of_split, name, borders)
+    task = language_model(name, 256 + offset, bytes_of, offset, borders_of, windows)
     return task._replace(fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))))
 
 
@@ -420,6 +412,12 @@ def check_split(name: str, split: str, splits: tuple[str, ...]) -> None:
     """Raises ValueError if the task `name` has no such split."""
     if split not in splits:
         raise SettingError(f"split={split!r} must be one of {', '.join(splits)} (task {name})")
+
+
+def of_split(name: str, splits: Mapping[str, T], split: str) -> T:
+    """What there is of a split; raises ValueError if the task `name` has no such split."""
+    check_split(name, split, tuple(splits))
+    return splits[split]
 
 
 def check_held_out(n_examples: int, length: int) -> None:

@@ -21,6 +21,7 @@ from reformax.data.base import (
     check_split,
     fingerprint,
     generator,
+    of_split,
 )
 from reformax.declared import SettingError
 
@@ -73,11 +74,7 @@ def labelled_task(
         if stride != length:
             raise SettingError(f"stride={stride} must be length={length}: examples stand apart")
 
-    def size(split: str) -> int:
-        if callable(sizes):
-            return sizes(split)
-        check_split(name, split, tuple(sizes))
-        return sizes[split]
+    size = sizes if callable(sizes) else functools.partial(of_split, name, sizes)
 
     def batch(split: str, numbers: np.ndarray, batch_size: int, length: int) -> Batch:
         tokens, classes = examples(split, numbers)

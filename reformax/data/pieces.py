@@ -26,10 +26,10 @@ from reformax.data import files
 from reformax.data.base import (
     Task,
     Windows,
-    check_split,
     check_windows,
     fingerprint,
     language_model,
+    of_split,
 )
 from reformax.data.vocabulary import FILE, learnt
 from reformax.data.vocabulary import fingerprint as hash_of
@@ -319,11 +319,7 @@ def piece_language_model(
       ValueError: windows by the documents of a text without.
     """
     check_windows(windows, borders)
-
-    def bytes_of(split: str) -> np.ndarray:
-        check_split(name, split, tuple(splits))
-        return splits[split]
-
+    bytes_of = functools.partial(of_split, name, splits)
     encoded = functools.cache(lambda split: vocabulary.encode_documents(bytes(bytes_of(split))))
 
     @functools.cache
