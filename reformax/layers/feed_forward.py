@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.declared import Count, Positive, Rate, SettingError, Size, check_all, hints_of
+from reformax.declared import Count, Positive, Rate, SettingError, Size, check_fields
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
@@ -47,72 +48,60 @@ IN_KERNELS = (jax.nn.gelu, jax.nn.relu)
 LEAST_SIZE, MOST = 2**20, 2**31
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class FeedForward(Layer):
     """`activation(x w1 + b1) w2 + b2` at each position, `[B, T, D] -> [B, T, D]`.
 
     Computes in the dtype of its input. Weights: `w1 [D, F]`, `b1 [F]`, `w2 [F, D]`, `b2 [D]`.
+
+    Args:
+      d_ff: F, the width of the hidden layer.
+      dropout: the rate on the output.
+      hidden_dropout: the rate on the hidden layer.
+      activation: the nonlinearity.
+      chunk_size: if > 0, this many positions at a time, so that no `[T, F]` array exists in either
+        pass. The result is the same, and any length fits.
+      mode: "train" or "eval"; dropout is off at evaluation.
+      impl: of the hidden layer. "xla" runs everywhere; "pallas" is a kernel for `jax.nn.gelu` and
+        `jax.nn.relu` on NVIDIA GPUs of Ampere or later; "pallas_interpret" runs the kernel
+        anywhere, slowly, for tests. "auto" takes the kernel on one such GPU for bfloat16 and
+        float16.
+      init_std: the standard deviation of fresh weights; None: Glorot and Bengio's bounds.
+      float8: whether both products multiply FP8 numbers in training (`layers.float8`).
     """
 
-    def __init__(
-        self,
-        d_ff: Size,
-        dropout: Rate = 0.0,
-        hidden_dropout: Rate = 0.0,
-        activation: Callable[[Array], Array] = jax.nn.gelu,
-        chunk_size: Count = 0,
-        mode: Literal["train", "eval"] = "train",
-        impl: str = "auto",
-        init_std: Positive | None = None,
-        float8: bool = False,
-    ):
-        """Args:
-        d_ff: F, the width of the hidden layer.
-        dropout: the rate on the output.
-        hidden_dropout: the rate on the hidden layer.
-        activation: the nonlinearity.
-        chunk_size: if > 0, this many positions at a time, so that no `[T, F]` array exists in
-          either pass. The result is the same, and any length fits.
-        mode: "train" or "eval"; dropout is off at evaluation.
-        impl: of the hidden layer. "xla" runs everywhere; "pallas" is a kernel for `jax.nn.gelu`
-          and `jax.nn.relu` on NVIDIA GPUs of Ampere or later; "pallas_interpret" runs the kernel
-          anywhere, slowly, for tests. "auto" takes the kernel on one such GPU for bfloat16 and
-          float16.
-        init_std: the standard deviation of fresh weights; None: Glorot and Bengio's bounds.
-        float8: whether both products multiply FP8 numbers in training (`layers.float8`).
-        """
+    d_ff: Size
+    dropout: Rate = 0.0
+    hidden_dropout: Rate = 0.0
+    activation: Callable[[Array], Array] = jax.nn.gelu
+    chunk_size: Count = 0
+    mode: Literal["train", "eval"] = "train"
+    impl: str = "auto"
+    init_std: Positive | None = None
+    float8: bool = False
+
+    def __post_init__(self):
         super().__init__()
-        check_all(hints_of(FeedForward), locals())
-        check_impl(impl, *KERNELS)
-        if impl in KERNELS and activation not in IN_KERNELS:
+        check_fields(self)
+        check_impl(self.impl, *KERNELS)
+        if self.impl in KERNELS and self.activation not in IN_KERNELS:
             raise SettingError(
-                f"impl is {impl!r} and activation {activation}: expected jax.nn.gelu or "
+                f"impl is {self.impl!r} and activation {self.activation}: expected jax.nn.gelu or "
                 "jax.nn.relu, or impl='auto'"
             )
-        self._d_ff = d_ff
-        self._dropout = dropout
-        self._hidden_dropout = hidden_dropout
-        self._activation = activation
-        self._chunk_size = chunk_size
-        self._mode = mode
-        self._impl = impl
         normal = jax.nn.initializers.normal
-        self._initializer = glorot if init_std is None else normal(init_std)
-        self._float8 = float8 and mode == "train"
+        self._initializer = glorot if self.init_std is None else normal(self.init_std)
+        self._float8 = self.float8 and self.mode == "train"
 
     def init_params(self, rng, shape):
         d_model = shape[-1]
         rng1, rng2 = jax.random.split(rng)
         return {
-            "w1": self._initializer(rng1, (d_model, self._d_ff)),
-            "b1": jnp.zeros(self._d_ff),
-            "w2": self._initializer(rng2, (self._d_ff, d_model)),
+            "w1": self._initializer(rng1, (d_model, self.d_ff)),
+            "b1": jnp.zeros(self.d_ff),
+            "w2": self._initializer(rng2, (self.d_ff, d_model)),
             "b2": jnp.zeros(d_model),
         }
-
-    @property
-    def chunk_size(self) -> int:
-        """Positions that are computed at a time; 0: all."""
-        return self._chunk_size
 
     def cast(self, params, dtype: str):
         """The weights, those of the two products in `dtype`, as `apply_chunk` needs them.
@@ -143,23 +132,23 @@ class FeedForward(Layer):
         out = self._activated(params, multiply(x, params["w1"]), start, hidden_rng)
         # In the dtype of the product, a bias is added in its kernel on a GPU.
         out = out + params["b2"][None, None].astype(x.dtype)
-        return dropout(out, rate_in(self._mode, self._dropout), output_rng, start=start)
+        return dropout(out, rate_in(self.mode, self.dropout), output_rng, start=start)
 
     def _activated(self, params, pre: Float[Array, "B C F"], start, rng) -> Float[Array, "B C D"]:
         """Bias, activation, dropout and the second product, from the output of the first."""
-        rate = rate_in(self._mode, self._hidden_dropout)
+        rate = rate_in(self.mode, self.hidden_dropout)
         narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
-        fits = narrow and LEAST_SIZE <= pre.size < MOST and self._activation in IN_KERNELS
-        wanted = "xla" if self._impl == "auto" and not fits else self._impl
+        fits = narrow and LEAST_SIZE <= pre.size < MOST and self.activation in IN_KERNELS
+        wanted = "xla" if self.impl == "auto" and not fits else self.impl
         chosen = choose(wanted, pallas=None) if pre.size else "xla"
         if chosen == "xla":
-            hidden = self._activation(pre.astype(jnp.float32) + params["b1"][None, None])
+            hidden = self.activation(pre.astype(jnp.float32) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
             return (product if self._float8 else _narrow)(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel
 
         options = kernel.Options(
-            self._activation, pre.shape[1], rate, self._float8, chosen == "pallas_interpret"
+            self.activation, pre.shape[1], rate, self._float8, chosen == "pallas_interpret"
         )
 
         def project(first, pre, b1, w2, start, rng):
@@ -173,14 +162,14 @@ class FeedForward(Layer):
         return devices.by_positions(project, (pre,), (params["b1"], params["w2"], start, rng))
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
-        size = self._chunk_size
+        size = self.chunk_size
         if size == 0 or size >= x.shape[1]:
             return self.apply_chunk(params, x, rng=rng)
         return devices.by_positions(self._in_chunks, (x,), (params, rng))
 
     def _in_chunks(self, first, x: Float[Array, "B T D"], params, rng) -> Float[Array, "B T D"]:
         """The layer at the positions from `first` on, in chunks of them."""
-        length, size = x.shape[1], min(self._chunk_size, x.shape[1])
+        length, size = x.shape[1], min(self.chunk_size, x.shape[1])
         n_chunks = -(-length // size)
         padded = jnp.pad(x, ((0, 0), (0, n_chunks * size - length), (0, 0)))
         chunks = jnp.moveaxis(padded.reshape(x.shape[0], n_chunks, size, -1), 1, 0)

@@ -30,7 +30,7 @@ from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_rin
 from reformax.ops.parts.containment import over_tokens
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.masks import segment_pair
+from reformax.ops.parts.masks import ids_or_ones, segment_pair
 from reformax.ops.parts.neighbours import first_marked, ids_at, rows_at
 
 BUTTERFLY = butterfly()
@@ -179,7 +179,7 @@ def _apply_with_global(
         return jnp.concatenate([jnp.pad(x, ((0, 0), (0, n_pad), (0, 0), (0, 0))), few], axis=1)
 
     few_k, few_v = (rows_at(x, plan) for x in (k, v))
-    ids = jnp.ones(k.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
+    ids = ids_or_ones(segments, k)
     row = jnp.arange(len(k))[:, None]
     elsewhere = ids.at[row, plan].set(0, mode="drop")
     elsewhere = jnp.pad(elsewhere, ((0, 0), (0, n_pad)))

@@ -36,7 +36,7 @@ from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
-from reformax.ops.parts.query_chunks import joined
+from reformax.ops.parts.query_chunks import in_blocks, joined
 from reformax.ops.parts.share import of_heads
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
@@ -181,7 +181,7 @@ def _window(settings: Settings, params, q, k, v, real, causal: bool) -> Window:
         keys = layer_norm(keys, params["near_keys_norm"])
         values = layer_norm(values, params["near_values_norm"])
     return Window(
-        queries=_blocks(q, size),
+        queries=in_blocks(q, size),
         place=jnp.arange(n_blocks * size).reshape(1, n_blocks, size),
         keys=windows(keys),
         values=windows(values),
@@ -238,11 +238,6 @@ def _far(settings: Settings, near: Window, far: Mixtures, chunk_len: int | None)
     )
 
 
-def _blocks(x: Float[Array, "B T N H"], size: int) -> Float[Array, "B C L N H"]:
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
-    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
-
-
 def mixtures(
     settings: Settings, params, k, v, real: Bool[Array, "#B T"], chunk_len: int
 ) -> Mixtures:
@@ -250,15 +245,10 @@ def mixtures(
 
     Weights are read off the keys. A bias would be the same for all positions and cancel.
     """
-    n_batch, length, n_heads, _ = k.shape
     unfit = real[..., None] & ~is_finite(k, v)[..., 0]
-    real = jnp.broadcast_to(real, (n_batch, length))
+    real = jnp.broadcast_to(real, k.shape[:2])
 
-    def chunks(x):
-        pad = [(0, 0), (0, -length % chunk_len)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.pad(x, pad).reshape(n_batch, -1, chunk_len, *x.shape[2:])
-
-    k, v, real, unfit = (chunks(x) for x in (finite(k), finite(v), real, unfit))
+    k, v, real, unfit = (in_blocks(x, chunk_len) for x in (finite(k), finite(v), real, unfit))
     dtype = wide(k.dtype, v.dtype)
     scores = product("bclnh,nhr->bcrnl", k, params["projection"], k.dtype)
     mask = real[:, :, None, None]
@@ -269,7 +259,7 @@ def mixtures(
     each = []
     for x, name in ((k, "far_keys_norm"), (v, "far_values_norm")):
         y = jnp.einsum("bcrnl,bclnh->bcrnh", weights, x.astype(dtype))
-        y = y.reshape(n_batch, -1, *x.shape[3:])
+        y = y.reshape(len(k), -1, *x.shape[3:])
         y = layer_norm(y, params[name]) if settings.dual_norm else y
         each.append(y.astype(x.dtype))
     repeat = functools.partial(jnp.repeat, repeats=settings.rank, axis=1)

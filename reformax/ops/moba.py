@@ -33,6 +33,8 @@ from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obst
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.gathered import softmax_of_piece, taken
 from reformax.ops.parts.heads import repeat_heads
+from reformax.ops.parts.masks import ids_or_ones
+from reformax.ops.parts.query_chunks import in_blocks
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
 # Queries whose scores are in memory at a time.
@@ -75,13 +77,6 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
     )
 
 
-def _in_blocks(x: Array, block_size: int) -> Array:
-    """`[B, T, ...]` in blocks, `[B, C, L, ...]`, the last one filled up with zeros."""
-    size = min(block_size, x.shape[1])
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
-    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
-
-
 def _best(
     scores: Float[Array, "*rows C"], may: Bool[Array, "*#rows C"], n_best: int
 ) -> Int[Array, "*rows K-1"]:
@@ -116,9 +111,9 @@ def _plan(
     del params, causal, rng, train, length
     q, k = lax.stop_gradient(q), lax.stop_gradient(k)
     n_batch, length, n_heads, _ = q.shape
-    ids = jnp.ones((n_batch, length), jnp.int32) if segments is None else jnp.asarray(segments)
+    ids = ids_or_ones(segments, q)
     size = min(block_size, length)
-    of_block, means = _means(tokens_only(k, ids), ids, block_size)
+    of_block, means = _means(tokens_only(k, ids), ids, size)
     (means,) = repeat_heads(q, means)
     n_best = min(top_k, means.shape[1]) - 1
     if n_best == 0:
@@ -141,17 +136,17 @@ def _plan(
 
     n_scored = min(SCORED, length)
     queries = (tokens_only(q, ids), ids, jnp.arange(length, dtype=jnp.int32)[None])
-    chunks = [jnp.moveaxis(_in_blocks(x, n_scored), 1, 0) for x in queries]
+    chunks = [jnp.moveaxis(in_blocks(x, n_scored), 1, 0) for x in queries]
     chosen = lax.map(best, (*chunks[:2], chunks[2][:, 0]))  # [chunks, B, N, Q, K - 1]
     chosen = jnp.moveaxis(chosen, 0, 2).reshape(n_batch, n_heads, -1, n_best)
     return chosen[:, :, :length]
 
 
 def _means(
-    k: Float[Array, "B T N H"], ids: Int[Array, "B T"], block_size: int
+    k: Float[Array, "B T N H"], ids: Int[Array, "B T"], size: int
 ) -> tuple[Int[Array, "B C"], Float[Array, "B C N H"]]:
     """The segment of each block's last token, and the mean of its keys there."""
-    keys, ids = _in_blocks(k.astype(wide(k.dtype)), block_size), _in_blocks(ids, block_size)
+    keys, ids = in_blocks(k.astype(wide(k.dtype)), size), in_blocks(ids, size)
     last = jnp.max(jnp.where(ids != 0, jnp.arange(ids.shape[2])[None, None], 0), axis=2)
     of_block = jnp.take_along_axis(ids, last[..., None], axis=2)
     counted = (ids == of_block) & (ids != 0)
@@ -191,7 +186,7 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Arr
     n_batch, length, n_heads, _ = q.shape
     dtype = wide(q.dtype, v.dtype)
     query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.place.shape[3])
-    ids = jnp.ones((n_batch, length), jnp.int32) if segments is None else jnp.asarray(segments)
+    ids = ids_or_ones(segments, q)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
 
     # Everything by tile, with the tiles in front; [M, B, N, L, ...].
@@ -199,7 +194,7 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Arr
         return _by_tile(taken(x, jnp.maximum(query, 0)))
 
     def of_blocks(x: Array) -> Array:  # of [B, T, N or 1, ...]
-        return _by_tile(taken(jnp.moveaxis(_in_blocks(x, size), 3, 1), tiles.block))
+        return _by_tile(taken(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
 
     heads = jnp.swapaxes(q, 1, 2)
     tokens = (ids[:, :, None], is_finite(k, v)[..., 0])
@@ -269,7 +264,8 @@ def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) ->
     del params, q, plan, rng
     memory = fill_ring(k, v, lengths, capacity)  # zeros where there is no position yet
     keys = jnp.swapaxes(memory.keys, 1, 2).astype(wide(k.dtype))
-    return Cache(memory, jnp.swapaxes(_in_blocks(keys, block_size).sum(axis=2), 1, 2))
+    blocks = in_blocks(keys, min(block_size, capacity))
+    return Cache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
 
 
 def _step(block_size, top_k, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):

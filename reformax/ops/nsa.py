@@ -38,7 +38,9 @@ from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite, tokens_only
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
-from reformax.ops.parts.query_chunks import by_chunks, joined, positions
+from reformax.ops.parts.gathered import taken
+from reformax.ops.parts.masks import ids_or_ones
+from reformax.ops.parts.query_chunks import by_chunks, in_blocks, joined, positions
 from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
 
 # What the tiles of the kernels hold.
@@ -307,7 +309,7 @@ def _plan(
     del causal, rng, train, length
     q, k, params = lax.stop_gradient((q, k, params))
     length = q.shape[1]
-    ids = jnp.ones(q.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
+    ids = ids_or_ones(segments, q)
     q, k = tokens_only(q, ids), tokens_only(k, ids)
     own = params["k"] if params else None
     # Values have no say.
@@ -364,7 +366,7 @@ def _apply(
     settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng, extras
 ) -> Float[Array, "B T N V"]:
     del causal
-    ids = jnp.ones(q.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
+    ids = ids_or_ones(segments, q)
     far = _summaries(settings, params, k, v, ids)
     (selected_k, selected_v), (near_k, near_v) = _own(settings, k, v, extras)
     more = dict(causal=True, segments=segments, dropout=dropout, rng=rng)
@@ -406,7 +408,7 @@ def _in_arrays(
     n_batch, length, n_heads, _ = q.shape
     n_kv, size = k.shape[2], settings.block_size
     of_keys = finite(k), finite(v), is_finite(k, v)[..., 0], ids[:, :, None]
-    of_keys = [jnp.moveaxis(_in_blocks(x, size), 3, 1) for x in of_keys]  # [B, G or 1, J, L, ...]
+    of_keys = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in of_keys]  # [B, G or 1, J, L, ...]
     head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
     batch = jnp.arange(n_batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
     last = settings.last(far.keys.shape[1])
@@ -484,17 +486,9 @@ def _softmax(logits, to_values, mask, fine, dropped) -> Array:
     return jnp.where(jnp.moveaxis(whole, 3, 1), out, jnp.nan)
 
 
-def _in_blocks(x: Array, size: int) -> Array:
-    """`[B, T, ...]` in blocks, `[B, J, L, ...]`, the last one filled up with zeros."""
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
-    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
-
-
 def _blocks_at(x: Array, at: Int[Array, "B G Q K"]) -> Array:
     """Blocks of `[B, G or 1, J, L, ...]`, one after the other: `[B, G, Q, K L, ...]`."""
-    x = jnp.broadcast_to(x, (*at.shape[:2], *x.shape[2:]))
-    take = functools.partial(jnp.take, axis=0, mode="clip")
-    x = jax.vmap(jax.vmap(take))(x, at)
+    x = taken(x, at)
     return x.reshape(*x.shape[:3], -1, *x.shape[5:])
 
 

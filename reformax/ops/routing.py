@@ -36,6 +36,7 @@ from reformax.ops.parts.dispatch import (
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.gathered import softmax_of_piece, taken
 from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.query_chunks import in_blocks
 from reformax.ops.parts.softmax import lowest, masked_exp, nonzero, wide
 
 Decay = Annotated[float, Bounds(0, 1)]
@@ -179,9 +180,7 @@ def _moved(settings: Settings, centroids, vectors, real) -> Float[Array, "N C H"
         return (sums[0] + total, sums[1] + nearest.sum(axis=(0, 1))), None
 
     def chunks(x):  # the chunks in front, padding without weight behind
-        size = min(COUNTED, x.shape[1])
-        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(in_blocks(x, min(COUNTED, x.shape[1])), 1, 0)
 
     real = real.astype(centroids.dtype)
     sums = jnp.zeros_like(centroids), jnp.zeros(centroids.shape[:2], centroids.dtype)

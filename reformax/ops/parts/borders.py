@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from reformax.ops.parts.masks import ids_or_ones
 from reformax.ops.parts.share import Share
 
 
@@ -101,7 +102,7 @@ def attend(
 
     def rows(first: int, last: int) -> Float[Array, "B l N V"]:
         """The outputs at positions `first` to `last`, with the borders that they see."""
-        ids = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
+        ids = ids_or_ones(segments, q)
         out = apply(
             around(q, first, last, exchanged=k is None),
             None if k is None else around(k, first, last),

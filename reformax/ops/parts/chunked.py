@@ -70,21 +70,26 @@ def chunked_attention(
     Returns:
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
-    ids = segments
-    if isinstance(segments, tuple):
-        sides = zip(segments, _n_places(chunks, order), strict=True)
-        segments = tuple(jnp.pad(x, ((0, 0), (0, n - x.shape[1]))) for x, n in sides)
-    elif segments is not None:
-        padding = _n_places(chunks, order)[0] - chunks.length
-        segments = jnp.pad(segments, ((0, 0), (0, padding)))
+    padded = _padded(segments, _n_places(chunks, order))
     if impl == "xla":
         order = None if order is None else order.with_places()
         seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
-        others = order, segments, seed, own_weight
-        return over_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, ids)
+        others = order, padded, seed, own_weight
+        return over_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segments)
     from reformax.ops.kernels import chunked as kernel
 
-    return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, segments, rng)
+    return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, padded, rng)
+
+
+def _padded(segments: Segments | None, n_places: tuple[int, int]) -> Segments | None:
+    """Segments with 0 behind them, for each place of queries and of keys."""
+
+    def pad(ids: Int[Array, "B T"], n: int) -> Int[Array, "B Tp"]:
+        return jnp.pad(ids, ((0, 0), (0, n - ids.shape[1])))
+
+    if isinstance(segments, tuple):
+        return tuple(map(pad, segments, n_places))
+    return None if segments is None else pad(segments, n_places[0])
 
 
 def _n_places(chunks: Chunks, order: Order | None) -> tuple[int, int]:

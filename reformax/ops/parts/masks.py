@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 # Booleans say of each row that its tokens are one segment.
 Ids = Int[Array, "B T"] | Bool[Array, "B T"]
@@ -37,6 +37,11 @@ def segment_pair(
 def segment_ids(segments: Segments | None) -> Segments | None:
     """Segments whose ids are integers, as ops read them."""
     return jax.tree.map(lambda ids: ids.astype(jnp.int32), segments)
+
+
+def ids_or_ones(segments: Ids | None, x: Shaped[Array, "B T *d"]) -> Int[Array, "B T"]:
+    """The segments of `x`; without any, all of a row is segment 1."""
+    return jnp.ones(x.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
 
 
 def segment_numbers(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 # Numbers of a chunk of queries, logits and keys, that are in memory at a time.
 AT_A_TIME = 2**24
@@ -24,11 +24,14 @@ def by_chunks(function: Callable[..., Any], n_seen: int, *arrays: Array) -> Any:
     n_batch, length = arrays[0].shape[:2]
     size = max(min(AT_A_TIME // (n_batch * n_seen), length), 1)
 
-    def cut(x):
-        x = jnp.pad(x, [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+    chunks = tuple(jnp.moveaxis(in_blocks(x, size), 1, 0) for x in arrays)
+    return lax.map(lambda chunk: function(*chunk), chunks)
 
-    return lax.map(lambda chunk: function(*chunk), tuple(map(cut, arrays)))
+
+def in_blocks(x: Shaped[Array, "B T *d"], size: int) -> Shaped[Array, "B C L *d"]:
+    """Blocks of `size` positions, the last one filled up with zeros."""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 
 def joined(x: Array, length: int) -> Array:
