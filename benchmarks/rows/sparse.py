@@ -159,15 +159,8 @@ def by_length(
 ) -> Iterator[Answer]:
     """The figures of a row at lengths that are compiled together, and checked with them.
 
-    Args:
-      name: of the row.
-      shape: a `Shape`.
-      lengths: in the order in which they are measured.
-      known: milliseconds of the gradient and MiB at other lengths.
-      known_errors: of the row's check, if it was made.
-      repeats: timed calls.
-      folder: of the file `lock`, held by who times alone, and by those who compile together.
-      limit: seconds of a stage.
+    Arguments are those of `rows.linear.by_length`; `lengths` are in the order of the measuring, and
+    the check reads no file of `numbers`.
     """
     sizes, lock = Shape(*shape), Path(folder) / "lock"
     made, most = algorithms(sizes)[name], memory.available() / 2**20
