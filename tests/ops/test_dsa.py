@@ -154,6 +154,17 @@ def test_kernels_have_no_scores_of_all_pairs_in_memory():
     assert indexer.AT_A_TIME / 2 < largest <= max(indexer.AT_A_TIME, length**2 // 8)
 
 
+@pytest.mark.parametrize(
+    "length, d_index, message", [(2**18 + 1, 8, "pairs=68720001025"), (9, 129, "d_index=129")]
+)
+def test_kernels_refuse_what_they_do_not_hold(length, d_index, message):
+    op = dsa.dsa(top_k=2, d_index=d_index, impl="pallas_interpret")
+    x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    params = jax.eval_shape(lambda rng: op.init(rng, op.dims(x, x)), jax.random.key(0))
+    with pytest.raises(NotImplementedError, match=f"{message}: use impl='auto' or 'xla'"):
+        jax.eval_shape(lambda *x: op(*x[1:], params=x[0]), params, x, x, x)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_it_lowers_for_a_gpu(dtype, monkeypatch):

@@ -121,15 +121,12 @@ def _difference_kernel(x: Inputs, bits, sums: _Softmax, attention: _Attention, o
         mask = _chosen(here, bits, query, key)
 
         def add(head, total):
-            logits = product(
-                *(rows(*of, head) for of in ((attention.q, query), (attention.k, key))), True
-            )
-            top, share = (
-                load(ref.at[batch, head, query.position], query.exists, 0.0)
-                for ref in attention.sums
-            )
+            q, k = rows(attention.q, query, head), rows(attention.k, key, head)
+            logits = product(q, k, transpose_b=True)
+            at = batch, head, query.position
+            top, total_of = (load(ref.at[at], query.exists, 0.0) for ref in attention.sums)
             weights = jnp.exp2((hide(logits, mask) - top[:, None]) * scale)
-            return total + weights * (1.0 / nonzero(share))[:, None]
+            return total + weights * (1.0 / nonzero(total_of))[:, None]
 
         weights = jnp.zeros((ROWS, COLUMNS), jnp.float32)
         weights = lax.fori_loop(jnp.int32(0), jnp.int32(n_heads), add, weights)

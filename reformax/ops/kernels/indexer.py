@@ -246,8 +246,7 @@ def choose(
     """
     n_batch, length = keys.shape[:2]
     # A product of float32 on the chip would be one multiplication after the other.
-    parts = (in_three(x, jnp.bfloat16) for x in (queries, keys[:, :, None]))
-    of_queries, of_keys = parts
+    of_queries, of_keys = (in_three(x, jnp.bfloat16) for x in (queries, keys[:, :, None]))
     firsts, n_tiles = starts(n_batch, length)
     run = functools.partial(_launch, interpret)
     n_rows = n_tiles * ROWS
