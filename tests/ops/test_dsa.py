@@ -81,7 +81,7 @@ def three_segments(length):
     return jnp.asarray(np.stack([place * 7 % 4, 3 - place * 4 // length]), jnp.int32)
 
 
-@pytest.mark.parametrize("top_k, causal, packed", [(40, True, False), (100, False, True)])
+@pytest.mark.parametrize("top_k, causal, packed", [(40, True, False), (70, False, True)])
 def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packed, monkeypatch):
     """Of whole numbers, whose sums are exact: many positions have one score, of either sign."""
     few_at_a_time(monkeypatch)
