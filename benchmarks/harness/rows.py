@@ -77,7 +77,7 @@ def row(
 
     def attend(q, k, v, rng):
         segments = documents(q) if packed else None
-        more = marks(q, marked) | extras(op, q, v)
+        more = marks(q, marked) | extras(op, q, v) | {"params": weights(op, q, v)}
         return op(q, k, v, causal=causal, segments=segments, rng=rng, **more)
 
     checked = functools.partial(check, op, reference, causal, packed, marked)
@@ -96,6 +96,15 @@ def extras(op: AttentionOp, q: Array, v: Array) -> dict[str, dict[str, Array]]:
     shapes = {name: (*q.shape[:2], x.n_heads, x.size) for name, x in of_op.items()}
     zeros = {name: jnp.broadcast_to(zero, shape) for name, shape in shapes.items()}
     return {"extras": zeros} if zeros else {}
+
+
+def weights(op: AttentionOp, q: Array, v: Array) -> Any:
+    """The op's own weights, as they begin.
+
+    0 times their gradient is a part of that of q, so that a call computes it, as training does.
+    """
+    own = op.init(KEY, op.dims(q, v))
+    return jax.tree.map(lambda x: x + (0 * q[0, 0, 0, 0]).astype(x.dtype), own)
 
 
 def _unknown_zero(x: Array) -> Array:
@@ -185,15 +194,17 @@ def check(
     def given_plan(op: AttentionOp, *inputs: Array | None) -> tuple[Array, Any]:
         def attend(q, k, v):
             more = options | extras(op, q, v)
-            return op.apply((), q, k, v, plan=plan, dropout=0.0, **more)
+            own = weights(op, q, v)
+            return op.apply(own, q, k, v, plan=plan, dropout=0.0, **more)
 
         return jax.jit(output_and_gradient(attend), compiler_options=untuned)(d_out, *inputs)
 
+    def planned(op: AttentionOp, q: Array, k: Array | None) -> Any:
+        more = options | marks(q, marked)
+        return op.plan(weights(op, q, v), q, k, train=True, **more)
+
     with jax.default_matmul_precision("highest"):
-        plan, other_plan = (
-            jax.jit(functools.partial(x.plan, (), train=True, **options, **marks(q, marked)))(q, k)
-            for x in (op, reference)
-        )
+        plan, other_plan = (jax.jit(functools.partial(planned, x))(q, k) for x in (op, reference))
         if isinstance(plan, Order):
             check_order(plan, other_plan)
         elif isinstance(plan, jax.Array):

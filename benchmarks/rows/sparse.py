@@ -19,6 +19,7 @@ from reformax import memory
 from reformax.ops import (
     AttentionOp,
     asymmetric_lsh,
+    dsa,
     flash,
     hash_sparse,
     local,
@@ -88,6 +89,7 @@ def algorithms(shape: Shape) -> dict[str, Made]:
     return {
         "nsa": Made(native, dense="flash, 1 head of keys", **one),
         "moba": Made(of(moba.moba, block_size=shape.block, top_k=3)),
+        "dsa": Made(of(dsa.dsa, top_k=half, d_index=shape.d_head)),
         "nsa, a mean a block": Made(whole, dense="flash, 1 head of keys", **one),
         "longformer": Made(
             of(longformer.longformer, window=half + 1, **marked), False, shape.n_global

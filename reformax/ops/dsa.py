@@ -33,15 +33,26 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax.declared import NonNegative, Size
 from reformax.ops.base import AttentionOp, Dims, Traits, named
 from reformax.ops.parts.auxiliary import with_loss
+from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.dispatch import (
+    KERNELS,
+    MAX_HEAD_SIZE,
+    check_impl,
+    choose,
+    kernel_obstacles,
+    on_request,
+)
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions
 from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
 
 # The largest number that the indexer reads. A score is a product of three such numbers.
 LARGEST = 1e9
+# The kernels count the bits of pairs, in words of 32, with 31 bits.
+MOST_PAIRS = 2**36
 
 
 class Settings(NamedTuple):
@@ -51,6 +62,14 @@ class Settings(NamedTuple):
     n_index_heads: int
     d_index: int
     index_loss: float
+    impl: str
+
+    def choose(self, q: Array, k: Array, v: Array | None) -> str:
+        """The implementation; that of kernels is on request."""
+        n_pairs = q.shape[0] * q.shape[1] ** 2
+        above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MOST_PAIRS)}
+        above = {name: n for name, (n, most) in above.items() if n > most}
+        return choose(on_request(self.impl), **kernel_obstacles(q, k, v, **above))
 
 
 @named
@@ -60,6 +79,7 @@ def dsa(
     n_index_heads: Size = 4,
     d_index: Size = 64,
     index_loss: NonNegative = 1.0,
+    impl: str = "auto",
 ) -> AttentionOp:
     """Attention to the positions that an indexer likes best, the same for all heads.
 
@@ -77,10 +97,16 @@ def dsa(
       index_loss: the factor of the indexer's loss, a mean over positions, beside the model's. With
         0 the indexer stays as it is. Of a batch that is computed in parts, or by several devices,
         the parts' means add up; Adam does not feel the factor.
+      impl: `"xla"` runs everywhere, in array operations, as `"auto"` does. `"pallas"` is kernels
+        for NVIDIA GPUs of Ampere or later, heads and index heads of 128 or less and at most 2^36
+        pairs of tokens, which take a bit of memory each; no GPU has run them yet.
+        `"pallas_interpret"` runs them anywhere, slowly, for tests.
 
     Raises:
-      ValueError: a size below 1, or a factor below 0.
+      ValueError: a size below 1, a factor below 0, an unknown `impl`.
+      NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
+    check_impl(impl, *KERNELS)
     settings = Settings(**locals())
     return AttentionOp(
         init=functools.partial(_init, settings),
@@ -135,10 +161,9 @@ def _read(x: Array) -> Array:
 
 
 def _scores(index: Index, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
-    """Eq. 1, divided by sqrt(J D)."""
+    """Eq. 1."""
     found = jax.nn.relu(jnp.einsum("bqjd,bsd->bqjs", index.queries, keys))
-    scores = jnp.einsum("bqjs,bqj->bqs", found, index.weights)
-    return scores / math.sqrt(index.queries.shape[2] * keys.shape[2])
+    return jnp.einsum("bqjs,bqj->bqs", found, index.weights)
 
 
 def _best(
@@ -164,10 +189,16 @@ def _ids(segments, x: Array) -> Int[Array, "B T"]:
 def _plan(
     settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
 ) -> Int[Array, "B T K"]:
-    """The positions that each query sees."""
+    """The positions that each query sees, those of a kernel in their order."""
     del rng, train, length
     ids, n = _ids(segments, q), q.shape[1]
     index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
+    impl = settings.choose(q, k, None)
+    if impl != "xla":
+        from reformax.ops.kernels import indexer as kernel
+
+        sizes = min(settings.top_k, n), causal, impl == "pallas_interpret"
+        return kernel.choose(*sizes, *index, keys, None if segments is None else ids)
 
     def best(queries, weights, of_query, position):
         may = _visible(causal, ids, of_query, position)
@@ -185,9 +216,18 @@ def _apply(
 ) -> Float[Array, "B T N V"]:
     n_batch, length, n_heads, _ = q.shape
     ids = _ids(segments, q)
+    index, index_keys = _index_queries(params, q), _index_keys(params, k)
+    factor = settings.index_loss / jnp.maximum(jnp.sum(ids != 0), 1).astype(index_keys.dtype)
+    impl = settings.choose(q, k, v)
+    if impl != "xla":
+        from reformax.ops.kernels import dsa as kernel
+
+        layout = Everything(length, length, causal, dropout)
+        index, ids = kernel.Index(*index, index_keys), None if segments is None else ids
+        inputs = q, k, v, index, factor, plan, ids, rng
+        return kernel.attend(layout, impl == "pallas_interpret", *inputs)
     fine = is_finite(k, v)[..., 0]  # [B, S, N]
     keys, values = finite(k), finite(v)
-    index_keys = _index_keys(params, k)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
     batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
 
@@ -206,15 +246,14 @@ def _apply(
         out = jnp.where(jnp.swapaxes(whole, 1, 2), out, jnp.nan)
         real = whole.all(axis=(1, 3)) & mask.any(axis=-1)
         of_all = lax.stop_gradient(weights).mean(axis=1)
-        return out, _divergence(_scores(Index(*index), index_keys), of_all, mask, real)
+        scores = _scores(Index(*index), index_keys)
+        scores = scores / math.sqrt(settings.n_index_heads * settings.d_index)
+        return out, _divergence(scores, of_all, mask, real)
 
-    index = _index_queries(params, q)
     arrays = q, plan, ids, positions(length), *index
     n_seen = (n_heads + settings.n_index_heads + 1) * length
     out, losses = by_chunks(attend, n_seen, *arrays)
-    n_real = jnp.maximum(jnp.sum(ids != 0), 1).astype(losses.dtype)
-    loss = settings.index_loss * losses.sum() / n_real
-    return with_loss(joined(out, length).astype(v.dtype), loss)
+    return with_loss(joined(out, length).astype(v.dtype), factor * losses.sum())
 
 
 def _shown(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:

@@ -400,6 +400,7 @@ _INDEXED = {
     "n_index_heads": (2, 1, 3),
     "d_index": (4, 1, 7),
     "index_loss": (1.0, 0.5),
+    "impl": ("xla",),
 }
 _ROUTED = {
     "n_clusters": (3, 1, 2, 40),
@@ -608,6 +609,7 @@ ROWS = [
         own_loss=True,
         slow=True,
     ),
+    Row("dsa_pallas", dsa.dsa, _INDEXED | _KERNEL, reference=indexed.dsa, own_loss=True),
     *(
         Row(
             f"routing{'_shared' * shared}",

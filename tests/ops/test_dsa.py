@@ -7,10 +7,14 @@ import pytest
 
 from reformax.models import lm
 from reformax.ops import dense, dsa, local
-from tests.helpers import assert_trees_close
+from reformax.ops.kernels import indexer
+from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.ops import indexed
 
 OPTIONS = dict(n_index_heads=3, d_index=4)
+
+
+IMPLS = pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
 
 
 def numbers(length, seed=0):
@@ -21,9 +25,10 @@ def weights(op, q):
     return op.init(jax.random.key(1), op.dims(q, q))
 
 
-def test_a_query_chooses_the_best_of_those_before_it():
+@IMPLS
+def test_a_query_chooses_the_best_of_those_before_it(impl):
     q, k, _ = numbers(21)
-    op = dsa.dsa(top_k=5, **OPTIONS)
+    op = dsa.dsa(top_k=5, **OPTIONS, impl=impl)
     params = weights(op, q)
     ids = np.repeat([[1, 2, 0], [1, 1, 1]], 7, axis=1)
     options = dict(segments=ids, causal=True, rng=None, train=True)
@@ -37,10 +42,11 @@ def test_a_query_chooses_the_best_of_those_before_it():
         assert not left or min(scores[b, t, list(chosen)]) >= max(left) - 1e-6
 
 
-def test_the_indexer_learns_from_the_attention_and_from_nothing_else():
+@IMPLS
+def test_the_indexer_learns_from_the_attention_and_from_nothing_else(impl):
     """Eq. 3: with all keys chosen, the slope of the divergence from dense attention's weights."""
     q, k, v = numbers(9)
-    op = dsa.dsa(top_k=9, index_loss=0.5, **OPTIONS)
+    op = dsa.dsa(top_k=9, index_loss=0.5, **OPTIONS, impl=impl)
     params = weights(op, q)
     attend = lambda params, q, k, v: op(q, k, v, causal=True, params=params)  # noqa: E731
     np.testing.assert_allclose(
@@ -61,6 +67,121 @@ def test_the_indexer_learns_from_the_attention_and_from_nothing_else():
         got, *others = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(params, q, k, v)
         assert_trees_close(got, want, 1e-5)
         assert all(np.any(x) == bool(scale) for x in others)
+
+
+def few_at_a_time(monkeypatch):
+    """Chunks of one tile of queries, and rows of several tiles of scores."""
+    monkeypatch.setattr(indexer, "AT_A_TIME", 1)
+    monkeypatch.setattr(indexer, "WIDTH", 64)
+
+
+def three_segments(length):
+    """Of two rows: interleaved, and one after another; both with padding."""
+    place = np.arange(length)
+    return jnp.asarray(np.stack([place * 7 % 4, 3 - place * 4 // length]), jnp.int32)
+
+
+@pytest.mark.parametrize("top_k, causal, packed", [(40, True, False), (70, False, True)])
+def test_kernels_choose_among_ties_what_array_operations_do(top_k, causal, packed, monkeypatch):
+    """Of whole numbers, whose sums are exact: many positions have one score, of either sign."""
+    few_at_a_time(monkeypatch)
+    rng, length = np.random.default_rng(0), 301
+    q, k = rng.integers(-1, 2, (2, 2, length, 2, 8)).astype(np.float32)
+    params = {"query": (2, 8, 3, 4), "key": (2, 8, 4), "weight": (2, 8, 3)}
+    params = {name: rng.integers(-1, 2, x).astype(np.float32) for name, x in params.items()}
+    masks = dict(segments=three_segments(length) if packed else None, causal=causal)
+    got, want = (
+        jax.jit(
+            lambda *x, impl=impl: dsa.dsa(top_k=top_k, **OPTIONS, impl=impl).plan(
+                *x, **masks, rng=None, train=True
+            )
+        )(params, q, k)
+        for impl in ("pallas_interpret", "xla")
+    )
+    in_order = lambda plan: np.sort(np.where(plan < 0, length, plan), axis=-1)  # noqa: E731
+    np.testing.assert_array_equal(in_order(got), in_order(want))
+    np.testing.assert_array_equal(np.where(got < 0, length, got), in_order(got))
+    scores = np.asarray(indexed.scores(OPTIONS, params, q, k))
+    chosen = np.take_along_axis(scores, np.maximum(got, 0), axis=-1)
+    even = (scores == chosen.min(axis=-1, where=got >= 0, initial=np.inf, keepdims=True)).sum(-1)
+    assert even.max() > 30 and chosen.min() < 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+def test_kernels_differentiate_as_array_operations_do(dtype, tolerance, monkeypatch):
+    few_at_a_time(monkeypatch)
+    length = 301
+    q, k, v = (x.astype(dtype) for x in numbers(length))
+    d_out = numbers(length, 1)[0]
+    op = dsa.dsa(top_k=60, **OPTIONS)
+    params, segments = weights(op, q), three_segments(length)
+    masks = dict(segments=segments, causal=True, rng=jax.random.key(2))
+    plan = jax.jit(lambda *x: op.plan(*x, **masks, train=True))(params, q, k)
+
+    def run(impl):
+        op = dsa.dsa(top_k=60, **OPTIONS, impl=impl)
+        attend = lambda *x: op.apply(*x, plan=plan, dropout=0.2, **masks)  # noqa: E731
+        out, vjp = jax.vjp(attend, params, q, k, v)
+        return out, vjp(d_out.astype(out.dtype))
+
+    got, want = (jax.jit(run, static_argnums=0)(x) for x in ("pallas_interpret", "xla"))
+    assert_trees_close(got, want, tolerance)
+
+
+def sizes_of(jaxpr):
+    """Bytes of all results of a program and of those within it, but for what a kernel computes."""
+    for eqn in jaxpr.eqns:
+        yield from (x.aval.size * x.aval.dtype.itemsize for x in eqn.outvars)
+        if eqn.primitive.name != "pallas_call":
+            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
+                if is_program(inner):
+                    yield from sizes_of(getattr(inner, "jaxpr", inner))
+
+
+def is_program(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def test_kernels_have_no_scores_of_all_pairs_in_memory():
+    length = 2**17
+    op = dsa.dsa(top_k=64, **OPTIONS, impl="pallas_interpret")
+    x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.bfloat16)
+    params = jax.eval_shape(lambda rng: op.init(rng, op.dims(x, x)), jax.random.key(0))
+    total = lambda *x: op(*x[1:], causal=True, params=x[0]).sum()  # noqa: E731
+    jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2, 3)))(params, x, x, x)
+    largest = max(sizes_of(jaxpr.jaxpr))
+    assert indexer.AT_A_TIME / 2 < largest <= max(indexer.AT_A_TIME, length**2 // 8)
+
+
+@pytest.mark.parametrize(
+    "length, d_index, message", [(2**18 + 1, 8, "pairs=68720001025"), (9, 129, "d_index=129")]
+)
+def test_kernels_refuse_what_they_do_not_hold(length, d_index, message):
+    op = dsa.dsa(top_k=2, d_index=d_index, impl="pallas_interpret")
+    x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    params = jax.eval_shape(lambda rng: op.init(rng, op.dims(x, x)), jax.random.key(0))
+    with pytest.raises(NotImplementedError, match=f"{message}: use impl='auto' or 'xla'"):
+        jax.eval_shape(lambda *x: op(*x[1:], params=x[0]), params, x, x, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_it_lowers_for_a_gpu(dtype, monkeypatch):
+    monkeypatch.setattr(dsa.Settings, "choose", lambda *_: "pallas")
+    op = dsa.dsa(top_k=33, n_index_heads=3, d_index=40, impl="pallas")
+    x = jax.ShapeDtypeStruct((2, 333, 2, 80), dtype)
+    ids = jax.ShapeDtypeStruct((2, 333), jnp.int32)
+    params = jax.eval_shape(lambda rng: op.init(rng, op.dims(x, x)), jax.random.key(0))
+
+    def run(params, q, k, v, ids, d_out):
+        masks = dict(segments=ids, causal=True, rng=jax.random.key(1))
+        plan = op.plan(params, q, k, **masks, train=True)
+        attend = lambda *x: op.apply(*x, **masks, plan=plan, dropout=0.1)  # noqa: E731
+        out, vjp = jax.vjp(attend, params, q, k, v)
+        return out, vjp(d_out)
+
+    assert lower_for_gpu(run, params, x, x, x, ids, x).count("triton") >= 9
 
 
 @pytest.mark.slow

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.carried import trained
 from reformax.ops import (
     AttentionOp,
+    dsa,
     hash_sparse,
     linear,
     longformer,
@@ -60,6 +62,10 @@ CASES = {
     "moba": Case(moba.moba, 16, 1, t=1777),
     "moba, packed": Case(of(moba.moba, block_size=64), 4, t=1000, packed=True),
     "moba, wide": Case(of(moba.moba, block_size=64), 8, 4, 128, dropout=0.2),
+    "dsa": Case(of(dsa.dsa, top_k=256), 4, 4, t=1777),
+    "dsa, packed": Case(of(dsa.dsa, top_k=40, n_index_heads=7, d_index=40), t=777, packed=True),
+    "dsa, wide": Case(of(dsa.dsa, top_k=100, d_index=128), 4, 4, 128, causal=False, dropout=0.2),
+    "dsa, a long row of scores": Case(of(dsa.dsa, top_k=2048, n_index_heads=2), t=5000),
     "longformer, both sides": Case(of(longformer.longformer, window=65), causal=False),
     "longformer": Case(of(longformer.longformer, n_global=16), t=1000, packed=True, marked=16),
     "longformer, wide": Case(
@@ -124,19 +130,21 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
         for x in (op, other)
     ]
     if isinstance(plans[0], jax.Array) and not case.marked:
-        real = True if segments is None else np.asarray(segments != 0)[:, None]
-        same = np.equal(*(np.sort(x, axis=-1) for x in plans)).all(axis=-1) | ~np.bool_(real)
+        same = np.equal(*(np.sort(x, axis=-1) for x in plans)).all(axis=-1)  # [B, T] or [B, N, T]
+        real = np.ones(same.shape[-1], bool) if segments is None else np.asarray(segments != 0)
+        same = same | ~(real[:, None] if segments is not None and same.ndim == 3 else real)
         assert same.mean() > 0.99
 
     def run(op, d_out, *inputs):
-        def attend(q, k, v, extras):
+        def attend(q, k, v, extras, params):
             options = masks | dict(plan=plans[0], dropout=case.dropout)
             return op.apply(params, q, k, v, **options, **({"extras": extras} if extras else {}))
 
         out, vjp = jax.vjp(attend, *inputs)
-        return out, vjp(d_out.astype(out.dtype))
+        *gradients, of_params = vjp(d_out.astype(out.dtype))
+        return out, (*gradients, trained(of_params))
 
-    inputs = d_out, q, k, v, extras
+    inputs = d_out, q, k, v, extras, params
     with jax.default_matmul_precision("highest"):
         got = jax.jit(functools.partial(run, op))(*inputs)
         inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)

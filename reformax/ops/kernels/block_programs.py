@@ -15,7 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from reformax.ops.kernels.common import dropout_mask, load, power_of_two, view_rows
+from reformax.ops.kernels.common import (
+    chosen_bits,
+    dropout_mask,
+    load,
+    power_of_two,
+    view_rows,
+)
 
 
 class Tiles(NamedTuple):
@@ -38,6 +44,7 @@ class Inputs(NamedTuple):
     seed: Array | None  # [6], of dropout
     query_order: Array | None = None  # [B, T], the position that stands at each place
     key_order: Array | None = None  # [B, S]
+    chosen: Array | None = None  # [B, T, S / 32], the keys that each query has chosen, a bit each
 
 
 class Work(NamedTuple):
@@ -186,9 +193,14 @@ class Program(NamedTuple):
             carry = stretch(own.end_whole, own.end, False, carry)
         return carry
 
-    def visible(self, q: Block, k: Block, whole: bool) -> Array | None:
+    def visible(self, x: Inputs, q: Block, k: Block, whole: bool) -> Array | None:
         """Which key, `[1, K]`, each query, `[Q, 1]`, sees, or both transposed; None: all."""
         masks = []
+        if x.chosen is not None:
+            exists = None
+            if not (q.whole and k.whole):
+                exists = (q.position < self.n_queries) & (k.position < self.n_keys)
+            masks.append(chosen_bits(x.chosen, self.batch, q.position, k.position, exists))
         if self.causal and not whole:
             masks.append(k.at <= q.at)
         if self.strict:

@@ -67,7 +67,7 @@ def _forward_kernel(x: Inputs, work: Work, out: Softmax, part: Softmax | None, *
         k = here.rows(x.k, keys, own.head)
         v = here.tokens(x.v, keys, own.head)
         query, key = column(queries), line(keys)
-        logits = hide(product(q, k, transpose_b=True), here.visible(query, key, whole))
+        logits = hide(product(q, k, transpose_b=True), here.visible(x, query, key, whole))
         dropped = here.dropped(x, own.head, query, key)
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
@@ -98,7 +98,7 @@ def _queries_kernel(x: Inputs, row: QueryRows, work: Work, dq, part, *, program)
         k = here.tokens(x.k, keys, own.head)
         v = here.tokens(x.v, keys, own.head)
         key = line(keys)
-        logits = hide(product(q, k, transpose_b=True), here.visible(query, key, whole))
+        logits = hide(product(q, k, transpose_b=True), here.visible(x, query, key, whole))
         p = recompute_weights(logits, top[:, None] * scale, column(share), size)
         dp = product(d_out, v, transpose_b=True) * here.dropped(x, own.head, query, key)
         ds = p * (dp - dot[:, None])
@@ -124,7 +124,7 @@ def _keys_kernel(x: Inputs, row: QueryRows, work: Work, gradients, part, *, prog
         statistics = row.top, row.dot, row.share
         top, dot, share = (here.statistics(ref, queries, own.head) for ref in statistics)
         query = line(queries)
-        logits = hide(product(k, q, transpose_b=True), here.visible(query, key, whole))
+        logits = hide(product(k, q, transpose_b=True), here.visible(x, query, key, whole))
         p = recompute_weights(logits, top[None, :] * scale, line(share), size)
         dropped = here.dropped(x, own.head, query, key)
         dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
@@ -150,7 +150,8 @@ class _Cut(NamedTuple):
 
 def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_query: bool) -> _Cut:
     """Divides the tiles of all rows, or columns, among programs, long parts first."""
-    any_cut, per_head = x.query_segments is not None, layout.n_masks > 1
+    packed, per_head = x.query_segments is not None, layout.n_masks > 1
+    any_cut = packed or x.chosen is not None
     n_heads = 1 if per_head else x.q.shape[2]
     share = int(rows.count.sum()) * x.q.shape[0] * n_heads // N_SHARES
     parts = block_lists.cut(rows, max(LEAST_PART, share))
@@ -180,7 +181,7 @@ def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_qu
         orders = Sorted(x.query_order, x.query_segments), Sorted(x.key_order, x.key_segments)
         visits = sorted_groups.visits(tiles[:2], layout.causal, *orders)
         spans = jnp.stack((visits.by_query if by_query else visits.by_key)[:2])
-    elif any_cut and isinstance(layout, Everything):
+    elif packed and isinstance(layout, Everything):
         own = _range(x.query_segments, tiles.query), _range(x.key_segments, tiles.key)
         spans = _spans(*(own if by_query else own[::-1]), rows.entries)
     work = Work(jnp.asarray(columns), jnp.asarray(entries), spans)
@@ -308,7 +309,8 @@ def forward(
       layout: who sees whom, with blocks of a multiple of 16 positions.
       q, k, v: queries, keys, values.
       segments: the ids of queries and of keys, or twice None; of `InOrder`, whose ids are groups,
-        also the positions in the sequence of both.
+        also the positions in the sequence of both. Behind these, or twice None, stands which keys
+        each query has chosen, if it has (`common.chosen_bits`).
       rng: the source of dropout; None if there is none.
       tiles: how the kernel is cut, in sizes that divide the blocks; None chooses.
       interpret: whether to run it anywhere, slowly.

@@ -19,12 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.kernels.common import launch, load, power_of_two, product
+from reformax.ops.kernels.common import launch, load, power_of_two, product_in_parts
 from reformax.ops.kernels.query_rows import ROWS, QueryRows, query_rows
 from reformax.ops.parts.chosen_blocks import in_three
 
-# Blocks of a tile; parts of a number of float32 (`in_three`).
-COLUMNS, N_PARTS, WARPS = 64, 3, 4
+# Blocks of a tile.
+COLUMNS, WARPS = 64, 4
 
 
 class Sizes(NamedTuple):
@@ -68,16 +68,14 @@ class _Here(NamedTuple):
         return jnp.where(mask, self._products(rows.q, block, there), -jnp.inf)
 
     def _products(self, q: tuple[Array, ...], block, exists) -> Array:
-        """Products exact to float32: of parts, those that have a say in its digits."""
         width = jnp.arange(q[0].shape[1], dtype=jnp.int32)[None, :]
-        total = jnp.zeros((ROWS, block.shape[0]), jnp.float32)
-        for i, means in reversed(list(enumerate(self.x.means))):  # small ones first
+
+        def read(means) -> Array:
             mask = exists[:, None] & (width < means.shape[3])
             view = means.at[self.batch, jnp.where(exists, block, 0)[:, None], self.head, width]
-            mean = load(view, mask, 0.0)
-            for part in reversed(q[: N_PARTS - i]):
-                total += product(part, mean, transpose_b=True)
-        return total
+            return load(view, mask, 0.0)
+
+        return product_in_parts(q, self.x.means, read)
 
     def put(self, out, rows: QueryRows, best: _Best) -> None:
         slot = jnp.arange(best.block.shape[1], dtype=jnp.int32)[None, :]

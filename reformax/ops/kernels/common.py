@@ -9,7 +9,7 @@ Letters as in `reformax.ops.base`; I, J and K are sides of tiles, L is the lengt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -26,6 +26,8 @@ from reformax.ops.parts.softmax import Softmax, lowest, nonzero
 # A row's maximum starts here. Half, because it is multiplied by log2(e).
 LOWEST = lowest(jnp.float32) / 2
 LOG2_E = math.log2(math.e)
+# Parts of a number of float32 (`in_three`).
+N_PARTS = 3
 
 T = TypeVar("T")
 
@@ -54,6 +56,26 @@ def line(block: T) -> T:
 def load(view: Any, mask: Bool[Array, "*d"] | None, other: float = 0) -> Array:
     """The values at a view of a reference; `other` where the mask is False."""
     return pltriton.load(view) if mask is None else pltriton.load(view, mask=mask, other=other)
+
+
+def chosen_bits(
+    ref: Any, batch: Any, query: Array, key: Array, exists: Bool[Array, "I J"] | None
+) -> Bool[Array, "I J"]:
+    """Whether each query has chosen each key, of words `[B, T, S / 32]` with a bit for a key.
+
+    Args:
+      ref: the reference.
+      batch: the sequence.
+      query, key: positions, as two sides of a tile.
+      exists: whether both do; None: all do. What does not is not chosen.
+    """
+    shape = jnp.broadcast_shapes(query.shape, key.shape)
+    query, key = (jnp.broadcast_to(x, shape) for x in (query, key))
+    if exists is not None:
+        exists = jnp.broadcast_to(exists, shape)
+        query, key = (jnp.where(exists, x, 0) for x in (query, key))
+    word = load(ref.at[batch, query, lax.shift_right_logical(key, jnp.int32(5))], exists, 0)
+    return (lax.shift_right_logical(word, key & jnp.int32(31)) & jnp.int32(1)) != 0
 
 
 def view_rows(
@@ -89,6 +111,30 @@ def product(
     """The product of two tiles, summed in float32."""
     dims = (((1,), (1 if transpose_b else 0,)), ((), ()))
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def product_in_parts(
+    a: tuple[Float[Array, "I J"], ...],
+    b: Sequence[Any],
+    read: Callable[[Any], Float[Array, "K J"]] = lambda part: part,
+    transposed: bool = False,
+) -> Float[Array, "I K"]:
+    """The product `a b^T` of numbers that are sums of parts (`in_three`), exact to float32.
+
+    Args:
+      a: the parts of one side, the largest first.
+      b: those of the other.
+      read: of a part of b, just before it is needed.
+      transposed: whether the result is `b a^T`.
+    """
+    total = None
+    for i, ref in reversed(list(enumerate(b))):  # small ones first
+        part = read(ref)
+        for other in reversed(a[: N_PARTS - i]):  # smaller products have no say in the digits
+            pair = (part, other) if transposed else (other, part)
+            found = product(*pair, transpose_b=True)
+            total = found if total is None else total + found
+    return total
 
 
 def hide(logits: Float[Array, "I J"], visible: Bool[Array, "I J"] | None) -> Float[Array, "I J"]:

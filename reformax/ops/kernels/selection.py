@@ -33,7 +33,7 @@ from reformax.ops.kernels.common import (
     line,
     load,
     power_of_two,
-    product,
+    product_in_parts,
     view_rows,
 )
 from reformax.ops.kernels.query_rows import ROWS, QueryRows, query_rows
@@ -160,16 +160,13 @@ class _Here(NamedTuple):
         return jnp.where(mask, found, -jnp.inf)
 
     def _products(self, q: tuple[Array, ...], number, exists, transposed: bool) -> Array:
-        """Products exact to float32: of parts, those that have a say in its digits."""
-        total, width = None, q[0].shape[1]
+        width = q[0].shape[1]
         number = number if exists is None else jnp.where(exists, number, 0)
-        for i, keys in reversed(list(enumerate(self.x.keys))):  # small ones first
-            key = load(*view_rows(keys, self.batch, number, self.head, width, exists))
-            for part in reversed(q[: 3 - i]):
-                pair = (key, part) if transposed else (part, key)
-                found = product(*pair, transpose_b=True)
-                total = found if total is None else total + found
-        return total
+
+        def read(keys) -> Array:
+            return load(*view_rows(keys, self.batch, number, self.head, width, exists))
+
+        return product_in_parts(q, self.x.keys, read, transposed)
 
 
 def _here(sizes: Sizes, x: _Inputs) -> _Here:
