@@ -34,7 +34,7 @@ from reformax.declared import NonNegative, Size
 from reformax.ops.base import AttentionOp, Dims, Traits, named
 from reformax.ops.parts.auxiliary import with_loss
 from reformax.ops.parts.block_lists import Everything
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_value
+from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dispatch import (
@@ -46,6 +46,7 @@ from reformax.ops.parts.dispatch import (
     on_request,
 )
 from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.masks import ids_or_ones
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions
 from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
 
@@ -115,7 +116,7 @@ def dsa(
         traits=Traits(),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        replace_value=_replace_value,
+        replace_value=replace_in_memory,
     )
 
 
@@ -182,16 +183,12 @@ def _visible(causal: bool, ids: Int[Array, "#B S"], of_query, position) -> Bool[
     return may & ~later if causal else may
 
 
-def _ids(segments, x: Array) -> Int[Array, "B T"]:
-    return jnp.ones(x.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
-
-
 def _plan(
     settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
 ) -> Int[Array, "B T K"]:
     """The positions that each query sees, those of a kernel in their order."""
     del rng, train, length
-    ids, n = _ids(segments, q), q.shape[1]
+    ids, n = ids_or_ones(segments, q), q.shape[1]
     index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
     impl = settings.choose(q, k, None)
     if impl != "xla":
@@ -215,7 +212,7 @@ def _apply(
     settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
     n_batch, length, n_heads, _ = q.shape
-    ids = _ids(segments, q)
+    ids = ids_or_ones(segments, q)
     index, index_keys = _index_queries(params, q), _index_keys(params, k)
     factor = settings.index_loss / jnp.maximum(jnp.sum(ids != 0), 1).astype(index_keys.dtype)
     impl = settings.choose(q, k, v)
@@ -293,10 +290,6 @@ class Cache(NamedTuple):
 
     memory: KeyValues
     index: Float[Array, "B C D"]
-
-
-def _replace_value(cache: Cache, v, position) -> Cache:
-    return cache._replace(memory=replace_value(cache.memory, v, position))
 
 
 def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
