@@ -103,7 +103,7 @@ def _watched(op: AttentionOp, read: list) -> AttentionOp:
         )
         return op.apply(params, q, k, v, **options)
 
-    return op._replace(apply=apply)
+    return dataclasses.replace(op, apply=apply)
 
 
 def own_weights(op: AttentionOp, layer: Layer, rng: PRNGKeyArray) -> Any:

@@ -6,6 +6,7 @@ program trains all of them side by side, first among few tokens, then among more
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -201,7 +202,7 @@ def build(ops: Sequence[AttentionOp], sizes: Sizes, mode: str) -> TransformerLM:
 
 def _without_positions(op: AttentionOp) -> AttentionOp:
     """The algorithm without the trait for which `pos_type="rotary_local"` turns keys."""
-    return op._replace(traits=op.traits._replace(local=False))
+    return dataclasses.replace(op, traits=op.traits._replace(local=False))
 
 
 def sums(model: TransformerLM, params, rows: Rows, rng) -> loss.Sums:

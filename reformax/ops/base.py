@@ -13,6 +13,7 @@ have a pair of arrays, `[B, T]` and `[B, S]`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -82,7 +83,9 @@ class Extra(NamedTuple):
     rotated: bool = False  # by its position, where queries and keys are
 
 
-class AttentionOp(NamedTuple):
+# Other than a tuple, a dataclass may stand in `jax.jit`, which keeps weak references.
+@dataclasses.dataclass(frozen=True, repr=False)
+class AttentionOp:
     """An attention algorithm with its hyperparameters fixed, as pure functions.
 
     `plan` says where each query looks, and `apply` does the arithmetic there. A reversible stack
@@ -241,9 +244,9 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
     """
 
     def finish(op: AttentionOp, options: str) -> AttentionOp:
-        op = op._replace(name=factory.__name__, options=options)
+        op = dataclasses.replace(op, name=factory.__name__, options=options)
         if not op.traits.keeps_padding_out:
-            op = op._replace(apply=functools.partial(_apply_to_tokens, op.apply))
+            op = dataclasses.replace(op, apply=functools.partial(_apply_to_tokens, op.apply))
         return op if op.traits.grouped or op.traits.shared_qk else _of_all_heads(op)
 
     return described(factory, finish)
@@ -295,7 +298,7 @@ def _of_all_heads(op: AttentionOp) -> AttentionOp:
         return functools.wraps(function)(call)
 
     names = "plan", "apply", "init_cache", "step"
-    return op._replace(**{name: whole(getattr(op, name)) for name in names})
+    return dataclasses.replace(op, **{name: whole(getattr(op, name)) for name in names})
 
 
 def _apply_to_tokens(

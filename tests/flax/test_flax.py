@@ -1,5 +1,7 @@
 """`reformax.flax` against flax's own modules: the same weights, masks, dropout, gradients."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,11 +133,13 @@ def test_hashes_dropout_and_modes_of_a_module():
 
 
 def test_what_a_module_refuses():
+    with_weights = dataclasses.replace(dense.dense(), init=lambda rng, dims: jnp.ones(3))
+    with_extras = dataclasses.replace(dense.dense(), extras=lambda dims: {})
     for op, call, message in (
         (lsh.lsh(), dict(mask=CAUSAL), "mask has shape .*: lsh hides pairs"),
         (local.local(), dict(inputs_kv=X), "inputs_kv is given, but local attends within one"),
-        (dense.dense()._replace(init=lambda rng, dims: jnp.ones(3)), {}, "it has weights, which"),
-        (dense.dense()._replace(extras=lambda dims: {}), {}, "it reads further projections, which"),
+        (with_weights, {}, "it has weights, which"),
+        (with_extras, {}, "it reads further projections, which"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             linen.Attention(op, 2).init(jax.random.key(0), X, **call)

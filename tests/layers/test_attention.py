@@ -1,5 +1,7 @@
 """The attention layer around every op: its projections, masks, rngs and options."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +93,8 @@ def test_sizes_are_those_asked_for():
 
 
 def test_the_algorithms_own_weights_are_kept():
-    op = dense.dense()._replace(
+    op = dataclasses.replace(
+        dense.dense(),
         init=lambda rng, dims: {"scale": jnp.full(dims.n_heads, 2.0)},
         apply=lambda params, q, k, v, **_: v * params["scale"][:, None],
     )
@@ -134,7 +137,7 @@ def test_dropout_is_a_function_of_the_rng(random_plan):
     params = plain.init(layer, x.shape)
     # The plan is fixed, so that an rng changes the dropout alone.
     plan = jax.jit(lambda: layer.plan(params, layer.project(params, x), rng=RNG))()
-    op = op._replace(plan=lambda *_, **__: plan)
+    op = dataclasses.replace(op, plan=lambda *_, **__: plan)
 
     def apply(**options):
         layer = layers.Attention(op, **SIZES, **options)
@@ -171,7 +174,7 @@ def test_the_two_dropouts_draw_apart():
         seen["weights"] = rng
         return v
 
-    op = dense.dense()._replace(plan=plan, apply=apply)
+    op = dataclasses.replace(dense.dense(), plan=plan, apply=apply)
     layer, x = layers.Attention(op, attention_dropout=0.1), numbers()
     layer.apply(layer.init_params(RNG, x.shape), x, rng=RNG)
     assert not np.array_equal(seen["plan"], seen["weights"])

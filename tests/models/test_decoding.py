@@ -1,5 +1,6 @@
 """Decoding a language model: prefill and steps give the logits of one forward over all tokens."""
 
+import dataclasses
 import functools
 
 import jax
@@ -221,7 +222,7 @@ def test_errors():
     model, params = make("reformer, rotary", mode="train")
     with pytest.raises(ValueError, match="^causal=True and mode='train': decoding needs"):
         model.prefill(params, tokens, lengths, 30, RNG)
-    op = dense.dense()._replace(step=None, init_cache=None)
+    op = dataclasses.replace(dense.dense(), step=None, init_cache=None)
     model = TransformerLM(**SMALL, attention_type=op)
     with pytest.raises(NotImplementedError, match="it has no step to decode with"):
         model.prefill(plain.init(model, (2, LENGTH)), tokens, lengths, 30, RNG)

@@ -1,5 +1,6 @@
 """Encoder-decoders: the equations, packing, padding, gradients, decoding, and what is refused."""
 
+import dataclasses
 import functools
 import math
 
@@ -262,7 +263,8 @@ def sharp_attention(params, q, k, v, *, plan, **options):
     return dense.dense().apply(params, sharper, k, v, plan=(), **options)
 
 
-RANDOM = dense.dense()._replace(
+RANDOM = dataclasses.replace(
+    dense.dense(),
     plan=draw_a_sharpness,
     apply=sharp_attention,
     traits=dense.dense().traits._replace(random_plan=True),
@@ -368,7 +370,7 @@ def test_an_algorithms_weights_know_the_length_of_their_own_side():
         lengths.append(dims.length)
         return ()
 
-    op = dense.dense()._replace(init=init)
+    op = dataclasses.replace(dense.dense(), init=init)
     model = Transformer(**SMALL, encoder_attention_type=op, decoder_attention_type=op)
     jax.eval_shape(lambda: model.init_params(RNG, (2, 12), (2, 7)))
     assert lengths == [12] * 2 + [7] * 2

@@ -94,6 +94,11 @@ def compiled(caplog):
     return names
 
 
+def test_an_op_stands_in_jit():
+    q, k, v = X
+    np.testing.assert_allclose(jax.jit(flash.flash())(q, k, v), flash.flash()(q, k, v), atol=1e-6)
+
+
 def test_a_call_outside_of_jit_compiles_once(compiled):
     def attend(q, seed=0):
         # Another op of the same options, and another rng.

@@ -1,5 +1,7 @@
 """What few ops use of the contract, by two small ones: weights, gates, one segment a row."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +37,7 @@ def test_a_wrong_gradient_of_a_weight_is_found():
     def stopped(n_slots):
         op = slots(n_slots=n_slots)
         apply = lambda params, *x, **o: op.apply(jax.lax.stop_gradient(params), *x, **o)  # noqa: E731
-        return op._replace(apply=apply)
+        return dataclasses.replace(op, apply=apply)
 
     with pytest.raises(AssertionError, match="dparams.*mix.*is off by"):
         test_weights_gates_and_their_gradients(SLOTS._replace(factory=stopped), False)

@@ -1,5 +1,6 @@
 """What an op refuses: one line that names the argument, its value and the way out."""
 
+import dataclasses
 import re
 
 import jax
@@ -302,7 +303,7 @@ def test_what_an_op_cannot_do():
     with pytest.raises(ValueError, match="window is 5.*n_chunks_after is 0: raise it to 1"):
         local.local(chunk_len=4, window=5)(x(), x(), x(), causal=False)
     for refusing, causal in ((dict(causal=False), True), (dict(bidirectional=False), False)):
-        op = DENSE._replace(traits=DENSE.traits._replace(**refusing))
+        op = dataclasses.replace(DENSE, traits=DENSE.traits._replace(**refusing))
         with pytest.raises(NotImplementedError, match=f"causal={causal}: dense"):
             op(x(), x(), x(), causal=causal)
     op = block_sparse.block_sparse(block_size=(16, 24), impl="pallas_interpret")

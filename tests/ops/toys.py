@@ -3,6 +3,7 @@
 The first is the second of the guide to a new attention, whose text is run here.
 """
 
+import dataclasses
 import math
 import types
 
@@ -87,7 +88,9 @@ def counting() -> AttentionOp:
         out = op.apply((), *qkv, **options)
         return out + count.astype(out.dtype)
 
-    return op._replace(init=lambda rng, dims: {"count": Carried(jnp.zeros(()))}, apply=apply)
+    return dataclasses.replace(
+        op, init=lambda rng, dims: {"count": Carried(jnp.zeros(()))}, apply=apply
+    )
 
 
 @named
