@@ -48,6 +48,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("reformax")
 
 
+# Their tests wait for processes, the longest for a minute. They come first, so that at the end no
+# worker is left alone with one.
+LONGEST = ("test_devices.py", "test_docs.py", "test_processes.py")
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--cases", type=int, default=60, help="of tests/ops/test_random_cases.py, over all rows"
@@ -61,7 +66,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves slow cases of other parts out: a test's name says which part it is of."""
+    """Leaves slow cases of other parts out: a test's name says which part it is of.
+
+    The longest come first.
+    """
     part, n_parts = map(int, config.getoption("--part").split("/"))
     taken, left_out = [], []
     for item in items:
@@ -69,7 +77,7 @@ def pytest_collection_modifyitems(config, items):
         other = case and zlib.crc32(item.nodeid.encode()) % n_parts != part % n_parts
         (left_out if other else taken).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = taken
+    items[:] = sorted(taken, key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish():

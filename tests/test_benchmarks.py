@@ -988,6 +988,8 @@ MEMBERS = recall_rows.Members([1e-3], [0])
 )
 def test_models_of_recall_side_by_side_are_those_alone(op, monkeypatch):
     """The best one counts, and a stretch that it names enough of is the last one."""
+    for name in ("build", "trainer", "tester"):  # models of the same sizes share their programs
+        monkeypatch.setattr(recall_rows, name, functools.cache(getattr(recall_rows, name)))
     sizes, members = SIZES._replace(steps=4, stretch=2), recall_rows.Members([1e-3, 1e-1], [0, 1])
     batches, tests = recall_rows._drawn(sizes)
     params, record = recall_rows.learn((op,), sizes, members, None, batches, tests)

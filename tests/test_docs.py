@@ -169,14 +169,18 @@ def _is_run(text: str) -> bool:
 
 
 def _runs():
-    """The pages with commands; a page of results by its sections, which do not need each other."""
+    """The pages with commands; a page of results by its sections, which do not need each other.
+
+    The sections are cases of a matrix, as the benchmarks are that print the other results.
+    """
     found = []
     for page in PAGES:
         name, text = page_name(page), page.read_text()
         parts = re.split(r"^## ", text, flags=re.MULTILINE) if name == "results.md" else [text]
         for part in filter(_is_run, () if pages.is_walk(text) else parts):
             test = name if len(parts) == 1 else f"{name}#{_slug(part.partition(chr(10))[0])}"
-            found.append(pytest.param(name, part, id=test))
+            marks = [pytest.mark.matrix] if len(parts) > 1 else []
+            found.append(pytest.param(name, part, id=test, marks=marks))
     return found
 
 

@@ -320,7 +320,8 @@ class Attention(MultiHead):
         if self.position_bias == "t5":
             params["position_bias"] = jnp.zeros((N_BUCKETS, self.n_heads))
         if self.next_value:
-            params["next_value"] = jnp.full((2, self.n_heads, self.d_v), math.sqrt(0.5))
+            shape = 2, self.n_heads, self.d_v
+            params["next_value"] = jnp.full(shape, math.sqrt(0.5), jnp.float32)
         return params
 
     def project(self, params, x: Float[Array, "B T D"]) -> QKV:

@@ -40,6 +40,9 @@ def init_fn(
 
 def first_state(params: Any, optimizer: optax.GradientTransformation, ema: bool) -> State:
     """The state before the first step; the moving average is on if `ema`."""
+    # The type of an array made of a Python number is weak until the first step, and the second one
+    # would be compiled again for it.
+    params = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), params)
     average = jax.tree.map(jnp.copy, params) if ema else None
     return State(jnp.zeros((), jnp.int32), params, optimizer.init(trained(params)), average)
 

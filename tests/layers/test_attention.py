@@ -313,6 +313,7 @@ def test_a_key_brings_the_next_value(op):
     """In one call by hand; in steps, where the newest key's next value comes with the next step."""
     layer = layers.Attention(op, **SIZES, causal=True, next_value=True, mode="eval")
     x, lengths = numbers(), np.array([6, 3])
+    assert not layer.init_params(RNG, x.shape)["next_value"].weak_type
     params = plain.init(layer, x.shape)
     whole = jax.jit(lambda x: layer.apply(params, x, rng=RNG))(x)
     without = layers.Attention(op, **SIZES, causal=True, mode="eval")

@@ -61,7 +61,7 @@ def _weights(mask, q, k, log_decay):
     """`sum_h q_th k_sh exp(log_decay_s+1 + ... + log_decay_t)` over the positions of a segment."""
     seen = mask > 0
     # Of padding, which sees nothing, the position alone.
-    so_far = np.maximum(mask, np.eye(mask.shape[-1]))
+    so_far = jnp.maximum(mask, np.eye(mask.shape[-1]))
     sums = jnp.einsum("bnts,bsnh->bnth", so_far, log_decay)
     between = jnp.where(seen[..., None], sums[:, :, :, None] - sums[:, :, None], 0)
     weights = jnp.einsum("btnh,bsnh,bntsh->bnts", q, k, jnp.exp(between))

@@ -1,5 +1,6 @@
 """What a row's op has to compute, in float64: by the oracle, or by the row's own reference."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -38,19 +39,28 @@ def expected(asked: Asked, x: Inputs, bias, d_out):
         out, gradients = oracle.attention(*x[:3], asked.counts(), keep, d_out, added)
         *d_qkv, d_bias = gradients
         return out, (Inputs(*d_qkv), d_bias)
+    options = asked.options | {"causal": asked.causal}
     mask = visible(asked.shape, asked.causal, asked.segments)
     with with_x64():
         wide = jax.tree.map(lambda y: np.asarray(y, np.float64), x)
-
-        @jax.jit
-        def run(x, d_out):
-            def attend(x):
-                more = x.extras, mask, asked.keep
-                options = asked.options | {"causal": asked.causal}
-                return asked.row.reference(options, x.params, asked.plan, x[:3], *more)
-
-            out, vjp = jax.vjp(attend, x)
-            return out, *vjp(d_out)
-
-        out, gradients = run(wide, d_out)
+        run = _compiled(asked.row.reference, tuple(options.items()))
+        out, gradients = run(asked.plan, mask, asked.keep, wide, d_out)
     return np.asarray(out), (gradients, None)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(reference, options):
+    """`(plan, mask, keep, x, d_out) -> (out, gradients)`: compiled once for the same sizes.
+
+    The plan is an argument, for the calls differ by it.
+    """
+
+    @jax.jit
+    def run(plan, mask, keep, x, d_out):
+        def attend(x):
+            return reference(dict(options), x.params, plan, x[:3], x.extras, mask, keep)
+
+        out, vjp = jax.vjp(attend, x)
+        return out, *vjp(d_out)
+
+    return run

@@ -9,6 +9,7 @@ import pytest
 
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense
+from reformax.ops.base import Dims
 from reformax.ops.parts.masks import Tokens
 from tests.layers import plain
 from tests.layers import test_attention as layer_tests
@@ -16,7 +17,7 @@ from tests.ops import inputs
 from tests.ops import test_against_oracle as against_oracle
 from tests.ops import test_decoding as decoding
 from tests.ops import test_poison as poison
-from tests.ops.rows import Shape
+from tests.ops.rows import ROWS, Shape, over
 from tests.ops.toys import FADING, TOYS, marked, slots
 
 toys = pytest.mark.parametrize("row", TOYS, ids=lambda row: row.name)
@@ -124,3 +125,10 @@ def test_marks_travel_with_segments(model_fn):
     gradient = jax.jit(jax.grad(last))(params, jnp.arange(9)[None].repeat(2, 0))["embedding"]
     read = np.abs(gradient).max(axis=-1) > 0
     np.testing.assert_array_equal(read, MARKS[0] | (np.arange(9) == 8))
+
+
+@over(ROWS)
+def test_fresh_weights_have_the_type_of_trained_ones(row):
+    """Not a weak one, which a Python number gives: what follows is compiled for either."""
+    weights = jax.eval_shape(lambda: row.op().init(jax.random.key(0), Dims(2, 4, 4, 13)))
+    assert not any(w.weak_type for w in jax.tree.leaves(weights))

@@ -13,9 +13,8 @@ from reformax.ops.parts.meeting import meeting_orders
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)
-FACTORIES = pytest.mark.parametrize(
-    "factory", [asymmetric_lsh.asymmetric_lsh, smyrf.smyrf], ids=lambda f: f.__name__
-)
+HASHED = asymmetric_lsh.asymmetric_lsh, smyrf.smyrf
+FACTORIES = pytest.mark.parametrize("factory", HASHED, ids=lambda f: f.__name__)
 
 
 def places(order):
@@ -128,10 +127,16 @@ def test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has(factory):
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+# Both have one kernel: of every two sizes each has one packed and one not, the other the opposite.
+WHOLE = [
+    pytest.param(factory, *sizes, (i + j) % 2 == 1, id=f"{factory.__name__}-{sizes[0]}x{sizes[1]}")
+    for i, factory in enumerate(HASHED)
+    for j, sizes in enumerate([(128, 100), (130, 200), (64, 192), (384, 70)])
+]
+
+
 @pytest.mark.slow
-@FACTORIES
-@pytest.mark.parametrize("n_queries, n_keys", [(128, 100), (130, 200), (64, 192), (384, 70)])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("factory, n_queries, n_keys, packed", WHOLE)
 def test_whole_tiles_of_the_kernels(factory, n_queries, n_keys, packed):
     """Which read without a mask where every place has a position."""
     rng = np.random.default_rng(0)

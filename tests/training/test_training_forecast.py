@@ -105,11 +105,22 @@ def test_a_duration_in_words(seconds, words):
     assert forecast.duration(seconds) == words
 
 
+class Scaled(tiny.TinyLM):
+    """Has a weight made of a Python number, which gives it a type that JAX calls weak."""
+
+    def init_params(self, rng, shape):
+        return super().init_params(rng, shape) | {"scale": jnp.full(self.d_model, 1.0)}
+
+    def features(self, params, tokens, rng=None):
+        return super().features(params, tokens, rng) * params["scale"]
+
+
 def test_a_run_says_what_it_takes_and_compiles_its_step_once(tmp_path, capsys, caplog):
     with jax.log_compiles():
-        loop.train(tmp_path, **worker.arguments(progress=True, eval_every=None))
+        settings = worker.arguments(progress=True, eval_every=None) | {"model": Scaled}
+        loop.train(tmp_path, **settings)
     out = capsys.readouterr().out
     assert "compiled in " in out and " GiB of memory\n" in out
-    assert out.index("328 parameters") < out.index("compiled in") < out.index("left to step 24")
+    assert out.index("336 parameters") < out.index("compiled in") < out.index("left to step 24")
     compiled = [x.message for x in caplog.records if x.message.startswith("Compiling")]
     assert sum("step" in message.split()[1] for message in compiled) == 1, compiled
