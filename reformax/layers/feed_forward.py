@@ -17,6 +17,7 @@ from reformax.layers.float8 import product
 from reformax.layers.matrices import turned
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.dropout import seed_words
+from reformax.ops.parts.softmax import wide
 
 glorot = jax.nn.initializers.glorot_uniform()
 
@@ -153,7 +154,7 @@ class FeedForward(Layer):
         wanted = "xla" if self._impl == "auto" and not fits else self._impl
         chosen = choose(wanted, pallas=None) if pre.size else "xla"
         if chosen == "xla":
-            hidden = self._activation(pre.astype(jnp.float32) + params["b1"][None, None])
+            hidden = self._activation(pre.astype(wide(pre.dtype)) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
             return (product if self._float8 else _narrow)(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel
