@@ -157,7 +157,8 @@ def _wanted(op: Op) -> dict[str, Any]:
         return {"scale": None}
     if op.name != "local":
         return {"own": True} if op.name == "shared_qk" else {}
-    circle = {"wrap": True} if op.option("n_chunks_before") > 1 else {}
+    around = op.option("n_chunks_before") > 1 or op.option("n_chunks_after") > 0
+    circle = {"wrap": True} if around else {}
     alone = {"self_score": SELF_SCORE} if circle and op.option("shared_qk") else {}
     return {"window": None} | circle | alone
 

@@ -164,6 +164,9 @@ class MultiHead(Layer):
         self, params, x: Float[Array, "B T D"], names: Iterable[str]
     ) -> dict[str, Float[Array, "B T _ _"]]:
         """The projections of `x` by `w_<name>`."""
+        d_model = params["w_o"].shape[-1]
+        if x.ndim != 3 or x.shape[2] != d_model:
+            raise ValueError(f"x has shape {x.shape}: expected [batch, length, {d_model}]")
         weights = {name: params[f"w_{name}"] for name in names}
         # Of matrices, a bias is added in the product's kernel on a GPU.
         matrices = [jnp.moveaxis(w, 0, 1).reshape(x.shape[2], -1) for w in weights.values()]

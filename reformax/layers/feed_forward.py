@@ -18,6 +18,7 @@ from reformax.layers.float8 import product
 from reformax.layers.matrices import turned
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.dropout import seed_words
+from reformax.ops.parts.softmax import wide
 
 glorot = jax.nn.initializers.glorot_uniform()
 
@@ -142,7 +143,7 @@ class FeedForward(Layer):
         wanted = "xla" if self.impl == "auto" and not fits else self.impl
         chosen = choose(wanted, pallas=None) if pre.size else "xla"
         if chosen == "xla":
-            hidden = self.activation(pre.astype(jnp.float32) + params["b1"][None, None])
+            hidden = self.activation(pre.astype(wide(pre.dtype)) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)
             return (product if self._float8 else _narrow)(hidden, params["w2"])
         from reformax.layers.kernels import feed_forward as kernel

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Positive, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
+from reformax.ops.parts.softmax import wide
 
 # The standard deviation of fresh embeddings: more than one layer adds to the stream, so that the
 # first layers learn from the tokens and not from each other's noise.
@@ -138,7 +139,7 @@ def rotary(
     position = jnp.arange(x.shape[1])[None] if position is None else position
     angle = _angles(position, half)[..., None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    x32 = x.astype(jnp.float32)
-    a, b, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
+    y = x.astype(wide(x.dtype))
+    a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
     return rotated.astype(x.dtype)

@@ -278,7 +278,7 @@ class SelfAttention(TraxAttention):
                 n_chunks_after=self.n_chunks_after,
                 shared_qk=self.share_qk,
                 # A circle of chunks that causality hides need not be computed.
-                wrap=not self.causal or self.n_chunks_before + self.n_chunks_after > 1,
+                wrap=not self.causal or self.n_chunks_before > 1 or self.n_chunks_after > 0,
                 self_score=SELF_SCORE,
             )
         if self.n_chunks_before or self.n_chunks_after:

@@ -202,8 +202,7 @@ class AttentionOp:
         call = dict(causal=causal, dropout=dropout)
         checked = dict(segments=segments, bias=bias, rng=rng, extras=extras, marks=marks)
         check_arguments(self, *(q, k, v), **call, **checked)
-        if self.init is not no_params:
-            check_params(self, params, q, v)
+        check_params(self, params, q, v)
         segments = segment_ids(segments)
         keys = q if k is None else k
         segments, bias = with_mask(self, mask, q, keys, segments, bias, causal)
@@ -319,7 +318,7 @@ def _equal(value: Any, default: Any) -> bool:
 
 def _shown(value: Any) -> str:
     """An option's value in a word: arrays by shape, functions by name."""
-    if hasattr(value, "shape"):
+    if getattr(value, "shape", ()):
         return f"{value.dtype}{list(value.shape)}"
     return getattr(value, "__name__", None) or repr(value)
 

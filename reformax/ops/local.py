@@ -103,7 +103,8 @@ def local(
       shared_qk: whether keys are the length-normalised queries.
       wrap: True sets the chunks in a circle, as Trax and Hugging Face do: before the first stands
         the last one. A key that a query's chunks show twice then counts twice. In causal attention
-        it changes something only where `n_chunks_before` reaches around to the chunk itself.
+        it changes something only where `n_chunks_before` reaches around to the chunk itself, or
+        `n_chunks_after` from the last chunk to the first.
       pad_chunks: with `wrap`, the sequence is padded to a multiple of so many chunks.
       self_score: as in `lsh.lsh`. It changes something only where `shared_qk` and `wrap` show a
         position its own key twice.

@@ -118,6 +118,14 @@ def test_another_function_than_trax_s_is_refused(options, message):
         trax_models.table(other)
 
 
+@pytest.mark.parametrize("reach", [dict(n_chunks_before=2), dict(n_chunks_after=1)], ids=str)
+def test_chunks_around_the_circle_need_it(reach):
+    spec = REFORMERS["sinusoidal"]
+    other = spec._replace(attention=(Op("local", dict(chunk_len=4) | reach),))
+    with pytest.raises(ValueError, match="local's wrap is False, expected True"):
+        trax_models.table(other)
+
+
 def test_other_rounding_and_padding_are_noted():
     spec = REFORMERS["lsh"]
     cycle = (spec.attention[0], Op("lsh", LSH.options | {"pad_chunks": 2}))

@@ -283,6 +283,15 @@ def test_errors_of_use(options, mask, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("shape", [(2, 13, 4), (13, 8)])
+def test_an_input_of_another_size(shape):
+    layer = layers.Attention(dense.dense(), **SIZES)
+    params = plain.init(layer, (2, 13, 8))
+    message = rf"^x has shape \({', '.join(map(str, shape))}\): expected \[batch, length, 8\]$"
+    with pytest.raises(ValueError, match=message):
+        layer.apply(params, np.zeros(shape, np.float32))
+
+
 @over(row for row in ROWS if row.decodes and row.op().traits.causal_plan)
 def test_prefill_and_steps_are_apply(row):
     """With biases, by the merged weights; the rows' prompts have different lengths."""

@@ -68,6 +68,8 @@ def test_dense_self_attention(options):
         dict(chunk_len=8, n_chunks_before=1, n_chunks_after=1),
         # In two chunks each sees itself twice.
         dict(chunk_len=16, n_chunks_before=2, causal=True, share_qk=True),
+        # The last chunk sees the first one behind it, which causality does not hide.
+        dict(chunk_len=8, n_chunks_after=1, causal=True),
     ],
 )
 def test_chunked_self_attention(options):

@@ -17,6 +17,17 @@ def _length_normalize_vjp(x, d_out):
     return d_out / rms - x * np.mean(d_out * x, axis=-1, keepdims=True) / rms**3
 
 
+def attention_weights(q, k, counts, bias=0.0):
+    """`c_ij exp(s_ij) / sum_j c_ij exp(s_ij)`, with arguments and s as in `attention`."""
+    keys = length_normalize(q) if k is None else k
+    logits = np.einsum("btnh,bsnh->bnts", q, keys) / np.sqrt(q.shape[-1]) + bias
+    top = np.where(counts > 0, logits, -np.inf).max(axis=-1, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0)
+    weights = np.where(counts > 0, counts * np.exp(np.where(counts > 0, logits - top, 0)), 0)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0, total, 1)
+
+
 def attention(q, k, v, counts, dropout_mask, d_out, bias=0.0):
     """`sum_j c_ij exp(s_ij) mask_ij v_j / sum_j c_ij exp(s_ij)`, with `s = q k^T / sqrt(H) + b`.
 
@@ -31,13 +42,7 @@ def attention(q, k, v, counts, dropout_mask, d_out, bias=0.0):
       `(out, (dq, dk, dv, db))`, with `dk` None where the keys are made of the queries.
     """
     keys = length_normalize(q) if k is None else k
-    scale = 1 / np.sqrt(q.shape[-1])
-    logits = np.einsum("btnh,bsnh->bnts", q, keys) * scale + bias
-    top = np.where(counts > 0, logits, -np.inf).max(axis=-1, keepdims=True)
-    top = np.where(np.isfinite(top), top, 0)
-    weights = np.where(counts > 0, counts * np.exp(np.where(counts > 0, logits - top, 0)), 0)
-    total = weights.sum(axis=-1, keepdims=True)
-    weights = weights / np.where(total > 0, total, 1)
+    weights = attention_weights(q, k, counts, bias)
     out = np.einsum("bnts,bsnv->btnv", weights * dropout_mask, v)
 
     dv = np.einsum("bnts,btnv->bsnv", weights * dropout_mask, d_out)
@@ -45,7 +50,7 @@ def attention(q, k, v, counts, dropout_mask, d_out, bias=0.0):
     d_logits = weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
     shared = tuple(i for i, n in enumerate(np.shape(bias)) if n == 1)
     db = d_logits.sum(axis=shared, keepdims=True) if np.ndim(bias) else d_logits.sum()
-    d_logits = d_logits * scale
+    d_logits = d_logits / np.sqrt(q.shape[-1])
     dq = np.einsum("bnts,bsnh->btnh", d_logits, keys)
     dk = np.einsum("bnts,btnh->bsnh", d_logits, q)
     if k is None:

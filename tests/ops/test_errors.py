@@ -299,6 +299,42 @@ def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
             )
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(q=[[0.0]]), "q is [[0.0]]: expected an array"),
+        (dict(causal="no"), "causal is 'no': expected True or False"),
+        (dict(causal=jnp.array(True)), "causal is Array(True, dtype=bool): expected True or"),
+        (dict(dropout="0.1", rng=KEY), "dropout is '0.1': expected a rate in [0, 1)"),
+        (dict(dropout=0.1, rng=0), "rng is 0: expected a key, such as jax.random.key(0)"),
+        (dict(segments=[1, 1]), "segments is [1, 1]: expected an array"),
+        (dict(bias=[[0.0]]), "bias is [[0.0]]: expected an array"),
+        (dict(params={"w": x()}), "params has ['w']: dense reads []"),
+    ],
+    ids=lambda case: "" if isinstance(case, str) else next(iter(case)),
+)
+def test_values_that_are_no_arrays_and_settings_that_are_none(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        dense.dense()(**dict(q=x(), k=x(), v=x()) | options)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_of_another_name_or_size():
+    op = gated_linear.gated_linear(gated=False)
+    inputs = draw(op, length=8)
+    call = dict(causal=True, extras=inputs.extras)
+    without = {name: w for name, w in inputs.params.items() if name != "scale"}
+    with pytest.raises(ValueError, match=r"params has \['bias'\]: gated_linear reads \['bias',"):
+        op(*inputs[:3], params=without, **call)
+    other = inputs.params | {"bias": jnp.zeros((3, 4))}
+    message = r"params\['bias'\] has shape \(3, 4\): expected \(2, 4\), as of op.init"
+    with pytest.raises(ValueError, match=message):
+        op(*inputs[:3], params=other, **call)
+    op = linformer.linformer(n_projected=4)
+    longer = draw(op, length=12).params  # a shorter sequence reads their first rows
+    assert op(*draw(op, length=8)[:3], params=longer).shape == (2, 8, 2, 4)
+
+
 def test_what_an_op_cannot_do():
     with pytest.raises(ValueError, match="window is 5.*n_chunks_after is 0: raise it to 1"):
         local.local(chunk_len=4, window=5)(x(), x(), x(), causal=False)

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reformax.declared import Rate, check, shown
 from reformax.ops.parts.masks import segment_pair
 
 
@@ -21,6 +24,15 @@ def check_arguments(
       ValueError: a shape or a value that does not fit.
       NotImplementedError: the op cannot do what is asked.
     """
+    ids = segments if isinstance(segments, tuple) else (segments,)
+    arrays = dict(q=q, k=k, v=v, bias=bias, marks=marks, rng=rng)
+    for name, x in (*arrays.items(), *(("segments", x) for x in ids)):
+        if x is not None and not hasattr(x, "dtype"):
+            hint = "a key, such as jax.random.key(0)" if name == "rng" else "an array"
+            raise ValueError(f"{name} is {shown(x)}: expected {hint}")
+    if not isinstance(causal, bool | np.bool_):
+        raise ValueError(f"causal is {shown(causal)}: expected True or False")
+    check("dropout", dropout, Rate)
     _check_shapes(op, q, k, v)
     keys = q if k is None else k
     if causal and not op.traits.causal:
@@ -37,8 +49,6 @@ def check_arguments(
         raise NotImplementedError(
             f"dropout is {dropout}: {op.name} makes no attention weights to drop, set it to 0"
         )
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout is {dropout}: expected a rate in [0, 1)")
     if rng is None and (dropout > 0.0 or op.traits.random_plan):
         why = "dropout > 0" if dropout > 0.0 else f"{op.name}, which draws its plan at random,"
         raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
@@ -143,15 +153,39 @@ def _check_extras(op, extras, q, v) -> None:
 
 
 def check_params(op, params, q, v) -> None:
-    """Raises `ValueError` if an op with weights of its own is called without them."""
-    if jax.tree.leaves(params):
-        return
+    """Raises `ValueError` unless `params` are the weights of its own that an op reads."""
     dims = op.dims(q, v)
-    if jax.tree.leaves(jax.eval_shape(lambda rng: op.init(rng, dims), jax.random.key(0))):
+    given = _shapes(params)
+    # A weight may be for longer sequences.
+    wanted, longer = (_of_init(op, dims._replace(length=dims.length + n)) for n in (0, 1))
+    if wanted and not given:
         raise ValueError(
             f"params is {params!r}: {op.name} has weights of its own, pass those of "
             "op.init(rng, op.dims(q, v))"
         )
+    if given.keys() != wanted.keys():
+        raise ValueError(f"params has {sorted(given)}: {op.name} reads {sorted(wanted)}")
+    for name, shape in given.items():
+        each = zip(shape, wanted[name], longer[name], strict=False)
+        if len(shape) != len(wanted[name]) or any(n != m for n, m, more in each if m == more):
+            raise ValueError(
+                f"params[{name!r}] has shape {shape}: expected {wanted[name]}, as of "
+                "op.init(rng, op.dims(q, v))"
+            )
+
+
+def _shapes(params) -> dict[str, tuple[int, ...]]:
+    """The shapes of weights by their names."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): jnp.shape(x) for path, x in leaves
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _of_init(op, dims) -> dict[str, tuple[int, ...]]:
+    """The shapes of an op's own weights."""
+    return _shapes(jax.eval_shape(lambda: op.init(jax.random.key(0), dims)))
 
 
 def _check_bias(op, bias, full: tuple[int, int, int, int]) -> None:
