@@ -207,15 +207,7 @@ class EncoderDecoder(Model):
         self, params, table, tokens: Int[Array, "B T"], position: Int[Array, "B T"], rng=None
     ) -> Float[Array, "B T D"]:
         x = devices.looked_up(table, tokens) * math.sqrt(self.d_model)
-        if self._positions is not None:
-            length = tokens.shape[1]
-            if self.max_length is not None and length > self.max_length:
-                raise SettingError(
-                    f"a row has {length} positions and the model's hold {self.max_length}: enlarge "
-                    "pos_axial_shape or shorten the rows"
-                )
-            x = self._positions.apply_at(params["positions"], x, position)
-        return dropout(x, self._dropout_rate, rng)
+        return dropout(self._with_positions(params, x, position), self._dropout_rate, rng)
 
     def _run(self, side: str, params, x: Float[Array, "B T D"], *inputs, rng):
         """The output of the encoder's or the decoder's stack, `[B, T, D]`."""
