@@ -16,7 +16,7 @@ from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.models.base import AttentionType, Model
-from reformax.models.packing import segment_positions
+from reformax.models.packing import with_positions
 from reformax.ops.parts.masks import Ids, Tokens, tokens_of
 
 
@@ -94,13 +94,11 @@ class Backbone(Model):
           rng: the source of hashes and of dropout.
         """
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
-        ids = tokens_of(segments).segments
-        position = None if ids is None or ids.dtype == bool else segment_positions(ids)
+        tokens = None if segments is None else with_positions(segments)
         x = devices.looked_up(params["embedding"], inputs)
-        x = dropout(self._embed(params, x, position), self._dropout_rate, rng_e)
-        streams = self._layers.apply(
-            params["stack"], *[x] * self._layers.n_out, segments, rng=rng_s
-        )
+        x = self._embed(params, x, tokens_of(tokens).positions)
+        x = dropout(x, self._dropout_rate, rng_e)
+        streams = self._layers.apply(params["stack"], *[x] * self._layers.n_out, tokens, rng=rng_s)
         streams = streams if self._layers.n_out > 1 else (streams,)
         return dropout(self._joined(params, streams), self._dropout_rate, rng_f)
 

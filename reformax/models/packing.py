@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+
+from reformax.ops.parts.masks import Ids, Tokens, tokens_of
 
 
 def token_segments(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None) -> Ids:
@@ -16,6 +20,14 @@ def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Each token's distance from the first of its segment."""
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     return index - jax.lax.cummax(jnp.where(_begins(segments), index, 0), axis=1)
+
+
+def with_positions(tokens: Ids | Tokens) -> Tokens:
+    """Tokens with their positions in their segments, unless booleans say that a row has one."""
+    tokens = tokens_of(tokens)
+    if tokens.segments is None or tokens.segments.dtype == bool:
+        return tokens
+    return dataclasses.replace(tokens, positions=segment_positions(tokens.segments))
 
 
 def shift_right(
