@@ -16,7 +16,6 @@ from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.models.base import AttentionType, Model
-from reformax.models.packing import with_positions
 from reformax.ops.parts.masks import Ids, Tokens, tokens_of
 
 
@@ -88,17 +87,17 @@ class Backbone(Model):
         Args:
           params: the weights.
           inputs: tokens.
-          segments: ids; a position sees its own id only, and 0 is padding. Positions start again
-            with each of several segments (`models.packing`), which booleans rule out. `Tokens` have
-            marks too.
+          segments: ids; a position sees its own id only, and 0 is padding. `Tokens` have marks or
+            positions too.
           rng: the source of hashes and of dropout.
         """
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
-        tokens = None if segments is None else with_positions(segments)
         x = devices.looked_up(params["embedding"], inputs)
-        x = self._embed(params, x, tokens_of(tokens).positions)
+        x = self._embed(params, x, tokens_of(segments).positions)
         x = dropout(x, self._dropout_rate, rng_e)
-        streams = self._layers.apply(params["stack"], *[x] * self._layers.n_out, tokens, rng=rng_s)
+        streams = self._layers.apply(
+            params["stack"], *[x] * self._layers.n_out, segments, rng=rng_s
+        )
         streams = streams if self._layers.n_out > 1 else (streams,)
         return dropout(self._joined(params, streams), self._dropout_rate, rng_f)
 

@@ -19,7 +19,7 @@ from reformax.declared import Count, SettingError, Unsupported
 from reformax.models.backbone import Backbone
 from reformax.models.base import AttentionType, Residual, Reversible, check_capacity
 from reformax.models.logits import affine, affine_params, logits_product
-from reformax.models.packing import shift_right
+from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
 
 
@@ -96,7 +96,8 @@ class LanguageModel(Backbone):
                     "leave that out, or use an op whose traits say packed=True"
                 )
         tokens, segments = inputs
-        return self.encode(params, shift_right(tokens, segments, self.first_token), segments, rng)
+        shifted = shift_right(tokens, segments, self.first_token)
+        return self.encode(params, shifted, with_positions(segments), rng)
 
     def _shifted(self, tokens: Int[Array, "B T"]) -> Int[Array, "B U"]:
         """The T tokens behind `first_token`."""
@@ -155,8 +156,7 @@ class LanguageModel(Backbone):
         check_capacity(capacity, self.max_length)
         rng = None if rng is None else jax.random.split(rng, 3)[1]
         # Position t reads token t - 1: n tokens make n + 1 positions.
-        x = devices.looked_up(params["embedding"], self._shifted(tokens))
-        x = self._embed(params, x)
+        x = self._embed(params, devices.looked_up(params["embedding"], self._shifted(tokens)))
         streams, caches, _ = self._layers.prefill(
             params["stack"], [x] * self._layers.n_out, lengths + 1, capacity, rng
         )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from reformax.ops.parts.masks import Ids, Tokens, tokens_of
+from reformax.ops.parts.masks import Ids, Tokens
 
 
 def token_segments(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None) -> Ids:
@@ -22,12 +20,10 @@ def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return index - jax.lax.cummax(jnp.where(_begins(segments), index, 0), axis=1)
 
 
-def with_positions(tokens: Ids | Tokens) -> Tokens:
-    """Tokens with their positions in their segments, unless booleans say that a row has one."""
-    tokens = tokens_of(tokens)
-    if tokens.segments is None or tokens.segments.dtype == bool:
-        return tokens
-    return dataclasses.replace(tokens, positions=segment_positions(tokens.segments))
+def with_positions(segments: Ids) -> Tokens:
+    """Segments and the positions in them, unless booleans say that a row has one."""
+    is_packed = segments.dtype != bool
+    return Tokens(segments, positions=segment_positions(segments) if is_packed else None)
 
 
 def shift_right(
