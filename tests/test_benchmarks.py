@@ -1,6 +1,7 @@
 """The benchmarks, on shapes that take no time."""
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import json
@@ -554,21 +555,23 @@ ATTENTION = attention.algorithms(TINY_ATTENTION)
 
 
 def wrong_output(op):
-    return op._replace(apply=lambda *args, **options: 1.001 * op.apply(*args, **options))
+    return dataclasses.replace(
+        op, apply=lambda *args, **options: 1.001 * op.apply(*args, **options)
+    )
 
 
 def wrong_gradient(op):
     def apply(params, q, *args, **options):
         return op.apply(params, q + 1e-3 * (q - jax.lax.stop_gradient(q)), *args, **options)
 
-    return op._replace(apply=apply)
+    return dataclasses.replace(op, apply=apply)
 
 
 def wrong_plan(op):
     def plan(*args, rng, **options):
         return op.plan(*args, rng=jax.random.fold_in(rng, 1), **options)
 
-    return op._replace(plan=plan)
+    return dataclasses.replace(op, plan=plan)
 
 
 def lost_positions(op):
@@ -576,7 +579,7 @@ def lost_positions(op):
         order = op.plan(*args, **options)
         return order._replace(queries=order.queries // 2 * 2)
 
-    return op._replace(plan=plan)
+    return dataclasses.replace(op, plan=plan)
 
 
 def spoiled(spoil) -> rows.Row:

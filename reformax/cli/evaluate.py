@@ -217,7 +217,8 @@ def _translate(args, saved: saved_run.Saved, translation, files) -> dict[str, An
 def _print(result: dict[str, Any], where: str, task) -> None:
     from reformax.training.loss import labels_of
 
-    context = f"at most {result['length']} tokens (stride {result['stride']})"
+    own = " of its own document" if getattr(task, "document_mask", False) else ""
+    context = f"at most {result['length']} tokens{own} (stride {result['stride']})"
     if task.translation is not None:
         context = "its source and the tokens before it"
     if labels_of(task) is not None:

@@ -42,6 +42,16 @@ class SentencePairs(NamedTuple):
     target_segments: Int32[np.ndarray, "B T"] | Bool[np.ndarray, "B T"]
 
 
+class Documents(NamedTuple):
+    """Rows of a text, in which each document is a segment.
+
+    Ids grow along a row, from 1 on; 0 is padding, at the end.
+    """
+
+    tokens: Int32[np.ndarray, "B T"]
+    segments: Int32[np.ndarray, "B T"]
+
+
 class DocumentPairs(NamedTuple):
     """Rows of tokens in pairs, of which each has one label. 0 is padding, at the end."""
 
@@ -52,14 +62,14 @@ class DocumentPairs(NamedTuple):
 class Batch(NamedTuple):
     """A batch: position t predicts targets[t] from inputs[<t] of its own segment.
 
-    The model shifts the inputs. So `inputs` (in translation `inputs.target`) and `targets` are the
-    same array: do not write to it.
+    The model shifts the inputs. So `inputs` (in translation `inputs.target`, of documents
+    `inputs.tokens`) and `targets` are the same array: do not write to it.
 
     Where a task has labels, a row has one target, its class. Where tokens are masked, `inputs` have
     them hidden, position t predicts targets[t] from all inputs, and nothing is shifted.
     """
 
-    inputs: Int32[np.ndarray, "B T"] | SentencePairs | DocumentPairs
+    inputs: Int32[np.ndarray, "B T"] | Documents | SentencePairs | DocumentPairs
     targets: Int32[np.ndarray, "B T"]  # with labels [B, 1]
     weights: Float32[np.ndarray, "B T"]  # 1 where the loss counts, 0 elsewhere
 
@@ -153,6 +163,8 @@ class Task(NamedTuple):
     # split -> the tokens, by place, that documents of a text begin with, sorted. The windows of
     # evaluations then lie as `byte_language_model` says. None: they are not known, or there is one
     borders: Callable[[str], Int64[np.ndarray, " d"]] | None = None
+    # whether the inputs are `Documents`
+    document_mask: bool = False
 
     @property
     def kind(self) -> str:
@@ -218,6 +230,7 @@ def byte_language_model(
     offset: int = 0,
     borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
     windows: Windows = "anywhere",
+    document_mask: bool = False,
 ) -> Task:
     """The task of predicting each byte of a text from those before it.
 
@@ -228,6 +241,9 @@ def byte_language_model(
     moved back to lie inside the split. Rows that fill the last batch have weight 0, and so has the
     padding of a split that is shorter than a window.
 
+    With `document_mask` a byte is predicted from those of its own document alone, in training and
+    in evaluation: the inputs are `Documents`. Where windows lie stays as it is.
+
     Args:
       name: the task's name in logs and errors.
       splits: the bytes of 'train', 'valid' and 'test', none of them empty.
@@ -235,23 +251,28 @@ def byte_language_model(
       borders: the bytes, by place, that documents begin with, sorted; None: one document. Those
         behind a split's end are left out.
       windows: where training windows begin, 'anywhere' or by 'documents'.
+      document_mask: whether a window's documents are hidden from each other.
 
     Returns:
       A Task with vocab_size 256 + offset. Its functions raise ValueError for an unknown split, a
       stride outside 1..length, another size below 1, and a training length above the text's.
 
     Raises:
-      ValueError: an offset out of range, or windows by the documents of a text without.
+      ValueError: an offset out of range, or settings by the documents of a text without.
     """
     if not 0 <= offset < 2**16:
         raise SettingError(f"offset={offset} must be from 0 to {2**16 - 1}")
     if borders is not None:
         borders = {s: x[: np.searchsorted(x, len(splits[s]))] for s, x in borders.items()}
-    check_windows(windows, borders)
+    check_documents(borders, windows, document_mask)
     bytes_of = functools.partial(of_split, name, splits)
-    borders_of = None if borders is None else functools.partial(of_split, name, borders)
-    task = language_model(name, 256 + offset, bytes_of, offset, borders_of, windows)
-    return task._replace(fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))))
+    task = language_model(
+        *(name, 256 + offset, bytes_of, offset),
+        borders_of=None if borders is None else functools.partial(of_split, name, borders),
+        windows=windows,
+        document_mask=document_mask,
+    )
+    return task._replace(fingerprint=text_fingerprint(bytes_of, document_mask))
 
 
 def language_model(
@@ -261,10 +282,11 @@ def language_model(
     offset: int = 0,
     borders_of: Callable[[str], Int64[np.ndarray, " d"]] | None = None,
     windows: Windows = "anywhere",
+    document_mask: bool = False,
 ) -> Task:
     """The task of predicting each token of a text from those before it, by windows.
 
-    `byte_language_model` says how windows lie.
+    `byte_language_model` says how windows lie and what is read in them.
 
     Args:
       name: the task's name in logs and errors.
@@ -273,6 +295,7 @@ def language_model(
       offset: is added to each token.
       borders_of: split -> the tokens, by place, that documents begin with, sorted; keeps them.
       windows: where training windows begin.
+      document_mask: whether a window's documents are hidden from each other.
     """
 
     def train_batch(seed: int, step: int, batch_size: int, length: int) -> Batch:
@@ -297,7 +320,10 @@ def language_model(
         # Rows of a strided view are contiguous, so this copies tokens in runs and widens them once.
         found = np.lib.stride_tricks.sliding_window_view(data, length)[starts]
         tokens = found.astype(np.int32) + offset
-        return Batch(tokens, tokens, np.ones(tokens.shape, np.float32))
+        inputs = tokens
+        if document_mask:
+            inputs = Documents(tokens, segments_of(borders_of("train"), starts, length))
+        return Batch(inputs, tokens, np.ones(tokens.shape, np.float32))
 
     def eval_batches(split: str, batch_size: int, length: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size, length=length, stride=stride)
@@ -315,14 +341,18 @@ def language_model(
         def batches() -> Iterator[Batch]:
             for first in range(0, n_windows, batch_size):
                 rows = slice(first, first + batch_size)
-                positions = ends[rows, None] - length + np.arange(length)
+                starts = ends[rows] - length
+                positions = starts[:, None] + np.arange(length)
                 weights = (positions >= scored_from[rows, None]) & (positions < n)
-                yield full_batch(data[positions].astype(np.int32) + offset, weights, batch_size)
+                tokens, segments = data[positions].astype(np.int32) + offset, None
+                if document_mask:
+                    segments = segments_of(borders_of(split), starts, length) * (positions < n)
+                yield full_batch(tokens, weights, batch_size, segments)
 
         return batches()
 
     task = Task(name, vocab_size, train_batch, eval_batches, lambda split: len(tokens_of(split)))
-    return task._replace(train_rows=train_rows, borders=borders_of)
+    return task._replace(train_rows=train_rows, borders=borders_of, document_mask=document_mask)
 
 
 def document_starts(
@@ -364,13 +394,42 @@ def document_starts(
     return np.minimum(starts, n - length)
 
 
-def check_windows(windows: Windows, borders: Mapping[str, np.ndarray] | None) -> None:
-    """Raises `SettingError` for windows by documents where the training text has none, or one."""
-    if windows == "documents" and (borders is None or len(borders["train"]) < 2):
+def segments_of(
+    borders: Int64[np.ndarray, " d"], starts: Int64[np.ndarray, " B"], length: int
+) -> Int32[np.ndarray, "B {length}"]:
+    """The segments of windows: tokens of a row's first document have id 1, and so on upwards.
+
+    Args:
+      borders: the tokens, by place, that documents begin with, sorted.
+      starts: the places that windows begin at.
+      length: of a window.
+    """
+    document = np.searchsorted(borders, starts[:, None] + np.arange(length), "right")
+    return (document - document[:, :1] + 1).astype(np.int32)
+
+
+def check_documents(
+    borders: Mapping[str, np.ndarray] | None, windows: Windows, document_mask: bool
+) -> None:
+    """Raises `SettingError` for settings by documents if the training text has none, or one."""
+    asked = {
+        "windows is 'documents'": windows == "documents",
+        "document_mask is True": document_mask,
+    }
+    setting = next((words for words, is_asked in asked.items() if is_asked), None)
+    if setting is not None and (borders is None or len(borders["train"]) < 2):
         raise SettingError(
-            "windows is 'documents': the text to train on is one document, give a table or a "
-            "folder of files, or set windows='anywhere'"
+            f"{setting}: the text to train on is one document, give a table or a folder of files, "
+            "or leave it out"
         )
+
+
+def text_fingerprint(
+    bytes_of: Callable[[str], UInt8[np.ndarray, " n"]], document_mask: bool
+) -> Callable[[str], str]:
+    """Split -> the fingerprint of its bytes, and whether its documents are predicted apart."""
+    mask = ", document_mask=True" * document_mask
+    return functools.cache(lambda split: fingerprint(bytes_of(split)) + mask)
 
 
 def fingerprint(data: UInt8[np.ndarray, " n"]) -> str:
@@ -401,11 +460,17 @@ def philox(high: int, low: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([high, low], np.uint64)))
 
 
-def full_batch(tokens: np.ndarray, weights: np.ndarray, batch_size: int) -> Batch:
-    """A batch of `tokens` [b, T] scored at `weights` [b, T], filled to B rows with weight 0."""
+def full_batch(
+    tokens: np.ndarray, weights: np.ndarray, batch_size: int, segments: np.ndarray | None = None
+) -> Batch:
+    """A batch of `tokens` [b, T] scored at `weights` [b, T], filled to B rows with weight 0.
+
+    With `segments` [b, T] the inputs are `Documents`.
+    """
     fill = ((0, batch_size - len(tokens)), (0, 0))
     tokens = np.pad(tokens.astype(np.int32), fill)
-    return Batch(tokens, tokens, np.pad(weights.astype(np.float32), fill))
+    inputs = tokens if segments is None else Documents(tokens, np.pad(segments, fill))
+    return Batch(inputs, tokens, np.pad(weights.astype(np.float32), fill))
 
 
 def check_split(name: str, split: str, splits: tuple[str, ...]) -> None:

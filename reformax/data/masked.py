@@ -40,13 +40,18 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         has one more.
 
     Raises:
-      ValueError: the task is neither a text nor one of single rows with labels. Its functions
-        raise it for another length, and as the task's own do.
+      ValueError: the task is neither a text nor one of single rows with labels, or it has
+        `document_mask`. Its functions raise it for another length, and as the task's own do.
     """
     if task.kind not in ("labels", "text"):
         raise SettingError(
             f"task {task.name} is neither a text nor single rows with labels: give one, such as "
             "listops.listops()"
+        )
+    if task.document_mask:
+        raise SettingError(
+            f"document_mask is True (task {task.name}): hidden tokens are filled in from whole "
+            "windows, leave it out"
         )
     vocab_size = task.vocab_size + (mask_id is None)
     mask_id = task.vocab_size if mask_id is None else mask_id

@@ -45,6 +45,7 @@ def package_sources(
     wheels: PathName | None = None,
     max_train: Size | None = None,
     windows: Windows = "anywhere",
+    document_mask: bool = False,
 ) -> Task:
     """A byte language model of the .py files of pinned wheels.
 
@@ -60,19 +61,19 @@ def package_sources(
       wheels: a list of your own, in the format of `pip`: lines `name==version --hash=sha256:...`.
         None: the list that comes with reformax, whose text is compared with its length and SHA-256.
       max_train: trains on the first so many bytes; valid and test stay as they are.
-      windows: as in `reformax.data.text.text`.
+      windows, document_mask: as in `reformax.data.text.text`.
 
     Raises:
       FileNotFoundError: the folder, the list or a wheel is not there.
       ValueError: a wheel has another content or is damaged, a line of the list is none, data_dir is
-        a file, or the wheels hold too little text, or one document where windows go by them.
+        a file, or the wheels hold too little text, or one document where a setting goes by them.
       OSError: a file cannot be read.
     """
     found = read(data_dir, wheels)
     splits = split_text({"train": files.as_array(found.data)}, str(data_dir))
     borders = split_borders({"train": found.begins}, splits)
     splits["train"] = splits["train"][:max_train]
-    return byte_language_model("package_sources", splits, borders=borders, windows=windows)
+    return byte_language_model("package_sources", splits, 0, borders, windows, document_mask)
 
 
 def read(data_dir: PathName, wheels: PathName | None = None) -> files.Joined:

@@ -26,10 +26,10 @@ from reformax.data import files
 from reformax.data.base import (
     Task,
     Windows,
-    check_windows,
-    fingerprint,
+    check_documents,
     language_model,
     of_split,
+    text_fingerprint,
 )
 from reformax.data.vocabulary import FILE, learnt
 from reformax.data.vocabulary import fingerprint as hash_of
@@ -305,6 +305,7 @@ def piece_language_model(
     vocabulary: PieceVocabulary,
     borders: Mapping[str, Int64[np.ndarray, " d"]] | None = None,
     windows: Windows = "anywhere",
+    document_mask: bool = False,
 ) -> Task:
     """The task of predicting each piece of a text; a split is encoded when it is needed.
 
@@ -314,11 +315,12 @@ def piece_language_model(
       vocabulary: kept by the run before it is used.
       borders: the bytes, by place, that documents begin with, sorted; None: one document.
       windows: where training windows begin, 'anywhere' or by 'documents'.
+      document_mask: whether a window's documents are hidden from each other.
 
     Raises:
-      ValueError: windows by the documents of a text without.
+      ValueError: settings by the documents of a text without.
     """
-    check_windows(windows, borders)
+    check_documents(borders, windows, document_mask)
     bytes_of = functools.partial(of_split, name, splits)
     encoded = functools.cache(lambda split: vocabulary.encode_documents(bytes(bytes_of(split))))
 
@@ -332,9 +334,10 @@ def piece_language_model(
         lambda split: encoded(split).ids,
         borders_of=borders and borders_of,
         windows=windows,
+        document_mask=document_mask,
     )
     return task._replace(
-        fingerprint=functools.cache(lambda split: fingerprint(bytes_of(split))),
+        fingerprint=text_fingerprint(bytes_of, document_mask),
         vocabulary=vocabulary,
         n_bytes=lambda split: len(bytes_of(split)),
     )

@@ -14,7 +14,9 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @checked
-def stdlib(max_bytes: Size | None = None, windows: Windows = "anywhere") -> Task:
+def stdlib(
+    max_bytes: Size | None = None, windows: Windows = "anywhere", document_mask: bool = False
+) -> Task:
     """A byte language model of all .py files of the standard library, split 90/5/5 by bytes.
 
     Each file is a document.
@@ -37,7 +39,7 @@ def stdlib(max_bytes: Size | None = None, windows: Windows = "anywhere") -> Task
       max_bytes: keeps about so many bytes: the beginning of each split, in proportion. The splits
         of a part lie inside the splits of the whole. Below 16 MB the beginnings of train and valid
         are less alike: with 4 MB, bigram 3.68 and trigram 2.99 on valid.
-      windows: as in `reformax.data.text.text`.
+      windows, document_mask: as in `reformax.data.text.text`.
 
     Raises:
       FileNotFoundError: this Python has its library in an archive, or has none.
@@ -52,7 +54,7 @@ def stdlib(max_bytes: Size | None = None, windows: Windows = "anywhere") -> Task
         splits = {s: part[: len(part) * max_bytes // whole] for s, part in splits.items()}
         if not all(map(len, splits.values())):
             raise SettingError(f"max_bytes={max_bytes} leaves a split empty: use 100 or more")
-    return byte_language_model("stdlib", splits, borders=borders, windows=windows)
+    return byte_language_model("stdlib", splits, 0, borders, windows, document_mask)
 
 
 def library_files() -> tuple[Path, list[Path]]:

@@ -31,6 +31,7 @@ def text(
     model_type: ModelType = "bpe",
     offset: Offset = 0,
     windows: Windows = "anywhere",
+    document_mask: bool = False,
 ) -> Task:
     """A language model of your own text, of its bytes or of pieces of words.
 
@@ -56,14 +57,17 @@ def text(
       offset: a byte's id is the byte plus this, for models that reserve the first ids.
       windows: where training windows begin: 'anywhere', uniformly; or by 'documents', from their
         begins where they fit, as `reformax.data.base.document_starts` says.
+      document_mask: whether a token is predicted from its own document alone, in training and in
+        evaluation: the documents of a window are hidden from each other, and positions start again
+        with each. Llama 3's mask (Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.2).
 
     Raises:
       FileNotFoundError: data_dir does not exist.
       OSError: a file or a folder below cannot be read.
       ValueError: the text is empty, damaged, too short or too long, or no file matches, or one is
-        no text, a FIFO, a device or a socket; or windows go by documents and there is one. Text is
-        too long above half of the machine's memory; packed text and tables also above 1 GiB and 20
-        times their size.
+        no text, a FIFO, a device or a socket; or a setting goes by documents and there is one. Text
+        is too long above half of the machine's memory; packed text and tables also above 1 GiB and
+        20 times their size.
       ImportError: pyarrow or tokenizers is needed and not there.
     """
     path = files.existing(data_dir)
@@ -72,7 +76,7 @@ def text(
     splits = split_text(texts, str(path), max_held_out)
     borders = split_borders({split: x.begins for split, x in found.items()}, splits)
     if vocabulary is None and vocab_size in (256, 256 + offset):
-        return byte_language_model("text", splits, offset, borders, windows)
+        return byte_language_model("text", splits, offset, borders, windows, document_mask)
     if vocabulary is None and vocab_size < 260:
         raise SettingError(
             f"vocab_size is {vocab_size}: expected 256 for bytes, or 260 and more for pieces"
@@ -80,7 +84,7 @@ def text(
     if offset:
         raise SettingError(f"offset is {offset}: pieces have no reserved ids, leave it out")
     pieces = PieceVocabulary(vocab_size, splits["train"], vocabulary, model_type)
-    return piece_language_model("text", splits, pieces, borders, windows)
+    return piece_language_model("text", splits, pieces, borders, windows, document_mask)
 
 
 def split_text(

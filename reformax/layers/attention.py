@@ -77,7 +77,8 @@ class MultiHead(Layer):
         (Ainslie et al. 2023, GQA; 1 is MQA); None: N.
       masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
         a token, False or 0 padding. Tokens see their own segment only. The masks follow the
-        sequences. A mask may be `Tokens`, with marks for the algorithms that read them.
+        sequences. A mask may be `Tokens`, with marks for the algorithms that read them and with
+        positions for rotations.
       bias: whether the projections of q, k, v have biases.
       output_bias: whether the output projection has one.
       attention_dropout: the rate on attention weights.
@@ -327,17 +328,19 @@ class Attention(MultiHead):
             params["next_value"] = jnp.full(shape, math.sqrt(0.5), jnp.float32)
         return params
 
-    def project(self, params, x: Float[Array, "B T D"]) -> QKV:
+    def project(
+        self, params, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
+    ) -> QKV:
         """Queries, keys and values of all heads, rotated by their positions if `use_rotary`.
 
         Plans are made of rotated vectors, for hashing looks for large logits.
         """
-        qkv = self._with_next_value(params, self._project(params, x))
+        qkv = self._with_next_value(params, self._project(params, x, positions))
         return context.arrange(self.op, qkv, self.position_bias is not None)
 
-    def _project(self, params, x: Float[Array, "B T D"]) -> QKV:
+    def _project(self, params, x: Float[Array, "B T D"], positions=None) -> QKV:
         """`project` without the next value."""
-        return self._rotate(self._heads(params, x, self.projections()))
+        return self._rotate(self._heads(params, x, self.projections()), positions)
 
     def _bias(self, params, length):
         position = jnp.arange(length)[None]
@@ -378,7 +381,7 @@ class Attention(MultiHead):
     def apply(
         self, params, x: Float[Array, "B T D"], mask: Int[Array, "B T"] | None = None, rng=None
     ) -> Float[Array, "B T D"]:
-        qkv = self.project(params, x)
+        qkv = self.project(params, x, tokens_of(mask).positions)
         plan = self.plan(params, qkv, mask, rng)
         return self.attend(params, qkv, plan, mask, rng)
 

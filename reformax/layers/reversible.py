@@ -46,6 +46,7 @@ from reformax.layers.coupling import (
     slots_that_repeat,
 )
 from reformax.layers.stacks import Block, BlockStack
+from reformax.ops.parts.masks import tokens_of
 
 GRID = 2.0**-12
 SlotCount = Annotated[int, Bounds(2, 256)]
@@ -159,7 +160,7 @@ class ReversibleStack(BlockStack):
         if segments is not None:
             seen["attention"] = segments
             if self._cross:
-                seen["cross_attention"] = (segments, memory_segments)
+                seen["cross_attention"] = (tokens_of(segments).segments, memory_segments)
         streams = tuple(map(self._residual, streams))
         return streams, Context(memory if self._cross else None, seen)
 
@@ -412,12 +413,17 @@ class _AttentionSublayer(NamedTuple):
 
     def project_and_attend(self, plan, params, x, *memory) -> tuple[Array, Array]:
         h, x = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
-        qkv = self.layer.project(params[self.name], h, *memory)
+        qkv = self._heads(params, h, memory)
         return self.attend(params, qkv, plan), x
 
     def project(self, params, x, *memory) -> QKV:
         h, _ = self.stack._norm.with_residual(params[f"{self.name}_norm"], x)
-        return self.layer.project(params[self.name], h, *memory)
+        return self._heads(params, h, memory)
+
+    def _heads(self, params, h, memory) -> QKV:
+        if memory:
+            return self.layer.project(params[self.name], h, *memory)
+        return self.layer.project(params[self.name], h, tokens_of(self.segments).positions)
 
     def attend(self, params, qkv: QKV, plan) -> Array:
         out = self.layer.attend(params[self.name], qkv, plan, self.segments, self.rng)

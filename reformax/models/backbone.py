@@ -16,7 +16,7 @@ from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.models.base import AttentionType, Model
-from reformax.ops.parts.masks import Ids, Tokens
+from reformax.ops.parts.masks import Ids, Tokens, tokens_of
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -87,11 +87,14 @@ class Backbone(Model):
         Args:
           params: the weights.
           inputs: tokens.
-          segments: ids; a position sees its own id only, and 0 is padding. `Tokens` have marks too.
+          segments: ids; a position sees its own id only, and 0 is padding. `Tokens` have marks or
+            positions too.
           rng: the source of hashes and of dropout.
         """
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
-        x = dropout(self._embed(params, inputs), self._dropout_rate, rng_e)
+        x = devices.looked_up(params["embedding"], inputs)
+        x = self._embed(params, x, tokens_of(segments).positions)
+        x = dropout(x, self._dropout_rate, rng_e)
         streams = self._layers.apply(
             params["stack"], *[x] * self._layers.n_out, segments, rng=rng_s
         )
@@ -106,13 +109,8 @@ class Backbone(Model):
         return x.astype(self._features_dtype)
 
     def _embed(
-        self, params, inputs: Int[Array, "B T"], position: Int[Array, "B T"] | None = None
+        self, params, x: Float[Array, "B T _"], position: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T _"]:
-        """The stack's input of tokens at these positions; None: at 0 to T - 1."""
-        table = params["embedding"]
-        x = devices.looked_up(table, inputs) if position is None else table[inputs]
-        if self._positions is not None and position is None:
-            x = self._positions.apply(params["positions"], x)
-        elif self._positions is not None:
-            x = self._positions.apply_at(params["positions"], x, position)
+        """The stack's input of tokens' embeddings at these positions; None: at 0 to T - 1."""
+        x = self._with_positions(params, x, position)
         return self._embedding_norm.apply(params["embedding_norm"], x) if self.embedding_norm else x

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from reformax.declared import (
     Called,
@@ -150,6 +150,25 @@ class Model(Layer):
             std = EMBEDDING_SCALE if self.init_std is None else self.init_std
             return AxialPositionalEncoding(self.pos_axial_shape, self.pos_d_axial_embs, std)
         return SinusoidalPositionalEncoding() if self.pos_type == "sinusoidal" else None
+
+    def _with_positions(
+        self, params, x: Float[Array, "B T D"], position: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """`x` and the encoding of these positions, if one is added; None: of 0 to T - 1.
+
+        Raises:
+          SettingError: a row is longer than the positions hold, whatever its segments.
+        """
+        if self._positions is None:
+            return x
+        if position is None:
+            return self._positions.apply(params["positions"], x)
+        if self.max_length is not None and x.shape[1] > self.max_length:
+            raise SettingError(
+                f"a row has {x.shape[1]} positions and the model's hold {self.max_length}: enlarge "
+                "pos_axial_shape or shorten the rows"
+            )
+        return self._positions.apply_at(params["positions"], x, position)
 
     def _stack(self, blocks: list[Block], n_layers: int) -> BlockStack:
         """A stack of the model's kind: `Residual` and `Reversible` define it."""

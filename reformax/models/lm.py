@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.declared import Count, SettingError
+from reformax import devices
+from reformax.declared import Count, SettingError, Unsupported
 from reformax.models.backbone import Backbone
 from reformax.models.base import AttentionType, Residual, Reversible, check_capacity
 from reformax.models.logits import affine, affine_params, logits_product
+from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
 
 
@@ -33,13 +35,15 @@ class LanguageModel(Backbone):
     """A causal backbone and logits: `[B, T] -> [B, T, vocab_size]`, float32.
 
     `apply` is `logits(features)`; the two are apart so that a loss can take the logits in chunks of
-    the sequence. More arguments are those of `Backbone` and `Model`.
+    the sequence. Rows may be packed: each segment is then computed as if it were alone, as those
+    of `seq2seq.EncoderDecoder` are. More arguments are those of `Backbone` and `Model`.
 
     Args:
       tie_embeddings: whether logits are the products of features and the embedding (Press & Wolf
         2017, "Using the Output Embedding to Improve Language Models"), without biases, as in GPT-2.
         It needs features of `d_model`, which two streams do not make, and an `init_std`.
-      first_token: the token in front of a row, which position 0 reads. GPT-2's is 50256.
+      first_token: the token in front of a row or segment, which its position 0 reads. GPT-2's is
+        50256.
     """
 
     tie_embeddings: bool = False
@@ -71,9 +75,29 @@ class LanguageModel(Backbone):
             params["logits"] = affine_params(rng_l, *sizes, self.init_std)
         return params
 
-    def features(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T D"]:
-        """The input of `logits`: `encode` of the tokens shifted to the right by `first_token`."""
-        return self.encode(params, self._shifted(tokens)[:, :-1], rng=rng)
+    def features(self, params, inputs, rng=None) -> Float[Array, "B T D"]:
+        """The input of `logits`: `encode` of the tokens shifted to the right by `first_token`.
+
+        Args:
+          params: the weights.
+          inputs: tokens `[B, T]`; or of packed rows a pair, tokens and segments `[B, T]`: ids from
+            1 on, 0 is padding.
+          rng: the source of hashes and of dropout.
+
+        Raises:
+          Unsupported: an algorithm that does not tell segments apart has packed rows.
+        """
+        if not isinstance(inputs, tuple):
+            return self.encode(params, self._shifted(inputs)[:, :-1], rng=rng)
+        for block in self._layers.blocks:
+            if not block.attention.op.traits.packed:
+                raise Unsupported(
+                    f"op is {block.attention.op} and rows are packed, as with document_mask=True: "
+                    "leave that out, or use an op whose traits say packed=True"
+                )
+        tokens, segments = inputs
+        shifted = shift_right(tokens, segments, self.first_token)
+        return self.encode(params, shifted, with_positions(segments), rng)
 
     def _shifted(self, tokens: Int[Array, "B T"]) -> Int[Array, "B U"]:
         """The T tokens behind `first_token`."""
@@ -88,8 +112,11 @@ class LanguageModel(Backbone):
             return logits_product(features, table, self.width, to=dtype)
         return affine(params["logits"], features, self.width, dtype)
 
-    def apply(self, params, tokens: Int[Array, "B T"], rng=None) -> Float[Array, "B T V"]:
-        return self.logits(params, self.features(params, tokens, rng))
+    def apply(
+        self, params, tokens: Int[Array, "B T"], rng=None, segments: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        inputs = tokens if segments is None else (tokens, segments)
+        return self.logits(params, self.features(params, inputs, rng))
 
     # Decoding: `prefill` reads whole prompts, `step` one token of each row.
 
@@ -129,7 +156,7 @@ class LanguageModel(Backbone):
         check_capacity(capacity, self.max_length)
         rng = None if rng is None else jax.random.split(rng, 3)[1]
         # Position t reads token t - 1: n tokens make n + 1 positions.
-        x = self._embed(params, self._shifted(tokens))
+        x = self._embed(params, devices.looked_up(params["embedding"], self._shifted(tokens)))
         streams, caches, _ = self._layers.prefill(
             params["stack"], [x] * self._layers.n_out, lengths + 1, capacity, rng
         )
@@ -148,7 +175,7 @@ class LanguageModel(Backbone):
           decoding: from `prefill` or the step before.
         """
         position, caches = decoding
-        x = self._embed(params, tokens[:, None], position[:, None])
+        x = self._embed(params, params["embedding"][tokens[:, None]], position[:, None])
         streams, caches = self._layers.step(
             params["stack"], [x] * self._layers.n_out, caches, position
         )

@@ -1,10 +1,12 @@
-"""Segments of packed rows: ids 1, 2, ... along a row tell its sentences apart, 0 is padding."""
+"""Segments of packed rows: ids along a row, from 1 on, tell its texts apart; 0 is padding."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+
+from reformax.ops.parts.masks import Ids, Tokens
 
 
 def token_segments(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None) -> Ids:
@@ -18,9 +20,17 @@ def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return index - jax.lax.cummax(jnp.where(_begins(segments), index, 0), axis=1)
 
 
-def shift_right(target: Int[Array, "B T"], segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The token before each, and 0 in front of every segment."""
-    return jnp.where(_begins(segments), 0, jnp.pad(target, ((0, 0), (1, 0)))[:, :-1])
+def with_positions(segments: Ids) -> Tokens:
+    """Segments and the positions in them, unless booleans say that a row has one."""
+    is_packed = segments.dtype != bool
+    return Tokens(segments, positions=segment_positions(segments) if is_packed else None)
+
+
+def shift_right(
+    target: Int[Array, "B T"], segments: Int[Array, "B T"], first: int = 0
+) -> Int[Array, "B T"]:
+    """The token before each, and `first` in front of every segment."""
+    return jnp.where(_begins(segments), first, jnp.pad(target, ((0, 0), (1, 0)))[:, :-1])
 
 
 def _begins(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:

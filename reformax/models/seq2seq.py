@@ -32,7 +32,12 @@ from reformax.models.base import (
     check_capacity,
 )
 from reformax.models.logits import logits_product
-from reformax.models.packing import segment_positions, shift_right, token_segments
+from reformax.models.packing import (
+    segment_positions,
+    shift_right,
+    token_segments,
+    with_positions,
+)
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
 from reformax.ops.parts.cache import take_rows
@@ -158,7 +163,7 @@ class EncoderDecoder(Model):
         table = params.get("source_embedding", params["embedding"])
         embed_rng, stack_rng = _split(rng)
         x = self._embed(params["encoder"], table, source, segment_positions(segments), embed_rng)
-        return self._run("encoder", params, x, segments, rng=stack_rng)
+        return self._run("encoder", params, x, with_positions(segments), rng=stack_rng)
 
     def features(self, params, inputs: Sequence[Array], rng=None) -> Float[Array, "B T D"]:
         """The input of `logits`: the decoder's output.
@@ -182,7 +187,7 @@ class EncoderDecoder(Model):
             segment_positions(target_segments),
             embed_rng,
         )
-        read = target_segments, memory, source_segments
+        read = with_positions(target_segments), memory, source_segments
         return self._run("decoder", params, x, *read, rng=stack_rng)
 
     def logits(
@@ -207,15 +212,7 @@ class EncoderDecoder(Model):
         self, params, table, tokens: Int[Array, "B T"], position: Int[Array, "B T"], rng=None
     ) -> Float[Array, "B T D"]:
         x = devices.looked_up(table, tokens) * math.sqrt(self.d_model)
-        if self._positions is not None:
-            length = tokens.shape[1]
-            if self.max_length is not None and length > self.max_length:
-                raise SettingError(
-                    f"a row has {length} positions and the model's hold {self.max_length}: enlarge "
-                    "pos_axial_shape or shorten the rows"
-                )
-            x = self._positions.apply_at(params["positions"], x, position)
-        return dropout(x, self._dropout_rate, rng)
+        return dropout(self._with_positions(params, x, position), self._dropout_rate, rng)
 
     def _run(self, side: str, params, x: Float[Array, "B T D"], *inputs, rng):
         """The output of the encoder's or the decoder's stack, `[B, T, D]`."""

@@ -5,7 +5,8 @@ follow each other without overlap have targets of every kind at every position, 
 fall with the position are what the context brings.
 
 Of documents that begin in a window the place in the document counts apart: a target that n tokens
-of its own document stand before has other documents further back, which bring little.
+of its own document stand before has other documents further back, which bring little, or with
+`Task.document_mask` nothing: then a target at position t is predicted from t tokens or fewer.
 
 Letters in the shapes: B windows, T their length.
 """

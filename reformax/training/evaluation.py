@@ -102,7 +102,8 @@ def check_positions(
     n_rows = batch_size if mesh is None else mesh_lib.filled(batch_size, mesh)
     tokens = jax.ShapeDtypeStruct((n_rows, longest), jax.numpy.int32)
     inputs = tokens
-    if task.translation is not None or loss_lib.labels_of(task) is not None:
+    is_plain = task.translation is None and loss_lib.labels_of(task) is None
+    if not is_plain or getattr(task, "document_mask", False):
         # Documents may be two; segments are booleans where no row is packed.
         first = next(iter(task.eval_batches(split, batch_size, length, stride)))
         inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tokens.shape, x.dtype), first.inputs)

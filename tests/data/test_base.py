@@ -190,13 +190,52 @@ def test_by_documents_windows_begin_with_those_that_fit(arguments):
         first += size
 
 
-def documents_task(windows="documents", offset=0):
+def documents_task(windows="documents", offset=0, document_mask=False):
     """A text whose byte is the number of its document: sizes 5, 60, 1, 30 and 104."""
     sizes = [5, 60, 1, 30, 104]
     text = np.repeat(np.arange(5, dtype=np.uint8), sizes)
     borders = dict.fromkeys(("train", "valid", "test"), np.cumsum([0, *sizes[:-1]]))
     splits = {"train": text, "valid": text[:70], "test": text[:9]}
-    return byte_language_model("bytes", splits, offset, borders, windows)
+    return byte_language_model("bytes", splits, offset, borders, windows, document_mask)
+
+
+@pytest.mark.parametrize("windows", ["anywhere", "documents"])
+def test_a_document_mask_numbers_the_documents_of_training_windows(windows):
+    """A byte is the number of its document here, so a row's segments are its tokens."""
+    plain, masked = (documents_task(windows, 2, mask) for mask in (False, True))
+    batch, want = masked.train_batch(5, 6, 500, 30), plain.train_batch(5, 6, 500, 30)
+    assert masked.document_mask and not plain.document_mask
+    assert batch.inputs.tokens is batch.targets
+    np.testing.assert_array_equal(batch.targets, want.inputs)
+    np.testing.assert_array_equal(batch.weights, want.weights)
+    tokens, segments = batch.inputs
+    np.testing.assert_array_equal(segments, tokens - tokens[:, :1] + 1)
+    assert segments.dtype == np.int32 and set(segments.max(axis=1)) == {1, 2, 3}
+    rows = np.array([3, 4, 90])
+    own = masked.train_rows(5, 6, 500, 30, rows)
+    np.testing.assert_array_equal(own.inputs.segments, segments[rows])
+
+
+@pytest.mark.parametrize("length, stride", [(30, 30), (30, 7), (80, 80)])
+def test_a_document_mask_changes_no_target_of_an_evaluation(length, stride):
+    """Padding of a short split, and rows that fill a batch, are of no document."""
+    sizes = 4, length, stride
+    batches, want = (
+        list(documents_task(document_mask=mask).eval_batches("valid", *sizes))
+        for mask in (True, False)
+    )
+    assert len(batches) == len(want)
+    for batch, plain in zip(batches, want, strict=True):
+        np.testing.assert_array_equal(batch.targets, plain.inputs)
+        np.testing.assert_array_equal(batch.weights, plain.weights)
+        tokens, segments = batch.inputs
+        real = (np.arange(length) < 70) & plain.weights.any(axis=1, keepdims=True)
+        np.testing.assert_array_equal(segments, np.where(real, tokens - tokens[:, :1] + 1, 0))
+
+
+def test_a_document_mask_is_part_of_the_fingerprint():
+    plain, masked = (documents_task(document_mask=mask) for mask in (False, True))
+    assert masked.fingerprint("valid") == plain.fingerprint("valid") + ", document_mask=True"
 
 
 def test_batches_by_documents_are_windows_of_them_and_processes_make_their_own_rows():
@@ -243,6 +282,8 @@ def test_windows_by_documents_need_documents(borders, fails_in_one_line):
     splits = dict.fromkeys(("train", "valid", "test"), some_bytes(50))
     with fails_in_one_line(ValueError, "windows is 'documents': the text .* one document, give"):
         byte_language_model("bytes", splits, 0, borders, "documents")
+    with fails_in_one_line(ValueError, "document_mask is True: the text .* one document, give"):
+        byte_language_model("bytes", splits, 0, borders, document_mask=True)
 
 
 def test_seed_and_step_are_not_interchangeable():

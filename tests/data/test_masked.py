@@ -53,6 +53,14 @@ def test_an_evaluation_hides_the_same_tokens_in_any_batches(both, batch_size):
     np.testing.assert_array_equal(whole.targets, rows)
 
 
+def test_a_document_mask_is_refused(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("the cat sat on the mat.\n" * 9)
+    task = text.text(tmp_path, offset=1, document_mask=True)
+    with pytest.raises(ValueError, match=r"document_mask is True \(task text\): hidden tokens are"):
+        masked(task, 32)
+
+
 def test_a_model_of_hidden_tokens_is_scored(both):
     task = both[1]
     sizes = dict(n_layers=1, d_model=8, d_ff=8, n_heads=1)

@@ -64,6 +64,12 @@ def test_max_bytes_keeps_the_beginning_of_each_split(whole, content):
         assert content(whole, split).startswith(content(part, split))
 
 
+def test_files_are_documents():
+    tokens, segments = stdlib(document_mask=True).train_batch(0, 0, 64, 4096).inputs
+    begins = segments[:, 1:] != segments[:, :-1]
+    assert begins.any() and set(tokens[:, :-1][begins]) == {ord("\n")}
+
+
 def test_max_bytes_of_a_hundred_is_enough():
     assert stdlib(max_bytes=100).n_targets("test") >= 1
 

@@ -14,7 +14,7 @@ import pytest
 
 import train
 from reformax import devices
-from reformax.data.base import SentencePairs
+from reformax.data.base import Documents, SentencePairs
 from reformax.declared import SettingError
 from reformax.generation import generate, translate
 from reformax.models import Reformer, ReformerLM, Transformer, TransformerLM
@@ -89,6 +89,18 @@ LANGUAGE = {
     "shared": (TransformerLM, dict(attention_type=shared_qk.shared_qk())),
     "sparse": (TransformerLM, dict(attention_type=windows())),
 }
+DOCUMENTS = {
+    "documents": (
+        ReformerLM,
+        dict(
+            attention_type=(local.local(window=5), lsh.lsh(**HASHES, own=False)),
+            n_slots=4,
+            next_value=True,
+            **AXIAL,
+        ),
+    ),
+    "documents, ring": (TransformerLM, dict(attention_type=flash.flash(), n_heads=1)),
+}
 PAIRS = {
     "translating transformer": (Transformer, {}),
     "translating reformer": (
@@ -96,27 +108,30 @@ PAIRS = {
         dict(encoder_attention_type=lsh.lsh(**HASHES), decoder_attention_type=local.local()),
     ),
 }
-ON_GRID = "reformer slots", "reformer exact"
+ON_GRID = "reformer slots", "reformer exact", "documents"
 QUICK = {("dense", DATA)}
 
 
 @cache
 def model_of(name):
     """A model with dropout and, where it can, kernels that are interpreted."""
-    constructor, options = (LANGUAGE | PAIRS)[name]
+    constructor, options = (LANGUAGE | DOCUMENTS | PAIRS)[name]
     if name in PAIRS:
         return constructor(**SEQ2SEQ | DROPOUT | options)
     return constructor(**LM | DROPOUT | dict(n_layers=2) | options)
 
 
 @cache
-def batch_of(is_pairs):
+def batch_of(name):
     """Tokens, targets and weights, of which some are 0."""
     random = np.random.default_rng(0)
     tokens = random.integers(1, VOCAB, (2, BATCH, LENGTH)).astype(np.int32)
     weights = (random.random((BATCH, LENGTH)) < 0.9).astype(np.float32)
-    if not is_pairs:
+    if name in LANGUAGE:
         return tokens[0], tokens[0], weights
+    if name in DOCUMENTS:
+        ids = np.sort(random.integers(1, 4, (BATCH, LENGTH)), axis=1).astype(np.int32)
+        return Documents(tokens[0], ids), tokens[0], weights
     segments = np.repeat([[1, 2, 3, 0]], BATCH, axis=0).repeat(LENGTH // 4, axis=1)
     segments = segments.astype(np.int32)
     pairs = SentencePairs(*tokens * (segments > 0), segments, segments)
@@ -141,7 +156,7 @@ def step_on(mesh, name):
     state = step_lib.first_state(params, sgd, ema=False)
     placement = devices.placement(state, mesh)
     state = jax.device_put(state, placement)
-    batch = jax.device_put(batch_of(name in PAIRS), devices.over_tokens(mesh))
+    batch = jax.device_put(batch_of(name), devices.over_tokens(mesh))
     run = step_lib.step_fn(model, sgd, mesh, loss_chunk_len=12, placement=placement)
     after, metrics = run(state, batch, jax.random.PRNGKey(2))
     return float(metrics["nats"]), jax.tree.map(
@@ -155,14 +170,14 @@ def on_one(name):
 
 
 # Every model shares rows, weights and sequences at once. These do so apart too, on more devices.
-CASES = [(name, ALL) for name in LANGUAGE | PAIRS if name != "reformer exact"]
+CASES = [(name, ALL) for name in LANGUAGE | DOCUMENTS | PAIRS if name != "reformer exact"]
 CASES += [(name, DATA) for name in ("reformer", "dense")]
 CASES += [(name, BOTH) for name in ("reformer", "dense", "translating transformer")]
 CASES += [
     (name, CONTEXT)
     for name in (
         *("reformer", "reformer exact", "reformer slots", "strict", "dense"),
-        *("translating transformer", "translating reformer"),
+        *("documents", "documents, ring", "translating transformer", "translating reformer"),
     )
 ]
 

@@ -20,6 +20,7 @@ class Tokens:
 
     segments: Ids | None
     marks: Int[Array, "B T"] | None = None  # above 0: what an algorithm with the trait treats apart
+    positions: Int[Array, "B T"] | None = None  # that rotations go by; None: 0 to T - 1
 
 
 def tokens_of(segments: Segments | Tokens | None) -> Tokens:
