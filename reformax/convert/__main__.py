@@ -148,7 +148,9 @@ def _check_target(kind: str, source: Source) -> None:
 
 def _read(path: Path, args: argparse.Namespace) -> Source:
     if not path.exists():
-        raise FileNotFoundError(f"--from={path} does not exist")
+        raise FileNotFoundError(
+            f"--from={path} does not exist: download a model of Hugging Face, and give its folder"
+        )
     if (path / "config.gin").is_file() or (path / "checkpoints").is_dir():
         from reformax.convert import run_folder
 
