@@ -163,7 +163,7 @@ def _read(path: Path, args: argparse.Namespace) -> Source:
         if not args.config_file:
             raise ValueError(
                 f"--from={path} holds weights without names: say what model it is with "
-                "--config_file=FILE.gin, as for train.py"
+                "--config_file=FILE.gin, as for training"
             )
         folders = [Path(file).absolute().parent for file in args.config_file]
         config.parse(args.config_file, args.config, folders=[*folders, *configs.FOLDERS])
