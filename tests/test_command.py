@@ -1,6 +1,7 @@
 """The command `reformax`, and the configs that come with it."""
 
 import importlib
+import re
 import tomllib
 from pathlib import Path
 
@@ -30,6 +31,16 @@ def run(tmp_path, monkeypatch, capsys):
 def test_the_installed_command_is_this_one():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"reformax": f"{command.__name__}:main"}
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_the_reference_has_every_flag(name, run, capsys):
+    first, *parts = (ROOT / "docs/reference/command_line.md").read_text().split("\n## ")
+    (part,) = (part for part in parts if part.startswith(f"reformax {name}\n"))
+    with pytest.raises(SystemExit):
+        run(name, "--help")
+    flags = set(re.findall(r"--\w+", capsys.readouterr().out.split("\noptions:")[1]))
+    assert flags and flags <= set(re.findall(r"--\w+", first + part))
 
 
 def test_help_lists_the_commands_and_version_prints_it(run):

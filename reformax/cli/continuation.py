@@ -62,6 +62,6 @@ def _speed(progress: list[tuple[int, float]], n_rows: int) -> str:
         return f"{text}, compilation included"
     done, ready = progress[2]  # the first two blocks compile the two programs
     return (
-        f"{text}: {ready - start:.1f} s until the second block, with compilation, then "
+        f"{text}: {ready - start:.1f} s with compilation, then "
         f"{n_rows * (n_new - done) / (end - ready):,.1f} tokens/s"
     )

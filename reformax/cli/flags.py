@@ -137,7 +137,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose a trained model: a run's folder, a checkpoint and settings."""
     parser.add_argument(
-        "--output_dir", required=True, type=of(PathName), help="a folder that train.py wrote"
+        "--output_dir", required=True, type=of(PathName), help="the folder of a run"
     )
     parser.add_argument(
         "--checkpoint",

@@ -135,7 +135,7 @@ def parse(
     if text is None:
         source = folder / "config.gin"
         if not source.is_file():
-            raise SettingError(f"{_shown(folder)} holds no run: train.py writes config.gin into it")
+            raise SettingError(f"{_shown(folder)} holds no run: training writes config.gin into it")
         text = durable.read(source).decode()
     config.parse_saved(text, str(_shown(source)), overrides, **options)
 
@@ -151,10 +151,10 @@ def choose(checkpoints, which: str) -> int:
         folder = checkpoints.folder
         if not folder.exists() and not (folder.parent / "config.gin").exists():
             raise SettingError(
-                f"output_dir={_shown(folder.parent)} holds no run: train.py writes config.gin and "
+                f"output_dir={_shown(folder.parent)} holds no run: training writes config.gin and "
                 "checkpoints into it"
             )
-        raise SettingError(f"no checkpoint in {folder}: train.py saves one after a while")
+        raise SettingError(f"no checkpoint in {folder}: training saves one after a while")
     if which == "latest":
         return steps[-1]
     if which == "best":  # a run stopped before its first evaluation has only unscored ones

@@ -148,7 +148,9 @@ def _check_target(kind: str, source: Source) -> None:
 
 def _read(path: Path, args: argparse.Namespace) -> Source:
     if not path.exists():
-        raise FileNotFoundError(f"--from={path} does not exist")
+        raise FileNotFoundError(
+            f"--from={path} does not exist: download a model of Hugging Face, and give its folder"
+        )
     if (path / "config.gin").is_file() or (path / "checkpoints").is_dir():
         from reformax.convert import run_folder
 
@@ -161,7 +163,7 @@ def _read(path: Path, args: argparse.Namespace) -> Source:
         if not args.config_file:
             raise ValueError(
                 f"--from={path} holds weights without names: say what model it is with "
-                "--config_file=FILE.gin, as for train.py"
+                "--config_file=FILE.gin, as for training"
             )
         folders = [Path(file).absolute().parent for file in args.config_file]
         config.parse(args.config_file, args.config, folders=[*folders, *configs.FOLDERS])

@@ -13,18 +13,22 @@ flax comes with `pip install 'reformax[flax]'`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
+from reformax.declared import Called, Size, checked
 from reformax.ops.base import AttentionOp, Dims
 
 __all__ = ["attention_fn"]
 
+Op = Annotated[AttentionOp, Called("an AttentionOp, such as lsh.lsh()")]
 
-def attention_fn(op: AttentionOp, *, causal: bool = False) -> Callable[..., Float[Array, ...]]:
+
+@checked
+def attention_fn(op: Op, *, causal: bool = False) -> Callable[..., Float[Array, "B T N V"]]:
     """An algorithm as the `attention_fn` of flax's own modules.
 
     Dropout draws another mask for each row and head, also where `broadcast_dropout` is set.
@@ -34,6 +38,7 @@ def attention_fn(op: AttentionOp, *, causal: bool = False) -> Callable[..., Floa
       causal: whether a position sees only itself and what came before it.
 
     Raises:
+      SettingError: an argument of another type.
       NotImplementedError: the op shares queries and keys; at the call, an argument that it cannot
         honour.
     """
@@ -95,16 +100,18 @@ def seen(mask: ArrayLike | None) -> Bool[Array, ...] | None:
     return None if mask is None else jnp.asarray(mask) != 0
 
 
-def heads_of(op: AttentionOp, num_heads: int, features: int) -> tuple[int, int]:
+@checked
+def heads_of(op: Op, num_heads: Size, features: Size) -> tuple[int, int]:
     """The number of heads and their size.
 
     Raises:
+      SettingError: an argument of another type or out of range.
       ValueError: features that the heads do not divide.
       NotImplementedError: the algorithm has weights of its own, or reads further projections.
     """
     if op.extras is not None:
         raise NotImplementedError(
-            f"op is {op}: it reads further projections, which reformax.layers alone make"
+            f"op is {op}: it reads further projections, which reformax.layers.Attention makes"
         )
     if features % num_heads:
         raise ValueError(f"qkv_features is {features}: expected a multiple of {num_heads} heads")
@@ -113,7 +120,9 @@ def heads_of(op: AttentionOp, num_heads: int, features: int) -> tuple[int, int]:
         lambda rng: op.init(rng, Dims(num_heads, size, size, 1)), jax.random.key(0)
     )
     if jax.tree.leaves(weights):
-        raise NotImplementedError(f"op is {op}: it has weights, which reformax.layers alone keep")
+        raise NotImplementedError(
+            f"op is {op}: it has weights, which reformax.layers.Attention keeps"
+        )
     return num_heads, size
 
 

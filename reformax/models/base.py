@@ -204,8 +204,8 @@ class Model(Layer):
         strict = [causal and op.traits.strict for op in cycle]
         if self.next_value and causal and not any(strict):
             raise SettingError(
-                f"next_value is True and no op of {argument} is strict: give one that never shows "
-                "a position to itself, such as shared_qk.shared_qk(own=False) or lsh.lsh(own=False)"
+                f"next_value is True and no op of {argument} is strict: set next_value=False, or "
+                "give one that never shows a position to itself, such as lsh.lsh(own=False)"
             )
         return [
             Block(

@@ -90,5 +90,6 @@ def report(**settings: Any) -> list[str]:
         }
         sizes = ", ".join(f"{name} {n / MIB:,.1f}" for name, n in parts.items())
         what = f"to step {stage.until:,}, {stage.batch_size:,} x {stage.length:,} tokens"
-        lines.append(f"{what}: MiB of a device: {sizes}")
+        over = ", more than there is" if found.total > memory.available() else ""
+        lines.append(f"{what}: MiB of a device: {sizes}{over}")
     return lines

@@ -167,10 +167,15 @@ class Run:
         shown = mesh_lib.words(self._mesh)
         if self._processes.count > 1:
             shown += f" of {self._processes.count} processes"
-        first = f"going on from step {self.step}" if self.step else f"{begun.source}from step 1"
+        steps = self._settings.steps
+        if self.step >= steps:
+            part = f"at step {self.step} of {steps} already"
+        elif self.step:
+            part = f"going on from step {self.step} to {steps}"
+        else:
+            part = f"{begun.source}from step 1 to {steps}"
         self._say(
-            f"{self._task.name}: {self._n_params:,} parameters, {shown}, "
-            f"{first} to {self._settings.steps}, in {self.folder}"
+            f"{self._task.name}: {self._n_params:,} parameters, {shown}, {part}, in {self.folder}"
         )
 
     def _write_config(self) -> str | None:

@@ -166,7 +166,7 @@ def test_what_trax_lacks_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     "source, target, message",
     [
-        ("nowhere", "run", "nowhere does not exist"),
+        ("nowhere", "run", "nowhere does not exist: download a model of Hugging Face, and give"),
         ("empty", "run", "config.json does not exist"),
         ("model.pkl.gz", "run", "say what model it is with --config_file=FILE.gin"),
         ("empty", "full", "full exists: give another name"),

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import train
-from reformax import devices
+from reformax import devices, memory
 from reformax.data.base import Documents, SentencePairs
 from reformax.declared import SettingError
 from reformax.generation import generate, translate
@@ -322,6 +322,10 @@ def test_a_dry_run_says_what_a_device_needs(monkeypatch):
     assert stated[1][0].startswith("8 cpu devices (fsdp 8), ")
     whole, eighth = (float(re.search(r"state ([\d.]+)", lines[1])[1]) for lines in stated)
     assert len(stated[0]) == 2 and whole > 0 and eighth < 0.3 * whole
+    assert not any(lines[1].endswith("more than there is") for lines in stated)
+    monkeypatch.setattr(memory, "available", lambda: 2**20)
+    (_, line) = dry_run.report(**settings, mesh={"data": -1})
+    assert line.endswith(", more than there is")
 
 
 def test_rows_that_devices_cannot_share_are_told(tmp_path):

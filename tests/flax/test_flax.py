@@ -12,6 +12,7 @@ pytest.importorskip("flax")
 import flax.linen as nn
 from flax import nnx
 
+from reformax.declared import SettingError
 from reformax.flax import attention_fn, linen
 from reformax.flax import nnx as our_nnx
 from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
@@ -53,6 +54,8 @@ def test_flax_s_own_modules_refuse_what_an_op_does_not_do():
         apply(attention_fn(local.local()), mask=CAUSAL)
     with pytest.raises(NotImplementedError, match=r"op is lsh\(n_hashes=2\): flax's modules proj"):
         attention_fn(lsh.lsh(n_hashes=2))
+    with pytest.raises(SettingError, match=r"op is .*: expected an AttentionOp, such as lsh.lsh"):
+        attention_fn(flash.flash)
     with pytest.raises(ValueError, match="query has dtype|q has dtype int32: expected floats"):
         flash.flash()(*(jnp.ones((1, 4, 2, 4), jnp.int32),) * 3)
     dropped = [apply(attention_fn(flash.flash()), dropout_rate=rate) for rate in (0.0, 0.5)]
@@ -147,3 +150,11 @@ def test_what_a_module_refuses():
             our_nnx.Attention(op, 2, 8, rngs=nnx.Rngs(0))(X, **call)
     with pytest.raises(ValueError, match="qkv_features is 8: expected a multiple of 3 heads"):
         linen.Attention(flash.flash(), 3).init(jax.random.key(0), X)
+    for op, num_heads, message in (
+        (lsh.lsh, 2, "op is .*: expected an AttentionOp, such as lsh.lsh"),
+        (flash.flash(), 0, "num_heads is 0: expected at least 1"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            linen.Attention(op, num_heads).init(jax.random.key(0), X)
+        with pytest.raises(SettingError, match=message):
+            our_nnx.Attention(op, num_heads, 8, rngs=nnx.Rngs(0))

@@ -436,7 +436,7 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
         (dict(n_heads=0), "n_heads is 0: expected at least 1"),
         (dict(attention_dropout=2.0), "attention_dropout is 2.0: expected a rate in [0, 1)"),
         (dict(pos_type="learned"), "pos_type is 'learned': expected 'rotary', 'rotary_local', "),
-        (dict(next_value=True), "next_value is True and no op of attention_type is strict: give"),
+        (dict(next_value=True), "next_value is True and no op of attention_type is strict: set n"),
         (dict(pos_axial_shape=(4, 4)), "pos_type is 'rotary', pos_axial_shape (4, 4): "),
         (dict(pos_type="axial"), "pos_type is 'axial', pos_axial_shape (): "),
         (AXIAL | dict(pos_d_axial_embs=()), "shape (4, 5) and d_embs (): expected as many"),

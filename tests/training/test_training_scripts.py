@@ -111,6 +111,7 @@ def test_a_config_trains_and_evaluates(folder, monkeypatch, capsys):
     # The same command again finds it finished; with more steps it goes on, and says what changed.
     flags = ["--config_file=runs/run/config.gin", "--output_dir=runs/run"]
     before = sorted((run / "tensorboard").iterdir())
+    assert ", at step 11 of 11 already, in " in call(train.main, monkeypatch, capsys, *flags)[1]
     code, out, err = call(train.main, monkeypatch, capsys, *flags, "--quiet")
     assert code == 0 and err == "" and worker.record(run)[-1] == last
     assert [line.split()[0] for line in out.splitlines()] == ["valid", "in", "next:"]
