@@ -64,7 +64,8 @@ def test_linformer_with_identities_is_dense(share):
 def test_linformer_refuses_what_is_longer_than_its_weights():
     q, k, v = draw()
     with pytest.raises(ValueError, match="q has 23 positions, but linformer's weights are for 20"):
-        attend(linformer.linformer(), q, k, v, {"e": jnp.ones((20, 4)), "f": jnp.ones((20, 4))})
+        params = {"e": jnp.ones((20, 4)), "f": jnp.ones((20, 4))}
+        attend(linformer.linformer(n_projected=4), q, k, v, params)
 
 
 def test_nystromformer_with_a_landmark_for_each_token_is_dense():
