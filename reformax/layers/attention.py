@@ -325,7 +325,7 @@ class Attention(MultiHead):
             params["position_bias"] = jnp.zeros((N_BUCKETS, self.n_heads))
         if self.next_value:
             shape = 2, self.n_heads, self.d_v
-            params["next_value"] = jnp.full(shape, math.sqrt(0.5), jnp.float32)
+            params["next_value"] = jnp.full(shape, math.sqrt(0.5), float)
         return params
 
     def project(

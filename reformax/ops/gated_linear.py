@@ -65,7 +65,7 @@ def gated_linear(
     def init(rng, dims):
         lost = math.log(2) if memory is None else temperature / memory
         bias = -(lost + math.log(-math.expm1(-lost)))  # log_sigmoid(bias) = -lost
-        own = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias, jnp.float32)}
+        own = {"bias": jnp.full((dims.n_heads, dims.d_qk), bias, float)}
         return own | output_params(normalized, dims) | conv_params(conv_size, rng, dims)
 
     def extras(dims):

@@ -207,7 +207,7 @@ def test_what_is_carried_becomes_the_mean_over_devices(constructor):
     model = constructor(**LM, n_layers=2, attention_type=counting())
     state = step_lib.first_state(model.init_params(KEY, (BATCH, LENGTH)), optax.sgd(0.1), ema=True)
     run = step_lib.step_fn(model, optax.sgd(0.1), FSDP, ema_decay=0.9)
-    state, _ = run(state, batch_of(False), KEY)
+    state, _ = run(state, batch_of("reformer"), KEY)
     for tree in (state.params, state.ema):
         count = tree["stack"]["block_0"]["attention"]["op"]["count"].value
         np.testing.assert_array_equal(count, np.ones(2))
@@ -245,7 +245,9 @@ def compiled_step(model, mesh):
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like, placement
     )
     rows = devices.over_batch(mesh)
-    batch = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows) for x in batch_of(False))
+    batch = tuple(
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows) for x in batch_of("reformer")
+    )
     return run.lower(state, batch, jax.random.PRNGKey(2)).compile()
 
 
