@@ -164,6 +164,9 @@ def _slug(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
 
+RESULTS = {"results.md", "zoo_measured.md", "does_hashing_help.md", "performance.md", "scaling.md"}
+
+
 def _is_run(text: str) -> bool:
     return not all(map(pages.benchmark, commands(text)))
 
@@ -171,7 +174,7 @@ def _is_run(text: str) -> bool:
 def _runs():
     """The pages with commands; a page of results by its sections, which do not need each other.
 
-    The sections are cases of a matrix, as the benchmarks are that print the other results.
+    What tells of results is a case of a matrix, as the benchmarks are that print the other results.
     """
     found = []
     for page in PAGES:
@@ -179,7 +182,7 @@ def _runs():
         parts = re.split(r"^## ", text, flags=re.MULTILINE) if name == "results.md" else [text]
         for part in filter(_is_run, () if pages.is_walk(text) else parts):
             test = name if len(parts) == 1 else f"{name}#{_slug(part.partition(chr(10))[0])}"
-            marks = [pytest.mark.matrix] if len(parts) > 1 else []
+            marks = [pytest.mark.matrix] if name in RESULTS else []
             found.append(pytest.param(name, part, id=test, marks=marks))
     return found
 
