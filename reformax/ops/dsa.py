@@ -128,7 +128,7 @@ def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]
     mine = (head % n_index == index) | (index % n_heads == head)  # [N, J]
     weight = jax.random.normal(rng_weight, (n_heads, size, n_index))
     return {
-        "query": key[:, :, None] * mine[:, None, :, None],
+        "query": jnp.where(mine[:, None, :, None], key[:, :, None], 0),
         "key": key,
         "weight": 0.1 * weight / math.sqrt(n_heads * size),
     }

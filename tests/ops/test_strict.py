@@ -44,6 +44,13 @@ def test_both_passes(row):
         traced(op, gradients, segments)
 
 
+@over(ROWS)
+def test_a_call(row):
+    """Its checks trace what makes the op's own weights."""
+    op = row.op()
+    traced(op, lambda x: inputs.call(op, x, causal=row.causal(), rng=KEY))
+
+
 @over(row for row in ROWS if row.op().step)
 def test_decoding(row):
     op = row.op()

@@ -32,7 +32,7 @@ from reformax.ops.parts.chosen_blocks import in_three
 
 # Queries and keys of a tile.
 ROWS, COLUMNS, WARPS = 128, 64, 4
-# Bytes of scores in memory at a time.
+# Bytes of scores in memory at a time; a tile of queries of each row may take more.
 AT_A_TIME = 2**30
 # Of the choice: scores of a tile, bits that a run finds, of all bits.
 WIDTH, BITS, ALL_BITS, WARPS_OF_CHOICE = 1024, 4, 32, 8

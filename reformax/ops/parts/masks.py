@@ -24,7 +24,7 @@ class Tokens:
 
 
 def tokens_of(segments: Segments | Tokens | None) -> Tokens:
-    """Segments with their marks, if there are any."""
+    """Segments with their marks and positions, if there are any."""
     return segments if isinstance(segments, Tokens) else Tokens(segments)
 
 

@@ -23,7 +23,6 @@ def by_chunks(function: Callable[..., Any], n_seen: int, *arrays: Array) -> Any:
     """
     n_batch, length = arrays[0].shape[:2]
     size = max(min(AT_A_TIME // (n_batch * n_seen), length), 1)
-
     chunks = tuple(jnp.moveaxis(in_blocks(x, size), 1, 0) for x in arrays)
     return lax.map(lambda chunk: function(*chunk), chunks)
 
