@@ -201,7 +201,7 @@ class AttentionOp:
             )
         call = dict(causal=causal, dropout=dropout)
         checked = dict(segments=segments, bias=bias, rng=rng, extras=extras, marks=marks)
-        check_arguments(self, *(q, k, v), **call, **checked)
+        check_arguments(self, *(q, k, v), train=train, **call, **checked)
         check_params(self, params, q, v)
         segments = segment_ids(segments)
         keys = q if k is None else k

@@ -16,7 +16,19 @@ from reformax.ops.parts.masks import segment_pair
 
 
 def check_arguments(
-    op, q, k, v, *, causal, segments, dropout, rng, bias=None, extras=None, marks=None
+    op,
+    q,
+    k,
+    v,
+    *,
+    causal,
+    segments,
+    dropout,
+    rng,
+    train=True,
+    bias=None,
+    extras=None,
+    marks=None,
 ) -> None:
     """Checks the arguments of a call before any tracing.
 
@@ -30,8 +42,9 @@ def check_arguments(
         if x is not None and not hasattr(x, "dtype"):
             hint = "a key, such as jax.random.key(0)" if name == "rng" else "an array"
             raise ValueError(f"{name} is {shown(x)}: expected {hint}")
-    if not isinstance(causal, bool | np.bool_):
-        raise ValueError(f"causal is {shown(causal)}: expected True or False")
+    for name, switch in (("causal", causal), ("train", train)):
+        if not isinstance(switch, bool | np.bool_):
+            raise ValueError(f"{name} is {shown(switch)}: expected True or False")
     check("dropout", dropout, Rate)
     _check_shapes(op, q, k, v)
     keys = q if k is None else k
