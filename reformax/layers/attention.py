@@ -169,6 +169,13 @@ class MultiHead(Layer):
         if x.ndim != 3 or x.shape[2] != d_model:
             raise ValueError(f"x has shape {x.shape}: expected [batch, length, {d_model}]")
         weights = {name: params[f"w_{name}"] for name in names}
+        for name, to in self.projections().items():
+            shape = to.n_heads, d_model, to.size
+            if name in weights and weights[name].shape != shape:
+                raise ValueError(
+                    f"params['w_{name}'] has shape {weights[name].shape}: expected "
+                    f"[heads, d_model, size], {shape}"
+                )
         # Of matrices, a bias is added in the product's kernel on a GPU.
         matrices = [jnp.moveaxis(w, 0, 1).reshape(x.shape[2], -1) for w in weights.values()]
         if self._float8:
