@@ -291,7 +291,8 @@ class Attention(MultiHead):
     **The next value.** A key that resembles the query stands, in text, before what the query wants
     to know: what came next. With `next_value` key s brings `a * v_s + b * v_{s+1}`, with a and b
     learnt by channel, `next_value [2, N, V]`. A position must see earlier ones alone, s < t, so
-    that s + 1 is at most t.
+    that s + 1 is at most t. Segments must be contiguous: the last key of one brings the first value
+    of the next, and only then has no query of its own behind it that would read it.
 
     Args:
       causal: whether a position sees only itself and what came before it.
