@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from reformax.cli.prompts import Alphabet, Writer
+from reformax.cli.report import counted
 
 
 def write(
@@ -57,7 +58,7 @@ def write(
 def _speed(progress: list[tuple[int, float]], n_rows: int) -> str:
     """The speed in words, from (new tokens of a row, time) after each block."""
     (_, start), *_, (n_new, end) = progress
-    text = f"{n_rows * n_new:,} tokens in {end - start:.1f} s"
+    text = f"{counted(n_rows * n_new, 'token')} in {end - start:.1f} s"
     if len(progress) < 4:
         return f"{text}, compilation included"
     done, ready = progress[2]  # the first two blocks compile the two programs

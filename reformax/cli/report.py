@@ -56,6 +56,11 @@ def training(result: dict[str, Any], prints: bool = True) -> int:
     return 0
 
 
+def counted(n: int, thing: str) -> str:
+    """`n` of a thing, in words: 1 line, 2,000 lines."""
+    return f"{n:,} {thing}{'' if n == 1 else 's'}"
+
+
 def _program(name: str | None = None) -> list[str]:
     """The words that call this command, or the one of `name`: a script, or `reformax`."""
     script = Path(sys.argv[0])

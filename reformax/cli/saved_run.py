@@ -146,15 +146,7 @@ def choose(checkpoints, which: str) -> int:
     Raises:
       ValueError: there is no checkpoint, or `which` is none of these.
     """
-    steps = checkpoints.steps()
-    if not steps:
-        folder = checkpoints.folder
-        if not folder.exists() and not (folder.parent / "config.gin").exists():
-            raise SettingError(
-                f"output_dir={_shown(folder.parent)} holds no run: training writes config.gin and "
-                "checkpoints into it"
-            )
-        raise SettingError(f"no checkpoint in {folder}: training saves one after a while")
+    steps = _steps(checkpoints)
     if which == "latest":
         return steps[-1]
     if which == "best":  # a run stopped before its first evaluation has only unscored ones
@@ -215,11 +207,26 @@ def changed_data(args: argparse.Namespace, task, saved: Saved) -> dict[str, dict
     return found
 
 
+def _steps(checkpoints) -> list[int]:
+    """The steps that have a checkpoint; raises `SettingError` if there are none."""
+    steps = checkpoints.steps()
+    if not steps:
+        folder = checkpoints.folder
+        if not folder.exists() and not (folder.parent / "config.gin").exists():
+            raise SettingError(
+                f"output_dir={_shown(folder.parent)} holds no run: training writes config.gin and "
+                "checkpoints into it"
+            )
+        raise SettingError(f"no checkpoint in {folder}: training saves one after a while")
+    return steps
+
+
 def _choose(checkpoints, which: str) -> dict[int, str | None]:
     """The configs of the checkpoints to read, by step."""
     from reformax.training.averaging import last_configs
 
     if averaged := re.fullmatch(r"average:(\d+)", which):
+        _steps(checkpoints)  # refuses a folder that has none
         return last_configs(checkpoints, int(averaged[1]))
     step = choose(checkpoints, which)
     return {step: checkpoints.config(step)}

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reformax.cli.report import counted
+
 LINES = 10_000  # translated, and then written, together
 
 
@@ -53,13 +55,14 @@ def write_lines(
     seconds = time.perf_counter() - start
     if n_long:
         print(
-            f"note: {n_long:,} lines have more than {trained_length} tokens, the longest that the "
-            "model was trained on",
+            f"note: {counted(n_long, 'line')} of more than {trained_length} tokens, the longest "
+            "that the model was trained on",
             file=sys.stderr,
         )
     if not quiet:
         print(
-            f"{len(lines):,} lines, {n_tokens:,} tokens in {seconds:.1f} s, compilation included",
+            f"{counted(len(lines), 'line')}, {counted(n_tokens, 'token')} in {seconds:.1f} s, "
+            "compilation included",
             file=sys.stderr,
         )
 

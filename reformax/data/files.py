@@ -137,10 +137,15 @@ def read_folder(folder: Path, pattern: str, read: Callable[[Path], bytes]) -> Jo
       read: reads a file that is not empty.
 
     Raises:
-      ValueError: no file matches, one of them cannot be unpacked or is no ordinary file, or all
-        together are too much.
+      ValueError: the folder is a run's, no file matches, one of them cannot be unpacked or is no
+        ordinary file, or all together are too much.
       OSError: one of them, or a folder below, cannot be read.
     """
+    if is_run(folder):
+        raise SettingError(
+            f"{folder} is the folder of a run: give a folder of text, and move the text there if "
+            "this one has it"
+        )
     paths = list_files(folder, pattern)
     if not paths:
         raise SettingError(f"{folder} has no file that matches {pattern!r}: put text files there")
@@ -164,7 +169,7 @@ def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> l
       folder: searched to any depth. Links to folders are not followed.
       pattern: matches file names, with the wildcards of a shell.
       skip: names of folders to leave out. Hidden files and folders are always left out, and so are
-        links to nothing.
+        runs and links to nothing.
 
     Raises:
       OSError: a folder cannot be read.
@@ -176,9 +181,18 @@ def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> l
     found = []
     for here, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [f for f in folders if f not in skip and not f.startswith(".")]
+        folders[:] = [f for f in folders if not is_run(Path(here, f))]
         names = [n for n in fnmatch.filter(names, pattern) if not n.startswith(".")]
         found += [path for n in names if (path := Path(here, n)).exists()]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's, which training or conversion made."""
+    # The lock is the first file that training writes: a run reads the same text whenever it begins.
+    if (folder / ".lock").is_file():
+        return True
+    return (folder / "config.gin").is_file() and (folder / "checkpoints").is_dir()
 
 
 def join(texts: Iterable[bytes]) -> Joined:

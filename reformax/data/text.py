@@ -40,7 +40,8 @@ def text(
 
     Documents are the rows of tables, and the files of a folder. A row ends in byte 0, and in a
     vocabulary's EOS. Files are joined in the order of their relative paths, with a newline after a
-    file that ends without one. Hidden files and folders are left out.
+    file that ends without one. Hidden files and folders are left out, and so are folders of runs:
+    those with a `.lock`, or with a config.gin and checkpoints.
 
     Args:
       data_dir: a file or a folder. Text, plain or .gz, .xz or .zip; .jsonl, plain or packed;
@@ -65,9 +66,9 @@ def text(
       FileNotFoundError: data_dir does not exist.
       OSError: a file or a folder below cannot be read.
       ValueError: the text is empty, damaged, too short or too long, or no file matches, or one is
-        no text, a FIFO, a device or a socket; or a setting goes by documents and there is one. Text
-        is too long above half of the machine's memory; packed text and tables also above 1 GiB and
-        20 times their size.
+        no text, a FIFO, a device or a socket, or data_dir is a run's folder; or a setting goes by
+        documents and there is one. Text is too long above half of the machine's memory; packed text
+        and tables also above 1 GiB and 20 times their size.
       ImportError: pyarrow or tokenizers is needed and not there.
     """
     path = files.existing(data_dir)

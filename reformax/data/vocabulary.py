@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -244,5 +245,13 @@ def _sentence(ids: Iterable[int]) -> Iterable[int]:
 
 
 def _explained(error: RuntimeError, size: int) -> str:
-    text = " ".join(str(error).split()).rpartition("] ")[2]
-    return f"vocab_size={size} does not fit the training text: {text}"
+    """What sentencepiece's trainer says, by our setting instead of its flags."""
+    text = " ".join(str(error).split())
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
+        return (
+            f"vocab_size is {size}: expected at least {least[1]}, for the characters of the "
+            "training text"
+        )
+    if most := re.search(r"set it to a value <= (\d+)", text):
+        return f"vocab_size is {size}: expected at most {most[1]}, all that the training text has"
+    return f"vocab_size={size} does not fit the training text: {text.rpartition('] ')[2]}"

@@ -169,6 +169,13 @@ class MultiHead(Layer):
         if x.ndim != 3 or x.shape[2] != d_model:
             raise ValueError(f"x has shape {x.shape}: expected [batch, length, {d_model}]")
         weights = {name: params[f"w_{name}"] for name in names}
+        for name, to in self.projections().items():
+            shape = to.n_heads, d_model, to.size
+            if name in weights and weights[name].shape != shape:
+                raise ValueError(
+                    f"params['w_{name}'] has shape {weights[name].shape}: expected "
+                    f"[heads, d_model, size], {shape}"
+                )
         # Of matrices, a bias is added in the product's kernel on a GPU.
         matrices = [jnp.moveaxis(w, 0, 1).reshape(x.shape[2], -1) for w in weights.values()]
         if self._float8:
@@ -284,7 +291,8 @@ class Attention(MultiHead):
     **The next value.** A key that resembles the query stands, in text, before what the query wants
     to know: what came next. With `next_value` key s brings `a * v_s + b * v_{s+1}`, with a and b
     learnt by channel, `next_value [2, N, V]`. A position must see earlier ones alone, s < t, so
-    that s + 1 is at most t.
+    that s + 1 is at most t. Segments must be contiguous: the last key of one brings the first value
+    of the next, and only then has no query of its own behind it that would read it.
 
     Args:
       causal: whether a position sees only itself and what came before it.

@@ -122,10 +122,22 @@ class FeedForward(Layer):
         """`apply` with the weights from `for_decoding`."""
         return self.apply(params | {name: turned(params[name]) for name in ("w1", "w2")}, x)
 
+    def _check(self, params, x) -> None:
+        """Raises `ValueError` unless weights and an input fit each other."""
+        d_model = params["b2"].shape[0]
+        if x.ndim != 3 or x.shape[2] != d_model:
+            raise ValueError(f"x has shape {x.shape}: expected [batch, length, {d_model}]")
+        if params["w1"].shape != (d_model, self.d_ff):
+            raise ValueError(
+                f"params['w1'] has shape {params['w1'].shape}: expected [d_model, d_ff], "
+                f"{(d_model, self.d_ff)}"
+            )
+
     def apply_chunk(
         self, params, x: Float[Array, "B C D"], start: int | Int[Array, ""] = 0, rng=None
     ) -> Float[Array, "B C D"]:
         """The layer at the positions `start` to `start + C` of a sequence."""
+        self._check(params, x)
         hidden_rng, output_rng = (None, None) if rng is None else jax.random.split(rng)
         params = self.cast(params, x.dtype)
         # Products in the dtype of `x`; float32 between them is never stored.
@@ -163,6 +175,7 @@ class FeedForward(Layer):
         return devices.by_positions(project, (pre,), (params["b1"], params["w2"], start, rng))
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
+        self._check(params, x)
         size = self.chunk_size
         if size == 0 or size >= x.shape[1]:
             return self.apply_chunk(params, x, rng=rng)

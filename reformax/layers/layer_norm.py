@@ -65,6 +65,8 @@ class LayerNorm(Layer):
 
     def _norms(self, params, x, y, dtypes: tuple, pass_on: bool = False):
         """The norms of `x + y`, and the sum if `pass_on`, which says that it has other readers."""
+        if x.shape[-1:] != params["scale"].shape:
+            raise ValueError(f"x has shape {x.shape}: expected [..., {params['scale'].size}]")
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
         weights = params["scale"], params["bias"]
         asked, size = on_request(self._impl) != "xla", x.shape[-1]

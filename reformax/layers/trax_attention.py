@@ -220,9 +220,10 @@ class TraxAttention(Layer):
     def _attend_block(self, update_state: bool, x, segments, weights, state, rng):
         """`(output, new state)` of some examples and some heads."""
         params = dict(zip(self._names, weights, strict=True), op=())
-        qkv = self._attention.project(params, x)
+        attention = dataclasses.replace(self._attention, n_heads=len(params["w_o"]))
+        qkv = attention.project(params, x)
         plan, state = self._plan(qkv, segments, state, update_state)
-        return self._attention.attend(params, qkv, plan, segments, rng), state
+        return attention.attend(params, qkv, plan, segments, rng), state
 
     def _init_state(self, rng, batch: int, length: int) -> tuple[jax.Array, ...]:
         """The state of a fresh layer."""

@@ -15,7 +15,7 @@ from reformax.declared import Depth, Size, VocabSize
 from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
-from reformax.models.base import AttentionType, Model
+from reformax.models.base import AttentionType, Model, check_embedding
 from reformax.ops.parts.masks import Ids, Tokens, tokens_of
 
 
@@ -91,6 +91,7 @@ class Backbone(Model):
             positions too.
           rng: the source of hashes and of dropout.
         """
+        check_embedding(params, "embedding", self.vocab_size, self.d_model)
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
         x = devices.looked_up(params["embedding"], inputs)
         x = self._embed(params, x, tokens_of(segments).positions)

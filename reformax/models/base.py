@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import (
@@ -328,6 +330,32 @@ def _activation(given: Activation) -> Callable[[Array], Array]:
             "function of an array"
         )
     return function
+
+
+def check_tokens(name: str, tokens: Any, segments: Any = None) -> None:
+    """Raises a `ValueError` unless tokens are integers `[B, T]`, and segments of their shape."""
+    if not hasattr(tokens, "dtype"):
+        raise ValueError(
+            f"{name} is {shown(tokens)}: expected an array of integers [batch, length]"
+        )
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: expected integers "
+            "[batch, length]"
+        )
+    if segments is not None and np.shape(segments) != tokens.shape:
+        raise ValueError(
+            f"segments has shape {np.shape(segments)}: expected that of {name}, {tokens.shape}"
+        )
+
+
+def check_embedding(params, name: str, vocab_size: int, d_model: int) -> None:
+    """Raises a `ValueError` for the weights of a model of other sizes, which would set its own."""
+    if params[name].shape != (vocab_size, d_model):
+        raise ValueError(
+            f"params[{name!r}] has shape {params[name].shape}: expected [vocab_size, d_model], "
+            f"{(vocab_size, d_model)}"
+        )
 
 
 def check_capacity(capacity: int, max_length: int | None) -> None:

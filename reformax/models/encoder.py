@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.declared import Bounds, Count, SettingError, Size
 from reformax.layers import LayerNorm
 from reformax.models.backbone import Backbone
-from reformax.models.base import AttentionType, Residual, Reversible
+from reformax.models.base import AttentionType, Residual, Reversible, check_tokens
 from reformax.models.logits import affine, affine_params, logits_product
 from reformax.models.packing import token_segments
 from reformax.ops import dense, local, lsh
@@ -55,7 +55,12 @@ class Encoder(Backbone):
     def read(
         self, params, tokens: Int[Array, "B T"], rng=None
     ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"]]:
-        """The features of rows, arbitrary at padding, and which positions are tokens."""
+        """The features of rows, arbitrary at padding, and which positions are tokens.
+
+        Raises:
+          ValueError: tokens are no integers `[B, T]`, or weights are of other sizes.
+        """
+        check_tokens("tokens", tokens)
         segments = token_segments(tokens, None)
         if not self.n_global:
             return self.encode(params, tokens, segments, rng), segments
@@ -123,6 +128,7 @@ class Classifier(Encoder):
         if not self.pairs:
             return self._pooled(params, inputs, rng)[:, None]
         first, second = inputs
+        check_tokens("tokens", first)
         # A pair stays together, on one device.
         rows = jnp.stack([first, second], axis=1).reshape(-1, first.shape[1])
         x, y = jnp.moveaxis(self._pooled(params, rows, rng).reshape(len(first), 2, -1), 1, 0)

@@ -17,7 +17,14 @@ from jaxtyping import Array, Float, Int
 from reformax import devices
 from reformax.declared import Count, SettingError, Unsupported
 from reformax.models.backbone import Backbone
-from reformax.models.base import AttentionType, Residual, Reversible, check_capacity
+from reformax.models.base import (
+    AttentionType,
+    Residual,
+    Reversible,
+    check_capacity,
+    check_embedding,
+    check_tokens,
+)
 from reformax.models.logits import affine, affine_params, logits_product
 from reformax.models.packing import shift_right, with_positions
 from reformax.ops import dense, local, lsh
@@ -85,9 +92,11 @@ class LanguageModel(Backbone):
           rng: the source of hashes and of dropout.
 
         Raises:
+          ValueError: tokens are no integers `[B, T]`, or weights are of other sizes.
           Unsupported: an algorithm that does not tell segments apart has packed rows.
         """
         if not isinstance(inputs, tuple):
+            check_tokens("tokens", inputs)
             return self.encode(params, self._shifted(inputs)[:, :-1], rng=rng)
         for block in self._layers.blocks:
             if not block.attention.op.traits.packed:
@@ -96,6 +105,7 @@ class LanguageModel(Backbone):
                     "leave that out, or use an op whose traits say packed=True"
                 )
         tokens, segments = inputs
+        check_tokens("tokens", tokens, segments)
         shifted = shift_right(tokens, segments, self.first_token)
         return self.encode(params, shifted, with_positions(segments), rng)
 
@@ -146,9 +156,12 @@ class LanguageModel(Backbone):
 
         Raises:
           ValueError: the capacity leaves no room after the prompts or is above that of the
-            positions, or the model is not built for evaluation.
+            positions, the model is not built for evaluation, tokens are no integers `[B, T]`, or
+            weights are of other sizes.
           NotImplementedError: an attention algorithm cannot decode.
         """
+        check_tokens("tokens", tokens)
+        check_embedding(params, "embedding", self.vocab_size, self.d_model)
         if capacity <= tokens.shape[1]:
             raise SettingError(
                 f"capacity is {capacity}: expected more than {tokens.shape[1]}, the prompts' length"

@@ -30,6 +30,8 @@ from reformax.models.base import (
     Residual,
     Reversible,
     check_capacity,
+    check_embedding,
+    check_tokens,
 )
 from reformax.models.logits import logits_product
 from reformax.models.packing import (
@@ -158,9 +160,15 @@ class EncoderDecoder(Model):
           source: tokens.
           source_segments: ids; None: 1 where the token is not 0.
           rng: the source of hashes and of dropout.
+
+        Raises:
+          ValueError: tokens are no integers `[B, S]`, or weights are of other sizes.
         """
+        check_tokens("source", source, source_segments)
+        name = "embedding" if self.output_vocab_size is None else "source_embedding"
+        check_embedding(params, name, self.input_vocab_size, self.d_model)
         segments = token_segments(source, source_segments)
-        table = params.get("source_embedding", params["embedding"])
+        table = params[name]
         embed_rng, stack_rng = _split(rng)
         x = self._embed(params["encoder"], table, source, segment_positions(segments), embed_rng)
         return self._run("encoder", params, x, with_positions(segments), rng=stack_rng)
@@ -172,9 +180,14 @@ class EncoderDecoder(Model):
           params: the weights.
           inputs: source `[B, S]`, target `[B, T]` and, if any row is packed, the segments of both.
           rng: the source of hashes and of dropout.
+
+        Raises:
+          ValueError: tokens are no integers `[B, T]`, or weights are of other sizes.
         """
         source, target, *segments = inputs
         source_segments, target_segments = segments or (None, None)
+        check_tokens("target", target, target_segments)
+        check_embedding(params, "embedding", self.vocab_size, self.d_model)
         source_segments = token_segments(source, source_segments)
         target_segments = token_segments(target, target_segments)
         encoder_rng, decoder_rng = _split(rng)
@@ -264,8 +277,8 @@ class EncoderDecoder(Model):
           memory that it reads.
 
         Raises:
-          ValueError: the capacity is below 1 or above that of the positions, or the model is not
-            built for evaluation.
+          ValueError: the capacity is below 1 or above that of the positions, the model is not
+            built for evaluation, tokens are no integers `[B, S]`, or weights are of other sizes.
           NotImplementedError: an attention algorithm cannot decode.
         """
         if capacity < 1:

@@ -213,7 +213,7 @@ def test_a_piece_across_two_documents_is_the_first_ones(tmp_path):
 
 
 def test_errors_name_the_argument(data, tmp_path, monkeypatch, fails_in_one_line):
-    with fails_in_one_line(ValueError, "vocab_size=8000 does not fit the training text"):
+    with fails_in_one_line(ValueError, "vocab_size is 8000: expected at most"):
         text(str(data), vocab_size=8000).vocabulary.keep_in(tmp_path, begun=False)
     with fails_in_one_line(ValueError, "offset is 2: pieces have no reserved ids"):
         text(str(data), vocab_size=400, offset=2)

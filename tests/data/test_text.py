@@ -47,6 +47,22 @@ def test_folder_is_joined_by_relative_path_with_newlines(tmp_path, content):
     assert content(text(str(tmp_path), pattern="*.md")) == b"first" * 9 + b"\n"
 
 
+def test_runs_are_left_out(tmp_path, content, fails_in_one_line):
+    write(tmp_path / "a.txt", LINES)
+    write(tmp_path / "config.gin", LINES)  # alone, it makes no run
+    write(tmp_path / "runs/notes.txt", LINES)
+    for name in (".lock", "metrics.jsonl"):
+        write(tmp_path / "runs/trained" / name, b"{}")
+    for name in ("config.gin", "checkpoints/0/arrays"):
+        write(tmp_path / "runs/converted" / name, b"\xff")
+    assert content(text(str(tmp_path))) == 3 * LINES
+    for name in ("trained", "converted"):
+        with fails_in_one_line(ValueError, f"{name} is the folder of a run: give a folder of text"):
+            text(str(tmp_path / "runs" / name))
+    write(tmp_path / "runs/trained/a.txt", LINES)
+    assert content(text(str(tmp_path / "runs/trained/a.txt"))) == LINES
+
+
 def test_files_of_a_folder_are_documents(tmp_path, fails_in_one_line):
     files_of = [LINES, b"alone", b"zero\0inside" * 9, LINES]
     for i, data in enumerate(files_of):

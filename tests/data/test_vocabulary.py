@@ -90,8 +90,9 @@ def test_what_does_not_fit_is_told(tmp_path, fails_in_one_line):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: make(8000).serialised, "vocab_size=8000 does not fit .* to a value <="),
-        (lambda: make(5).serialised, "vocab_size=5 does not fit .* smaller than required_chars"),
+        (lambda: make(8000).serialised, r"vocab_size is 8000: expected at most \d+, all that the"),
+        (lambda: make(5).serialised, r"vocab_size is 5: expected at least \d+, for the charact"),
+        (lambda: make(sentences=[]).serialised, "vocab_size=40 does not fit the training text: "),
         (lambda: make(3), "vocab_size=3 must be at least 4"),
         (lambda: make(model_type="words"), "model_type='words' must be one of unigram, bpe"),
         (lambda: make(character_coverage=0), "character_coverage=0 must be above 0"),

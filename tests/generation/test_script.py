@@ -124,6 +124,7 @@ def test_prompts_come_from_everywhere(run, runs):
 def test_several_rows(run):
     code, out, err = run(*FLAGS, "--prompt=a", "--prompt=bc", "--num_samples=2")
     assert code == 0 and err.startswith("96 tokens in ")
+    assert run(*FLAGS, "--max_new_tokens=1")[2].startswith("1 token in ")
     parts = out.split("--- ")[1:]
     assert [part.splitlines()[0] for part in parts] == [f"{i} of 4" for i in (1, 2, 3, 4)]
     texts = [part.split("\n", 1)[1] for part in parts]

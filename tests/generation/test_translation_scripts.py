@@ -113,13 +113,14 @@ def test_an_evaluation_translates_and_scores(run, runs, monkeypatch):
     assert code == 0 and out.split("\n")[:-1] == texts and "6 lines, " in err
     assert run(generate.main, *flags, stdin=source.encode())[1] == out
     assert run(generate.main, *flags, "--prompt=cab", "--prompt=")[1] == f"{texts[1]}\n\n"
+    assert run(generate.main, *flags, "--prompt=cab")[2].startswith("1 line, ")
     marked = codecs.BOM_UTF8 + source.encode()
     assert run(generate.main, *flags, stdin=marked)[1] == out
     assert run(generate.main, *flags, stdin=b"")[:2] == (0, "")
     # A block at a time, with what the model has not been trained on counted.
     monkeypatch.setattr(translations, "LINES", 4)
     code, blocks, err = run(generate.main, *flags, stdin=f"{source}{'a' * 20}\n".encode())
-    assert code == 0 and blocks.count("\n") == 7 and "note: 1 lines have more than 16 tok" in err
+    assert code == 0 and blocks.count("\n") == 7 and "note: 1 line of more than 16 tokens" in err
 
 
 @pytest.mark.slow

@@ -204,6 +204,23 @@ def test_errors(options, message):
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        layers.FeedForward(4),
+        layers.FeedForward(4, chunk_size=3),
+        layers.LayerNorm(),
+        layers.AxialPositionalEncoding((4, 4), (2, 4)),
+    ],
+)
+@pytest.mark.parametrize("shape", [(2, 13, 4), (13, 5), (2, 13, 1)])
+def test_an_input_of_another_size(layer, shape):
+    params = plain.init(layer, (2, 13, 6))
+    message = rf"^x has shape \({', '.join(map(str, shape))}\): expected \[.*, 6\]$"
+    with pytest.raises(ValueError, match=message):
+        layer.apply(params, np.zeros(shape, np.float32))
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
 @pytest.mark.parametrize(
     "layer", [layers.LayerNorm(impl="pallas"), layers.FeedForward(4, impl="pallas")]

@@ -179,6 +179,30 @@ def test_what_does_not_fit_is_refused(options, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("rows", [some_rows()[0], some_rows()[None], some_rows() / 1.0])
+def test_tokens_of_another_kind_are_told(rows):
+    one, two, masked = (
+        fn(**SMALL, **options, attention_type=longformer.longformer(n_global=1))
+        for fn, options in (
+            (TransformerEncoder, dict(n_global=1)),
+            (TransformerEncoder, dict(pairs=True)),
+            (TransformerMaskedLM, {}),
+        )
+    )
+    for model, inputs in ((one, (rows,)), (two, (rows, rows)), (masked, (rows,))):
+        params = plain.init(model, *[(2, 11)] * len(inputs))
+        with pytest.raises(ValueError, match="^tokens has shape .* expected integers") as error:
+            model.apply(params, *inputs)
+        assert "\n" not in str(error.value)
+
+
+def test_weights_of_another_size_are_told():
+    sizes = SMALL | dict(attention_type=dense.dense())
+    params = plain.init(TransformerEncoder(**sizes | dict(d_model=4)), (2, 11))
+    with pytest.raises(ValueError, match=r"^params\['embedding'\] has shape \(16, 4\): expected "):
+        TransformerEncoder(**sizes).apply(params, some_rows())
+
+
 def test_an_algorithm_that_hides_the_future_is_told_to_be_causal():
     model = TransformerEncoder(**SMALL, attention_type=gated_linear.gated_linear())
     with pytest.raises(NotImplementedError, match="causal"):

@@ -451,6 +451,56 @@ def test_errors_of_construction(model_fn, options, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        (some_tokens()[0], "tokens has shape (12,) and dtype int32: expected integers [batch, len"),
+        (some_tokens()[None], "tokens has shape (1, 2, 12) and dtype int32: expected integers [ba"),
+        (some_tokens() / 1.0, "tokens has shape (2, 12) and dtype float64: expected integers [bat"),
+        ([[1, 2]], "tokens is [[1, 2]]: expected an array of integers [batch, length]"),
+        ((some_tokens(), some_tokens(7)), "segments has shape (2, 7): expected that of tokens, (2"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+@both_models
+def test_tokens_of_another_kind_are_told(model_fn, tokens, message):
+    model = model_fn(**SMALL, attention_type=OPS["dense"], mode="eval")
+    params = init(model)
+    pair = isinstance(tokens, tuple)
+    calls = [lambda: model.apply(params, *tokens[:1], segments=tokens[1])] if pair else [
+        lambda: model.apply(params, tokens),
+        lambda: model.features(params, tokens),
+        lambda: model.prefill(params, tokens, np.array([1, 1]), 20),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (
+            dict(d_model=4),
+            r"params['embedding'] has shape (16, 4): expected [vocab_size, d_model], ",
+        ),
+        (dict(vocab_size=9), r"params['embedding'] has shape (9, 8): expected [vocab_size, d_mod"),
+        (dict(n_heads=1), "params['w_q'] has shape (1, 8, 4): expected [heads, d_model, size], (2"),
+        (dict(d_attention_key=3), "params['w_q'] has shape (2, 8, 3): expected [heads, d_model, "),
+        (dict(d_ff=12), "params['w1'] has shape (8, 12): expected [d_model, d_ff], (8, 20)"),
+    ],
+    ids=lambda case: "" if isinstance(case, str) else next(iter(case)),
+)
+@both_models
+def test_weights_of_another_size_are_told(model_fn, other, message):
+    sizes = SMALL | dict(attention_type=OPS["dense"], mode="eval")
+    params = init(model_fn(**sizes | other))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
+        model_fn(**sizes).apply(params, some_tokens())
+    assert "\n" not in str(error.value)
+
+
 def test_errors_of_axial_positions():
     too_small = ReformerLM(**SMALL, **AXIAL | dict(pos_axial_shape=(2, 4)))
     params = plain.init(too_small, (2, 8))

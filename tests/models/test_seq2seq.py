@@ -403,6 +403,31 @@ def test_a_mistake_is_told(options, message):
         Transformer(**SMALL | options)
 
 
+def test_arrays_of_another_kind_are_told():
+    model, params = make("transformer")
+    tokens = np.ones((2, 7), np.int32)
+    for other in (tokens[0], tokens[None], tokens / 1.0):
+        for name, inputs in (("source", (other, tokens)), ("target", (tokens, other))):
+            with pytest.raises(
+                ValueError, match=f"^{name} has shape .* expected integers"
+            ) as error:
+                model.apply(params, *inputs)
+            assert "\n" not in str(error.value)
+        with pytest.raises(ValueError, match="^source has shape .* expected integers"):
+            model.prefill(params, model.for_decoding(params), other, 5)
+    with pytest.raises(ValueError, match=r"^segments has shape \(2, 6\): expected that of source"):
+        model.apply(params, tokens, tokens, tokens[:, :6], tokens)
+    sizes = SMALL | dict(output_vocab_size=17)
+    for other, name, shape in (
+        (dict(d_model=4), "embedding", "17, 4"),
+        (dict(input_vocab_size=9), "source_embedding", "9, 8"),
+    ):
+        params = plain.init(Transformer(**sizes | other), (2, 7), (2, 7))
+        match = rf"^params\['{name}'\] has shape \({shape}\): expected \[vocab_size, d_model\]"
+        with pytest.raises(ValueError, match=match):
+            Transformer(**sizes).apply(params, tokens, tokens)
+
+
 def test_positions_that_hold_too_little():
     model, params = make("post-norm, axial")
     tokens = np.ones((1, 33), np.int32)

@@ -93,6 +93,17 @@ def test_a_changed_text_stops_a_run_and_its_evaluation(folder, change, monkeypat
     assert not (folder / f"run/evaluation_{split}.json").exists()
 
 
+def test_runs_in_the_folder_of_their_text_are_no_text(folder, monkeypatch, capsys):
+    own = [f"--data_dir={folder}", f"--output_dir={folder}/other"]
+    config = f"--config_file={folder}/run.gin"
+    code, _, err = call(train.main, monkeypatch, capsys, *own, config)  # beside another run
+    assert code == 0, err
+    code, out, err = call(train.main, monkeypatch, capsys, *own, config, "--config=steps=5")
+    assert code == 0 and "going on from step 3 to 5" in out, err
+    code, _, err = call(evaluate.main, monkeypatch, capsys, *own, "--trust_config")
+    assert code == 0, err
+
+
 def test_the_same_text_elsewhere_goes_on(folder, monkeypatch, capsys):
     (folder / "data").rename(folder / "other")
     (folder / "other/a.txt").rename(folder / "other/b.txt")

@@ -264,8 +264,10 @@ def test_an_override_that_nothing_uses_is_told(folder, monkeypatch, capsys):
     assert "note: --config='optimizer.adam.b1=0.5' set something that this run did not use" in out
 
 
-def test_evaluating_a_folder_without_a_run_is_told(folder, monkeypatch, capsys):
-    code, _, err = call(evaluate.main, monkeypatch, capsys, "--output_dir=nowhere")
+@pytest.mark.parametrize("which", ["best", "average:5"])
+def test_evaluating_a_folder_without_a_run_is_told(which, folder, monkeypatch, capsys):
+    flags = ["--output_dir=nowhere", f"--checkpoint={which}"]
+    code, _, err = call(evaluate.main, monkeypatch, capsys, *flags)
     assert code == 2 and "output_dir=nowhere holds no run" in err and err.count("\n") == 1
 
 
