@@ -67,7 +67,7 @@ def chosen_bits(
       ref: the reference.
       batch: the sequence.
       query, key: positions, as two sides of a tile.
-      exists: whether both do; None: all do. What does not is not chosen.
+      exists: whether a query may have chosen a key; None: any may. Else it has not.
     """
     shape = jnp.broadcast_shapes(query.shape, key.shape)
     query, key = (jnp.broadcast_to(x, shape) for x in (query, key))

@@ -45,7 +45,7 @@ from reformax.ops.kernels.common import (
     product,
     view_rows,
 )
-from reformax.ops.kernels.indexer import COLUMNS, ROWS, Here, Inputs, Side, filled, starts
+from reformax.ops.kernels.indexer import COLUMNS, ROWS, Here, Inputs, Side, filled, starts, within
 from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.softmax import nonzero
@@ -80,9 +80,8 @@ def _scale(x: Inputs) -> float:
 
 
 def _chosen(here: Here, bits, query: Side, key: Side) -> Array:
-    exists = query.exists[:, None] & key.exists[None, :]
-    mask = chosen_bits(bits, here.batch, query.position[:, None], key.position[None, :], exists)
-    return mask & here.visible(query, key)
+    positions = query.position[:, None], key.position[None, :]
+    return chosen_bits(bits, here.batch, *positions, here.visible(query, key))
 
 
 def _sums_kernel(x: Inputs, bits, out: _Softmax, *, causal: bool):
@@ -137,15 +136,11 @@ def _difference_kernel(x: Inputs, bits, sums: _Softmax, attention: _Attention, o
         difference = index - weights * (1.0 / n_heads)
         # A row that sees what is no number has no gradient.
         difference = jnp.where(difference == difference, difference, 0.0)
-        row = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32)[:, None]
-        place = of_keys * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
-        pltriton.store(out.at[batch, row, place], difference)
+        pltriton.store(out.at[batch, *within(tile, of_keys)], difference)
 
 
 def _tile_of(difference, batch, tile, of_keys) -> Array:
-    row = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32)[:, None]
-    place = of_keys * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
-    return load(difference.at[batch, row, place], None)
+    return load(difference.at[batch, *within(tile, of_keys)], None)
 
 
 def _queries_kernel(x: Inputs, difference, gradients, *, causal: bool):

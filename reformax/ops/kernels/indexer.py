@@ -126,6 +126,12 @@ class Here(NamedTuple):
         return lax.fori_loop(jnp.int32(0), n_heads, add, jnp.zeros((ROWS, COLUMNS), jnp.float32))
 
 
+def within(tile: Any, of_keys: Any) -> tuple[Int[Array, "I 1"], Int[Array, "1 C"]]:
+    """The places of a tile in an array of some queries."""
+    row = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32)[:, None]
+    return row, of_keys * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
+
+
 def _scores_kernel(x: Inputs, out, *, causal: bool):
     """A tile of scores, as integers of the same order."""
     tile, of_keys, batch = (pl.program_id(i) for i in range(3))
@@ -137,9 +143,7 @@ def _scores_kernel(x: Inputs, out, *, causal: bool):
         bits = lax.bitcast_convert_type(here.scores(query, key), jnp.int32)
         bits = jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
         score = jnp.where(here.visible(query, key), bits, jnp.int32(HIDDEN))
-        row = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32)[:, None]
-        place = of_keys * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
-        pltriton.store(out.at[batch, row, place], score)
+        pltriton.store(out.at[batch, *within(tile, of_keys)], score)
 
 
 def _best_kernel(scores, start, out, *, length: int, causal: bool):
