@@ -26,7 +26,7 @@ from reformax.layers import context
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
-from reformax.layers.matrices import products, turned
+from reformax.layers.matrices import check_input, products, turned
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
@@ -166,8 +166,7 @@ class MultiHead(Layer):
     ) -> dict[str, Float[Array, "B T _ _"]]:
         """The projections of `x` by `w_<name>`."""
         d_model = params["w_o"].shape[-1]
-        if x.ndim != 3 or x.shape[2] != d_model:
-            raise ValueError(f"x has shape {x.shape}: expected [batch, length, {d_model}]")
+        check_input(x, d_model)
         weights = {name: params[f"w_{name}"] for name in names}
         for name, to in self.projections().items():
             shape = to.n_heads, d_model, to.size

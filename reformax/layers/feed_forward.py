@@ -15,7 +15,7 @@ from reformax.declared import Count, Positive, Rate, SettingError, Size, check_f
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
-from reformax.layers.matrices import turned
+from reformax.layers.matrices import check_input, turned
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.softmax import wide
@@ -125,8 +125,7 @@ class FeedForward(Layer):
     def _check(self, params, x) -> None:
         """Raises `ValueError` unless weights and an input fit each other."""
         d_model = params["b2"].shape[0]
-        if x.ndim != 3 or x.shape[2] != d_model:
-            raise ValueError(f"x has shape {x.shape}: expected [batch, length, {d_model}]")
+        check_input(x, d_model)
         if params["w1"].shape != (d_model, self.d_ff):
             raise ValueError(
                 f"params['w1'] has shape {params['w1'].shape}: expected [d_model, d_ff], "

@@ -1,4 +1,4 @@
-"""Products with matrices: several of one array, and how the matrices of decoding lie in memory."""
+"""Products with matrices: several of one array, what fits them, and how they lie for decoding."""
 
 from __future__ import annotations
 
@@ -59,3 +59,9 @@ def turned(w: Float[Array, "I J"]) -> Float[Array, "I J"]:
     it would write every product to memory first. A CPU multiplies several rows faster as they are.
     """
     return w.T if jax.default_backend() == "gpu" else w
+
+
+def check_input(x: Array, d_model: int) -> None:
+    """Raises `ValueError` unless `x` is `[B, T, d_model]`."""
+    if x.ndim != 3 or x.shape[2] != d_model:
+        raise ValueError(f"x has shape {x.shape}: expected [batch, length, {d_model}]")

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Positive, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
+from reformax.layers.matrices import check_input
 from reformax.ops.parts.softmax import wide
 
 # The standard deviation of fresh embeddings: more than one layer adds to the stream, so that the
@@ -64,23 +65,17 @@ class AxialPositionalEncoding(Layer):
         """The grid's size."""
         return math.prod(self._shape)
 
-    def _check(self, x) -> None:
-        if x.ndim != 3 or x.shape[2] != sum(self._d_embs):
-            raise ValueError(
-                f"x has shape {x.shape}: expected [batch, length, {sum(self._d_embs)}]"
-            )
-
     def apply_at(
         self, params, x: Float[Array, "B C D"], position: Int[Array, "B C"]
     ) -> Float[Array, "B C D"]:
         """The layer at any positions below the grid's size."""
-        self._check(x)
+        check_input(x, sum(self._d_embs))
         coordinates = jnp.unravel_index(position, self._shape)
         parts = [params[f"axis_{i}"][c] for i, c in enumerate(coordinates)]
         return x + jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
     def apply(self, params, x: Float[Array, "B T D"], rng=None) -> Float[Array, "B T D"]:
-        self._check(x)
+        check_input(x, sum(self._d_embs))
         length = x.shape[1]
         if length > self.max_length:
             raise SettingError(
