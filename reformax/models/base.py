@@ -153,7 +153,7 @@ class Model(Layer):
             return AxialPositionalEncoding(self.pos_axial_shape, self.pos_d_axial_embs, std)
         return SinusoidalPositionalEncoding() if self.pos_type == "sinusoidal" else None
 
-    def _with_positions(
+    def _add_positions(
         self, params, x: Float[Array, "B T D"], position: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
         """`x` and the encoding of these positions, if one is added; None: of 0 to T - 1.

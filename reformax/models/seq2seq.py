@@ -225,7 +225,7 @@ class EncoderDecoder(Model):
         self, params, table, tokens: Int[Array, "B T"], position: Int[Array, "B T"], rng=None
     ) -> Float[Array, "B T D"]:
         x = devices.looked_up(table, tokens) * math.sqrt(self.d_model)
-        return dropout(self._with_positions(params, x, position), self._dropout_rate, rng)
+        return dropout(self._add_positions(params, x, position), self._dropout_rate, rng)
 
     def _run(self, side: str, params, x: Float[Array, "B T D"], *inputs, rng):
         """The output of the encoder's or the decoder's stack, `[B, T, D]`."""
