@@ -12,9 +12,9 @@ other load slows all alike. The text is that of Python's standard library, whate
 
     python -m benchmarks.scaling --page --saved=FILE
 
-runs what docs/scaling.md measures, most important first, each in a process of its own: the paper's
-model, then the Transformer and one long sequence, which compile side by side. What FILE has is not
-measured again, so that the command goes on where it was interrupted.
+runs what docs/scaling.md measures, each in a process of its own, most important first: the paper's
+model, the Transformer and one long sequence. What FILE has is not measured again, so that the
+command goes on where it was interrupted.
 
     python -m benchmarks.scaling --saved=docs/scaling.jsonl --plot=docs/scaling.png
 
@@ -25,17 +25,14 @@ of a device goes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,17 +56,18 @@ from reformax.training.settings import Settings, build
 REFORMER = "--config_file=configs/reformer_enwik8.gin --config=lm.ReformerLM.pos_axial_shape="
 TRANSFORMER = "--config_file=configs/transformer_enwik8.gin"
 # The flags of what the page measures, and their environment. Positions suffice for 8 devices. The
-# long sequence takes the options of least memory, and is the last, for what others give back; XLA's
-# scheduler of hidden latencies would ask for more than there is.
-FIRST = {f"{REFORMER}(4096,128) --mesh=data --mesh=fsdp --mesh=context": {}}
-THEN = {
+# long sequence takes the options of least memory. XLA's scheduler of hidden latencies would ask for
+# more than there is, and its search for the fastest products would try each of them on gigabytes.
+PARTS = {
+    f"{REFORMER}(4096,128) --mesh=data --mesh=fsdp --mesh=context": {},
     f"{TRANSFORMER} --mesh=data --mesh=fsdp": {},
     f"{TRANSFORMER} --config=batch_size=1 --config=length=65_536 --mesh=data --mesh=fsdp "
     "--mesh=context --shared --steps=1 --repeats=3": {},
     f"{REFORMER}(8192,1024) --config=lm.ReformerLM.keep_ff_outputs=False --config=scan_layers=True "
     "--config=lm.ReformerLM.ff_chunk_size=32_768 --config=length=1_048_576 --mesh=context "
     "--steps=1 --repeats=1": {
-        "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false",
+        "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false "
+        "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     },
 }
@@ -78,7 +76,7 @@ THEN = {
 class Candidate(NamedTuple):
     """A mesh, ready to train on."""
 
-    run: Callable[[], float]  # some steps and one before them: seconds of a step
+    run: Callable[[], float]  # three times n steps: seconds of a step
     tokens: int  # of a step
     state_mib: float
     temp_mib: float
@@ -134,19 +132,19 @@ def prepare(settings: Settings, mesh: Mesh, n_steps: int, shared: bool) -> Calla
     def compiled() -> Candidate:
         step = opening.step_of(sized, model, mesh, state).lower(state, batch, key).compile()
 
-        def run() -> float:
-            # Steps are begun while others run, as training does: the first one's start is not of
-            # the time.
+        def seconds(count: int) -> float:
             nonlocal state
-            losses = []
-            for _ in range(n_steps + 1):
-                state, metrics = step(state, batch, key)
-                losses.append(metrics["nats"])
-            jax.block_until_ready(losses[0])
             start = time.perf_counter()
-            loss = float(losses[-1])
+            for _ in range(count):
+                state, metrics = step(state, batch, key)
+            loss = float(metrics["nats"])
             assert math.isfinite(loss), f"the loss is {loss}"
-            return (time.perf_counter() - start) / n_steps
+            return time.perf_counter() - start
+
+        def run() -> float:
+            # Steps begin while others run, as in training: to start the first and to wait for the
+            # last takes as long for any number of steps.
+            return (seconds(2 * n_steps) - seconds(n_steps)) / n_steps
 
         temp = step.memory_analysis().temp_size_in_bytes / MIB
         stored = mesh_lib.bytes_stored(state, mesh) / MIB
@@ -188,7 +186,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=command_line.positive, default=5, help="of a timed call")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to and to draw")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="where to write traces")
-    parser.add_argument("--compiled", type=Path, help=argparse.SUPPRESS)  # of a part of the page
     args = parser.parse_args(argv)
     if args.plot and not args.saved:
         parser.error("--plot draws what --saved names: give both")
@@ -203,41 +200,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_page(args: Any) -> None:
-    """Runs the parts of the page; exits if one failed."""
+    """Runs the parts of the page, each in a process of its own; exits if one failed."""
     failed = []
-    with tempfile.TemporaryDirectory() as folder:
-        number = itertools.count()
-        for parts in FIRST, THEN:
-            begun = {x: _start(x, env, args, folder, next(number)) for x, env in parts.items()}
-            try:
-                for process, compiled in begun.values():
-                    while not compiled.exists() and process.poll() is None:
-                        time.sleep(0.1)
-                for flags, (process, _) in begun.items():
-                    process.communicate(b"go\n")
-                    failed += [flags] * (process.returncode != 0)
-            finally:
-                for process, _ in begun.values():
-                    process.kill()
+    for number, (flags, environment) in enumerate(PARTS.items()):
+        own = shlex.split(flags) + ["--tiny"] * args.tiny
+        own += [f"--saved={args.saved}"] * (args.saved is not None)
+        own += [f"--profile={args.profile}/{number}"] * (args.profile is not None)
+        command = [sys.executable, "-m", "benchmarks.scaling", *own]
+        print("$", *(f"{name}={value}" for name, value in environment.items()), shlex.join(command))
+        sys.stdout.flush()
+        failed += [flags] * (subprocess.run(command, env=os.environ | environment).returncode != 0)
     exit_if(failed)
-
-
-def _start(
-    flags: str, environment: dict[str, str], args: Any, folder: str, number: int
-) -> tuple[subprocess.Popen, Path]:
-    """The process of a part, and the file that is there once it has compiled."""
-    compiled = Path(folder, str(number))
-    own = shlex.split(flags) + ["--tiny"] * args.tiny
-    own += [f"--saved={args.saved}"] * (args.saved is not None)
-    own += [f"--profile={args.profile}/{number}"] * (args.profile is not None)
-    command = [sys.executable, "-m", "benchmarks.scaling", *own]
-    print("$", *(f"{name}={value}" for name, value in environment.items()), shlex.join(command))
-    sys.stdout.flush()
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
-    process = subprocess.Popen(
-        [*command, f"--compiled={compiled}"], env=os.environ | environment, stdin=subprocess.PIPE
-    )
-    return process, compiled
 
 
 def measure(args: Any) -> None:
@@ -259,9 +232,6 @@ def measure(args: Any) -> None:
     )
     # Nothing runs meanwhile: loading cuDNN's attention disturbs what other threads run.
     found = attempt_each(lambda compiled: compiled(), prepared, COMPILERS)
-    if args.compiled:
-        args.compiled.touch()
-        sys.stdin.readline()
     ready = {row: x for row, x in found.items() if isinstance(x, Candidate)}
     seconds = medians({row: x.run for row, x in ready.items()}, args.repeats)
     speeds = {row: x.tokens / seconds[row] for row, x in ready.items()}
@@ -309,7 +279,7 @@ def print_profile(runs: dict[str, Callable[[], Any]], n_steps: int, folder: Path
         with jax.profiler.trace(folder / row):
             run()
         for device, spent in kernels.spent(folder / row).items():
-            table.row(row, device, *(f"{ms / (n_steps + 1):.1f}" for ms in spent))
+            table.row(row, device, *(f"{ms / (3 * n_steps):.1f}" for ms in spent))
 
 
 if __name__ == "__main__":

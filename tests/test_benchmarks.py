@@ -131,37 +131,25 @@ def test_the_published_models_are_those_of_the_configs(name, sizes):
     assert shape == (*sizes, 1024, 50_304)
 
 
-class Part:
-    """A process of scaling's page. It compiles at once; the long sequence fails."""
-
-    def __init__(self, begun, command, env, stdin):
-        self.flags, self.env, self.begun = command[3:], env, begun
-        self.returncode = int("--repeats=1" in command)
-        Path(command[-1].removeprefix("--compiled=")).touch()
-        begun.append(self)
-
-    def communicate(self, told):
-        self.measured_beside = len(self.begun)
-
-    def kill(self):
-        pass
-
-
 def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monkeypatch, capsys):
     """Without its processes: their flags make settings, and what is saved is left out."""
     saved, parts = tmp_path / "a.jsonl", []
-    monkeypatch.setattr(scaling.subprocess, "Popen", functools.partial(Part, parts))
+
+    def run(command, env):
+        parts.append((command[3:], env))
+        return types.SimpleNamespace(returncode=int("--repeats=1" in command))
+
+    monkeypatch.setattr(scaling.subprocess, "run", run)
     with pytest.raises(SystemExit, match=r"failed: .*length=1_048_576"):
         scaling.main(["--page", f"--saved={saved}"])
-    assert [part.flags[-2] for part in parts] == [f"--saved={saved}"] * 4
-    assert [part.measured_beside for part in parts] == [1, 4, 4, 4]
-    assert ["latency_hiding" in x.env.get("XLA_FLAGS", "") for x in parts] == [0, 0, 0, 1]
+    assert [flags[-1] for flags, _ in parts] == [f"--saved={saved}"] * 4
+    assert ["latency_hiding" in x.get("XLA_FLAGS", "") for _, x in parts] == [0, 0, 0, 1]
 
     monkeypatch.setattr(scaling.stdlib, "stdlib", lambda: tiny.counting())
-    for part in parts:
+    for flags, _ in parts:
         measured = []
         monkeypatch.setattr(scaling, "measure", measured.append)
-        scaling.main(part.flags)
+        scaling.main(flags)
         settings = scaling.from_config(measured[0].config_file, measured[0].config)
         gin.clear_config()
         assert settings.batch_size * settings.length in (2**16, 2**20)

@@ -45,7 +45,17 @@ from reformax.ops.kernels.common import (
     product,
     view_rows,
 )
-from reformax.ops.kernels.indexer import COLUMNS, ROWS, Here, Inputs, Side, filled, starts, within
+from reformax.ops.kernels.indexer import (
+    COLUMNS,
+    ROWS,
+    Here,
+    Inputs,
+    Side,
+    filled,
+    stages,
+    starts,
+    within,
+)
 from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.first_order import first_order
 from reformax.ops.parts.softmax import nonzero
@@ -270,7 +280,8 @@ def _gradient(causal, interpret, index: Index, attention: _Attention, bits, ids)
     queries, keys = index.queries.astype(narrow), index.keys[:, :, None].astype(narrow)
     firsts, n_tiles = starts(n_batch, length)
     n_rows, n_of_keys = n_tiles * ROWS, filled(length) // COLUMNS
-    run = functools.partial(_launch, interpret, causal)
+    n_stages = min(stages(queries), stages(attention.q))
+    run = functools.partial(_launch, interpret, causal, n_stages)
 
     def numbers(*shape):
         return jax.ShapeDtypeStruct((n_batch, *shape), jnp.float32)
@@ -298,14 +309,14 @@ def _gradient(causal, interpret, index: Index, attention: _Attention, bits, ids)
     return Index(d_queries, d_weights, d_keys)
 
 
-def _launch(interpret, causal, kernel, inputs, shapes, grid):
+def _launch(interpret, causal, n_stages, kernel, inputs, shapes, grid):
     return launch(
         functools.partial(kernel, causal=causal),
         inputs,
         shapes,
         grid=grid,
         num_warps=4,
-        num_stages=2,
+        num_stages=n_stages,
         interpret=interpret,
         name=f"dsa{kernel.__name__.removesuffix('_kernel')}",
     )

@@ -259,16 +259,23 @@ def choose(
         x = Inputs(of_queries, weights, of_keys, ids, start)
         shape = jax.ShapeDtypeStruct((n_batch, n_rows, filled(length)), jnp.int32)
         grid = n_tiles, filled(length) // COLUMNS, n_batch
-        scores = run(functools.partial(_scores_kernel, causal=causal), (x,), shape, grid, WARPS)
+        kernel, n_stages = functools.partial(_scores_kernel, causal=causal), stages(*of_queries)
+        scores = run(kernel, (x,), shape, grid, WARPS, n_stages)
         best = jax.ShapeDtypeStruct((n_batch, n_rows, n_best), jnp.int32)
         kernel = functools.partial(_best_kernel, length=length, causal=causal)
-        return run(kernel, (scores, start), best, (n_rows, n_batch), WARPS_OF_CHOICE)
+        return run(kernel, (scores, start), best, (n_rows, n_batch), WARPS_OF_CHOICE, 2)
 
     found = jnp.moveaxis(lax.map(some, firsts), 0, 1)
     return found.reshape(n_batch, -1, n_best)[:, :length]
 
 
-def _launch(interpret: bool, kernel: functools.partial, inputs, shape, grid, num_warps):
+def stages(*rows: Array) -> int:
+    """Steps of a loop whose loads are under way: of those rows together a chip holds as many."""
+    n_bytes = sum(power_of_two(x.shape[-1]) * x.dtype.itemsize for x in rows)
+    return 2 if n_bytes <= 384 else 1
+
+
+def _launch(interpret: bool, kernel: functools.partial, inputs, shape, grid, num_warps, n_stages):
     name = kernel.func.__name__.strip("_").removesuffix("_kernel")
     return launch(
         kernel,
@@ -276,7 +283,7 @@ def _launch(interpret: bool, kernel: functools.partial, inputs, shape, grid, num
         shape,
         grid=grid,
         num_warps=num_warps,
-        num_stages=2,
+        num_stages=n_stages,
         interpret=interpret,
         name=f"dsa_{name}",
     )

@@ -227,7 +227,8 @@ class _Launches(NamedTuple):
         qkv = (self._like(a, a.dtype) for a in x[:3])
         shapes = Gradients(*qkv, decay, None if x.beta is None else numbers)
         inputs = inverse, states, d_states, values, d_values, d_out, d_total
-        (out,) = self._each(gradients_kernel, inputs, (shapes,))
+        stages = 1 if self.plan.dtype == F32 else 2  # a chip holds no more
+        (out,) = self._each(gradients_kernel, inputs, (shapes,), stages=stages)
         decay = out.decay if decay is not numbers else out.decay[..., None]
         return Inputs(out.q, out.k, out.v, decay, None if out.beta is None else out.beta[..., None])
 

@@ -106,7 +106,8 @@ def _delta_vjp(rows, k, state, inverse, values, d_values) -> _Delta:
     return _Delta(dv, d_beta, read - rows.from_old(rows.product(dv, state, "11")), written)
 
 
-# Outputs and gradients. Features of more than 128 are read by blocks, whose products add up.
+# Outputs and gradients. Features of more than 128 are read by blocks, whose products add up; in
+# float32 those of more than 64, for a chip holds no more of all that a gradient reads.
 
 FEATURES = 64  # of a block
 
@@ -114,7 +115,10 @@ FEATURES = 64  # of a block
 def _blocks(x) -> tuple[int, int]:
     """The number of blocks of features, and their width."""
     size = x.k.shape[3]
-    return (1, power_of_two(size)) if size <= MAX_HEAD_SIZE else (pl.cdiv(size, FEATURES), FEATURES)
+    narrow = x.k.dtype == jnp.float32 and x.beta is None
+    if size <= (FEATURES if narrow else MAX_HEAD_SIZE):
+        return 1, power_of_two(size)
+    return pl.cdiv(size, FEATURES), FEATURES
 
 
 def _each_block(x, step, carry):
