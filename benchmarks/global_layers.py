@@ -12,8 +12,9 @@ of these layers, and `chosen` attentions that choose where to look, at some 1,00
 --only names groups or rows, and --reversible takes configs/reformer_text_ten_minutes.gin.
 A folder of wheels is the text of `reformax.data.package_sources`.
 
-Each row is a process of its own. --at_once=3 has three: they compile and evaluate side by side and
-train in turn, so that tokens/s are of one alone. With --limit no row goes on after so many seconds.
+Each row is a process of its own. --at_once=3 has three on a GPU: they compile and evaluate side by
+side and train in turn, so that tokens/s are of one alone. --gpus=2 spreads them over two. With
+--limit no row goes on after so many seconds.
 --saved=FILE adds each row to a file as soon as it is known, and a row that is there for as many
 steps on data of that name is not trained again. --runs=FOLDER keeps the run of each row there, and
 goes on with it.

@@ -16,6 +16,7 @@ from pathlib import Path
 import gin
 import pytest
 
+import reformax.ops
 from reformax.cli import config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,6 +166,13 @@ def test_no_module_registers_itself_with_gin():
         used += [d for n in nodes for d in getattr(n, "decorator_list", [])]
         called = {ast.unparse(n).removeprefix("gin.") for n in used}
         assert not called & {"configurable", "external_configurable", "register"}, name(path)
+
+
+def test_the_package_of_ops_has_every_op():
+    """An op's file has a function of its name."""
+    files = (p for p in (ROOT / "reformax/ops").glob("*.py"))
+    named = {p.stem for p in files if f"\ndef {p.stem}(" in p.read_text()}
+    assert named == {name for name in reformax.ops.__all__ if name.islower()}
 
 
 def test_ops_are_free_of_trax_and_tensorflow():

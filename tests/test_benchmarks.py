@@ -1,6 +1,7 @@
 """The benchmarks, on shapes that take no time."""
 
 import argparse
+import collections
 import dataclasses
 import functools
 import importlib
@@ -33,6 +34,7 @@ from benchmarks import (
     generation,
     global_layers,
     linear_attention,
+    long_range_arena,
     published,
     recall,
     reversible,
@@ -99,6 +101,16 @@ COMMANDS = [
         "linear_attention",
         "--only linear linformer --peers --saved={path}/a.jsonl --plot={path}/a.png",
         "| linformer | ",
+    ),
+    (
+        "long_range_arena",
+        "--task=listops_short --only flash retention --at_once=2 --saved={path}/a.jsonl",
+        "| retention | ",
+    ),
+    (
+        "long_range_arena",
+        "--task=listops_short --only flash retention --pretrained --runs={path}/runs",
+        "| flash | ",
     ),
     (
         "published",
@@ -196,18 +208,12 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     assert "--plot" not in flags or os.path.getsize(tmp_path / "a.png")
 
 
-@pytest.mark.slow
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", global_layers.ROWS)
-@pytest.mark.parametrize("reversible", [False, True])
-def test_every_row_of_global_layers_is_a_model(reversible, name):
-    """The config is taken whole, and the model is traced with its gradient."""
+def traced(file, given):
+    """The model of a config, which is taken whole; it is traced with its gradient."""
     from reformax.cli import config, configs
     from reformax.training import loop
     from reformax.training.settings import build
 
-    args = argparse.Namespace(reversible=reversible, steps=900, tiny=True, data_dir=None)
-    file, given = global_layers.config_of(name, args)
     config.parse([file], given, folders=configs.FOLDERS)
     settings = config.bindings(loop.train, ("model", "length"))
     model, key = build(settings["model"], "train"), jax.random.PRNGKey(0)
@@ -219,8 +225,61 @@ def test_every_row_of_global_layers_is_a_model(reversible, name):
 
     tokens = jax.ShapeDtypeStruct(shape, "int32")
     jax.eval_shape(jax.grad(loss, allow_int=True), params, tokens)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", global_layers.ROWS)
+@pytest.mark.parametrize("reversible", [False, True])
+def test_every_row_of_global_layers_is_a_model(reversible, name):
+    args = argparse.Namespace(reversible=reversible, steps=900, tiny=True, data_dir=None)
+    model = traced(*global_layers.config_of(name, args))
     kinds = 1 if name == "windows" else 3 if name in global_layers.HYBRIDS else 2
     assert len({op.name for op in model.attention_type}) == kinds
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "name, pretrained",
+    [
+        (name, pretrained)
+        for name, settings in long_range_arena.ROWS.items()
+        for pretrained in ((False,) if long_range_arena.CAUSAL in settings else (False, True))
+    ],
+)
+def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
+    given = dict(task="listops", steps=9, pretrained=pretrained, tiny=False, runs=Path("runs"))
+    parts = long_range_arena.parts_of(name, argparse.Namespace(**given))
+    models = [traced(*part) for part in parts]
+    kinds = [model.task_kind for model in models]
+    assert kinds == (["masked", "labels"] if pretrained else ["labels"])
+    assert len({(model.vocab_size, model.d_model) for model in models}) == 1
+    assert models[-1].causal == (not models[-1].attention_type.traits.bidirectional)
+    assert name.split(",")[0] in (models[-1].attention_type.name, "bigbird")
+
+
+def test_rows_are_spread_over_gpus(tmp_path, monkeypatch, capsys):
+    """Each has as many rows as are at once on it, and takes another when one has ended."""
+    on, together = collections.Counter(), []
+
+    def ask(python, function, *, env, turn, **request):
+        gpu = env["CUDA_VISIBLE_DEVICES"]
+        assert turn.endswith({"5": "turn0", "7": "turn1"}[gpu])
+        on[gpu] += 1
+        together.append(dict(on))
+        time.sleep(0.01)
+        on[gpu] -= 1
+        yield {"bits": 1.0, "n_targets": 10, "tokens_per_second": 1.0, "accuracy": 0.5}
+
+    monkeypatch.setattr(campaign, "ask", ask)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    long_range_arena.main(["--gpus=2", "--at_once=2", f"--runs={tmp_path}"])
+    assert len(together) == len(long_range_arena.ROWS)
+    assert all(max(counts.values()) <= 2 for counts in together)
+    assert any(set(counts) == {"5", "7"} for counts in together)
+    assert "| linformer | 50.0% | 1.000 | 10 | 1 |" in capsys.readouterr().out
 
 
 def test_rows_of_other_data_are_trained_again(tmp_path, monkeypatch, capsys):

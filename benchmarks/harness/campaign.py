@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import os
+import queue
 import sys
 import tempfile
 import time
@@ -23,12 +24,13 @@ Part = tuple[str, Sequence[str]]  # a config file, and settings that override it
 
 
 def flags(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]]) -> None:
-    """Adds --only, which names groups or rows, --at_once, --limit, --saved and --runs."""
+    """Adds --only, which names groups or rows, --at_once, --gpus, --limit, --saved and --runs."""
     rows = [row for rows in groups.values() for row in rows]
     choices = dict(nargs="+", choices=[*groups, *rows], default=list(groups))
     names = "; ".join(f"{group}: {', '.join(map(repr, rows))}" for group, rows in groups.items())
     parser.add_argument("--only", **choices, metavar="GROUP_OR_ROW", help=names)
     parser.add_argument("--at_once", type=command_line.positive, default=1, help="default: 1")
+    parser.add_argument("--gpus", type=command_line.positive, default=1, help="default: 1")
     parser.add_argument("--limit", type=float, help="seconds of all rows")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="rows that are known, to add to")
     parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keeps the runs here")
@@ -63,9 +65,14 @@ def trained(
     with ExitStack() as opened:
         folder = args.runs or Path(opened.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        train = functools.partial(_train, args=args, folder=folder.absolute(), end=end)
+        places: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for place in [*range(args.gpus)] * args.at_once:
+            places.put(place)
+        train = functools.partial(
+            _train, args=args, folder=folder.absolute(), end=end, places=places
+        )
         asked = {x: functools.partial(train, x, parts_of(x)) for x in names if x not in known}
-        answers = ask_each(asked, args.at_once)
+        answers = ask_each(asked, args.at_once * args.gpus)
         for name in names:
             while name not in known:
                 row, answer = next(answers)
@@ -80,22 +87,43 @@ def trained(
 
 
 def _train(
-    name: str, parts: Sequence[Part], args: argparse.Namespace, folder: Path, end: float | None
+    name: str,
+    parts: Sequence[Part],
+    args: argparse.Namespace,
+    folder: Path,
+    end: float | None,
+    places: queue.SimpleQueue[int],
 ) -> Iterator[Answer]:
-    """Trains a row in a process of its own, until the time `end` at most; None: any."""
+    """Trains a row in a process of its own, until the time `end` at most; None: any.
+
+    Args:
+      places: the GPUs that are free, each as often as it takes another row.
+    """
     limit = None if end is None else end - time.monotonic()
     if limit is not None and limit <= 0:
         yield {"error": "TimeoutError: no time left to begin"}
         return
-    yield from ask(
-        sys.executable,
-        "rows.trained.train",
-        patience=limit,
-        env=sharing(args.at_once),
-        name=name,
-        parts=parts,
-        data_dir=args.data_dir and os.path.abspath(args.data_dir),
-        folder=str(folder / name),
-        turn=str(folder / "turn"),
-        limit=limit,
-    )
+    place = places.get()
+    try:
+        yield from ask(
+            sys.executable,
+            "rows.trained.train",
+            patience=limit,
+            env=sharing(args.at_once) | _on_gpu(place, args.gpus),
+            name=name,
+            parts=parts,
+            data_dir=args.data_dir and os.path.abspath(args.data_dir),
+            folder=str(folder / name),
+            turn=str(folder / f"turn{place}"),
+            limit=limit,
+        )
+    finally:
+        places.put(place)
+
+
+def _on_gpu(place: int, n_gpus: int) -> dict[str, str]:
+    """The environment of a process that sees one of several GPUs."""
+    if n_gpus == 1:
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": given.split(",")[place] if given else str(place)}

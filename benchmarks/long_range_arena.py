@@ -1,0 +1,183 @@
+"""What each attention learns of a task of Long Range Arena, all with the same model and training.
+
+    python -m benchmarks.long_range_arena --task=listops --steps=3000 --saved=FILE
+    python -m benchmarks.long_range_arena --task=pathfinder --only exact recurrent --gpus=2
+
+trains the encoder of configs/long_range_arena.gin, made smaller (SIZES), on the examples of the
+task's own config, and prints the share of the valid split's rows that is named right at the end,
+the bits of a label by the best checkpoint, and tokens/s, the median over the steps. Tay et al.
+2020, "Long Range Arena", has the tasks; positions are sinusoids in all rows.
+
+Rows are in groups: `exact` attention, `hashed` and otherwise `chosen` keys, fixed `patterns`, a
+`low_rank`, and `recurrent` states of constant size. They see 256 keys or so where they have such a
+number. What cannot show the future reads rows causally, and the mean over positions sees all.
+
+--pretrained first trains a masked language model on the same rows for as many steps, as Amos et al.
+2023, "Never Train from Scratch", do, and begins the classifier with its weights. Rows that cannot
+show the future are left out then.
+
+Each row is a process of its own. --at_once=3 has three on a GPU: they compile and evaluate side by
+side and train in turn, so that tokens/s are of one alone. --gpus=2 spreads them over two. With
+--limit no row goes on after so many seconds. --saved=FILE adds each row to a file as soon as it is
+known, and a row that is there for as many steps of the task is not trained again. --runs=FOLDER
+keeps the run of each row there, and goes on with it; what a task draws is kept there too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.harness import campaign, command_line
+from benchmarks.harness.calls import exit_if
+from benchmarks.harness.output import Table
+from benchmarks.harness.processes import ROOT, Answer
+from reformax.declared import user_path
+
+
+class Task(NamedTuple):
+    """A task's config has its name."""
+
+    factory: str
+    vocab_size: int
+    drawn: bool = False  # what it draws can be kept in a folder
+
+
+TASKS = {
+    "listops": Task("listops.listops", 16, drawn=True),
+    "listops_short": Task("listops.listops", 16, drawn=True),
+    "pathfinder": Task("pathfinder.pathfinder", 257, drawn=True),
+    "path_x": Task("pathfinder.pathfinder", 257, drawn=True),
+    "stdlib_packages": Task("stdlib_packages.stdlib_packages", 257),
+    "reviews": Task("reviews.reviews", 257),
+    "document_pairs": Task("document_pairs.document_pairs", 257),
+    "cifar10": Task("cifar10.cifar10", 257),
+}
+SIZES = ["d_model=128", "d_ff=512", "d_head=32", "dropout=0.0", "learning_rate=1e-3"]
+CAUSAL = "encoder.{model}.causal=True"
+
+
+def _row(op: str, *settings: str) -> list[str]:
+    """The settings of a row: an op, and its own."""
+    return [f"attention=@{op}.{op}()", *(f"{op}.{op}.{setting}" for setting in settings)]
+
+
+GROUPS = {
+    "exact": {
+        "flash": _row("flash"),
+        "shared_qk": _row("shared_qk"),
+    },
+    "hashed": {
+        "lsh": _row("lsh", "n_chunks_after=1"),
+        "smyrf": _row("smyrf"),
+        "asymmetric_lsh": _row("asymmetric_lsh"),
+        "hash_sparse": _row("hash_sparse", "n_buckets=8"),
+    },
+    "chosen": {
+        "routing": _row("routing", "n_clusters=8", "decay=0.99"),
+        "dsa": _row("dsa", "top_k=256", "n_index_heads=2"),
+        "moba": [*_row("moba", "block_size=64", "top_k=4"), CAUSAL],
+        "nsa": [*_row("nsa", "n_selected=4", "window=128"), CAUSAL],
+    },
+    "patterns": {
+        "local": _row("local", "n_chunks_after=1"),
+        "longformer, first token global": [
+            *_row("longformer", "window=256", "n_global=1"),
+            "encoder.{model}.n_global=1",
+        ],
+        "bigbird": [
+            *_row("block_sparse", "block_size=64", "pattern=@block_patterns.bigbird()"),
+        ],
+        "block_sparse, butterfly": _row("block_sparse", "block_size=32"),
+        "sinks": [*_row("sinks", "window=256"), CAUSAL],
+    },
+    "low_rank": {
+        "linformer": _row("linformer", "max_length=%length"),
+        "nystromformer": _row("nystromformer"),
+        "performer": _row("performer", "n_features=128"),
+        "long_short": _row("long_short"),
+    },
+    "recurrent": {
+        "linear": _row("linear"),
+        "retention": [*_row("retention"), CAUSAL],
+        "gated_linear": [*_row("gated_linear", "conv_size=4"), CAUSAL],
+        "gated_delta": [*_row("gated_delta", "conv_size=4"), CAUSAL],
+    },
+}
+ROWS = {name: settings for rows in GROUPS.values() for name, settings in rows.items()}
+TINY = [
+    *("batch_size=2", "d_model=16", "d_ff=16", "n_layers=2", "n_heads=2", "d_head=8"),
+    *("loop.train.eval_batch_size=2", "loop.train.eval_tokens=128", "loop.train.log_every=1"),
+]
+
+
+# Of a masked language model, which takes them as the classifier does.
+SHARED = {
+    name: f"%{name}"
+    for name in ("vocab_size", "d_model", "d_ff", "n_heads", "n_layers", "dropout", "dtype")
+} | {
+    "d_attention_key": "%d_head",
+    "d_attention_value": "%d_head",
+    "attention_type": "%attention",
+    "scan_layers": "%scan_layers",
+    "pos_type": "'sinusoidal'",
+}
+
+
+def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
+    """The runs of a row: the classifier's, before it with --pretrained the masked model's."""
+    file, task = str(ROOT / "configs" / f"{args.task}.gin"), TASKS[args.task]
+    given = [*SIZES, *([] if args.tiny else ["dtype='bfloat16'"])]
+    given += [f"steps={args.steps}", f"warmup_steps={max(1, args.steps // 10)}"]
+    given += ["loop.train.checkpoint_minutes=None", f"loop.train.eval_every={args.steps}"]
+    if task.drawn and args.runs:
+        given.append(f"{task.factory}.data_dir={str(args.runs.absolute() / 'drawn')!r}")
+    given += TINY if args.tiny else []
+
+    def of(model: str) -> list[str]:
+        return [*given, *(setting.format(model=model) for setting in ROWS[name])]
+
+    if not args.pretrained:
+        return [(file, of("TransformerEncoder"))]
+    given.append(f"vocab_size={task.vocab_size + 1}")  # with [MASK]
+    masked = [f"encoder.TransformerMaskedLM.{key}={value}" for key, value in SHARED.items()]
+    masked += ["loop.train.model=@encoder.TransformerMaskedLM", "loop.train.task=@masked.masked()"]
+    masked += [f"masked.masked.task=@{task.factory}()", "masked.masked.length=%length"]
+    classes = [*of("TransformerEncoder"), "loop.train.fresh_heads=True"]
+    return [(file, [*of("TransformerMaskedLM"), *masked]), (file, classes)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--task", choices=TASKS, default="listops", help="default: listops")
+    text = "the data of a task that is not drawn"
+    parser.add_argument("--data_dir", type=functools.partial(user_path, "data_dir"), help=text)
+    parser.add_argument("--steps", type=command_line.positive, default=3000, help="default: 3000")
+    text = "rows that show the future: first a masked language model of the same rows"
+    parser.add_argument("--pretrained", action="store_true", help=text)
+    campaign.flags(parser, GROUPS)
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.steps = 2
+
+    run = {name: getattr(args, name) for name in ("task", "steps", "pretrained", "tiny")}
+    table = Table("attention", "right", "bits of a label", "rows", "tokens/s")
+    failed = []
+    rows = campaign.chosen(args, GROUPS)
+    if args.pretrained:
+        rows = [name for name in rows if CAUSAL not in ROWS[name]]
+    for name, known in campaign.trained(rows, lambda name: parts_of(name, args), run, args):
+        table.result(name, known=known, cells=_cells)
+        failed += [name] * isinstance(known, Exception)
+    exit_if(failed)
+
+
+def _cells(trained: Answer) -> list[str]:
+    right, speed = trained["accuracy"], trained["tokens_per_second"]
+    return [f"{right:.1%}", f"{trained['bits']:.3f}", f"{trained['n_targets']:,}", f"{speed:,.0f}"]
+
+
+if __name__ == "__main__":
+    main()
