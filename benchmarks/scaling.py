@@ -162,14 +162,15 @@ def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
 def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
     """How many times one device's speed several have, by their number; the last result counts."""
     most = max(result["devices"] for result in results)
+    machines = list(dict.fromkeys(result["machine"] for result in results))
     lines: dict[str, dict[int, float]] = {"linear": {1: 1.0, most: float(most)}}
     for result in results:
-        line = lines.setdefault(f"{result['name']}, {result['mesh']}", {1: 1.0})
+        where = f"{result['machine'].split(',')[0]}: " if len(machines) > 1 else ""
+        line = lines.setdefault(f"{where}{result['name']}, {result['mesh']}", {1: 1.0})
         line[result["devices"]] = result["times"]
-    machines = ", ".join(dict.fromkeys(result["machine"] for result in results))
     styles = {"linear": dict(color="grey", linestyle="--")}
     label = "tokens a second, times one device"
-    plot(path, {label: lines}, machines, "linear", styles, xlabel="devices")
+    plot(path, {label: lines}, ", ".join(machines), "linear", styles, xlabel="devices")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -100,7 +100,7 @@ def dsa(
         the parts' means add up; Adam does not feel the factor.
       impl: `"xla"` runs everywhere, in array operations, as `"auto"` does. `"pallas"` is kernels
         for NVIDIA GPUs of Ampere or later, heads and index heads of 128 or less and at most 2^36
-        pairs of tokens, which take a bit of memory each; no GPU has run them yet.
+        pairs of tokens, which take a bit of memory each; no GPU has timed them yet.
         `"pallas_interpret"` runs them anywhere, slowly, for tests.
 
     Raises:

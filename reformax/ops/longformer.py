@@ -73,8 +73,7 @@ def longformer(
       own_projections: whether what global tokens read has projections of its own.
       impl: `"xla"` runs everywhere. `"pallas"` is a kernel for NVIDIA GPUs of Ampere or later and
         heads of 128 or less, of one dilation where there is dropout; `"pallas_interpret"` runs it
-        anywhere, slowly, for tests. `"auto"` takes the kernel where it computes the same function,
-        without dilation, with which no GPU has run it yet.
+        anywhere, slowly, for tests. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a size out of range, an unknown `impl`; at the call, a dilation for another number

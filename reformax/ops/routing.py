@@ -31,7 +31,6 @@ from reformax.ops.parts.dispatch import (
     check_impl,
     choose,
     kernel_obstacles,
-    on_request,
 )
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.gathered import softmax_of_piece, taken
@@ -101,10 +100,10 @@ def routing(
       decay: how much of a centroid a step of training keeps, the paper's lambda.
       shared_qk: whether queries are their own keys, as in the paper's causal attention.
       own: whether a position that sees nothing else attends to itself. False makes zeros of it.
-      impl: of the attention; clusters are found in array operations. `"auto"` and `"xla"` run
-        everywhere, a cluster after the other. `"pallas"` is the kernel of block-sparse attention,
-        for NVIDIA GPUs of Ampere or later and heads of 128 or less, which no GPU has run so yet;
-        `"pallas_interpret"` runs it anywhere, slowly, for tests.
+      impl: of the attention; clusters are found in array operations. `"xla"` runs everywhere, a
+        cluster after the other. `"pallas"` is the kernel of block-sparse attention, for NVIDIA GPUs
+        of Ampere or later and heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly,
+        for tests. `"auto"` takes the kernel where it computes the same function.
 
     Raises:
       ValueError: a number below 1, a decay that is not from 0 to 1, or an unknown `impl`.
@@ -202,7 +201,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     keys = length_normalize(q) if settings.shared_qk else k
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
     q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
-    impl = choose(on_request(settings.impl), **kernel_obstacles(q, keys, v))
+    impl = choose(settings.impl, **kernel_obstacles(q, keys, v))
     if impl == "xla":
         found = _in_arrays(settings, q, keys, values, plan, causal, dropout, seed)
     else:

@@ -28,7 +28,7 @@ from reformax.ops.parts.cache import (
 )
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dispatch import choose, kernel_obstacles, on_request
+from reformax.ops.parts.dispatch import choose, kernel_obstacles
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
 from reformax.ops.parts.masks import segment_numbers
@@ -67,7 +67,6 @@ def attend(
       NotImplementedError: `"pallas"` is asked for what it cannot do.
     """
     each = bands if len(set(bands)) > 1 else bands[:1]
-    impl = on_request(impl) if any(band.dilation > 1 for band in each) else impl
     # A kernel drops by the numbers of the heads that it is given.
     others = dict(
         dilation=tuple(band.dilation for band in each) if len(each) > 1 and dropout else None
