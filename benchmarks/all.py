@@ -26,7 +26,16 @@ from benchmarks.harness.figures import Figures, Part
 from benchmarks.harness.processes import ROOT
 
 ATTENTION = "reformax/ops", "benchmarks/harness", "benchmarks/peers"
+ROWS = *ATTENTION, "benchmarks/rows"
 MODELS = *ATTENTION, "reformax/layers", "reformax/models"
+TRAINED = *MODELS, "benchmarks/rows", "reformax/training", "configs"
+
+
+def _arena(flags: str, runs: str) -> Part:
+    command = f"long_range_arena {flags} --saved=runs/{runs}.jsonl --runs=runs/{runs}"
+    return Part(command, (*TRAINED, "benchmarks/long_range_arena.py"))
+
+
 PARTS = {
     "step": Part("step --lengths 65536", (*MODELS, "benchmarks/step.py")),
     "attention": Part(
@@ -39,6 +48,51 @@ PARTS = {
     ),
     "generation": Part("generation", (*MODELS, "reformax/generation", "benchmarks/generation.py")),
     "reversible": Part("reversible --options", (*MODELS, "benchmarks/reversible.py")),
+    "published": Part(
+        "published --profile", (*MODELS, "reformax/training", "benchmarks/published.py")
+    ),
+    "linear_attention": Part(
+        "linear_attention --peers --lengths 1024 131072 1048576 --only linear gated_linear "
+        "gated_delta retention linformer performer --saved=docs/linear_attention.jsonl "
+        "--plot=docs/linear_attention.png",
+        (*ROWS, "benchmarks/linear_attention.py"),
+    ),
+    "sparse_attention": Part(
+        "sparse_attention --peers --lengths 1024 65536 1048576 "
+        "--saved=docs/sparse_attention.jsonl --plot=docs/sparse_attention.png",
+        (*ROWS, "benchmarks/sparse_attention.py"),
+    ),
+    "scaling": Part(
+        "scaling --page --saved=docs/scaling.jsonl --profile=runs/scaling",
+        (*MODELS, "reformax/training", "benchmarks/scaling.py"),
+    ),
+    "duplication": Part(
+        "duplication --length 1024 --steps 2000 --batch_size 16 --chunk_len 64",
+        (*MODELS, "reformax/training", "benchmarks/duplication.py"),
+    ),
+    "associative_recall": Part(
+        "associative_recall --length=512 --tokens=32768 --steps=1000 --learning_rate=3e-3 "
+        "--out=recall.jsonl",
+        (*TRAINED, "benchmarks/associative_recall.py"),
+    ),
+    "associative_recall_2048": Part(
+        "associative_recall --steps=1500 --learning_rate=3e-3 --out=recall.jsonl --length=2048 "
+        "--tokens=65536 --d_model=64",
+        (*TRAINED, "benchmarks/associative_recall.py"),
+    ),
+    "global_layers": Part(
+        "global_layers --data_dir=wheels --at_once=2 --gpus=2 --saved=runs/global_layers.jsonl "
+        "--runs=runs/global_layers",
+        (*TRAINED, "benchmarks/global_layers.py"),
+    ),
+    "listops": _arena("--task=listops --steps=3000 --at_once=2", "listops"),
+    "listops_pretrained": _arena(
+        "--task=listops --steps=3000 --at_once=2 --pretrained", "listops_pretrained"
+    ),
+    "pathfinder": _arena("--task=pathfinder --steps=3000 --at_once=2", "pathfinder"),
+    "attention_table": Part(
+        "attention --table=runs/attention_table", (*ATTENTION, "benchmarks/attention.py")
+    ),
     "translation_step": Part(
         "translation --sources=newstest2014.en --step --repeats=5",
         (*MODELS, "benchmarks/translation.py"),

@@ -207,6 +207,7 @@ def run_page(args: Any) -> None:
         own = shlex.split(flags) + ["--tiny"] * args.tiny
         own += [f"--saved={args.saved}"] * (args.saved is not None)
         own += [f"--profile={args.profile}/{number}"] * (args.profile is not None)
+        own += [f"--rows={args.rows}"] * (args.rows is not None)
         command = [sys.executable, "-m", "benchmarks.scaling", *own]
         print("$", *(f"{name}={value}" for name, value in environment.items()), shlex.join(command))
         sys.stdout.flush()
