@@ -8,10 +8,10 @@ other load on the machine slows all of them alike; times are medians. The Transf
 would leave the next model cold caches, so it is timed alone at the end, at most three times.
 
 Trax computes its LSH heads one at a time (n_parallel_heads=1) or all at once (None). On a GPU Trax
-has LSH chunks of 256, and so fewer buckets, and reformax's first row is as in the configs, with
-layers unrolled, feed-forward layers whole and their outputs kept; the row with those in chunks is
-the one of least memory. A model that fails, or whose first loss is not that of a uniform guess,
-prints the reason.
+has LSH chunks of 256, and so fewer buckets. There reformax's first row is as in the configs, with
+layers unrolled, feed-forward layers whole and their outputs kept; another keeps all activations, as
+a Transformer does, and the one of least memory has a loop over layers and feed-forward layers in
+chunks. A model that fails, or whose first loss is not that of a uniform guess, prints the reason.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def candidates(shape: Shape) -> dict[str, Builder]:
     options = {REFORMER: in_chunks}
     if shape.unrolled:
         fast = dict(dtype=first, scan_layers=False, keep_ff_outputs=True)
-        options = {REFORMER: fast, f"{REFORMER}, least memory": in_chunks}
+        kept = dict(dtype=first, scan_layers=False, keep_activations=True)
+        options = {REFORMER: fast, f"{REFORMER}, activations kept": kept}
+        options[f"{REFORMER}, least memory"] = in_chunks
     options[f"{REFORMER}, exact"] = in_chunks | dict(exact=True)
     options |= {f"{REFORMER}, {dtype}": in_chunks | dict(dtype=dtype) for dtype in others}
     build = functools.partial(reformax_model, shape, models.ReformerLM, shape.sizes.attention())
