@@ -110,8 +110,9 @@ def test_a_window_computes_what_its_documents_compute_alone(name):
     parts = [gradient(params, x, x, np.ones(x.shape)) for x in (long, short[:3])]
     want = jax.tree.map(lambda *x: sum(x), *jax.device_get(parts))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-3 if name in ON_GRID else 1e-5)
-    # On the grid the two now and then round to another multiple of it.
-    assert_trees_close(got[1], want[1], 5e-3 if name in ON_GRID else 2e-5)
+    # On the grid the two now and then round to another multiple of it. Norms of small heads enlarge
+    # what sums in another order round, by as much as the processor's order differs.
+    assert_trees_close(got[1], want[1], 5e-3 if name in ON_GRID else 1e-4)
     assert all(np.any(g) for g in jax.tree.leaves(got[1]))
 
 
