@@ -607,6 +607,7 @@ def test_attention_is_timed_where_it_is_right(monkeypatch, capsys):
     assert set(cells(times, "wrong")[2:]) == {"-"}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(

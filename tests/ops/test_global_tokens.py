@@ -44,6 +44,7 @@ def _differentiated(op, x, **masks):
     return out, d_out, *vjp(d_out)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "causal, segments, dilation, n_global, own, dropout, impl",
     [
