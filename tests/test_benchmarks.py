@@ -917,10 +917,18 @@ def test_recall_goes_on_with_rows_that_began_alike_alone(tmp_path, monkeypatch):
     assert len(trained) == 6
 
 
-def test_recall_trains_as_many_steps_as_it_was_asked_for():
+def test_recall_trains_as_many_steps_as_it_was_asked_for(monkeypatch):
+    trained = []
+
+    def run(params, opt_state, first, members, rows):
+        trained.append((first, len(rows.tokens)))
+        return params, opt_state, np.zeros(1)
+
+    monkeypatch.setattr(recall_rows, "trainer", lambda *_: run)
+    monkeypatch.setattr(recall_rows, "tester", lambda model: lambda params, rows: np.zeros(1))
     sizes = SIZES._replace(steps=5, stretch=2)
     record = recall_rows.learn((flash.flash(),), sizes, MEMBERS, None, *recall_rows._drawn(sizes))
-    assert record[1]["ended_after"] == 5 and len(record[1]["learning"]) == 3
+    assert trained == [(0, 2), (2, 2), (4, 1)] and record[1]["ended_after"] == 5
 
 
 def test_recall_names_any_symbol():
@@ -976,7 +984,7 @@ MEMBERS = recall_rows.Members([1e-3], [0])
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(flash.flash(), marks=pytest.mark.slow), lsh.lsh(chunk_len=4)]
+    "op", [flash.flash(), pytest.param(lsh.lsh(chunk_len=4), marks=pytest.mark.slow)]
 )
 def test_models_of_recall_side_by_side_are_those_alone(op, monkeypatch):
     """The best one counts, and a stretch that it names enough of is the last one."""
