@@ -316,16 +316,17 @@ def test_a_figure_says_its_setup(tmp_path, monkeypatch):
 def test_campaigns_find_training_reliable(tmp_path, monkeypatch, capsys):
     """Of the phases of `kills` two that compile nothing; both campaigns have one server.
 
-    The model has one layer: each of their twenty processes traces it.
+    The model is tiny: each of their twenty processes traces it.
     """
     config = tmp_path / "run.gin"
     config.write_text(f"""
 from __gin__ import dynamic_registration
-from reformax.models import lm
-from reformax.ops import local
+from reformax.training import loop
+from tests.training import tiny
 include '{reliability_runs.CONFIG}'
-n_layers = 1
-lm.ReformerLM.attention_type = @local.local()
+loop.train.model = @tiny.TinyLM
+tiny.TinyLM.vocab_size = 256
+tiny.TinyLM.dropout = 0.1
 """)
     monkeypatch.setattr(reliability_runs, "CONFIG", config)
 
