@@ -1124,7 +1124,7 @@ def test_the_table_goes_on_after_a_crash(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_table_measures_an_attention_with_weights_and_gates(tmp_path, capsys):
     flags = [f"--table={tmp_path}", "--tiny", "--repeats=1", "--lengths", "64", "--only"]
-    attention.main([*flags, "lsh", "linformer", "gated_linear", "routing"])
+    attention.main([*flags, "linformer", "gated_linear", "routing"])
     text = (tmp_path / "table.md").read_text()
     assert "Error" not in text and "no weights to drop" in text
     assert "| linformer | " in capsys.readouterr().out
