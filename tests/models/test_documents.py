@@ -72,7 +72,7 @@ MODELS = {
 }
 # Chunks go by the place in the row: documents are of whole ones.
 LENGTHS = {"hashed": (8, 4)}
-QUICK = ("dense, axial", "slots, next value")
+QUICK = ("dense, axial", "slots, next value", "gated linear, rotary")
 ON_GRID = ("slots, next value", "exact, axial", "hashed")
 
 
