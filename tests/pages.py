@@ -41,6 +41,7 @@ SMALL = {
     "d_head": 8,
     "n_heads": 2,
     "n_layers": 4,
+    "scan_layers": True,
     "batch_size": 2,
     "length": 64,
     "steps": 2,
@@ -67,8 +68,7 @@ SMALL_OF = {
     },
     "text_pairs": {"vocab_size": 30},
     "wmt": {"vocab_size": 30},
-    "enwik8": {"scan_layers": True},
-    "seq2seq": {"n_layers": 2, "scan_layers": True},
+    "seq2seq": {"n_layers": 2},
     "stages": {
         "stages.Stage.until": 1,
         "stages.Stage.batch_size": 2,

@@ -308,7 +308,8 @@ def learn(
     if params is None:
         init = jax.vmap(lambda seed: model.init_params(jax.random.key(seed), shape))
         params = jax.jit(init)(seeds)
-    opt_state = jax.vmap(lambda x: adamw(0.0, sizes.steps).init(trained(x)))(params)
+    first = jax.vmap(lambda params: adamw(0.0, sizes.steps).init(trained(params)))
+    opt_state = jax.jit(first)(params)
     run = trainer(model, sizes.steps)
     step, learning = 0, []
     rows = batches.stretch(0)

@@ -81,6 +81,7 @@ def initialised(model, length, batch=1):
     return model
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -29,10 +29,9 @@ def on_eight_devices(*arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["not slow", "slow"])
-def test_eight_devices_compute_what_one_does(kind, pytestconfig):
+def test_eight_devices_compute_what_one_does(pytestconfig):
     part = f"--part={pytestconfig.getoption('--part')}"
-    on_eight_devices("-m", kind, part, *(HERE / name for name in ("eight.py", "context.py")))
+    on_eight_devices("-m", "", part, *(HERE / name for name in ("eight.py", "context.py")))
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import sys
 
 import gin
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +19,6 @@ from tests.training.scripts import call
 
 RUN = """
 from __gin__ import dynamic_registration
-from reformax.data import duplication
 from reformax.data import text
 from reformax.models import lm
 from reformax.ops import lsh
@@ -51,28 +49,26 @@ lsh.lsh.n_hashes = 2
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with the runs `bytes` and `numbers`, and no data."""
+    """A folder with the runs `bytes` and, untrained, `numbers`, and no data."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         (folder / "corpus.txt").write_text("grün ist das Gras, " * 60)
         (folder / "run.gin").write_text(RUN)
-        for name, overrides in {
-            "bytes": [],
-            "numbers": [
-                "loop.train.task=@duplication.duplication()",
-                "lm.ReformerLM.vocab_size=128",
-                "duplication.duplication.length=32",
-            ],
-        }.items():
-            flags = [f"--config={override}" for override in overrides]
-            patch.setattr(
-                sys, "argv", ["train.py", "--config_file=run.gin", f"--output_dir={name}", *flags]
-            )
-            assert errors.exit_code(train.main) == 0
+        patch.setattr(sys, "argv", ["train.py", "--config_file=run.gin", "--output_dir=bytes"])
+        assert errors.exit_code(train.main) == 0
         (folder / "corpus.txt").unlink()
     gin.clear_config()
+    write_run(folder / "numbers", 128)
     return folder
+
+
+def write_run(folder, vocab_size, change=lambda params: params):
+    """A run of an untrained model, whose parameters `change` changes."""
+    spec = Spec.make("ReformerLM", [Op("local", dict(chunk_len=4))], **SIZES, vocab_size=vocab_size)
+    shapes = jax.eval_shape(lambda: spec.build().init_params(jax.random.key(0), (1, 8)))
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    run_folder.write(folder, spec, change(params), {}, "a test")
 
 
 @pytest.fixture
@@ -110,15 +106,30 @@ def test_the_text_is_that_of_the_function(run):
     assert out == bytes([*prompt, *row]).decode(errors="replace") + "\n"
 
 
-def test_prompts_come_from_everywhere(run, runs):
+def test_a_run_needs_no_data(run):
+    code, out, _ = run(*FLAGS, "--prompt=für ")
+    assert code == 0 and out.startswith("für ") and len(out) > 10
+
+
+def test_prompts_come_from_everywhere(run, runs, monkeypatch):
+    asked = []
+
+    def stream(model, params, prompts, *_, **__):
+        asked.append([bytes(prompt).decode() for prompt in prompts])
+        yield np.array([[97]])
+
+    monkeypatch.setattr("reformax.generation.decoding.stream", stream)
     (runs / "prompt.txt").write_bytes("für ".encode())
-    _, out, _ = run(*FLAGS, "--prompt=für ")  # no data is needed any more
-    assert out.startswith("für ") and len(out) > 10
-    assert run(*FLAGS, "--prompt_file=prompt.txt")[1] == out
-    assert run(*FLAGS, "--prompt_file=-", stdin="für ".encode())[1] == out
-    assert run(*FLAGS, stdin="für ".encode())[1] == out
-    code, empty, _ = run(*FLAGS)
-    assert code == 0 and empty == run(*FLAGS, "--prompt=")[1] != out
+    for flags, given in [
+        (["--prompt=für "], ""),
+        (["--prompt_file=prompt.txt"], ""),
+        (["--prompt_file=-"], "für "),
+        ([], "für "),
+    ]:
+        assert run(*FLAGS, *flags, stdin=given.encode())[:2] == (0, "für a\n")
+    for flags in ([], ["--prompt="]):
+        assert run(*FLAGS, *flags)[:2] == (0, "a\n")
+    assert asked == 4 * [["für "]] + 2 * [[""]]
 
 
 def test_several_rows(run):
@@ -160,11 +171,12 @@ def test_a_model_of_numbers(run):
 
 def test_a_model_of_bytes_behind_reserved_ids(runs, run):
     folder = runs / "reserved"
-    spec = Spec.make("ReformerLM", [Op("local", dict(chunk_len=4))], **SIZES, vocab_size=258)
-    model = spec.build()
-    params = jax.tree.map(jnp.zeros_like, model.init_params(jax.random.key(0), (1, 8)))
-    params["logits"]["b"] = params["logits"]["b"].at[ord("z") + 2].set(9.0)
-    run_folder.write(folder, spec, params, {}, "a test")
+
+    def writes_z(params):
+        params["logits"]["b"][ord("z") + 2] = 9.0
+        return params
+
+    write_run(folder, 258, writes_z)
     flags = [f"--output_dir={folder}", "--prompt=ü", "--max_new_tokens=3", "--temperature=0"]
     assert run(*flags)[:2] == (0, "üzzz\n")
     assert "note" not in run(*flags, "--config=text.text.offset=2")[2]

@@ -51,7 +51,7 @@ FAST = ["--beam_size=2", "--max_extra=3"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with the runs `text` and `numbers`, and the pairs of the first."""
+    """A folder with the run `text` and its pairs."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -61,16 +61,16 @@ def runs(tmp_path_factory):
             (folder / f"pairs/{split}.en").write_text("\n".join(lines) + "\n")
             (folder / f"pairs/{split}.de").write_text("\n".join(x[::-1] for x in lines) + "\n")
         (folder / "run.gin").write_text(RUN)
-        for name, flags in {
-            "text": [],
-            "numbers": ["--config=loop.train.task=@reverse.reverse()"],
-        }.items():
-            patch.setattr(
-                sys, "argv", ["train.py", "--config_file=run.gin", f"--output_dir={name}", *flags]
-            )
-            assert errors.exit_code(train.main) == 0
-    gin.clear_config()
+        train_here(patch, "text")
     return folder
+
+
+def train_here(patch, name, *flags):
+    """The run of the config, in a folder of this name."""
+    argv = ["train.py", "--config_file=run.gin", f"--output_dir={name}", *flags]
+    patch.setattr(sys, "argv", argv)
+    assert errors.exit_code(train.main) == 0
+    gin.clear_config()
 
 
 @pytest.fixture
@@ -124,7 +124,8 @@ def test_an_evaluation_translates_and_scores(run, runs, monkeypatch):
 
 
 @pytest.mark.slow
-def test_numbers(run, runs):
+def test_numbers(run, runs, monkeypatch):
+    train_here(monkeypatch, "numbers", "--config=loop.train.task=@reverse.reverse()")
     flags = ["--output_dir=numbers", *FAST]
     code, out, err = run(evaluate.main, *flags, "--split=valid", "--length_penalty=0")
     assert code == 0, err
@@ -133,10 +134,12 @@ def test_numbers(run, runs):
     assert f"exact: {result['exact']:.4f} of 4 sentences" in out
     code, out, err = run(generate.main, *flags, "--prompt=3 4 5", "--quiet")
     assert (code, err) == (0, "") and all(3 <= int(word) < 16 for word in out.split())
+    code, _, err = run(generate.main, *flags, "--prompt=3 x")
+    assert code == 1 and "line 1: 'x' is no id" in err.splitlines()[-1]
 
 
 def test_a_folder_that_takes_no_file_costs_the_files_alone(run, runs, monkeypatch):
-    flags = ["--output_dir=numbers", "--split=test", *FAST]
+    flags = ["--output_dir=text", "--split=test", *FAST]
     code, written, err = run(evaluate.main, *flags)
     assert code == 0, err
 
@@ -151,17 +154,17 @@ def test_a_folder_that_takes_no_file_costs_the_files_alone(run, runs, monkeypatc
 
 
 def test_the_loss_alone(run, runs):
-    (runs / "numbers/translations_test.txt").unlink(missing_ok=True)
-    flags = ["--output_dir=numbers", "--split=test", "--beam_size=0"]
+    (runs / "text/translations_test.txt").unlink(missing_ok=True)
+    flags = ["--output_dir=text", "--split=test", "--beam_size=0"]
     code, out, _ = run(evaluate.main, *flags)
     assert code == 0 and "bits_per_token" in out and "bleu" not in out
-    assert not (runs / "numbers/translations_test.txt").exists()
+    assert not (runs / "text/translations_test.txt").exists()
 
 
 def test_several_processes_do_not_translate(run, monkeypatch):
     monkeypatch.setattr(joining, "joined", lambda: True)
     monkeypatch.setattr(joining, "leave", lambda line, code: code)
-    code, _, err = run(evaluate.main, "--output_dir=numbers", *FAST)
+    code, _, err = run(evaluate.main, "--output_dir=text", *FAST)
     assert code == 2 and "several processes do not translate: give --beam_size=0" in err
     assert err.count("\n") == 1
 
@@ -173,7 +176,6 @@ def test_several_processes_do_not_translate(run, monkeypatch):
         (generate.main, ["--beam_size=0"], "beam_size is 0: expected at least 1"),
         (evaluate.main, ["--beam_size=-1"], "beam_size is -1: expected at least 0"),
         (generate.main, ["--prompt_file=latin"], "line 2 is not UTF-8: byte 0xfc"),
-        (generate.main, ["--output_dir=numbers", "--prompt=3 x"], "line 1: 'x' is no id"),
         (evaluate.main, ["--beam_size=0", "--max_extra=9"], "--max_extra=9: with --beam_size=0"),
         (generate.main, ["--output_dir=lost", "--prompt=3"], "has no vocabulary.model, and check"),
         (evaluate.main, ["--data_dir=short", "--split=test"], "lines and"),

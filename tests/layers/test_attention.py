@@ -227,15 +227,17 @@ def test_computes_in_the_dtype_of_its_input(row):
     options = dict(causal=row.causal(False), bias=True, use_rotary=True, output_dropout=0.1)
     layer = layers.Attention(row.op(), **SIZES, **options)
     params = plain.init(layer, x.shape)
-    project = jax.jit(layer.project)
-    projections = project(params, x)
-    assert all(y.dtype == jnp.bfloat16 for y in jax.tree.leaves(projections))
-    plan = jax.jit(lambda y: layer.plan(params, y, rng=RNG))(projections)
-    attend = jax.jit(lambda y, plan: layer.attend(params, y, plan, rng=RNG))
-    out = attend(projections, plan)
-    assert out.dtype == jnp.bfloat16
-    want = attend(project(params, x.astype(np.float32)), plan)
-    assert want.dtype == jnp.float32
+
+    @jax.jit
+    def run(x):
+        """Both at the plan of the first."""
+        narrow, wide = (layer.project(params, y) for y in (x, x.astype(np.float32)))
+        assert all(y.dtype == jnp.bfloat16 for y in jax.tree.leaves(narrow))
+        plan = layer.plan(params, narrow, rng=RNG)
+        return [layer.attend(params, y, plan, rng=RNG) for y in (narrow, wide)]
+
+    out, want = run(x)
+    assert out.dtype == jnp.bfloat16 and want.dtype == jnp.float32
     np.testing.assert_allclose(
         out.astype(np.float32), want, atol=4e-2 * row.rounding * np.abs(want).max()
     )

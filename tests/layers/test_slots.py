@@ -111,7 +111,9 @@ def test_the_inputs_are_rebuilt(dtype, options):
     options = dict(n_layers=6, n_slots=5, dtype=dtype) | options
     stack = layers.ReversibleStack(plain.blocks(LSH), **options)
     params = plain.init(stack, x.shape)
-    run = default_jit(lambda params, x: stack.rebuild(params, x, rng=RNG))
+    # Exactness depends on what the compiler fuses, so this is optimised as in use.
+    jit = default_jit if stack.exact else jax.jit
+    run = jit(lambda params, x: stack.rebuild(params, x, rng=RNG))
     (got, *slots), rebuilt = run(params, x)
     np.testing.assert_allclose(got, x, atol=reversible.GRID / 2, rtol=0)
     assert len(slots) == 5 and not any(np.any(slot) for slot in slots)

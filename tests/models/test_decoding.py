@@ -107,6 +107,7 @@ def decode(model, params, tokens, lengths, capacity=LENGTH, n_prompt=None):
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS],
@@ -119,7 +120,7 @@ def test_every_position_is_that_of_the_forward(name, monkeypatch):
 
 @over(row for row in ROWS if row.decodes and row.op().traits.causal_plan)
 def test_every_op_decodes_in_a_model(row):
-    model = ReformerLM(**SMALL, attention_type=row.op())
+    model = ReformerLM(**SMALL | dict(n_layers=1), attention_type=row.op())
     check_every_position(model, plain.init(model, (2, LENGTH)))
 
 

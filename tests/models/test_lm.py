@@ -283,37 +283,40 @@ def test_every_option_is_tested(model_fn):
 
 
 def shapes(model):
-    params = jax.eval_shape(lambda: model.init_params(RNG, (2, LENGTH)))
+    return shapes_of(jax.eval_shape(lambda: model.init_params(RNG, (2, LENGTH))))
+
+
+def shapes_of(params):
     return {
         jax.tree_util.keystr(path): x.shape
         for path, x in jax.tree_util.tree_leaves_with_path(params)
     }
 
 
-def program(model):
-    """All that a model computes, as text."""
+def traced(model):
+    """The shapes of a model's weights, and all that it computes as text."""
     params = jax.eval_shape(lambda: model.init_params(RNG, (2, LENGTH)))
     tokens = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
     text = str(jax.make_jaxpr(lambda p, t: model.apply(p, t, RNG))(params, tokens))
-    return re.sub(r"0x[0-9a-f]+", "", text)
+    return shapes_of(params), re.sub(r"0x[0-9a-f]+", "", text)
 
 
 @both_models
 def test_no_option_is_ignored(model_fn):
     base = SMALL | dict(attention_type=OPS["local"], n_layers=2)
-    base_shapes, base_program = shapes(model_fn(**base)), program(model_fn(**base))
-    assert program(model_fn(**base)) == base_program
+    base_shapes, base_program = traced(model_fn(**base))
+    assert traced(model_fn(**base))[1] == base_program
     for options in [*CHANGES_SHAPES, *OWN_SHAPES[model_fn]]:
         assert shapes(model_fn(**base | options)) != base_shapes
     strict = base | dict(attention_type=STRICT)
     assert shapes(model_fn(**strict, next_value=True)) != shapes(model_fn(**strict))
     seen = {base_program}
     for options in [*CHANGES_PROGRAM, *OWN_OPTIONS[model_fn]]:
-        model = model_fn(**base | options)
+        own_shapes, program = traced(model_fn(**base | options))
         # The norm and the logits of one stream in place of two are narrower.
-        assert (shapes(model) == base_shapes) == (options != SLOTS)
-        assert program(model) not in seen, options
-        seen.add(program(model))
+        assert (own_shapes == base_shapes) == (options != SLOTS)
+        assert program not in seen, options
+        seen.add(program)
 
 
 @pytest.mark.slow
@@ -353,7 +356,7 @@ def test_evaluation_has_no_dropout_and_its_own_hashes(model_fn):
 
     def program_with(n_hashes, n_hashes_eval, **options):
         op = lsh.lsh(chunk_len=4, n_hashes=n_hashes, n_hashes_eval=n_hashes_eval)
-        return program(model_fn(**SMALL | options, attention_type=op))
+        return traced(model_fn(**SMALL | options, attention_type=op))[1]
 
     three = program_with(3, 3)
     assert program_with(2, 3, **rates, mode="eval") == three
@@ -364,7 +367,7 @@ def test_evaluation_has_no_dropout_and_its_own_hashes(model_fn):
 @both_models
 def test_chunks_of_the_feed_forward_layers(model_fn):
     """No array of all positions by all hidden features, 20 of them, is left in the program."""
-    whole, chunked = (program(model_fn(**SMALL, ff_chunk_size=n)) for n in (0, 5))
+    whole, chunked = (traced(model_fn(**SMALL, ff_chunk_size=n))[1] for n in (0, 5))
     assert f"f32[2,{LENGTH},20]" in whole
     assert f"f32[2,{LENGTH},20]" not in chunked
     assert "f32[2,5,20]" in chunked

@@ -43,6 +43,7 @@ models = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @models
 def test_a_training_step_and_generation(name):

@@ -121,6 +121,7 @@ def test_packed_chunks_are_in_each_round_s_order():
         np.testing.assert_array_equal(got, places[0, 0, r][order.queries[0, 0, 15]])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "float32"]
 )

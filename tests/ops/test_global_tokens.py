@@ -10,7 +10,7 @@ from reformax.ops import block_patterns, block_sparse, longformer
 from reformax.ops.parts import band
 from reformax.ops.parts.dropout import full_dropout_mask
 from reformax.ops.parts.masks import Tokens
-from tests.helpers import assert_trees_close
+from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import inputs, oracle
 from tests.ops.rows import Shape, visible
 
@@ -39,11 +39,12 @@ def _marks(length):
 
 def _differentiated(op, x, **masks):
     """The output, a random gradient of it, and with it those of the inputs."""
-    out, vjp = jax.vjp(jax.jit(lambda x: inputs.call(op, x, **masks)), x)
     d_out = np.random.default_rng(5).normal(size=x.v.shape).astype(np.float32)
-    return out, d_out, *vjp(d_out)
+    out, (gradient,) = with_gradients(lambda x: inputs.call(op, x, **masks))(d_out, x)
+    return out, d_out, gradient
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "causal, segments, dilation, n_global, own, dropout, impl",
     [

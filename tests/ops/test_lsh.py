@@ -268,22 +268,24 @@ def test_same_rng_same_result():
 # One chunk over the whole length
 
 
-@pytest.mark.parametrize("count_once", [True, False])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_chunk_is_full_shared_qk_attention(causal, packed, count_once):
+def test_one_chunk_is_full_shared_qk_attention(causal, packed):
     """With dropout too: a weight's coin depends on which weight it is, not on where it lies."""
     q, v, d_out = draw(8, 3, 3)
     ids = np.repeat([[3, 1, 0, 2]], [13, 16, 4, 7], axis=1).repeat(2, axis=0) if packed else None
     masks = dict(causal=causal, segments=ids, rng=KEY, dropout=0.2)
-    results = []
-    for op in (
-        lsh.lsh(chunk_len=48, n_hashes=2, n_chunks_before=0, count_once=count_once),
-        shared_qk.shared_qk(),
-    ):
-        run = with_gradients(lambda q, v, op=op: op(q, None, v, **masks))
-        results.append(run(d_out, q, v))
-    assert_trees_close(*results)
+    one_chunk = dict(chunk_len=48, n_hashes=2, n_chunks_before=0)
+    ops = shared_qk.shared_qk(), *(lsh.lsh(**one_chunk, count_once=x) for x in (True, False))
+
+    @jax.jit
+    def run(q, v):
+        pairs = (jax.vjp(lambda q, v, op=op: op(q, None, v, **masks), q, v) for op in ops)
+        return [(out, vjp(d_out)) for out, vjp in pairs]
+
+    want, *found = run(q, v)
+    for got in found:
+        assert_trees_close(got, want)
 
 
 # What causality promises

@@ -17,13 +17,21 @@ HASHED = asymmetric_lsh.asymmetric_lsh, smyrf.smyrf
 FACTORIES = pytest.mark.parametrize("factory", HASHED, ids=lambda f: f.__name__)
 
 
+orders = jax.jit(meeting_orders, static_argnums=(3, 4))
+
+
 def places(order):
     """Where each query and each key stands; padding behind them."""
     return (np.argsort(np.asarray(x), axis=-1) for x in (order.queries, order.keys))
 
 
+def numbers(shapes):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
 def row(*numbers):
-    return jnp.asarray(numbers)[None, None, None]
+    return np.asarray(numbers)[None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -35,17 +43,15 @@ def test_all_positions_stand_once_and_segments_apart(n_queries, n_keys, chunk_le
     rng = np.random.default_rng(n_keys)
     of_queries, of_keys = (rng.integers(0, 5, (2, 3, 2, n)) for n in (n_queries, n_keys))
     ids = [rng.integers(0, 4, (2, n)) for n in (n_queries, n_keys)]
-    segments = tuple(map(jnp.asarray, ids)) if packed else None
-    order = meeting_orders(
-        jnp.asarray(of_queries), jnp.asarray(of_keys), segments, chunk_len, ratio
-    )
+    segments = tuple(ids) if packed else None
+    order = orders(of_queries, of_keys, segments, chunk_len, ratio)
     n_places = order.keys.shape[-1]
     assert n_places % chunk_len == 0
     n_blocks = -(-n_queries // ratio)
     assert n_places < (n_blocks + n_keys if packed else max(n_blocks, n_keys)) + chunk_len
     for x, n in (order.queries, n_places * ratio), (order.keys, n_places):
         np.testing.assert_array_equal(np.sort(x, axis=-1), np.broadcast_to(np.arange(n), x.shape))
-    np.testing.assert_array_equal(jnp.argsort(order.keys), order.key_places)
+    np.testing.assert_array_equal(np.argsort(order.keys), order.key_places)
     of_query, of_key = places(order)
     of_query = of_query // ratio
     for row, head, round_ in np.ndindex(2, 3, 2) if packed else ():
@@ -63,20 +69,20 @@ def test_all_positions_stand_once_and_segments_apart(n_queries, n_keys, chunk_le
 
 
 def test_queries_stand_around_the_keys_of_their_bucket():
-    of_query, of_key = places(meeting_orders(row(1, 3, 1, 1), row(0, 2, 2, 0, 1, 2, 3, 2), None, 4))
+    of_query, of_key = places(orders(row(1, 3, 1, 1), row(0, 2, 2, 0, 1, 2, 3, 2), None, 4))
     np.testing.assert_array_equal(of_key[0, 0, 0], [0, 3, 4, 1, 2, 5, 7, 6])
     np.testing.assert_array_equal(of_query[0, 0, 0, :4], [1, 7, 2, 3])
     # Where there is no room, they are pushed aside; where there is no such key, they stand between.
-    of_query, _ = places(meeting_orders(row(9, 9, -1, 9, 1), row(0, 1, 1, 2, 2, 2), None, 1))
+    of_query, _ = places(orders(row(9, 9, -1, 9, 1), row(0, 1, 1, 2, 2, 2), None, 1))
     np.testing.assert_array_equal(of_query[0, 0, 0, :5], [3, 4, 0, 5, 2])
 
 
 def test_a_query_stands_alone_where_it_stands_among_others():
     rng = np.random.default_rng(0)
-    of_keys = jnp.asarray(rng.integers(0, 8, (1, 1, 1, 64)))
-    among, _ = places(meeting_orders(row(*range(8)), of_keys, None, 8))
+    of_keys = rng.integers(0, 8, (1, 1, 1, 64))
+    among, _ = places(orders(row(*range(8)), of_keys, None, 8))
     for bucket in range(8):
-        alone, of_key = places(meeting_orders(row(bucket), of_keys, None, 8))
+        alone, of_key = places(orders(row(bucket), of_keys, None, 8))
         assert alone[0, 0, 0, 0] == among[0, 0, 0, bucket]
         stands_there = np.argmax(of_key[0, 0, 0] == alone[0, 0, 0, 0])
         assert of_keys[0, 0, 0, stands_there] == bucket
@@ -88,7 +94,7 @@ def test_across_sequences_it_finds_what_it_finds_within_one(factory):
     attend, length = factory(chunk_len=16, n_hashes=2), 256
     weight, keys = recall_across(attend, length, length)
     assert weight > 1.3 * keys
-    for n_queries, n_seeds in ((length - 1, 8), (32, 8), (1, 100), (4 * length, 2)):
+    for n_queries, n_seeds in ((33, 8), (1, 100), (4 * length, 2)):
         found, seen = recall_across(attend, n_queries, length, n_seeds)
         assert abs(seen - keys) < 0.1 * keys
         assert found > 0.85 * weight, (n_queries, found, weight)
@@ -97,21 +103,20 @@ def test_across_sequences_it_finds_what_it_finds_within_one(factory):
 @FACTORIES
 def test_across_sequences_no_position_is_a_query_s_own(factory):
     """A query whose segment has no key is zeros; padding holds NaN."""
-    q, k, v = (jax.random.normal(KEY, (1, n, 2, 4)) for n in (20, 20, 20))
-    of_query, of_key = (jnp.asarray([np.repeat(ids, 5)]) for ids in ([1, 2, 3, 0], [1, 0, 1, 3]))
-    k, v = (jnp.where((of_key == 0)[..., None, None], jnp.nan, x) for x in (k, v))
-    q = jnp.where((of_query == 0)[..., None, None], jnp.nan, q)
+    q, k, v = numbers([(1, 20, 2, 4)] * 3)
+    of_query, of_key = (np.repeat([ids], 5, axis=1) for ids in ([1, 2, 3, 0], [1, 0, 1, 3]))
+    k[of_key == 0] = v[of_key == 0] = q[of_query == 0] = np.nan
     attend = functools.partial(factory(chunk_len=4), segments=(of_query, of_key), rng=KEY)
-    out, gradients = with_gradients(attend)(jnp.ones(q.shape), q, k, v)
+    out, gradients = with_gradients(attend)(np.ones(q.shape), q, k, v)
     assert not np.any(out[:, 5:10]) and not np.any(out[:, 15:])
     assert np.all(np.any(out[:, :5], axis=-1)) and np.all(np.any(out[:, 10:15], axis=-1))
-    for x, ids in zip(gradients, (of_query, of_key, of_key), strict=True):
+    for x, ids in zip(map(np.asarray, gradients), (of_query, of_key, of_key), strict=True):
         assert np.isfinite(x).all() and not np.any(x[ids == 0])
 
 
 @FACTORIES
 def test_few_keys_are_all_seen(factory):
-    q, k, v = (jax.random.normal(KEY, (2, n, 2, 4)) for n in (70, 8, 8))
+    q, k, v = numbers((2, n, 2, 4) for n in (70, 8, 8))
     np.testing.assert_allclose(
         factory(chunk_len=8)(q, k, v, rng=KEY), dense.dense()(q, k, v), atol=1e-6
     )
@@ -119,11 +124,10 @@ def test_few_keys_are_all_seen(factory):
 
 @FACTORIES
 def test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has(factory):
-    q, k, v = (jax.random.normal(KEY, (1, n, 1, 4)) for n in (2, 60, 60))
-    want, got = (
-        factory(chunk_len=1, n_hashes=6, count_once=True, impl=impl)(q, k, v, rng=KEY)
-        for impl in ("xla", "pallas_interpret")
-    )
+    q, k, v = numbers((1, n, 1, 4) for n in (2, 60, 60))
+    options = dict(chunk_len=1, n_hashes=3, count_once=True)
+    both = [factory(**options, impl=impl) for impl in ("xla", "pallas_interpret")]
+    want, got = jax.jit(lambda *x: [attend(*x, rng=KEY) for attend in both])(q, k, v)
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
@@ -135,13 +139,13 @@ WHOLE = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("factory, n_queries, n_keys, packed", WHOLE)
 def test_whole_tiles_of_the_kernels(factory, n_queries, n_keys, packed):
     """Which read without a mask where every place has a position."""
     rng = np.random.default_rng(0)
-    shapes = ((2, n, 2, 16) for n in (n_queries, n_keys, n_keys, n_queries))
-    q, k, v, d_out = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    q, k, v, d_out = numbers((2, n, 2, 16) for n in (n_queries, n_keys, n_keys, n_queries))
     ids = tuple(jnp.asarray(rng.integers(0, 3, (2, n))) for n in (n_queries, n_keys))
     options = dict(rng=KEY, dropout=0.2, segments=ids if packed else None)
     want, got = (

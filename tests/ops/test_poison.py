@@ -5,6 +5,8 @@ segments or causality hide may be anything in array operations; in kernels, numb
 float32 tells apart, and finite values.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,13 +35,15 @@ def draw(row, batch=2):
     return inputs.draw(row.op(), batch, LENGTH), d_out
 
 
-def compiled(row, segments, causal):
-    """`(inputs, d_out, plan) -> (out, gradients)`; `plan` None makes one."""
+@functools.cache
+def compiled(name, causal):
+    """`(inputs, d_out, segments, plan) -> (out, gradients)` of a row; `plan` None makes one."""
+    row = next(row for row in ROWS if row.name == name)
     op = row.op()
-    masks = dict(segments=segments, causal=causal)
 
     @jax.jit
-    def run(x, d_out, plan=None):
+    def run(x, d_out, segments, plan=None):
+        masks = dict(segments=segments, causal=causal)
         plan = inputs.plan(op, x, **masks, rng=KEY, train=True) if plan is None else plan
 
         def attend(x):
@@ -92,33 +96,34 @@ def test_at_padding_and_in_another_example(row):
     segments = row.segments(segments)
     padding = segments == 0
     x, d_out = draw(row, batch=3)
-    run = compiled(row, jnp.asarray(segments), row.causal())
-    out, gradients = want = run(zeroed(x, padding), zeroed(d_out, padding))
+    run = compiled(row.name, row.causal(row.in_kernel))
+    out, gradients = want = run(zeroed(x, padding), zeroed(d_out, padding), segments)
     for y in jax.tree.leaves((out, gradients[:4])):
         assert not np.any(np.where(padding[..., None, None], y, 0))
         assert np.any(y)
     for value in ANYTHING:
         there = poisoned(x, padding, (value,) * 4)
-        assert_same(run(there, np.where(padding[..., None, None], value, d_out)), want)
+        there_too = np.where(padding[..., None, None], np.float32(value), d_out)
+        assert_same(run(there, there_too, segments), want)
 
     out, gradients = jax.tree.map(lambda y: y[:2], (out, gradients[:4]))
     last = np.repeat([[False], [False], [True]], LENGTH, axis=1)
     for value in ANYTHING:
-        got, of_inputs = run(poisoned(x, last, (value,) * 4), d_out)
+        got, of_inputs = run(poisoned(x, last, (value,) * 4), d_out, segments)
         assert_same(jax.tree.map(lambda y: y[:2], (got, of_inputs[:4])), (out, gradients))
         assert np.isfinite(value) or not np.isfinite(got[2]).all()
 
 
 @over(row for row in ROWS if row.op().traits.packed)
 def test_in_another_segment(row):
-    segments = np.repeat([[2, 1, 3]], [7, 12, 6], axis=1).repeat(2, axis=0)
+    segments = np.repeat([[2, 1, 3]], [7, 12, 6], axis=1).repeat(3, axis=0)
     other = segments == 1
-    x, d_out = draw(row)
+    x, d_out = draw(row, batch=3)  # as above: one program is compiled for both
     d_out = zeroed(d_out, other)
-    run = compiled(row, jnp.asarray(segments), row.causal(False))
-    out, gradients = run(x, d_out)
+    run = compiled(row.name, row.causal(False))
+    out, gradients = run(x, d_out, segments)
     for values in poisons(row):
-        got, got_gradients = run(poisoned(x, other, values), d_out)
+        got, got_gradients = run(poisoned(x, other, values), d_out, segments)
         assert_same(zeroed(got, other), zeroed(out, other))
         wanted = zeroed(gradients, other)
         assert_same(*(by_outputs(row, x) for x in (got_gradients, wanted)))
@@ -127,17 +132,22 @@ def test_in_another_segment(row):
 
 @over(row for row in ROWS if row.op().traits.causal and not row.in_kernel)
 def test_behind_causality(row):
-    future = np.arange(LENGTH)[None].repeat(2, axis=0) >= 17
+    """And at padding before."""
+    segments = np.ones((2, LENGTH), int)
+    segments[0, 3:6] = 0
+    segments = row.segments(segments)
+    hidden = (np.arange(LENGTH) >= 17) | (segments == 0)
     x, d_out = draw(row)
-    d_out = zeroed(d_out, future)
-    plan = jax.jit(lambda x: inputs.plan(row.op(), x, causal=True, rng=KEY, train=True))(x)
-    run = compiled(row, None, True)
-    out, gradients = run(x, d_out, plan)
+    d_out = zeroed(d_out, hidden)
+    masks = dict(segments=segments, causal=True)
+    plan = jax.jit(lambda x: inputs.plan(row.op(), x, **masks, rng=KEY, train=True))(x)
+    run = compiled(row.name, True)
+    out, gradients = run(x, d_out, segments, plan)
     for values in poisons(row):
-        got, got_gradients = run(poisoned(x, future, values), d_out, plan)
-        assert_same(zeroed(got, future), zeroed(out, future))
+        got, got_gradients = run(poisoned(x, hidden, values), d_out, segments, plan)
+        assert_same(zeroed(got, hidden), zeroed(out, hidden))
         # A carried weight, such as a running mean, sees the whole row: it is no output.
-        wanted = zeroed(gradients, future)
+        wanted = zeroed(gradients, hidden)
         assert_same(*(trained(by_outputs(row, x)) for x in (got_gradients, wanted)))
         assert np.isfinite(values[0]) or np.isnan(got).any(), "what a row sees is not swallowed"
 
@@ -157,13 +167,13 @@ def test_behind_a_prompt(row):
         plan = inputs.plan(op, prompt, segments=tokens, causal=True, rng=KEY, train=False)
         options = dict(plan=plan, lengths=jnp.asarray(lengths), capacity=capacity, rng=KEY)
         cache, outs = inputs.init_cache(op, prompt, **options), []
-        for i in range(3):
+        for i in range(2):
             here = new.at(slice(None), slice(i, i + 1))
             out, cache = inputs.step(op, here, cache, position=jnp.asarray(lengths) + i)
             outs.append(out)
         return outs
 
-    new = x.at(slice(None), slice(11, 14))
+    new = x.at(slice(None), slice(11, 13))
     want = steps(zeroed(prompt, behind), new)
     for value in ANYTHING:
         assert_same(steps(poisoned(prompt, behind, (value,) * 4), new), want)

@@ -70,6 +70,7 @@ def test_any_length_and_chunk(kind, length, chunk_len, packed):
     compare(draw(kind, length), np.float32, 4e-6, segments, chunk_len=chunk_len)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @every_kind
 def test_float64(kind):
@@ -77,6 +78,7 @@ def test_float64(kind):
         compare(draw(kind, 41, dtype=np.float64), np.float64, 1e-12, runs(41), chunk_len=8)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @every_kind
 def test_bfloat16(kind):
@@ -123,6 +125,7 @@ def test_without_forgetting_they_are_one():
     assert not np.any(run(q, k, v, None, 0 * ones))
 
 
+@pytest.mark.matrix
 @every_kind
 @pytest.mark.slow
 def test_what_a_segment_holds_stays_there(kind):
@@ -146,6 +149,7 @@ def test_what_a_segment_holds_stays_there(kind):
         assert not np.isfinite(got[other[..., 0, 0]]).any()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x != "gated delta")) for x in KINDS]
 )
@@ -166,6 +170,7 @@ def test_a_step_is_the_next_position(kind):
     np.testing.assert_allclose(steps(inputs), want, atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["feature", "gated delta"])
 @pytest.mark.parametrize("gradient", [False, True])

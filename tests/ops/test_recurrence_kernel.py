@@ -23,6 +23,7 @@ SLOW = (
 LENGTH = 150  # two chunks, and a third that is not full
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in KINDS]
 )
@@ -50,6 +51,7 @@ def test_decays_that_forget_all():
     compare(inputs, np.float32, 1e-4, impl="pallas_interpret")
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, packed", [("linear", False), ("head", True), ("feature", False), ("delta", False)]
@@ -88,6 +90,7 @@ def test_what_a_segment_holds_stays_there():
     assert np.isnan(got[other[..., 0, 0]]).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_lowers_for_a_gpu(kind, dtype):
