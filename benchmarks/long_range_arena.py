@@ -91,7 +91,7 @@ GROUPS = {
             *_row("block_sparse", "block_size=64", "pattern=@block_patterns.bigbird()"),
         ],
         "block_sparse, butterfly": _row("block_sparse", "block_size=32"),
-        "sinks": [*_row("sinks", "window=256"), CAUSAL],
+        "sinks": _row("sinks", "window=256"),
     },
     "low_rank": {
         "linformer": _row("linformer", "max_length=%length"),
