@@ -4,7 +4,8 @@
 
 runs the commands of the pages one by one, and adds to FILE what each measured: a line of JSON with
 its rows, versions, hardware, commit, date and seconds. A part that is in FILE is not run again. A
-part that fails or takes longer than --limit leaves nothing, and the others run. --only and --list
+part that fails or takes longer than --limit leaves nothing, and the others run. What a command
+keeps in files of its own begins afresh here, for it may be of an older commit. --only and --list
 choose and show parts. `python -m benchmarks.tables FILE` makes tables of them.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import shlex
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from benchmarks.harness.processes import ROOT
 ATTENTION = "reformax/ops", "benchmarks/harness", "benchmarks/peers"
 ROWS = *ATTENTION, "benchmarks/rows"
 MODELS = *ATTENTION, "reformax/layers", "reformax/models"
-TRAINED = *MODELS, "benchmarks/rows", "reformax/training", "configs"
+TRAINED = *MODELS, "reformax/training", "configs", "benchmarks/rows"
 
 
 def _arena(flags: str, runs: str) -> Part:
@@ -48,9 +49,7 @@ PARTS = {
     ),
     "generation": Part("generation", (*MODELS, "reformax/generation", "benchmarks/generation.py")),
     "reversible": Part("reversible --options", (*MODELS, "benchmarks/reversible.py")),
-    "published": Part(
-        "published --profile", (*MODELS, "reformax/training", "benchmarks/published.py")
-    ),
+    "published": Part("published --profile", (*TRAINED, "benchmarks/published.py")),
     "linear_attention": Part(
         "linear_attention --peers --lengths 1024 131072 1048576 --only linear gated_linear "
         "gated_delta retention linformer performer --saved=docs/linear_attention.jsonl "
@@ -64,7 +63,7 @@ PARTS = {
     ),
     "scaling": Part(
         "scaling --page --saved=docs/scaling.jsonl --profile=runs/scaling",
-        (*MODELS, "reformax/training", "benchmarks/scaling.py"),
+        (*TRAINED, "benchmarks/scaling.py"),
     ),
     "duplication": Part(
         "duplication --length 1024 --steps 2000 --batch_size 16 --chunk_len 64",
@@ -102,6 +101,8 @@ PARTS = {
         (*MODELS, "reformax/generation", "benchmarks/translation.py"),
     ),
 }
+# Flags of files and folders that hold what an earlier run measured.
+KEPT = re.compile(r"--(saved|runs|out|table|profile)=\S+")
 # Asked in the part's own interpreter: this one leaves the device to it.
 HARDWARE = "import jax; d = jax.devices(); print(len(d), 'x', d[0].device_kind)"
 
@@ -110,9 +111,10 @@ def run(name: str, limit: float) -> Figures:
     """Runs a part; `CalledProcessError` or `TimeoutExpired` if it does not come to its end."""
     part = PARTS[name]
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
-    command = [sys.executable, "-m", *f"benchmarks.{part.command}".split()]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
+        afresh = KEPT.sub(lambda flag: f"--{flag[1]}={folder}/{flag[1]}", part.command)
+        command = [sys.executable, "-m", *f"benchmarks.{afresh}".split()]
         rows = Path(folder) / "rows"
         subprocess.run([*command, f"--rows={rows}"], cwd=ROOT, check=True, timeout=limit)
         seconds = time.perf_counter() - start
@@ -121,7 +123,7 @@ def run(name: str, limit: float) -> Figures:
     hardware = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return Figures(
         part=name,
-        command=shlex.join(["python", *command[1:]]),
+        command=f"python -m benchmarks.{part.command}",
         measures=list(part.measures),
         commit=figures.git("rev-parse", "HEAD"),
         changed=bool(figures.git("status", "--porcelain", "--", *part.measures)),
