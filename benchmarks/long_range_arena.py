@@ -87,9 +87,7 @@ GROUPS = {
             *_row("longformer", "window=256", "n_global=1"),
             "encoder.{model}.n_global=1",
         ],
-        "bigbird": [
-            *_row("block_sparse", "block_size=64", "pattern=@block_patterns.bigbird()"),
-        ],
+        "bigbird": _row("block_sparse", "block_size=64", "pattern=@block_patterns.bigbird()"),
         "block_sparse, butterfly": _row("block_sparse", "block_size=32"),
         "sinks": _row("sinks", "window=256"),
     },

@@ -267,7 +267,7 @@ def test_rows_are_spread_over_gpus(tmp_path, monkeypatch, capsys):
 
     def ask(python, function, *, env, turn, **request):
         gpu = env["CUDA_VISIBLE_DEVICES"]
-        assert turn.endswith({"5": "turn0", "7": "turn1"}[gpu])
+        assert turn.endswith({"5": "turn5", "7": "turn7"}[gpu])
         on[gpu] += 1
         together.append(dict(on))
         time.sleep(0.01)
@@ -281,6 +281,8 @@ def test_rows_are_spread_over_gpus(tmp_path, monkeypatch, capsys):
     assert all(max(counts.values()) <= 2 for counts in together)
     assert any(set(counts) == {"5", "7"} for counts in together)
     assert "| linformer | 50.0% | 1.000 | 10 | 1 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="gpus is 3 and CUDA_VISIBLE_DEVICES is 5,7: .* at most 2"):
+        long_range_arena.main(["--gpus=3", f"--runs={tmp_path}"])
 
 
 def test_rows_of_other_data_are_trained_again(tmp_path, monkeypatch, capsys):
@@ -1271,6 +1273,7 @@ def test_figures_are_kept_by_part_and_say_when_they_are_stale(tmp_path, monkeypa
         if command[1] == "-c":
             return types.SimpleNamespace(stdout="1 x a device\n")
         ran.append(command[2])
+        assert not any(word.startswith(("--saved=docs", "--profile=runs")) for word in command)
         if command[2] == "benchmarks.reversible":
             raise subprocess.TimeoutExpired(command, options["timeout"])
         with monkeypatch.context() as patch:
@@ -1288,6 +1291,9 @@ def test_figures_are_kept_by_part_and_say_when_they_are_stale(tmp_path, monkeypa
     printed = capsys.readouterr().out
     known = figures.read(path)
     assert list(known) == ["step"] and known["step"].hardware == "1 x a device"
+    kept = all_figures.run("scaling", 1.0)  # its own file has figures
+    assert kept.command.endswith("--saved=docs/scaling.jsonl --profile=runs/scaling")
+    capsys.readouterr()
     tables.main([str(path)])
     shown = capsys.readouterr().out
     wanted = "| model | ms | MiB |\n| --- | ---: | ---: |\n| one | 1.5 | - |"

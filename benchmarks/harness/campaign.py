@@ -65,12 +65,10 @@ def trained(
     with ExitStack() as opened:
         folder = args.runs or Path(opened.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        places: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for place in [*range(args.gpus)] * args.at_once:
-            places.put(place)
-        train = functools.partial(
-            _train, args=args, folder=folder.absolute(), end=end, places=places
-        )
+        free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        for gpu in _gpus(args.gpus) * args.at_once:
+            free.put(gpu)
+        train = functools.partial(_train, args=args, folder=folder.absolute(), end=end, free=free)
         asked = {x: functools.partial(train, x, parts_of(x)) for x in names if x not in known}
         answers = ask_each(asked, args.at_once * args.gpus)
         for name in names:
@@ -92,38 +90,41 @@ def _train(
     args: argparse.Namespace,
     folder: Path,
     end: float | None,
-    places: queue.SimpleQueue[int],
+    free: queue.SimpleQueue[str | None],
 ) -> Iterator[Answer]:
     """Trains a row in a process of its own, until the time `end` at most; None: any.
 
     Args:
-      places: the GPUs that are free, each as often as it takes another row.
+      free: the GPUs, each as often as it takes another row; None is whatever there is.
     """
     limit = None if end is None else end - time.monotonic()
     if limit is not None and limit <= 0:
         yield {"error": "TimeoutError: no time left to begin"}
         return
-    place = places.get()
+    gpu = free.get()
     try:
         yield from ask(
             sys.executable,
             "rows.trained.train",
             patience=limit,
-            env=sharing(args.at_once) | _on_gpu(place, args.gpus),
+            env=sharing(args.at_once) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
             name=name,
             parts=parts,
             data_dir=args.data_dir and os.path.abspath(args.data_dir),
             folder=str(folder / name),
-            turn=str(folder / f"turn{place}"),
+            turn=str(folder / f"turn{gpu or ''}"),
             limit=limit,
         )
     finally:
-        places.put(place)
+        free.put(gpu)
 
 
-def _on_gpu(place: int, n_gpus: int) -> dict[str, str]:
-    """The environment of a process that sees one of several GPUs."""
-    if n_gpus == 1:
-        return {}
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": given.split(",")[place] if given else str(place)}
+def _gpus(n: int) -> list[str | None]:
+    """The names of n GPUs; a single one is whatever there is. Exits if fewer are visible."""
+    if n == 1:
+        return [None]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(n)]
+    if len(names) < n:
+        sys.exit(f"gpus is {n} and CUDA_VISIBLE_DEVICES is {visible}: give at most {len(names)}")
+    return list(names[:n])

@@ -26,12 +26,7 @@ from reformax.ops.base import AttentionOp, Dims, Traits, named
 from reformax.ops.parts.block_lists import InOrder
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
 from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dispatch import (
-    KERNELS,
-    check_impl,
-    choose,
-    kernel_obstacles,
-)
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.gathered import softmax_of_piece, taken
 from reformax.ops.parts.normalization import length_normalize
