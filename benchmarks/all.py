@@ -52,8 +52,8 @@ PARTS = {
     "published": Part("published --profile", (*TRAINED, "benchmarks/published.py")),
     "linear_attention": Part(
         "linear_attention --peers --lengths 1024 131072 1048576 --only linear gated_linear "
-        "gated_delta retention linformer performer --saved=docs/linear_attention.jsonl "
-        "--plot=docs/linear_attention.png",
+        "gated_delta retention linformer nystromformer performer "
+        "--saved=docs/linear_attention.jsonl --plot=docs/linear_attention.png",
         (*ROWS, "benchmarks/linear_attention.py"),
     ),
     "sparse_attention": Part(

@@ -3,12 +3,14 @@
     python -m benchmarks.scaling --config_file=configs/reformer_enwik8.gin
     python -m benchmarks.scaling --config_file=... --config='length = 16_384' --mesh=context
 
-Prints a table with a row for each device alone and one for each mesh: tokens a second, how many
-times those of the slowest device they are, for which the others wait, and the MiB of state and of
-temporary memory of a device. The tokens of a device are those of the config's step. Over `data` and
-`fsdp` a step has more rows; over `context` it has longer ones, or with `--shared` the same, as
-dense attention needs, whose tokens cost more in longer rows. The meshes' steps take turns, so that
-other load slows all alike. The text is that of Python's standard library, whatever the config's.
+Prints a table with a row for each device alone, one for all of them alone at once, and one for each
+mesh: tokens a second, how many times those of the slowest device they are, for which the others
+wait, and the MiB of state and of temporary memory of a device. What devices lose that run at once
+and share nothing is the machine's; the rest of what a mesh loses is sending. The tokens of a device
+are those of the config's step. Over `data` and `fsdp` a step has more rows; over `context` it has
+longer ones, or with `--shared` the same, as dense attention needs, whose tokens cost more in longer
+rows. The meshes' steps take turns, so that other load slows all alike. The text is that of Python's
+standard library, whatever the config's.
 
     python -m benchmarks.scaling --page --saved=FILE
 
@@ -35,6 +37,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,6 +156,17 @@ def prepare(settings: Settings, mesh: Mesh, n_steps: int, shared: bool) -> Calla
     return compiled
 
 
+def at_once(alone: Sequence[Candidate]) -> Candidate:
+    """The steps of single devices, side by side."""
+
+    def run() -> float:
+        with ThreadPoolExecutor(len(alone)) as threads:
+            return max(threads.map(lambda one: one.run(), alone))
+
+    tokens = sum(one.tokens for one in alone)
+    return Candidate(run, tokens, *(max(x) for x in zip(*(one[2:] for one in alone), strict=True)))
+
+
 def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
     """Adds results to a file, one a line."""
     with path.open("a") as file:
@@ -235,6 +249,9 @@ def measure(args: Any) -> None:
     # Nothing runs meanwhile: loading cuDNN's attention disturbs what other threads run.
     found = attempt_each(lambda compiled: compiled(), prepared, COMPILERS)
     ready = {row: x for row, x in found.items() if isinstance(x, Candidate)}
+    single = [x for row, x in ready.items() if row.startswith("device")]
+    if len(single) > 1:
+        ready["alone, at once"] = found["alone, at once"] = at_once(single)
     seconds = medians({row: x.run for row, x in ready.items()}, args.repeats)
     speeds = {row: x.tokens / seconds[row] for row, x in ready.items()}
     alone = [speed for row, speed in speeds.items() if row.startswith("device")]

@@ -103,6 +103,11 @@ COMMANDS = [
         "| linformer | ",
     ),
     (
+        "linear_attention",
+        "--only linformer --peers --peers_alone",
+        "| linformer, PyTorch | ImportError: none here |",
+    ),
+    (
         "long_range_arena",
         "--task=listops_short --only flash retention --at_once=2 --saved={path}/a.jsonl",
         "| retention | ",
@@ -141,6 +146,12 @@ COMMANDS = [
 def test_the_published_models_are_those_of_the_configs(name, sizes):
     shape = published.from_config(name, ()).shape
     assert shape == (*sizes, 1024, 50_304)
+
+
+def test_devices_at_once_take_as_long_as_the_slowest():
+    alone = [scaling.Candidate(lambda s=s: s, 10, 1.0, s) for s in (2.0, 3.0)]
+    together = scaling.at_once(alone)
+    assert (together.run(), *together[1:]) == (3.0, 20, 1.0, 3.0)
 
 
 def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monkeypatch, capsys):
