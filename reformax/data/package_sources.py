@@ -21,10 +21,31 @@ from reformax.data.base import Task, Windows, byte_language_model, split_borders
 from reformax.data.text import split_text
 from reformax.declared import PathName, SettingError, Size, checked, user_path
 
-PINNED = Path(__file__).with_suffix(".txt")
-# The text of the wheels of PINNED.
-N_BYTES = 128_826_117
-SHA256 = "be8f4b3245b5e74227278fef30445e5b8013293e3a938f181f894267d0cc1ebf"
+
+class Known(NamedTuple):
+    """A list that comes with reformax, and the text of its wheels."""
+
+    path: Path
+    n_bytes: int
+    sha256: str
+
+
+def _known(name: str, n_bytes: int, sha256: str) -> Known:
+    return Known(Path(__file__).with_name(f"{name}.txt"), n_bytes, sha256)
+
+
+LISTS = {
+    None: _known(
+        "package_sources",
+        128_826_117,
+        "be8f4b3245b5e74227278fef30445e5b8013293e3a938f181f894267d0cc1ebf",
+    ),
+    "large": _known(
+        "package_sources_large",
+        526_744_977,
+        "4086d08afaf3eddf7e3f184e46d52a0e6b3d07feb897f37cd3a70c74f101d943",
+    ),
+}
 
 # Shorter files are empty modules; longer ones are tables, or were written by a program.
 _SHORTEST, _LONGEST = 200, 300_000
@@ -52,14 +73,16 @@ def package_sources(
     The text has the packages in the order of the list and each one's files in the order of their
     paths, each after a line `# its/path`. Files below 200 and above 300,000 bytes are left out, and
     so are files that came before. The last 5%, at most 1 MB, are test and the 5% before them valid,
-    as `reformax.data.text` splits. The list that comes with reformax is of 128,826,117 bytes. In
-    it valid is urllib3, beautifulsoup4, attrs and the first file of parso, test the others of
-    parso, click, lark and simpy. Each file, with its path, is a document.
+    as `reformax.data.text` splits. The lists that come with reformax are of 128,826,117 bytes and,
+    the large one, of 526,744,977. In both valid is urllib3, beautifulsoup4, attrs and the first
+    file of parso, test the others of parso, click, lark and simpy. Each file, with its path, is a
+    document.
 
     Args:
       data_dir: the folder of the wheels. Others that lie there are not read.
-      wheels: a list of your own, in the format of `pip`: lines `name==version --hash=sha256:...`.
-        None: the list that comes with reformax, whose text is compared with its length and SHA-256.
+      wheels: None, or 'large': a list that comes with reformax, whose text is compared with its
+        length and SHA-256. Or a list of your own, in the format of `pip`: lines
+        `name==version --hash=sha256:...`.
       max_train: trains on the first so many bytes; valid and test stay as they are.
       windows, document_mask: as in `reformax.data.text.text`.
 
@@ -81,11 +104,12 @@ def read(data_dir: PathName, wheels: PathName | None = None) -> files.Joined:
     folder = files.existing(data_dir)
     if not folder.is_dir():
         raise SettingError(f"data_dir is {folder}, a file: give the folder of the wheels")
-    listed = PINNED if wheels is None else user_path("wheels", wheels)
+    known = LISTS.get(wheels)
+    listed = known.path if known else user_path("wheels", wheels)
     text = files.join(_sources(_found(folder, listed)))
-    found = len(text.data), hashlib.sha256(text.data).hexdigest()
-    if wheels is None and found != (N_BYTES, SHA256):
-        raise ValueError(f"{folder}: the text of {PINNED} is not what it was: report this as a bug")
+    found = listed, len(text.data), hashlib.sha256(text.data).hexdigest()
+    if known and known != found:
+        raise ValueError(f"{folder}: the text of {listed} is not what it was: report this as a bug")
     return text
 
 

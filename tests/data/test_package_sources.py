@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 from reformax.data import package_sources
-from reformax.data.package_sources import PINNED, pins
+from reformax.data.package_sources import LISTS, Known, pins
 from reformax.data.text import text
 
 ONE = b"x = 1\n" * 100
@@ -129,21 +129,28 @@ def test_a_wheel_that_is_no_file_is_refused(make, what, listed, tmp_path, fails_
         package_sources.package_sources(str(tmp_path), wheels=str(listed))
 
 
-def test_the_list_that_comes_along_stands_for_one_text(
-    listed, tmp_path, monkeypatch, content, fails_in_one_line
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_that_comes_along_stands_for_one_text(
+    name, listed, tmp_path, monkeypatch, content, fails_in_one_line
 ):
-    monkeypatch.setattr(package_sources, "PINNED", listed)
-    with fails_in_one_line(ValueError, "is not what it was"):
-        package_sources.package_sources(str(tmp_path))
-    monkeypatch.setattr(package_sources, "N_BYTES", len(JOINED))
-    monkeypatch.setattr(package_sources, "SHA256", hashlib.sha256(JOINED).hexdigest())
-    assert content(package_sources.package_sources(str(tmp_path))) == JOINED
+    of_joined = len(JOINED), hashlib.sha256(JOINED).hexdigest()
+    for known in (Known(listed, *LISTS[name][1:]), Known(listed, 7, of_joined[1])):
+        monkeypatch.setitem(LISTS, name, known)
+        with fails_in_one_line(ValueError, "is not what it was"):
+            package_sources.package_sources(str(tmp_path), name)
+    monkeypatch.setitem(LISTS, name, Known(listed, *of_joined))
+    assert content(package_sources.package_sources(str(tmp_path), name)) == JOINED
 
 
-def test_the_list_that_comes_along_is_whole(tmp_path, fails_in_one_line):
-    assert len({pin.sha256 for pin in pins(PINNED)}) == len(pins(PINNED)) == 40
-    with fails_in_one_line(FileNotFoundError, "no wheel of sympy 1.12: pip download"):
-        package_sources.package_sources(str(tmp_path))
+@pytest.mark.parametrize(
+    "name, n, first", [(None, 40, "sympy 1.12"), ("large", 113, "transformers 5.24.0")]
+)
+def test_a_list_that_comes_along_is_whole(name, n, first, tmp_path, fails_in_one_line):
+    found = pins(LISTS[name].path)
+    assert len({pin.sha256 for pin in found}) == len(found) == n
+    assert found[-40:] == pins(LISTS[None].path)
+    with fails_in_one_line(FileNotFoundError, f"no wheel of {first}: pip download"):
+        package_sources.package_sources(str(tmp_path), name)
 
 
 @pytest.mark.parametrize(
