@@ -43,6 +43,7 @@ models = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.filterwarnings("error:scatter inputs have incompatible types:FutureWarning")
 @pytest.mark.matrix
 @pytest.mark.slow
 @models

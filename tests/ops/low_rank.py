@@ -16,7 +16,7 @@ def tokens_of(mask):
 
 def softmax(logits, mask):
     """The weights of the keys that the mask shows; zeros where it shows none."""
-    top = jnp.max(logits, axis=-1, keepdims=True, where=mask, initial=-1e300)
+    top = jnp.max(logits, axis=-1, keepdims=True, where=mask, initial=-jnp.inf)
     top = jax.lax.stop_gradient(top)
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits - top, 0)), 0)
     total = weights.sum(axis=-1, keepdims=True)

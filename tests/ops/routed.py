@@ -44,7 +44,7 @@ def routing(options, params, plan, qkv, extras, mask, keep):
         alone = counts.sum(axis=-1, keepdims=True) == 0
         counts = counts + alone * itself * mask
     scores = logits(q, k)
-    top = jnp.max(scores, axis=-1, keepdims=True, where=counts > 0, initial=-1e300)
+    top = jnp.max(scores, axis=-1, keepdims=True, where=counts > 0, initial=-jnp.inf)
     weights = counts * jnp.exp(jnp.where(counts > 0, scores - jax.lax.stop_gradient(top), 0))
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / jnp.where(total == 0, 1, total) * keep[..., :length]

@@ -189,6 +189,18 @@ def test_products_of_features_are_exponentials_on_average():
     assert error < 0.02 * want
 
 
+def test_a_vector_whose_features_are_no_numbers_has_no_gradient():
+    """Where its square overflows, and where twice the vector does: the square's derivative.
+
+    Not compiled: compilers of some versions order the products so that none overflows.
+    """
+    x = np.ones(4, np.float32) * np.float32([[[[np.nan]], [[np.inf]], [[1e20]], [[3e38]]]])
+    directions = orthogonal_directions(KEY, 7, 4)
+    features, vjp = jax.vjp(lambda x: positive_features(x, directions, 1e-4), x)
+    assert all(np.isnan(y).all() for y in features)
+    assert not np.any(vjp(jax.tree.map(jnp.ones_like, features))[0])
+
+
 def test_performers_features_are_redrawn_every_few_steps():
     """In training after 3 steps, in evaluation and decoding one step later."""
     op, x = performer.performer(n_features=8, redraw=3), draw()

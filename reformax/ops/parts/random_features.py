@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.softmax import wide
 
 
@@ -51,16 +50,20 @@ def positive_features(
       epsilon: added to the features in units of the largest, so that no product of two vanishes.
     """
     dtype: Any = wide(x.dtype)
-    square = jnp.sum(finite(x).astype(dtype) ** 2, axis=-1, keepdims=True)
-    whole = is_finite(x) & jnp.isfinite(square)
-    x = jnp.where(whole, x, 0).astype(dtype)
+    x = x.astype(dtype)
+    whole = jnp.isfinite(_square(x))
+    x = jnp.where(whole, x, 0)  # before the square too, whose derivative may overflow
     exponents = jnp.einsum(
         "btnh,mh->btnm", x, directions.astype(dtype), precision=jax.lax.Precision.HIGHEST
     )
-    exponents = exponents - jnp.where(whole, square, 0) / 2
+    exponents = exponents - _square(x) / 2
     # By its index: a number computed twice may not equal itself, and the gradient asks which does.
     largest = jnp.argmax(jax.lax.stop_gradient(exponents), axis=-1, keepdims=True)
     here = jax.lax.broadcasted_iota(largest.dtype, exponents.shape, exponents.ndim - 1) == largest
     scale = jnp.sum(jnp.where(here, exponents, 0), axis=-1, keepdims=True)
     features = jnp.exp(exponents - scale) + jnp.asarray(epsilon, dtype)
     return Features(*(jnp.where(whole, y, jnp.nan) for y in (features, scale)))
+
+
+def _square(x: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:
+    return jnp.sum(x**2, axis=-1, keepdims=True)
