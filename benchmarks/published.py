@@ -1,13 +1,14 @@
-"""A training step of GPT-2 small and medium against PyTorch's of the same model.
+"""A training step of GPT-2 small and medium and of BERT large against PyTorch's of the same model.
 
     python -m benchmarks.published
 
 A step is forward, backward and AdamW, on random tokens, in bfloat16 and without dropout. The models
-and AdamW's settings are those of configs/gpt2.gin and configs/gpt2_medium.gin, at one rate and
-without clipping; PyTorch's has SDPA, torch.compile, autocast and fused AdamW. The two run in turns,
-ten steps in a row, each alone on the device, for a GPU's clock falls with heat. Times are medians.
-A model whose first loss is not that of a guess prints the reason. --profile prints the kernels of
-three more steps of ours and their times.
+and AdamW's settings are those of configs/gpt2.gin, gpt2_medium.gin and bert_large.gin, at one rate
+and without clipping; PyTorch's has SDPA, torch.compile, autocast and fused AdamW. BERT fills in 15%
+of its tokens, and no row has padding; PyTorch's has no mask of it. The two run in turns, ten steps
+in a row, each alone on the device, for a GPU's clock falls with heat. Times are medians. A model
+whose first loss is not that of a guess prints the reason. --profile prints the kernels of three
+more steps of ours and their times.
 """
 
 from __future__ import annotations
@@ -38,15 +39,23 @@ from reformax.training import step as step_lib
 from reformax.training.settings import build
 
 IN_A_ROW, TRACED = 10, 3  # steps
-NAMES = ("gpt2", "gpt2_medium")
+# Settings of each config that make a tiny model of it.
+NAMES = {
+    "gpt2": ("lm.TransformerLM.pos_axial_shape=(16,)", "lm.TransformerLM.first_token=0"),
+    "gpt2_medium": ("lm.TransformerLM.pos_axial_shape=(16,)", "lm.TransformerLM.first_token=0"),
+    "bert_large": ("encoder.TransformerMaskedLM.pos_axial_shape=(16,)",),
+}
 # PyTorch's step has neither schedule nor clipping.
-ALWAYS = ("optimizer.adamw.learning_rate = %learning_rate", "optimizer.adamw.clip = None")
+ALWAYS = (
+    *("optimizer.adamw.learning_rate = %learning_rate", "optimizer.adamw.clip = None"),
+    "dropout = 0.0",
+)
 TINY = (
     *("vocab_size=50", "d_model=32", "d_ff=128", "d_head=16", "n_heads=2", "n_layers=2"),
-    *("batch_size=2", "length=16", "lm.TransformerLM.pos_axial_shape=(16,)"),
-    "lm.TransformerLM.first_token=0",
+    *("batch_size=2", "length=16"),
 )
 OVERRIDES = {"tiny": TINY, "cpu": TINY, "gpu": ()}
+MASKED = 0.15  # the share of tokens that are filled in
 
 
 class Shape(NamedTuple):
@@ -58,6 +67,7 @@ class Shape(NamedTuple):
     batch: int
     length: int
     vocab_size: int
+    masked: bool  # a masked language model, which sees whole rows
 
     @property
     def tokens(self) -> int:
@@ -66,8 +76,9 @@ class Shape(NamedTuple):
     @property
     def flop(self) -> int:
         """Operations of a step's products; causal attention counts half."""
-        matrices = 12 * self.n_layers * self.d_model**2 + self.vocab_size * self.d_model
-        attention = 6 * self.n_layers * self.d_model * self.length
+        head = self.vocab_size + (self.d_model if self.masked else 0)
+        matrices = 12 * self.n_layers * self.d_model**2 + head * self.d_model
+        attention = (12 if self.masked else 6) * self.n_layers * self.d_model * self.length
         return self.tokens * (6 * matrices + attention)
 
 
@@ -82,12 +93,14 @@ class Job(NamedTuple):
 
 def from_config(name: str, overrides: Sequence[str]) -> Job:
     """The model and the optimizer of configs/`name`.gin."""
-    config.parse([f"{name}.gin"], [*overrides, *ALWAYS], folders=configs.FOLDERS)
+    overrides = [*overrides, *(NAMES[name] if overrides else ()), *ALWAYS]
+    config.parse([f"{name}.gin"], overrides, folders=configs.FOLDERS)
     names = ("model", "optimizer", "batch_size", "length")
     found = config.bindings(loop.train, names)
     model = build(found["model"], "train")
     sizes = {x: getattr(model, x) for x in ("d_model", "n_layers", "n_heads", "vocab_size")}
     adamw = config.bindings(optimizers.adamw, ("learning_rate", "b2", "weight_decay"))
+    sizes["masked"] = model.task_kind == "masked"
     shape = Shape(batch=found["batch_size"], length=found["length"], **sizes)
     return Job(model, found["optimizer"], shape, adamw)
 
@@ -107,10 +120,13 @@ def ours(job: Job, lock: Path, repeats: int, profile: bool) -> Iterator[float]:
     key = jax.random.PRNGKey(0)
     init = step_lib.init_fn(model, optimizer, size, ema=False)
     state = jax.jit(init, out_shardings=devices.replicated(mesh))(key)
-    tokens, targets = (
-        jax.random.randint(k, size, 0, shape.vocab_size) for k in jax.random.split(key)
+    of_tokens, of_targets, of_weights = jax.random.split(key, 3)
+    tokens, targets = (  # 0 would be padding
+        jax.random.randint(k, size, 1, shape.vocab_size) for k in (of_tokens, of_targets)
     )
-    batch = jax.device_put((tokens, targets, jnp.ones(size)), devices.over_tokens(mesh))
+    counted = jax.random.bernoulli(of_weights, MASKED if shape.masked else 1.0, size)
+    batch = (tokens, targets, counted.astype(jnp.float32))
+    batch = jax.device_put(batch, devices.over_tokens(mesh))
     step = step_lib.step_fn(model, optimizer, mesh).lower(state, batch, key).compile()
 
     def take(n: int) -> float:
@@ -152,6 +168,7 @@ def measure(job: Job, repeats: int, python: str, profile: bool) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder) / "lock"
         sizes = job.shape._asdict() | dict(repeats=repeats, in_a_row=IN_A_ROW, lock=str(lock))
+        sizes["masked"] = MASKED if job.shape.masked else None
         # Its process compiles while ours does.
         answers = ask(python, "peers.published_torch.train", **sizes, optimizer=job.adamw)
         runs = {

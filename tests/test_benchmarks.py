@@ -119,7 +119,7 @@ COMMANDS = [
     ),
     (
         "published",
-        "--only gpt2 --profile --request_kernels",
+        "--only gpt2 bert_large --profile --request_kernels",
         "| PyTorch, compiled | ImportError: none here |",
     ),
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
@@ -141,11 +141,15 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(
-    "name, sizes", [("gpt2", (768, 12, 12, 32)), ("gpt2_medium", (1024, 24, 16, 16))]
+    "name, sizes",
+    [
+        ("gpt2", (768, 12, 12, 32, 1024, 50_304, False)),
+        ("gpt2_medium", (1024, 24, 16, 16, 1024, 50_304, False)),
+        ("bert_large", (1024, 24, 16, 32, 512, 30_592, True)),
+    ],
 )
 def test_the_published_models_are_those_of_the_configs(name, sizes):
-    shape = published.from_config(name, ()).shape
-    assert shape == (*sizes, 1024, 50_304)
+    assert published.from_config(name, ()).shape == sizes
 
 
 def test_devices_at_once_take_as_long_as_the_slowest():

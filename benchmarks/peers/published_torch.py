@@ -1,4 +1,4 @@
-"""GPT-2 in PyTorch: SDPA, torch.compile, autocast to bfloat16, fused AdamW."""
+"""GPT-2 and BERT in PyTorch: SDPA, torch.compile, autocast to bfloat16, fused AdamW."""
 
 from __future__ import annotations
 
@@ -16,40 +16,57 @@ from benchmarks.peers.torch_calls import DEVICE, wait
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward layer, pre-norm."""
+    """Attention and a feed-forward layer: GPT-2's, pre-norm and causal, or BERT's, post-norm."""
 
-    def __init__(self, d_model: int, n_heads: int):
+    def __init__(self, d_model: int, n_heads: int, is_bert: bool):
         super().__init__()
-        self.n_heads = n_heads
+        self.n_heads, self.is_bert = n_heads, is_bert
         self.attention_norm, self.hidden_norm = (nn.LayerNorm(d_model) for _ in range(2))
         self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
         self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
 
-    def forward(self, x):
-        qkv = self.qkv(self.attention_norm(x))
+    def attention(self, x):
+        qkv = self.qkv(x)
         q, k, v = qkv.view(*x.shape[:2], 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.hidden_norm(x)), approximate="tanh"))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=not self.is_bert)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+    def hidden(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+    def forward(self, x):
+        if self.is_bert:
+            x = self.attention_norm(x + self.attention(x))
+            return self.hidden_norm(x + self.hidden(x))
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.hidden(self.hidden_norm(x))
 
 
-class GPT2(nn.Module):
-    """The mean cross-entropy of targets, in nats."""
+class Model(nn.Module):
+    """The mean cross-entropy of targets, in nats; those of -100 do not count."""
 
-    def __init__(self, vocab_size: int, length: int, d_model: int, n_layers: int, n_heads: int):
+    def __init__(
+        self, vocab_size: int, length: int, d_model: int, n_layers: int, n_heads: int, is_bert: bool
+    ):
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, d_model)
         self.positions = nn.Embedding(length, d_model)
-        self.layers = nn.ModuleList(Layer(d_model, n_heads) for _ in range(n_layers))
-        self.norm = nn.LayerNorm(d_model)
+        self.layers = nn.ModuleList(Layer(d_model, n_heads, is_bert) for _ in range(n_layers))
+        self.norm = nn.LayerNorm(d_model)  # BERT's of the embedding
+        self.is_bert = is_bert
+        if is_bert:
+            self.head = nn.Sequential(nn.Linear(d_model, d_model), nn.GELU(), nn.LayerNorm(d_model))
+            self.bias = nn.Parameter(torch.zeros(vocab_size))
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, tokens, targets):
         x = self.tokens(tokens) + self.positions.weight
+        x = self.norm(x) if self.is_bert else x
         for layer in self.layers:
             x = layer(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
+        x = self.head(x) if self.is_bert else self.norm(x)
+        logits = F.linear(x, self.tokens.weight, self.bias if self.is_bert else None)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
@@ -61,12 +78,16 @@ def train(
     in_a_row: int,
     lock: str,
     optimizer: dict[str, Any],
+    masked: float | None,
     **sizes: int,
 ) -> Iterator[dict[str, float]]:
-    """Compiles a step, and gives its first loss; then seconds of a step, `repeats` times."""
+    """Compiles a step, and gives its first loss; then seconds of a step, `repeats` times.
+
+    The model is BERT if `masked`, the share of tokens that count, is not None.
+    """
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    model = GPT2(vocab_size, length, **sizes).to(DEVICE)
+    model = Model(vocab_size, length, is_bert=masked is not None, **sizes).to(DEVICE)
     adam = torch.optim.AdamW(
         model.parameters(),
         lr=optimizer["learning_rate"],
@@ -75,6 +96,8 @@ def train(
         fused=DEVICE == "cuda",
     )
     tokens, targets = torch.randint(0, vocab_size, (2, batch, length), device=DEVICE)
+    if masked is not None:
+        targets[torch.rand(batch, length, device=DEVICE) >= masked] = -100
     compiled = torch.compile(model, dynamic=False) if DEVICE == "cuda" else model
 
     def step() -> torch.Tensor:
