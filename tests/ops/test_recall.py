@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.recall import mean_recall
 from reformax.ops import asymmetric_lsh, smyrf
-from reformax.ops.parts import asymmetric
+from reformax.ops.parts import centring
 from reformax.ops.parts.masks import visibility
 from reformax.ops.parts.reference import reference_attention
 
@@ -72,5 +72,5 @@ def test_a_causal_hash_reads_a_key_less_the_mean_of_those_before(packed):
         before = np.nan_to_num(x[row, :i])[segments[row, :i] == segments[row, i]]
         want[row, i] -= before.mean(axis=0) if len(before) else 0
     ids = segments if packed else None
-    got = jax.jit(lambda x: asymmetric.centred(x, ids, True))(x.astype(np.float32))
+    got = jax.jit(lambda x: centring.centred(x, ids, True))(x.astype(np.float32))
     np.testing.assert_allclose(got, want, atol=1e-5)
