@@ -1,14 +1,12 @@
 """Vectors less the mean of their segment, or of those before them in it.
 
 Sums of what is before each position are taken by blocks of positions: within a block as one product
-with ones below the diagonal, and between blocks by a scan over their sums. Products with ones are
-exact, so vectors are read in their own dtype. A scan over all positions would pass over float32
+with ones below the diagonal, and between blocks likewise, of the blocks' sums. Products with ones
+are exact, so vectors are read in their own dtype. A scan over all positions would pass over float32
 copies of them some sixteen times.
 """
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -57,44 +55,49 @@ def _of_segments(x: Float[Array, "T N H"], number: Int[Array, " T"]) -> Float[Ar
 
 def _before(
     x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "#B T"]]:
     """The sum and the number of the vectors before each in its segment."""
-    order, x, ids = side_by_side(x, segments)
-    ids = jnp.zeros(x.shape[:2], jnp.int32) if ids is None else ids
-    place = jnp.arange(x.shape[1])
-    begins = jnp.diff(ids, prepend=ids[:, :1]) != 0
-    counts = place - lax.cummax(jnp.where(begins, place, 0), axis=1)
-    sums = sums_before(x.reshape(*x.shape[:2], -1), ids).reshape(x.shape)
-    return back(sums, order), back(counts, order).astype(sums.dtype)
+    order, here, ids = side_by_side(x.reshape(*x.shape[:2], -1), segments)
+    if segments is None:
+        sums = sums_before(here, jnp.zeros(x.shape[:2], jnp.int32))
+        return sums.reshape(x.shape), jnp.arange(x.shape[1], dtype=sums.dtype)[None]
+    sums, counts = (
+        back(sums_before(part, ids), order) for part in (here, jnp.ones((*x.shape[:2], 1)))
+    )
+    return sums.reshape(x.shape), counts[..., 0]
 
 
-def sums_before(x: Float[Array, "B T F"], ids: Int[Array, "B T"]) -> Float[Array, "B T F"]:
-    """The sum of the vectors before each that have its id; equal ids stand side by side.
+def sums_before(
+    x: Float[Array, "B T F"],
+    ids: Int[Array, "B T"],
+    sought: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T F"]:
+    """The sum of the vectors before each position that have the id which it seeks.
 
-    It is float32, or float64 of float64. Vectors are finite.
+    It is float32, or float64 of float64. Vectors are finite, and equal ids stand side by side.
+
+    Args:
+      x: the vectors.
+      ids: the id of each.
+      sought: its own id, or that of the position before it; None: its own.
     """
-    length = x.shape[1]
+    length, sought = x.shape[1], ids if sought is None else sought
     size = min(BLOCK, length)
     n_pad = -length % size
     x = jnp.pad(x, ((0, 0), (0, n_pad), (0, 0))).reshape(len(x), -1, size, x.shape[-1])
-    ids = jnp.pad(ids, ((0, 0), (0, n_pad)), mode="edge").reshape(len(ids), -1, size)
-    total = functools.partial(product, dtype=x.dtype, precision=lax.Precision.HIGHEST)
-
+    ids, sought = (
+        jnp.pad(i, ((0, 0), (0, n_pad)), mode="edge").reshape(len(x), -1, size)
+        for i in (ids, sought)
+    )
     place = jnp.arange(size)
-    like = ids[..., :, None] == ids[..., None, :]
-    within = total("bcij,bcjf->bcif", like & (place[:, None] > place), x)
-    # An id goes on in the block behind. What a block ends with may have filled it from its start.
-    ends = total("bcj,bcjf->bcf", ids == ids[..., -1:], x)
-    goes_on = jnp.pad(ids[:, 1:, 0] == ids[:, :-1, -1], ((0, 0), (1, 0)))
-    fills = ids[..., 0] == ids[..., -1]
-    ends = lax.associative_scan(_and_on, (~(goes_on & fills)[..., None], ends), axis=1)[1]
-    carried = jnp.pad(ends[:, :-1], ((0, 0), (1, 0), (0, 0)))[:, :, None]
-    carries = (ids == ids[..., :1]) & goes_on[..., None]
-    sums = within + jnp.where(carries[..., None], carried, 0)
+    seen = (sought[..., :, None] == ids[..., None, :]) & (place[:, None] > place)
+    sums = product("bcij,bcjf->bcif", seen, x, x.dtype, lax.Precision.HIGHEST)
+    if length > size:
+        # Of blocks before, only the id that the last one ends with can be sought. Sums that
+        # overflow are left out, or they would reach other ids.
+        end = ids[..., -1:]
+        ends = x[:, :, -1] + jnp.where(sought[..., -1:] == end, sums[:, :, -1], 0)
+        before = jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        carried = sums_before(finite(ends), end[..., 0], before[..., 0])
+        sums = sums + jnp.where((sought == before)[..., None], carried[:, :, None], 0)
     return sums.reshape(len(x), -1, x.shape[-1])[:, :length]
-
-
-def _and_on(one, other):
-    """Sums of what stands side by side, from where an id begins."""
-    (begins, sums), (begins_too, more) = one, other
-    return begins | begins_too, more + jnp.where(begins_too, 0, sums)
