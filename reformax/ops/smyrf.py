@@ -70,8 +70,8 @@ def smyrf(
 
     It is exact attention over the clusters that the rounds show each query; where one cluster
     covers the length, these are all keys, as in `dense.dense()`. The clusters are those of the
-    order by hash, without the offset of the paper's E2LSH and its rounding to buckets, which sorting
-    makes needless; hashes have 20 bits. M is taken over each segment of a row.
+    order by hash, of 20 bits, without the paper's offset and its rounding to buckets (E2LSH), which
+    sorting makes needless. M is taken over each segment of a row.
 
     In a causal call later tokens decide what is in a cluster, and a cluster may hold no key that a
     query may see. A step of decoding computes the last row of attention over the tokens so far.

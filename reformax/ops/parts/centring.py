@@ -41,7 +41,7 @@ def centred(
         means = x.mean(axis=1, keepdims=True, dtype=wide(x.dtype))
     else:
         means = jax.vmap(_of_segments)(x, segment_numbers(jnp.asarray(segments)))
-    return (x - means).astype(x.dtype)
+    return (x.astype(means.dtype) - means).astype(x.dtype)
 
 
 def _of_segments(x: Float[Array, "T N H"], number: Int[Array, " T"]) -> Float[Array, "T N H"]:
@@ -61,9 +61,8 @@ def _before(
     if segments is None:
         sums = sums_before(here, jnp.zeros(x.shape[:2], jnp.int32))
         return sums.reshape(x.shape), jnp.arange(x.shape[1], dtype=sums.dtype)[None]
-    sums, counts = (
-        back(sums_before(part, ids), order) for part in (here, jnp.ones((*x.shape[:2], 1)))
-    )
+    ones = jnp.ones((*x.shape[:2], 1), x.dtype)
+    sums, counts = (back(sums_before(part, ids), order) for part in (here, ones))
     return sums.reshape(x.shape), counts[..., 0]
 
 
@@ -89,15 +88,16 @@ def sums_before(
         jnp.pad(i, ((0, 0), (0, n_pad)), mode="edge").reshape(len(x), -1, size)
         for i in (ids, sought)
     )
-    place = jnp.arange(size)
-    seen = (sought[..., :, None] == ids[..., None, :]) & (place[:, None] > place)
+    before = jnp.tril(jnp.ones((1, 1, size, size), bool), -1)
+    seen = (sought[..., :, None] == ids[..., None, :]) & before
     sums = product("bcij,bcjf->bcif", seen, x, x.dtype, lax.Precision.HIGHEST)
     if length > size:
         # Of blocks before, only the id that the last one ends with can be sought. Sums that
         # overflow are left out, or they would reach other ids.
         end = ids[..., -1:]
-        ends = x[:, :, -1] + jnp.where(sought[..., -1:] == end, sums[:, :, -1], 0)
-        before = jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0)))
-        carried = sums_before(finite(ends), end[..., 0], before[..., 0])
-        sums = sums + jnp.where((sought == before)[..., None], carried[:, :, None], 0)
+        own = sought[..., -1:] == end
+        ends = x[:, :, -1].astype(sums.dtype) + jnp.where(own, sums[:, :, -1], 0)
+        last = jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        carried = sums_before(finite(ends), end[..., 0], last[..., 0])
+        sums = sums + jnp.where((sought == last)[..., None], carried[:, :, None], 0)
     return sums.reshape(len(x), -1, x.shape[-1])[:, :length]
