@@ -36,6 +36,7 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.parts.centring import centred
 from reformax.ops.parts.containment import finite
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
@@ -103,7 +104,7 @@ def asymmetric_lsh(
       count_once: True counts a key once however many rounds show it; False counts it each time.
       own: whether a position that sees nothing else attends to itself. False makes zeros of it, and
         so it is across two sequences, where a query has no key of its own.
-      impl: as in `smyrf.smyrf`; hashing is in array operations.
+      impl: as in `smyrf.smyrf`.
 
     Raises:
       ValueError: sizes out of range or an unknown `impl`.
@@ -130,11 +131,12 @@ def _plan(
     if k.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
-    vectors = q, asymmetric.centred(k, segment_pair(segments)[1], causal)
+    impl = asymmetric.impl_of(settings, q, k)
+    vectors = q, centred(k, segment_pair(segments)[1], causal)
     hashing, length = settings.hashing, length or k.shape[1]
     factors = hashing.factors_for(length)
     rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
-    buckets = [hash_by(rotations, x, factors) for x in vectors]
+    buckets = [hash_by(rotations, x, factors, impl) for x in vectors]
     if asymmetric.crosses(q, k, segments):
         ratio = asymmetric.ratio(q.shape[1], k.shape[1])
         return meeting_orders(*buckets, segments, settings.chunk_len, ratio)
@@ -142,7 +144,7 @@ def _plan(
     sort = functools.partial(
         sort_by_bucket, n_buckets=math.prod(factors), segments=segments, n_pad=n_pad
     )
-    return asymmetric.two_orders(*(sort(x).queries for x in buckets))
+    return asymmetric.two_orders(settings, q, k, *(sort(x).queries for x in buckets))
 
 
 def _apply(settings: Settings, params, q, k, v, **call):
@@ -169,9 +171,8 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     del params, plan  # a plan has no buckets
     factors, length = settings.hashing.factors_for(capacity), q.shape[1]
     rotations = settings.hashing.rotations_for(q, capacity, settings.n_hashes, rng)
-    of_queries, of_keys = (
-        hash_by(rotations, x, factors) for x in (q, asymmetric.centred(k, None, causal=True))
-    )
+    vectors = q, centred(k, None, causal=True)
+    of_queries, of_keys = (hash_by(rotations, x, factors) for x in vectors)
     is_token, last = line(length) < lengths[:, None, None, None], math.prod(factors)
     order = sort_by_bucket(jnp.where(is_token, of_keys, last), last + 1, None, 0).queries
     tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), finite(k.astype(jnp.float32)), 0)
@@ -194,7 +195,8 @@ def _step(
     factors = settings.hashing.factors_for(capacity)
     key = finite(k.astype(jnp.float32))
     mean = total[:, None] / jnp.maximum(now, 1).astype(total.dtype)
-    of_query, of_key = (hash_by(rotations, x, factors) for x in (q, key - mean))
+    vectors = q, (key - mean).astype(k.dtype)
+    of_query, of_key = (hash_by(rotations, x, factors) for x in vectors)
     of_queries, of_keys = (
         with_bucket(buckets, new, position)
         for buckets, new in ((of_queries, of_query), (of_keys, of_key))

@@ -35,7 +35,7 @@ from reformax.ops.parts.cache import (
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.meeting import meeting_orders
 from reformax.ops.parts.orders import ChunkSizes, Order
-from reformax.ops.parts.sorting import seen_before, segment_keys
+from reformax.ops.parts.sorting import seen_before, sort_by_bucket
 
 # Every round orders the whole sequence twice.
 Rounds = Annotated[int, Bounds(1, 1024)]
@@ -70,8 +70,8 @@ def smyrf(
 
     It is exact attention over the clusters that the rounds show each query; where one cluster
     covers the length, these are all keys, as in `dense.dense()`. The clusters are those of the
-    order by hash, without the offset and the rounding of the paper's E2LSH, which sorting makes
-    needless. M is taken over each segment of a row.
+    order by hash, of 20 bits, without the paper's offset and its rounding to buckets (E2LSH), which
+    sorting makes needless. M is taken over each segment of a row.
 
     In a causal call later tokens decide what is in a cluster, and a cluster may hold no key that a
     query may see. A step of decoding computes the last row of attention over the tokens so far.
@@ -122,29 +122,15 @@ def _plan(
         return meeting_orders(*hashes, segments, settings.chunk_len, ratio)
     squares, most = asymmetric.lengths(q, k, segments)
     n_pad = -q.shape[1] % settings.chunk_len
-    queries, keys = (
-        _sorted(asymmetric.products(part, of, most, last), segments, n_pad)
-        for part, of, last in zip(
-            (asymmetric.on_directions(x, directions) for x in (q, k)),
-            squares,
-            (directions[:, -1], directions[:, -2]),
-            strict=True,
+
+    def order(x, squares, last) -> Int[Array, "B N R Tp"]:
+        hashes = asymmetric.hashes(
+            asymmetric.on_directions(x, directions), squares, most, directions[:, last]
         )
-    )
-    return asymmetric.two_orders(queries, keys)
+        return sort_by_bucket(hashes, asymmetric.N_HASHES, segments, n_pad).queries
 
-
-def _sorted(
-    hashes: Float[Array, "B N R T"], segments: Int[Array, "B T"] | None, n_pad: int
-) -> Int[Array, "B N R Tp"]:
-    """The order by (segment, hash, position) of a sequence padded by `n_pad`, padding last."""
-    no_pad = ((0, 0),) * 3
-    hashes = jnp.pad(hashes, (*no_pad, (0, n_pad)), constant_values=jnp.inf)
-    position = jnp.broadcast_to(jnp.arange(hashes.shape[-1], dtype=jnp.int32), hashes.shape)
-    if segments is None:
-        return lax.sort((hashes, position), num_keys=1, is_stable=True)[-1]
-    segments = segment_keys(segments, n_pad, hashes.shape)
-    return lax.sort((segments, hashes, position), num_keys=2, is_stable=True)[-1]
+    orders = (order(*of) for of in zip((q, k), squares, (-1, -2), strict=True))
+    return asymmetric.two_orders(settings, q, k, *orders)
 
 
 def _apply(settings: Settings, params, q, k, v, **call):
@@ -201,7 +187,7 @@ def _step(
         asymmetric.largest_of_segment(jnp.where(exists, x, 0), segments=None) for x in squares
     )
     of_query, of_key = (
-        jnp.where(exists[:, :, None], asymmetric.products(*x, most, last), jnp.inf)
+        jnp.where(exists[:, :, None], asymmetric.hashes(*x, most, last), asymmetric.N_HASHES)
         for *x, last in zip(parts, squares, (directions[:, -1], directions[:, -2]), strict=True)
     )
     # Equal hashes stand by position, and the newest stands behind them.
@@ -211,7 +197,7 @@ def _step(
     n_seen = min(settings.chunk_len, capacity)
     place = place // settings.chunk_len * settings.chunk_len
     place = place + jnp.arange(n_seen)[None, None, None]
-    order = _sorted(of_key, None, 0)
+    order = sort_by_bucket(of_key, asymmetric.N_HASHES + 1, None, 0).queries
     seen = _take(order, jnp.minimum(place, capacity - 1), axis=-1)
     mask = place <= now
     if settings.count_once:

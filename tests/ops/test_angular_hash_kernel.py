@@ -1,6 +1,7 @@
 """The kernel of angular hashing, interpreted, against the array operations."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,9 +12,10 @@ from reformax.ops.parts import hashing
     "length, size, factors, n_rounds",
     [(37, 8, (4,), 3), (150, 20, (6, 10), 2), (20, 64, (300,), 1)],
 )
-def test_the_same_buckets(length, size, factors, n_rounds):
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_the_same_buckets(length, size, factors, n_rounds, dtype):
     """More vectors and more directions than a program takes at a time; and a vector of zeros."""
-    vectors = np.random.default_rng(0).normal(size=(2, length, 3, size)).astype(np.float32)
+    vectors = np.random.default_rng(0).normal(size=(2, length, 3, size)).astype(dtype)
     vectors[0, 3] = 0
 
     @jax.jit

@@ -136,13 +136,14 @@ def test_given_rotations_are_the_hash():
 @pytest.mark.parametrize("segment_dtype", [None, np.int32, np.uint8])
 @pytest.mark.parametrize(
     "n_buckets, backend",
-    # Of 12 rows on a GPU: a key in 16 bits, a key with its position in 32, or neither.
+    # Of 12 rows on a GPU: a key in 16 bits, a key with its position in 32, a key in 32, or neither.
     [
         (6, "cpu"),
         (2**31 // 45 + 1, "cpu"),
         (2**16 // 12 - 1, "gpu"),
         (2**16, "gpu"),
-        (2**27, "gpu"),
+        (2**28, "gpu"),
+        (2**29, "gpu"),
     ],
 )
 @pytest.mark.parametrize("n_pad", [0, 5])

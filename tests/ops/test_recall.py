@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.recall import mean_recall
 from reformax.ops import asymmetric_lsh, smyrf
-from reformax.ops.parts import asymmetric
 from reformax.ops.parts.masks import visibility
 from reformax.ops.parts.reference import reference_attention
 
@@ -59,18 +58,3 @@ def test_separate_queries_and_keys_find_each_other(op, causal):
     for seed in range(3):
         weight, share = shares(names, jax.random.key(seed))
         assert weight > 1.3 * share
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_causal_hash_reads_a_key_less_the_mean_of_those_before(packed):
-    rng = np.random.default_rng(1)
-    x, ids = rng.normal(size=(2, 50, 3, 4)) + 2, rng.integers(0, 4, (2, 50))
-    x[0, 7, 1, 2] = np.nan  # no key has it in its mean
-    segments = ids if packed else np.ones_like(ids)
-    want = np.nan_to_num(x)
-    for row, i in np.ndindex(ids.shape):
-        before = np.nan_to_num(x[row, :i])[segments[row, :i] == segments[row, i]]
-        want[row, i] -= before.mean(axis=0) if len(before) else 0
-    ids = segments if packed else None
-    got = jax.jit(lambda x: asymmetric.centred(x, ids, True))(x.astype(np.float32))
-    np.testing.assert_allclose(got, want, atol=1e-5)

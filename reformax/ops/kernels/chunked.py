@@ -209,10 +209,10 @@ def _in_order(x: Array, order: Array | None) -> Array:
 
 def _inputs(chunks, q, k, v, order, segments, rng) -> Inputs:
     packs = segment = key_order = key_packs = key_segment = None
-    two_orders = order is not None and order.key_places is not None
+    two_orders = order is not None and chunks.two_orders
     if chunks.count_once and order is not None and order.queries.shape[2] > 1:
-        chunk = order.with_places().places // chunks.query_chunk_len
-        packs = _packs(chunks, chunk, order.queries)
+        order = order.with_places(chunks.two_orders)
+        packs = _packs(chunks, order.places // chunks.query_chunk_len, order.queries)
         if two_orders:
             key_packs = _packs(chunks, order.key_places // chunks.chunk_len, order.keys)
     if two_orders:

@@ -21,11 +21,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.ops import flash
 from reformax.ops.base import Traits
+from reformax.ops.parts.centring import centred
+from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.chunked import chunked_attention
 from reformax.ops.parts.containment import finite
 from reformax.ops.parts.dispatch import choose, kernel_obstacles
 from reformax.ops.parts.masks import Segments, segment_numbers, segment_pair
-from reformax.ops.parts.orders import Chunks, ChunkSizes, Order, inverse
+from reformax.ops.parts.orders import Chunks, ChunkSizes, Order
 from reformax.ops.parts.share import Share, all_heads, of_heads, rng_of
 
 # Of algorithms that sort queries and keys by such hashes.
@@ -33,8 +35,9 @@ TRAITS = Traits(
     cross=True, random_plan=True, causal_plan=False, keeps_padding_out=True, heads_apart=True
 )
 
-# In the place of products that are no number. Less than infinity, which marks padding.
-_LARGEST = 3e38
+# A hash is this many of the highest bits of a product. Bits of the row have room above them.
+HASH_BITS = 20
+N_HASHES = 2**HASH_BITS
 
 
 def draw_directions(
@@ -53,17 +56,24 @@ def squared_lengths(x: Float[Array, "B T N H"]) -> Float[Array, "B N T"]:
 def on_directions(
     x: Float[Array, "B T N H"], directions: Float[Array, "N H+2 R"]
 ) -> Float[Array, "B N R T"]:
-    """The part of a vector itself in the product with each direction."""
-    return jnp.einsum("nhr,btnh->bnrt", directions[:, :-2], x.astype(jnp.float32))
+    """The part of a vector itself in the product with each direction, a sum in float32.
+
+    Directions are rounded to the dtype of the vectors, which are read as they are.
+    """
+    return product("nhr,btnh->bnrt", directions[:, :-2], x, x.dtype)
 
 
-def products(
+def hashes(
     part: Float[Array, "B N R T"],
     squares: Float[Array, "B N T"],
     most: Float[Array, "B N #T"],
     last: Float[Array, "N R"],
-) -> Float[Array, "B N R T"]:
-    """The product of transformed vectors with directions.
+) -> Int[Array, "B N R T"]:
+    """The products of transformed vectors with directions, as integers in their order.
+
+    They are less `sqrt(M)` times the last number, which all of a segment share: so they are near 0,
+    whose numbers in floating point are dense. A hash is below `N_HASHES`, and the highest where a
+    product is no number.
 
     Args:
       part: from `on_directions`.
@@ -71,13 +81,16 @@ def products(
       most: M.
       last: the directions' number that meets `sqrt(M - |x|^2)`.
     """
-    rest = _last_number(squares, most)
+    rest = jnp.sqrt(jnp.maximum(most - squares, 0)) - jnp.sqrt(most)
     total = part + last[None, :, :, None] * rest[:, :, None]
-    return jnp.where(jnp.isfinite(total), total, _LARGEST)
+    return jnp.where(jnp.isfinite(total), _highest_bits(total), N_HASHES - 1)
 
 
-def _last_number(squares: Float[Array, "B N T"], most: Float[Array, "B N #T"]) -> Array:
-    return jnp.sqrt(jnp.maximum(most - squares, 0))
+def _highest_bits(x: Float[Array, "*d"]) -> Int[Array, "*d"]:
+    """The `HASH_BITS` highest bits of float32 numbers, as integers in the order of the numbers."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    bits = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)  # sign and size, in order
+    return (bits >> (32 - HASH_BITS)) + N_HASHES // 2
 
 
 def lengths(
@@ -99,10 +112,15 @@ def cosines(
     In the place of the transformations where queries and keys are of two sequences: a query is
     hashed as it is alone, without an M of its sequence, and its hash is like those of its keys.
     """
-    vectors = finite(q.astype(jnp.float32)), centred(k, segment_pair(segments)[1], causal=False)
-    unit = (x * lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-12) for x in vectors)
-    of_queries, of_keys = (on_directions(x, directions) for x in unit)
+    vectors = finite(q), centred(k, segment_pair(segments)[1], causal=False)
+    of_queries, of_keys = (on_directions(_unit(x), directions) for x in vectors)
     return of_queries, of_keys
+
+
+def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
+    """Vectors of length 1, rounded to their dtype."""
+    long = x.astype(jnp.float32)
+    return (long * lax.rsqrt(jnp.sum(long**2, axis=-1, keepdims=True) + 1e-12)).astype(x.dtype)
 
 
 def largest_of_segment(
@@ -119,59 +137,23 @@ def largest_of_segment(
     return jax.vmap(of_row)(squares, segment_numbers(jnp.asarray(segments)))
 
 
-def centred(
-    x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None, causal: bool
-) -> Float[Array, "B T N H"]:
-    """Vectors less the mean of their segment, float32; a number that is not finite is 0.
-
-    Where `causal`, it is the mean of those before, which later tokens do not change. The first
-    vector of a segment stays as it is. All others then have the direction that they have less the
-    mean with themselves.
-    """
-    x = finite(x.astype(jnp.float32))
-    if causal:
-        sums, counts = _before(x, segments)
-        return x - sums / jnp.maximum(counts, 1)[..., None, None]
-    if segments is None:
-        return x - x.mean(axis=1, keepdims=True)
-
-    def of_row(x: Float[Array, "T N H"], number: Int[Array, " T"]) -> Float[Array, "T N H"]:
-        sums, counts = (
-            jax.ops.segment_sum(part, number, num_segments=len(number))
-            for part in (x, jnp.ones(len(number)))
-        )
-        return x - (sums / jnp.maximum(counts, 1)[:, None, None])[number]
-
-    return jax.vmap(of_row)(x, segment_numbers(jnp.asarray(segments)))
+def two_orders(
+    settings: Any,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    queries: Int[Array, "B N R T"],
+    keys: Int[Array, "B N R T"],
+) -> Order:
+    """The positions whose query, and whose key, stands at each place, as a plan for `attend`."""
+    order = Order(queries, keys=keys)
+    # A kernel asks for places only to tell which keys an earlier round has shown.
+    asks = settings.n_hashes > 1 and settings.count_once
+    return order.with_places(True) if asks or impl_of(settings, q, k) == "xla" else order
 
 
-def _before(
-    x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
-) -> tuple[Float[Array, "B T N H"], Float[Array, "#B T"]]:
-    """The sum and the number of the vectors before each in its segment."""
-    length = x.shape[1]
-    if segments is None:
-        return jnp.cumsum(x, axis=1) - x, jnp.arange(length, dtype=x.dtype)[None]
-
-    def both(one, other):  # sums of what stands side by side, from where a segment begins
-        (begins, sums), (begins_too, more) = one, other
-        return begins | begins_too, more + jnp.where(begins_too, 0, sums)
-
-    def of_row(x: Float[Array, "T N H"], ids: Int[Array, " T"]):
-        order = jnp.argsort(ids, stable=True)
-        begins = jnp.diff(ids[order], prepend=ids[order][:1] - 1) != 0
-        _, sums = lax.associative_scan(both, (begins[:, None, None], x[order]))
-        place = jnp.arange(length)
-        count = place - lax.cummax(jnp.where(begins, place, 0))
-        back = jnp.zeros_like(order).at[order].set(place)
-        return sums[back] - x, count[back].astype(x.dtype)
-
-    return jax.vmap(of_row)(x, jnp.asarray(segments, jnp.int32))
-
-
-def two_orders(queries: Int[Array, "B N R T"], keys: Int[Array, "B N R T"]) -> Order:
-    """The positions whose query, and whose key, stands at each place, as a plan."""
-    return Order(queries, inverse(queries), keys, key_places=inverse(keys))
+def impl_of(settings: Any, q: Array, k: Array, v: Array | None = None) -> str:
+    """The implementation of a call, whose values may not be known yet."""
+    return choose(settings.impl, **kernel_obstacles(q, k, v))
 
 
 def attend(
@@ -194,7 +176,7 @@ def attend(
     else:
         options |= dict(n_keys=k.shape[1], ratio=ratio(q.shape[1], k.shape[1]))
         chunks = Chunks(q.shape[1], *sizes, **options)
-    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
+    impl = impl_of(settings, q, k, v)
     return chunked_attention(q, k, v, chunks, plan, segments, rng, impl)
 
 

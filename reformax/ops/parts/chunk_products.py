@@ -21,12 +21,14 @@ from reformax.ops.parts.softmax import wide
 DIRECT = 16
 
 
-def product(spec: str, x: Array, y: Array, dtype: Any) -> Array:
+def product(
+    spec: str, x: Array, y: Array, dtype: Any, precision: lax.Precision | None = None
+) -> Array:
     """`einsum` of arrays rounded to `dtype`, summed in float32, or in float64 for float64."""
     x, y = x.astype(dtype), y.astype(dtype)
     if jax.default_backend() == "cpu":  # which multiplies bfloat16 along the last axis alone
         x, y = x.astype(wide(dtype)), y.astype(wide(dtype))
-    return jnp.einsum(spec, x, y, preferred_element_type=wide(dtype))
+    return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide(dtype))
 
 
 def decayed_products(

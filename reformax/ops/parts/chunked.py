@@ -72,7 +72,7 @@ def chunked_attention(
     """
     padded = _padded(segments, _n_places(chunks, order))
     if impl == "xla":
-        order = None if order is None else order.with_places()
+        order = None if order is None else order.with_places(chunks.two_orders)
         seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
         others = order, padded, seed, own_weight
         return over_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segments)

@@ -137,12 +137,14 @@ def hash_by(
     factors: Sequence[int],
     impl: str = "xla",
 ) -> Int[Array, "B N R T"]:
-    """`hash_vectors` by given rotations; the kernel multiplies in the dtype of `vectors`."""
+    """`hash_vectors` by given rotations, which are rounded to the dtype of `vectors`."""
     if impl != "xla":
         from reformax.ops.kernels import angular_hash
 
         interpret = impl == "pallas_interpret"
         return angular_hash.hash_vectors(vectors, rotations, factors, interpret)
+
+    rotations = rotations.astype(vectors.dtype).astype(jnp.float32)
 
     def one_round(rotation: Float[Array, "N H F"]) -> Int[Array, "B N T"]:
         rotated = jnp.einsum("nhf,btnh->bnft", rotation, vectors.astype(jnp.float32))

@@ -106,8 +106,8 @@ class Order(NamedTuple):
         first query's to `n_chunks_after` behind the last query's. None is `queries`, with no key
         before or behind them.
       key_places: the place of each position's key, where the keys have an order of their own:
-        `keys` then has as many chunks as `queries`, with no key before or behind them. None: keys
-        stand where their queries do.
+        `keys` then has as many chunks as `queries`, with no key before or behind them. None leaves
+        it to `with_places`, or keys stand where their queries do.
       first: the first place whose key a position's query sees; it then sees none after its own
         place either. None shows it all chunks in reach.
     """
@@ -118,9 +118,12 @@ class Order(NamedTuple):
     first: Int[Array, "B N R T"] | None = None
     key_places: Int[Array, "B N R T"] | None = None
 
-    def with_places(self) -> Order:
-        """The order with the place of each position."""
-        return self if self.places is not None else self._replace(places=inverse(self.queries))
+    def with_places(self, two_orders: bool = False) -> Order:
+        """The order with the place of each position, and of its key if that has its own."""
+        if self.places is not None:
+            return self
+        key_places = inverse(self.keys) if two_orders else None
+        return self._replace(places=inverse(self.queries), key_places=key_places)
 
 
 def inverse(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
