@@ -18,7 +18,7 @@ length, or more memory than there is, as both grew at shorter ones, is left out.
 `longformer`, whose window has both sides, with 16 global tokens. A query sees 256 keys in each
 round of `lsh`, `smyrf` and `asymmetric_lsh`; `nsa` has one head of keys, and no weights of its own;
 where it says so, 4 of keys and 64 of queries, of 128. A query of `dsa` sees 1,024 keys, and the
-gradient of its indexer is computed too; its kernels are on request.
+gradient of its indexer is computed too.
 
 A row gets no time before its output and gradients agree, at a short length, with another
 implementation given the same plan, and nearly all of the plan with that implementation's: on a GPU

@@ -11,7 +11,8 @@ Trax computes its LSH heads one at a time (n_parallel_heads=1) or all at once (N
 has LSH chunks of 256, and so fewer buckets. There reformax's first row is as in the configs, with
 layers unrolled, feed-forward layers whole and their outputs kept; another keeps all activations, as
 a Transformer does, and the one of least memory has a loop over layers and feed-forward layers in
-chunks. A model that fails, or whose first loss is not that of a uniform guess, prints the reason.
+chunks. FP8 is dtype="float8" (layers/float8.py). A model that fails, or whose first loss is not
+that of a uniform guess, prints the reason.
 """
 
 from __future__ import annotations
@@ -127,6 +128,8 @@ def candidates(shape: Shape) -> dict[str, Builder]:
         fast = dict(dtype=first, scan_layers=False, keep_ff_outputs=True)
         kept = dict(dtype=first, scan_layers=False, keep_activations=True)
         options = {REFORMER: fast, f"{REFORMER}, activations kept": kept}
+        options[f"{REFORMER}, FP8"] = fast | dict(dtype="float8")
+        options[f"{REFORMER}, FP8, activations kept"] = kept | dict(dtype="float8")
         options[f"{REFORMER}, least memory"] = in_chunks
     options[f"{REFORMER}, exact"] = in_chunks | dict(exact=True)
     options |= {f"{REFORMER}, {dtype}": in_chunks | dict(dtype=dtype) for dtype in others}

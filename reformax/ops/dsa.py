@@ -43,7 +43,6 @@ from reformax.ops.parts.dispatch import (
     check_impl,
     choose,
     kernel_obstacles,
-    on_request,
 )
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.masks import ids_or_ones
@@ -66,11 +65,11 @@ class Settings(NamedTuple):
     impl: str
 
     def choose(self, q: Array, k: Array, v: Array | None) -> str:
-        """The implementation; that of kernels is on request."""
+        """The implementation of a call."""
         n_pairs = q.shape[0] * q.shape[1] ** 2
         above = {"d_index": (self.d_index, MAX_HEAD_SIZE), "pairs": (n_pairs, MOST_PAIRS)}
         above = {name: n for name, (n, most) in above.items() if n > most}
-        return choose(on_request(self.impl), **kernel_obstacles(q, k, v, **above))
+        return choose(self.impl, **kernel_obstacles(q, k, v, **above))
 
 
 @named
@@ -98,10 +97,10 @@ def dsa(
       index_loss: the factor of the indexer's loss, a mean over positions, beside the model's. With
         0 the indexer stays as it is. Of a batch that is computed in parts, or by several devices,
         the parts' means add up; Adam does not feel the factor.
-      impl: `"xla"` runs everywhere, in array operations, as `"auto"` does. `"pallas"` is kernels
-        for NVIDIA GPUs of Ampere or later, heads and index heads of 128 or less and at most 2^36
-        pairs of tokens, which take a bit of memory each; no GPU has timed them yet.
-        `"pallas_interpret"` runs them anywhere, slowly, for tests.
+      impl: `"xla"` runs everywhere, in array operations. `"pallas"` is kernels for NVIDIA GPUs of
+        Ampere or later, heads and index heads of 128 or less and at most 2^36 pairs of tokens,
+        which take a bit of memory each. `"pallas_interpret"` runs them anywhere, slowly, for tests.
+        `"auto"` takes them where they compute the same function.
 
     Raises:
       ValueError: a size below 1, a factor below 0, an unknown `impl`.

@@ -28,13 +28,7 @@ from reformax.declared import Bounds, Seed, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import Shared
 from reformax.ops.parts.containment import finite
-from reformax.ops.parts.dispatch import (
-    KERNELS,
-    check_impl,
-    choose,
-    kernel_obstacles,
-    on_request,
-)
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.means import KEPT, mean, quotient, with_ones
 from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
 from reformax.ops.parts.recurrence import advance, everything
@@ -108,8 +102,7 @@ def performer(
         features meet none of its keys', the sum of its weights is about this, and its gradient is
         rounded to 1e-7 of one over it.
       chunk_len: as in `linear.linear`.
-      impl: as in `linear.linear`. Kernels make features of bfloat16 too where they are asked for by
-        name: `"auto"` leaves these to array operations.
+      impl: as in `linear.linear`. In a causal call kernels make features of bfloat16 too.
       redraw: after how many steps of training others are drawn, of the seed and the number of the
         draw (sec. 4.3). Evaluation and decoding take the last ones that training took. The steps
         are counted by a weight `steps`, which is `Carried`. None keeps the first.
@@ -173,7 +166,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
 
 def _kernel(settings: Settings, q, k, v) -> str | None:
     """The implementation whose kernels make the features too; None: array operations do."""
-    impl = on_request(settings.impl)
+    impl = settings.impl
     if impl == "xla" or q.dtype != jnp.bfloat16 or settings.n_features > MAX_IN_TILE:
         return None
     impl = choose(impl, **kernel_obstacles(q, k, v))

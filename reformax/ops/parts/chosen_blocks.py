@@ -78,7 +78,7 @@ def tiles(blocks: Int[Array, "B N T K"], n_blocks: int, n_rows: int) -> Tiles:
 def _owner(bounds: Int[Array, " J+1"], n: int) -> Int[Array, " n"]:
     """Which stretch of `bounds` each of `n` numbers is in; behind the end, the last one."""
     number = jnp.arange(n, dtype=jnp.int32)
-    found = jnp.searchsorted(bounds[1:], number, side="right")
+    found = jnp.searchsorted(bounds[1:], number, side="right", method="scan_unrolled")
     return jnp.minimum(found, len(bounds) - 2).astype(jnp.int32)
 
 
