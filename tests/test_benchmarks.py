@@ -117,6 +117,8 @@ COMMANDS = [
         "--task=listops_short --only flash retention --pretrained --runs={path}/runs",
         "| flash | ",
     ),
+    ("program", "--attention lsh --gradient --causal", "lsh, causal, gradient, 1 x 128 tokens"),
+    ("program", "--largest=2 --request_kernels", "a step of 1 x 64 tokens: "),
     (
         "published",
         "--only gpt2 bert_large --profile --request_kernels",

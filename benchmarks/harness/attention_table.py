@@ -208,6 +208,23 @@ def inputs_of(op: AttentionOp, case: Case) -> dict[str, Any]:
     )
 
 
+def forward(op: AttentionOp, dropout: float, causal: bool, inputs, segments, rng) -> Any:
+    """The output, of the arrays that `inputs_of` names."""
+    q, k, v, params, extras = inputs
+    given = dict(segments=segments, rng=rng, params=params, extras=extras)
+    causal = causal or not op.traits.bidirectional
+    return op(q, k, v, causal=causal, dropout=dropout, **given)
+
+
+def both(
+    op: AttentionOp, dropout: float, causal: bool, inputs, segments, rng, d_out
+) -> tuple[Any, Any]:
+    """The output, and the gradients of the inputs."""
+    attend = functools.partial(forward, op, dropout, causal)
+    out, vjp = jax.vjp(lambda inputs: attend(inputs, segments, rng), inputs)
+    return out, vjp(d_out.astype(out.dtype))
+
+
 def programs(op: AttentionOp, case: Case) -> tuple[Any, Any, float]:
     """The compiled forward pass and both passes, of the arrays by name, and MiB of the latter.
 
@@ -215,33 +232,25 @@ def programs(op: AttentionOp, case: Case) -> tuple[Any, Any, float]:
       MemoryError: the passes need more memory than the device has.
       NotImplementedError: the attention has no such call.
     """
-
-    def attend(inputs, segments, rng):
-        q, k, v, params, extras = inputs
-        given = dict(segments=segments, rng=rng, params=params, extras=extras)
-        causal = not op.traits.bidirectional
-        return op(q, k, v, causal=causal, dropout=case.dropout, **given)
-
-    def both(inputs, segments, rng, d_out):
-        out, vjp = jax.vjp(lambda inputs: attend(inputs, segments, rng), inputs)
-        return out, vjp(d_out.astype(out.dtype))
-
+    of_forward, of_both = (
+        jax.jit(functools.partial(run, op, case.dropout, False)) for run in (forward, both)
+    )
     like = jax.eval_shape(functools.partial(inputs_of, op, case))
-    combined = jax.jit(both).lower(**like).compile()
+    combined = of_both.lower(**like).compile()
     asked = combined.memory_analysis()
     parts = ("argument_size", "output_size", "temp_size")
     n_bytes = sum(getattr(asked, f"{part}_in_bytes") for part in parts)
     if n_bytes > memory.available():
         raise MemoryError(f"{n_bytes / MIB:,.0f} MiB")
     like.pop("d_out")
-    return jax.jit(attend).lower(**like).compile(), combined, n_bytes / MIB
+    return of_forward.lower(**like).compile(), combined, n_bytes / MIB
 
 
-def measure(op: AttentionOp, case: Case, repeats: int, forward, combined, mib: float) -> Figures:
+def measure(op: AttentionOp, case: Case, repeats: int, alone, combined, mib: float) -> Figures:
     """The figures of a case: means of queued calls."""
     given = inputs_of(op, case)
     of_forward = {name: x for name, x in given.items() if name != "d_out"}
-    calls = functools.partial(forward, **of_forward), functools.partial(combined, **given)
+    calls = functools.partial(alone, **of_forward), functools.partial(combined, **given)
     one, two = (time_calls(x, jax.block_until_ready, repeats, MOST).queued_ms for x in calls)
     return Figures(one, two - one, two, mib)
 

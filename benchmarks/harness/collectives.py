@@ -9,15 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
+from benchmarks.harness.hlo import TRIPS, Shape, called, computations, shapes, size_of
+
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= (\S.*?) ({'|'.join(_KINDS)})(?:-start)?\(")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_CALLED = re.compile(
-    r"(?:body|to_apply|calls|condition|true_computation|false_computation)=%?([\w.\-]+)"
-)
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # A range of devices, in a shape and transposed: `[8,2]T(1,0)`.
 _ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 # Groups along axes of a mesh: `mesh['a'=8,'b'=2], device_ids=([2,8]T(1,0)) {'a'}`.
@@ -38,14 +33,14 @@ class Collective(NamedTuple):
     """
 
     kind: str
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    shapes: tuple[Shape, ...]
     groups: tuple[tuple[int, ...], ...]
     times: int
 
     @property
     def size(self) -> int:
         """The bytes of its result on a device."""
-        return sum(_BYTES.get(dtype, 4) * math.prod(shape) for dtype, shape in self.shapes)
+        return sum(map(size_of, self.shapes))
 
     @property
     def sent(self) -> float:
@@ -68,28 +63,16 @@ def collectives(text: str) -> list[Collective]:
 
     A loop whose number of rounds the text does not tell counts as one.
     """
-    bodies: dict[str, list[str]] = {}
-    entry = lines = None
-    for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
-            lines = bodies.setdefault(found[2], [])
-            entry = found[2] if found[1] else entry
-        elif lines is not None:
-            lines.append(line)
+    bodies, entry = computations(text)
     return list(_of_computation(bodies, entry, 1))
 
 
 def _of_computation(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[Collective]:
     for line in bodies.get(name, ()):
         if found := _COLLECTIVE.search(line):
-            shapes = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
-            shapes = tuple((t, tuple(map(int, filter(None, s.split(","))))) for t, s in shapes)
-            yield Collective(found[2], shapes, _groups(line), times)
-        rounds = int(trips[1]) if " while(" in line and (trips := _TRIPS.search(line)) else 1
-        called = _CALLED.findall(line)
-        for branches in _BRANCHES.findall(line):
-            called += [branch.strip().lstrip("%") for branch in branches.split(",")]
-        for inner in called:
+            yield Collective(found[2], shapes(found[1]), _groups(line), times)
+        rounds = int(trips[1]) if " while(" in line and (trips := TRIPS.search(line)) else 1
+        for inner in called(line):
             yield from _of_computation(bodies, inner, times * rounds)
 
 

@@ -1,0 +1,140 @@
+"""The kernels of a program as it is compiled for an H200, and the bytes that they read and write.
+
+    python -m benchmarks.program --config_file=configs/gpt2.gin
+    python -m benchmarks.program --attention moba --length=65536 --gradient
+
+compiles a training step of a config, or attention to one sequence, and runs nothing. --gradient is
+of every input, and --causal hides what comes later, as some attentions do in any case. Needs no
+GPU, but JAX's compiler for one: `pip install 'jax[cuda13]'`. Prints kinds of kernels by their bytes
+and, with --largest, the largest kernels with the operation that each comes from. Bytes are bounds
+from above: arrays count whole. Products come as the compiler's first choice, for a GPU would choose
+them by trying. The text is that of Python's standard library, whatever the config's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import scaling
+from benchmarks.harness import attention_table, command_line, h200
+from benchmarks.harness.calls import MIB
+from benchmarks.harness.output import Table
+from benchmarks.harness.traffic import Kernel, gigabytes, kernels
+from reformax import devices
+from reformax.training import mesh as mesh_lib
+from reformax.training import opening
+from reformax.training import step as step_lib
+from reformax.training.settings import Settings, build
+
+
+class Program(NamedTuple):
+    """What is compiled: a function that is traced for the shapes of its arguments."""
+
+    title: str
+    trace: Callable[[], Any]
+
+
+def training_step(settings: Settings, device: Any) -> Program:
+    """A step of training on one device."""
+    mesh = mesh_lib.make({}, [device])
+    size = settings.batch_size, settings.length
+    whole, over = devices.replicated(mesh), devices.over_tokens(mesh)
+
+    def trace() -> Any:
+        model = build(settings.model, "train")
+        key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+        init = step_lib.init_fn(model, settings.optimizer, size, settings.ema_decay > 0)
+        state = _placed(jax.eval_shape(init, key), whole)
+        batch = _placed(tuple(settings.task.train_batch(0, 0, *size)), over)
+        step = opening.step_of(settings, model, mesh, state)
+        return step.lower(state, batch, _placed(key, whole))
+
+    return Program(f"a step of {size[0]} x {size[1]:,} tokens", trace)
+
+
+def attention(case: attention_table.Case, gradient: bool, causal: bool, device: Any) -> Program:
+    """A call of an attention, without padding."""
+    op = attention_table.attentions()[case.attention]
+    sharding = NamedSharding(mesh_lib.make({}, [device]), PartitionSpec())
+
+    def trace() -> Any:
+        like = jax.eval_shape(functools.partial(attention_table.inputs_of, op, case))
+        run = attention_table.both if gradient else attention_table.forward
+        if not gradient:
+            like.pop("d_out")
+        run = jax.jit(functools.partial(run, op, case.dropout, causal))
+        return run.lower(**_placed(like, sharding))
+
+    name = case.attention + ", causal" * causal + ", gradient" * gradient
+    of = f"{case.batch} x {case.length:,} tokens, {case.n_heads} heads of {case.d_head}"
+    return Program(f"{name}, {of}, {case.dtype}", trace)
+
+
+def _placed(tree: Any, sharding: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def print_kernels(title: str, compiled: Any, largest: int) -> None:
+    """The tables of a compiled program."""
+    found = kernels(compiled.as_text())
+    temp = compiled.memory_analysis().temp_size_in_bytes / MIB
+    n = sum(each.times for each in found)
+    print(f"\n{title}: {n:,} kernels, {gigabytes(found):,.2f} GB, {temp:,.0f} MiB temporary")
+    kinds: dict[str, list[Kernel]] = defaultdict(list)
+    for each in found:
+        kinds[each.kind].append(each)
+    table = Table("kernels", "times", "GB read and written")
+    for kind, own in sorted(kinds.items(), key=lambda item: -gigabytes(item[1])):
+        table.row(kind, f"{sum(each.times for each in own):,}", f"{gigabytes(own):,.3f}")
+    if largest:
+        table = Table("kernel", "of", "times", "MB read", "written", title="The largest")
+        for each in sorted(found, key=lambda each: -each.bytes)[:largest]:
+            sizes = f"{each.read / 1e6:,.1f}", f"{each.written / 1e6:,.1f}"
+            table.row(each.kind, each.source[-60:], f"{each.times:,}", *sizes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--config_file", action="append", help="a gin file; may be repeated")
+    parser.add_argument("--config", action="append", default=[], help="an override")
+    names = attention_table.attentions()
+    parser.add_argument("--attention", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--length", type=command_line.positive, default=65536)
+    parser.add_argument("--heads", type=command_line.positive, default=8)
+    parser.add_argument("--head_size", type=command_line.positive, default=64)
+    parser.add_argument("--gradient", action="store_true", help="of the attention, both passes")
+    parser.add_argument("--causal", action="store_true", help="also where it need not be")
+    parser.add_argument("--largest", type=int, default=0, help="print so many kernels")
+    args = parser.parse_args(argv)
+    if not (args.tiny or args.config_file or args.attention):
+        parser.error("nothing to compile: give --config_file or --attention")
+    # Tiny programs are compiled for the machine that there is.
+    try:
+        device = jax.devices()[0] if args.tiny else h200.devices()[0]
+    except NotImplementedError as error:
+        parser.error(str(error))
+    options = {} if args.tiny else h200.OPTIONS
+    with nullcontext() if args.tiny else h200.assumed():
+        if args.attention:
+            length, dtype = (128, "float32") if args.tiny else (args.length, "bfloat16")
+            sizes = 1, args.heads, args.head_size, dtype, h200.NAME
+            case = attention_table.Case(args.attention, length, 0.0, False, *sizes)
+            program = attention(case, args.gradient, args.causal, device)
+        else:
+            tiny = args.tiny and not args.config_file
+            given = args.config_file, args.config
+            settings = scaling.tiny() if tiny else scaling.from_config(*given)
+            program = training_step(settings, device)
+        compiled = program.trace().compile(compiler_options=options)
+    print_kernels(program.title, compiled, args.largest)
+
+
+if __name__ == "__main__":
+    main()

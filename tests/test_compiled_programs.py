@@ -1,0 +1,77 @@
+"""What the harness of benchmarks reads from compiled programs: who sends what, and what is read."""
+
+import pytest
+
+from benchmarks import program
+from benchmarks.harness.collectives import collectives
+from benchmarks.harness.traffic import Kernel, kernels
+
+ROWS = (0, 1, 2, 3), (4, 5, 6, 7)
+COLUMNS = (0, 4), (1, 5), (2, 6), (3, 7)
+
+
+@pytest.mark.parametrize(
+    "written, groups",
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", ROWS),
+        ("[2,4]<=[8]", ROWS),
+        ("[4,2]<=[2,4]T(1,0)", COLUMNS),
+        ("mesh['a'=2,'b'=4] {'b'}", ROWS),
+        ("mesh['a'=2,'b'=4] {'a'}", COLUMNS),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", COLUMNS),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", ROWS),
+        ("mesh['a'=1,'b'=8] {'a','b'}", (tuple(range(8)),)),
+        ("mesh['a'=8] {'a':(2)4}", ROWS),
+        ("mesh['a'=8] {'a':(1)2}", COLUMNS),
+    ],
+)
+def test_groups_of_devices_are_read_in_every_notation(written, groups):
+    line = (
+        f"  %sum = f32[6]{{0}} all-reduce(%x), channel_id=1, replica_groups={written}, to_apply=%f"
+    )
+    (found,) = collectives(f"ENTRY %main (x: f32[6]) -> f32[6] {{\n{line}\n}}\n")
+    assert found.groups == groups
+    n = len(groups[0])
+    assert found.sent == pytest.approx(2 * (n - 1) / n * 24)
+
+
+def test_groups_that_are_not_understood_are_an_error():
+    line = "  %sum = f32[6]{0} all-reduce(%x), replica_groups=other, to_apply=%f"
+    with pytest.raises(ValueError, match="unknown groups of devices in .*replica_groups=other"):
+        collectives(f"ENTRY %main (x: f32[6]) -> f32[6] {{\n{line}\n}}\n")
+
+
+PROGRAM = """HloModule jit_step
+%body (x: (s32[], f32[2,3])) -> (s32[], f32[2,3]) {
+  %x = (s32[], f32[2,3]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%x), index=0
+  %y = f32[2,3]{1,0} get-tuple-element(%x), index=1
+  %add_fusion.1 = f32[2,3]{1,0} fusion(%y), kind=kLoop, calls=%f, metadata={op_name="jit(f)/add"}
+  ROOT %t = (s32[], f32[2,3]{1,0}) tuple(%i, %add_fusion.1)
+}
+
+ENTRY %main (a: bf16[4,5]) -> f32[2,3] {
+  %a = bf16[4,5]{1,0} parameter(0)
+  %norm.2 = (bf16[4,5]{1,0}, /*index=1*/f32[4]{0}) custom-call(%a), \
+custom_call_target="triton", metadata={op_name="jit(f)/transpose(jvp(norm))/pallas_call"}
+  %b = bf16[4,5]{1,0} get-tuple-element(%norm.2), index=0
+  %dot.7 = f32[2,3]{1,0} custom-call(%b, %b), custom_call_target="matmul"
+  %loop = (s32[], f32[2,3]{1,0}) while(%i), condition=%c, body=%body, \
+backend_config={"known_trip_count":{"n":"7"}}
+  ROOT %out = f32[2,3]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_kernels_are_counted_with_what_they_read_and_write():
+    assert kernels(PROGRAM) == [
+        Kernel("norm", "jit(f)/transpose(jvp(norm))/pallas_call", 40, 56, 1),
+        Kernel("matmul", "", 80, 24, 1),
+        Kernel("add_fusion", "jit(f)/add", 24, 24, 7),
+    ]
+
+
+def test_a_compiler_that_is_missing_is_told(capsys):
+    with pytest.raises(SystemExit):
+        program.main(["--attention=lsh"])
+    assert "no compiler for NVIDIA GPUs is installed: pip install" in capsys.readouterr().err
