@@ -11,9 +11,11 @@ on each device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -90,33 +92,72 @@ def attend(
         """Positions `first` to `last` of the stretch, and what they see around them."""
         left, right = max(before - first, 0), max(last + after - length, 0)
         inside = x[:, max(first - before, 0) : min(last + after, length)]
+        return joined(inside, x, x, left, right, exchanged)
+
+    def joined(inside: Array, head: Array, tail: Array, left: int, right: int, exchanged: bool):
+        """What is inside, behind the `left` positions before it and before the `right` behind it.
+
+        The former come from the tail of the stretch before, the latter from the head of the next.
+        """
         if exchanged:
-            ends = border(x, axis, left, ahead=False), border(x, axis, right, ahead=True)
+            ends = border(tail, axis, left, ahead=False), border(head, axis, right, ahead=True)
             x = jnp.concatenate([ends[0], inside, ends[1]], axis=1)
         else:
-            x = jnp.pad(inside, ((0, 0), (left, right), *[(0, 0)] * (x.ndim - 2)))
+            x = jnp.pad(inside, ((0, 0), (left, right), *[(0, 0)] * (inside.ndim - 2)))
         if not slack:
             return x
         x = jnp.pad(x, ((0, 0), (0, slack), *[(0, 0)] * (x.ndim - 2)))
         return lax.dynamic_slice_in_dim(x, slack - begun, x.shape[1] - slack, axis=1)
 
-    def rows(first: int, last: int) -> Float[Array, "B l N V"]:
-        """The outputs at positions `first` to `last`, with the borders that they see."""
-        ids = ids_or_ones(segments, q)
-        out = apply(
-            around(q, first, last, exchanged=k is None),
-            None if k is None else around(k, first, last),
-            around(v, first, last),
-            around(ids, first, last),
-            dataclasses.replace(share, position=start + first - begun - reach.before),
-        )
+    def rows(first: int, last: int, seen: list[Array | None]) -> Float[Array, "B l N V"]:
+        """The outputs at positions `first` to `last`, of what they see."""
+        place = dataclasses.replace(share, position=start + first - begun - reach.before)
+        out = apply(*seen, place)
         return lax.dynamic_slice_in_dim(out, reach.before + begun, last - first, axis=1)
 
+    ids, keyless = ids_or_ones(segments, q), k is None
+    arrays = [(q, keyless), (k, True), (v, True), (ids, True)]  # queries stay if there are keys
     if slack or length < 2 * (before + after):
-        return rows(0, length)
-    out = apply(q, k, v, segments, dataclasses.replace(share, position=start))
+        seen = [None if x is None else around(x, 0, length, sent) for x, sent in arrays]
+        return rows(0, length, seen)
+    n = before + after
+    parts = [None if x is None else with_ends(x, n) for x in (q, k, v)]
+    whole = [None if part is None else part[0] for part in parts]
+    out = apply(*whole, segments, dataclasses.replace(share, position=start))
+    parts.append((ids, ids[:, :n], ids[:, length - n :]))  # numbers without a gradient
+
+    def near(inside: int, left: int, right: int) -> list[Array | None]:
+        """What the rows of an end see, of the arrays' heads (1) or tails (2)."""
+        return [
+            None if x is None else joined(x[inside], x[1], x[2], left, right, sent)
+            for x, (_, sent) in zip(parts, arrays, strict=True)
+        ]
+
     if before:
-        out = out.at[:, :before].set(rows(0, before))
+        first = rows(0, before, near(1, before, 0))
+        out = lax.dynamic_update_slice_in_dim(out, first, 0, axis=1)
     if after:
-        out = out.at[:, length - after :].set(rows(length - after, length))
+        last = rows(length - after, length, near(2, 0, after))
+        out = lax.dynamic_update_slice_in_dim(out, last, length - after, axis=1)
     return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def with_ends(x: Array, n: int) -> tuple[Array, Array, Array]:
+    """A stretch, its first and its last `n` positions, which do not overlap.
+
+    The gradients of the ends are added to that of the stretch in its place. Of slices they would
+    be padded to the stretch's length, and all of it read and written once more for each.
+    """
+    return x, x[:, :n], x[:, x.shape[1] - n :]
+
+
+def _with_ends_backward(n: int, _, gradients):
+    d_x, *d_ends = gradients
+    for start, d_end in zip((0, d_x.shape[1] - n), d_ends, strict=True):
+        here = lax.dynamic_slice_in_dim(d_x, start, n, axis=1)
+        d_x = lax.dynamic_update_slice_in_dim(d_x, here + d_end, start, axis=1)
+    return (d_x,)
+
+
+with_ends.defvjp(lambda x, n: (with_ends(x, n), None), _with_ends_backward)
