@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import scaling
-from benchmarks.harness import attention_table, command_line, h200
+from benchmarks.harness import attention_table, command_line, configured, h200
 from benchmarks.harness.calls import MIB
 from benchmarks.harness.output import Table
 from benchmarks.harness.traffic import Kernel, gigabytes, kernels
@@ -130,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             tiny = args.tiny and not args.config_file
             given = args.config_file, args.config
-            settings = scaling.tiny() if tiny else scaling.from_config(*given)
+            settings = configured.tiny() if tiny else configured.from_config(*given)
             program = training_step(settings, device)
         compiled = program.trace().compile(compiler_options=options)
     print_kernels(program.title, compiled, args.largest)

@@ -44,15 +44,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.harness import command_line, kernels
+from benchmarks.harness import command_line, configured, kernels
 from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, medians
-from benchmarks.harness.language_models import TINY
 from benchmarks.harness.output import Table, plot
 from reformax import devices
-from reformax.data import stdlib
-from reformax.models import ReformerLM
 from reformax.training import mesh as mesh_lib
-from reformax.training import opening, optimizer
+from reformax.training import opening
 from reformax.training import step as step_lib
 from reformax.training.settings import Settings, build
 
@@ -83,30 +80,6 @@ class Candidate(NamedTuple):
     tokens: int  # of a step
     state_mib: float
     temp_mib: float
-
-
-def tiny() -> Settings:
-    """Settings that take no time."""
-    return Settings(
-        model=lambda mode: ReformerLM(
-            **TINY.arguments(), attention_type=TINY.attention(), mode=mode
-        ),
-        task=stdlib.stdlib(max_bytes=100_000),
-        optimizer=optimizer.adafactor(1e-3),
-        steps=1,
-        batch_size=1,
-        length=64,
-    )
-
-
-def from_config(files: Sequence[str], overrides: Sequence[str]) -> Settings:
-    """The settings of a config, with a text that every machine has."""
-    from reformax.cli import config, configs
-    from reformax.training import loop
-
-    config.parse(files, overrides, folders=configs.FOLDERS)
-    names = {field.name for field in dataclasses.fields(Settings)} - {"task"}
-    return Settings(**config.bindings(loop.train, names), task=stdlib.stdlib())
 
 
 def meshes(axes: Sequence[str]) -> dict[str, Mesh]:
@@ -231,7 +204,8 @@ def run_page(args: Any) -> None:
 
 def measure(args: Any) -> None:
     """Prints the table, and saves it; exits if a mesh failed."""
-    settings = tiny() if args.tiny else from_config(args.config_file, args.config)
+    given = args.config_file, args.config
+    settings = configured.tiny() if args.tiny else configured.from_config(*given)
     n_steps = 1 if args.tiny else args.steps
     axes = args.mesh or ("data", "fsdp")
     named = "tiny" if args.tiny else Path(args.config_file[-1]).stem

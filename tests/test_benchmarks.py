@@ -48,6 +48,7 @@ from benchmarks.harness import (
     calls,
     campaign,
     command_line,
+    configured,
     figures,
     kernels,
     output,
@@ -175,12 +176,12 @@ def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monk
     assert [flags[-2:] for flags, _ in parts] == [kept] * 4
     assert ["latency_hiding" in x.get("XLA_FLAGS", "") for _, x in parts] == [0, 0, 0, 1]
 
-    monkeypatch.setattr(scaling.stdlib, "stdlib", lambda: tiny.counting())
+    monkeypatch.setattr(configured.stdlib, "stdlib", lambda: tiny.counting())
     for flags, _ in parts:
         measured = []
         monkeypatch.setattr(scaling, "measure", measured.append)
         scaling.main(flags)
-        settings = scaling.from_config(measured[0].config_file, measured[0].config)
+        settings = configured.from_config(measured[0].config_file, measured[0].config)
         gin.clear_config()
         assert settings.batch_size * settings.length in (2**16, 2**20)
     monkeypatch.undo()

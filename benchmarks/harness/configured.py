@@ -1,0 +1,36 @@
+"""What configs train, on a text that every machine has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from benchmarks.harness.language_models import TINY
+from reformax.data import stdlib
+from reformax.models import ReformerLM
+from reformax.training import optimizer
+from reformax.training.settings import Settings
+
+
+def tiny() -> Settings:
+    """Settings that take no time."""
+    return Settings(
+        model=lambda mode: ReformerLM(
+            **TINY.arguments(), attention_type=TINY.attention(), mode=mode
+        ),
+        task=stdlib.stdlib(max_bytes=100_000),
+        optimizer=optimizer.adafactor(1e-3),
+        steps=1,
+        batch_size=1,
+        length=64,
+    )
+
+
+def from_config(files: Sequence[str], overrides: Sequence[str]) -> Settings:
+    """The settings of a config, with a text that every machine has."""
+    from reformax.cli import config, configs
+    from reformax.training import loop
+
+    config.parse(files, overrides, folders=configs.FOLDERS)
+    names = {field.name for field in dataclasses.fields(Settings)} - {"task"}
+    return Settings(**config.bindings(loop.train, names), task=stdlib.stdlib())
