@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.harness import attention_table, command_line, configured, h200
 from benchmarks.harness.calls import MIB
@@ -33,47 +32,34 @@ from reformax.training import step as step_lib
 from reformax.training.settings import Settings, build
 
 
-class Program(NamedTuple):
-    """What is compiled: a function that is traced for the shapes of its arguments."""
-
-    title: str
-    trace: Callable[[], Any]
-
-
-def training_step(settings: Settings, device: Any) -> Program:
-    """A step of training on one device."""
+def training_step(settings: Settings, device: Any) -> tuple[str, Any]:
+    """A step of training on one device: in words, and lowered."""
     mesh = mesh_lib.make({}, [device])
     size = settings.batch_size, settings.length
-    whole, over = devices.replicated(mesh), devices.over_tokens(mesh)
-
-    def trace() -> Any:
-        model = build(settings.model, "train")
-        key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-        init = step_lib.init_fn(model, settings.optimizer, size, settings.ema_decay > 0)
-        state = _placed(jax.eval_shape(init, key), whole)
-        batch = _placed(tuple(settings.task.train_batch(0, 0, *size)), over)
-        step = opening.step_of(settings, model, mesh, state)
-        return step.lower(state, batch, _placed(key, whole))
-
-    return Program(f"a step of {size[0]} x {size[1]:,} tokens", trace)
+    whole = devices.replicated(mesh)
+    model = build(settings.model, "train")
+    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    init = step_lib.init_fn(model, settings.optimizer, size, settings.ema_decay > 0)
+    state = _placed(jax.eval_shape(init, key), whole)
+    batch = _placed(tuple(settings.task.train_batch(0, 0, *size)), devices.over_tokens(mesh))
+    step = opening.step_of(settings, model, mesh, state).lower(state, batch, _placed(key, whole))
+    return f"a step of {size[0]} x {size[1]:,} tokens", step
 
 
-def attention(case: attention_table.Case, gradient: bool, causal: bool, device: Any) -> Program:
-    """A call of an attention, without padding."""
+def attention(
+    case: attention_table.Case, gradient: bool, causal: bool, device: Any
+) -> tuple[str, Any]:
+    """A call of an attention without padding: in words, and lowered."""
     op = attention_table.attentions()[case.attention]
-    sharding = NamedSharding(mesh_lib.make({}, [device]), PartitionSpec())
-
-    def trace() -> Any:
-        like = jax.eval_shape(functools.partial(attention_table.inputs_of, op, case))
-        run = attention_table.both if gradient else attention_table.forward
-        if not gradient:
-            like.pop("d_out")
-        run = jax.jit(functools.partial(run, op, case.dropout, causal))
-        return run.lower(**_placed(like, sharding))
-
+    like = jax.eval_shape(functools.partial(attention_table.inputs_of, op, case))
+    run = attention_table.both if gradient else attention_table.forward
+    if not gradient:
+        like.pop("d_out")
+    whole = devices.replicated(mesh_lib.make({}, [device]))
+    call = jax.jit(functools.partial(run, op, case.dropout, causal)).lower(**_placed(like, whole))
     name = case.attention + ", causal" * causal + ", gradient" * gradient
     of = f"{case.batch} x {case.length:,} tokens, {case.n_heads} heads of {case.d_head}"
-    return Program(f"{name}, {of}, {case.dtype}", trace)
+    return f"{name}, {of}, {case.dtype}", call
 
 
 def _placed(tree: Any, sharding: Any) -> Any:
@@ -125,14 +111,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             length, dtype = (128, "float32") if args.tiny else (args.length, "bfloat16")
             sizes = 1, args.heads, args.head_size, dtype, h200.NAME
             case = attention_table.Case(args.attention, length, 0.0, False, *sizes)
-            program = attention(case, args.gradient, args.causal, device)
+            title, lowered = attention(case, args.gradient, args.causal, device)
         else:
             tiny = args.tiny and not args.config_file
             given = args.config_file, args.config
             settings = configured.tiny() if tiny else configured.from_config(*given)
-            program = training_step(settings, device)
-        compiled = program.trace().compile(compiler_options=options)
-    print_kernels(program.title, compiled, args.largest)
+            title, lowered = training_step(settings, device)
+        compiled = lowered.compile(compiler_options=options)
+    print_kernels(title, compiled, args.largest)
 
 
 if __name__ == "__main__":

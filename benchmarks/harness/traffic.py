@@ -14,11 +14,9 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SOURCE = re.compile(r'op_name="([^"]*)"')
-# These run nothing. The end of what runs beside others is told by its begin.
-_NOTHING = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "call"),
-    *("while", "conditional"),
-}
+# These run nothing by themselves; the former run what they call.
+_CALLS = {"while", "conditional", "call"}
+_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 
 
 class Kernel(NamedTuple):
@@ -61,10 +59,12 @@ def _of_computation(bodies: dict[str, list[str]], name: str, times: int) -> Iter
             continue
         own, shape, operation, rest = found.groups()
         sizes[own] = sum(map(size_of, shapes(shape)))
-        if operation in ("while", "conditional", "call"):
+        if operation in _CALLS:
             rounds = TRIPS.search(line) if operation == "while" else None
             for inner in called(line):
                 yield from _of_computation(bodies, inner, times * int(rounds[1] if rounds else 1))
+            continue
+        # What began beside others is told by its begin.
         if operation in _NOTHING or operation.endswith("-done"):
             continue
         read = sum(sizes.get(x, 0) for x in _OPERAND.findall(rest.split("), ")[0]))

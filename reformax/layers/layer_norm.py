@@ -73,7 +73,7 @@ class LayerNorm(Layer):
         fits = LEAST_ROWS * size <= x.size < MOST or (asked and x.size <= FEW * size)
         wanted = "xla" if self._impl == "auto" and not fits else self._impl
         chosen = choose(wanted, pallas=None) if x.size else "xla"
-        # The kernel that adds them is right in tests; no GPU has timed it.
+        # The kernel that adds them is on request.
         if pass_on and y is not None and (chosen == "xla" or not asked):
             x, y = x + y.astype(x.dtype), None
 

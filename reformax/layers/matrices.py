@@ -18,8 +18,8 @@ def products(
     """`x @ w` for each matrix; on request products of their own in both passes.
 
     For a GPU, XLA makes one product of some of them. It then copies the output apart, and in the
-    gradient the outputs' gradients together: more reads and writes than products apart have. No GPU
-    has timed them apart (`dispatch.on_request`).
+    gradient the outputs' gradients together: more reads and writes than products apart have
+    (`dispatch.on_request`).
     """
     apart = jax.default_backend() == "gpu" and on_request("auto") == "auto"
     return _apart(x, matrices) if apart else [x @ w for w in matrices]

@@ -37,13 +37,7 @@ from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dispatch import (
-    KERNELS,
-    MAX_HEAD_SIZE,
-    check_impl,
-    choose,
-    kernel_obstacles,
-)
+from reformax.ops.parts.dispatch import KERNELS, MAX_HEAD_SIZE, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.masks import ids_or_ones
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions

@@ -224,9 +224,7 @@ def _plan(
         return within_buckets(order, buckets, settings.chunk_len * settings.n_chunks_before)
     if settings.wrap:
         order = circle.in_a_circle(order, settings.chunks)
-    # A kernel asks for places only to tell which keys an earlier round has shown.
-    asks = impl == "xla" or (n_rounds > 1 and settings.count_once)
-    return order.with_places() if asks else order
+    return order.as_asked(impl, settings.count_once)
 
 
 def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):

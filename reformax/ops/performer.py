@@ -166,10 +166,9 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
 
 def _kernel(settings: Settings, q, k, v) -> str | None:
     """The implementation whose kernels make the features too; None: array operations do."""
-    impl = settings.impl
-    if impl == "xla" or q.dtype != jnp.bfloat16 or settings.n_features > MAX_IN_TILE:
+    if q.dtype != jnp.bfloat16 or settings.n_features > MAX_IN_TILE:
         return None
-    impl = choose(impl, **kernel_obstacles(q, k, v))
+    impl = choose(settings.impl, **kernel_obstacles(q, k, v))
     return impl if impl in KERNELS else None
 
 

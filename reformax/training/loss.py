@@ -92,7 +92,7 @@ def cross_entropy(
     one = jax.ShapeDtypeStruct((batch, 1, features.shape[2]), features.dtype)
     vocab_size = jax.eval_shape(logits_fn, params, one).shape[-1]
     # The kernel reads logits as PyTorch's autocast does, in bfloat16, and puts their gradient in
-    # their place: four times as many take twice the memory. No GPU has timed it.
+    # their place: four times as many take twice the memory.
     rounded = chosen != "xla" and features.dtype == jnp.bfloat16
     most = max_logits() * (4 if rounded else 1)
     chunk_len = min(chunk_len or length, length, max(1, most // (batch * vocab_size)))

@@ -146,9 +146,7 @@ def two_orders(
 ) -> Order:
     """The positions whose query, and whose key, stands at each place, as a plan for `attend`."""
     order = Order(queries, keys=keys)
-    # A kernel asks for places only to tell which keys an earlier round has shown.
-    asks = settings.n_hashes > 1 and settings.count_once
-    return order.with_places(True) if asks or impl_of(settings, q, k) == "xla" else order
+    return order.as_asked(impl_of(settings, q, k), settings.count_once, two_orders=True)
 
 
 def impl_of(settings: Any, q: Array, k: Array, v: Array | None = None) -> str:

@@ -88,12 +88,6 @@ def attend(
     start = lax.axis_index(axis) * length
     begun = start % reach.unit if slack else 0
 
-    def around(x: Array, first: int, last: int, exchanged: bool = True) -> Array:
-        """Positions `first` to `last` of the stretch, and what they see around them."""
-        left, right = max(before - first, 0), max(last + after - length, 0)
-        inside = x[:, max(first - before, 0) : min(last + after, length)]
-        return joined(inside, x, x, left, right, exchanged)
-
     def joined(inside: Array, head: Array, tail: Array, left: int, right: int, exchanged: bool):
         """What is inside, behind the `left` positions before it and before the `right` behind it.
 
@@ -115,24 +109,24 @@ def attend(
         out = apply(*seen, place)
         return lax.dynamic_slice_in_dim(out, reach.before + begun, last - first, axis=1)
 
-    ids, keyless = ids_or_ones(segments, q), k is None
-    arrays = [(q, keyless), (k, True), (v, True), (ids, True)]  # queries stay if there are keys
-    if slack or length < 2 * (before + after):
-        seen = [None if x is None else around(x, 0, length, sent) for x, sent in arrays]
-        return rows(0, length, seen)
-    n = before + after
-    parts = [None if x is None else with_ends(x, n) for x in (q, k, v)]
-    whole = [None if part is None else part[0] for part in parts]
-    out = apply(*whole, segments, dataclasses.replace(share, position=start))
-    parts.append((ids, ids[:, :n], ids[:, length - n :]))  # numbers without a gradient
+    # Each array whole, its head and its tail, and whether borders of it travel.
+    ids, n = ids_or_ones(segments, q), before + after
+    is_short = slack > 0 or length < 2 * n
+    parts = [None if x is None else (x, x, x) if is_short else with_ends(x, n) for x in (q, k, v)]
+    parts.append((ids, ids, ids) if is_short else (ids, ids[:, :n], ids[:, length - n :]))
+    travels = k is None, True, True, True
 
     def near(inside: int, left: int, right: int) -> list[Array | None]:
-        """What the rows of an end see, of the arrays' heads (1) or tails (2)."""
+        """What rows see: all of a stretch (0), its head (1) or its tail (2), and borders."""
         return [
-            None if x is None else joined(x[inside], x[1], x[2], left, right, sent)
-            for x, (_, sent) in zip(parts, arrays, strict=True)
+            None if x is None else joined(x[inside], x[1], x[2], left, right, travel)
+            for x, travel in zip(parts, travels, strict=True)
         ]
 
+    if is_short:
+        return rows(0, length, near(0, before, after))
+    whole = [None if x is None else x[0] for x in parts[:3]]
+    out = apply(*whole, segments, dataclasses.replace(share, position=start))
     if before:
         first = rows(0, before, near(1, before, 0))
         out = lax.dynamic_update_slice_in_dim(out, first, 0, axis=1)

@@ -64,7 +64,7 @@ def request_kernels() -> None:
 
 
 def on_request(impl: str) -> str:
-    """`impl`, of a kernel that no GPU has run or timed yet: `"auto"` takes array operations.
+    """`impl`, of a kernel that no GPU has checked or timed yet: `"auto"` takes array operations.
 
     After `request_kernels` it takes the kernel.
     """

@@ -125,6 +125,14 @@ class Order(NamedTuple):
         key_places = inverse(self.keys) if two_orders else None
         return self._replace(places=inverse(self.queries), key_places=key_places)
 
+    def as_asked(self, impl: str, count_once: bool, two_orders: bool = False) -> Order:
+        """With places if the implementation asks for them.
+
+        A kernel does only to tell which keys an earlier round has shown.
+        """
+        asks = impl == "xla" or (self.queries.shape[2] > 1 and count_once)
+        return self.with_places(two_orders) if asks else self
+
 
 def inverse(order: Int[Array, "*d T"]) -> Int[Array, "*d T"]:
     """The inverse of each permutation along the last axis."""
