@@ -82,9 +82,10 @@ class Candidate(NamedTuple):
     temp_mib: float
 
 
-def meshes(axes: Sequence[str]) -> dict[str, Mesh]:
-    """Each device alone, and all along each axis, by names of rows."""
-    alone = {f"device {i}": mesh_lib.make({}, [x]) for i, x in enumerate(jax.devices())}
+def meshes(axes: Sequence[str], most_alone: int | None = None) -> dict[str, Mesh]:
+    """Each device alone, or the first so many, and all along each axis, by names of rows."""
+    devices_alone = enumerate(jax.devices()[:most_alone])
+    alone = {f"device {i}": mesh_lib.make({}, [x]) for i, x in devices_alone}
     return alone | {f"{axis} {jax.device_count()}": mesh_lib.make({axis: -1}) for axis in axes}
 
 
@@ -170,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--shared", action="store_true", help="over context, devices share one device's sequence"
     )
+    few = "so many devices alone, where to compile for each takes long (default: all)"
+    parser.add_argument("--alone", type=command_line.positive, help=few)
     parser.add_argument("--page", action="store_true", help="all that docs/scaling.md measures")
     parser.add_argument("--steps", type=command_line.positive, default=5, help="of a timed call")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="results, to add to and to draw")
@@ -195,6 +198,7 @@ def run_page(args: Any) -> None:
         own += [f"--saved={args.saved}"] * (args.saved is not None)
         own += [f"--profile={args.profile}/{number}"] * (args.profile is not None)
         own += [f"--rows={args.rows}"] * (args.rows is not None)
+        own += [f"--alone={args.alone}"] * (args.alone is not None)
         command = [sys.executable, "-m", "benchmarks.scaling", *own]
         print("$", *(f"{name}={value}" for name, value in environment.items()), shlex.join(command))
         sys.stdout.flush()
@@ -218,13 +222,13 @@ def measure(args: Any) -> None:
             print(f"{args.saved} has {name} over {', '.join(axes)}")
             return
     prepared = attempt_each(
-        lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes)
+        lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes, args.alone)
     )
     # Nothing runs meanwhile: loading cuDNN's attention disturbs what other threads run.
     found = attempt_each(lambda compiled: compiled(), prepared, COMPILERS)
     ready = {row: x for row, x in found.items() if isinstance(x, Candidate)}
     single = [x for row, x in ready.items() if row.startswith("device")]
-    if len(single) > 1:
+    if len(single) == jax.device_count() > 1:
         ready["alone, at once"] = found["alone, at once"] = at_once(single)
     seconds = medians({row: x.run for row, x in ready.items()}, args.repeats)
     speeds = {row: x.tokens / seconds[row] for row, x in ready.items()}
