@@ -68,7 +68,6 @@ from benchmarks.rows import linear as linear_rows
 from benchmarks.rows import recall as recall_rows
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
-from reformax.ops.parts import dispatch
 from tests import pages
 from tests.training import tiny
 
@@ -119,10 +118,10 @@ COMMANDS = [
         "| flash | ",
     ),
     ("program", "--attention lsh --gradient --causal", "lsh, causal, gradient, 1 x 128 tokens"),
-    ("program", "--largest=2 --request_kernels", "a step of 1 x 64 tokens: "),
+    ("program", "--largest=2", "a step of 1 x 64 tokens: "),
     (
         "published",
-        "--only gpt2 bert_large --profile --request_kernels",
+        "--only gpt2 bert_large --profile",
         "| PyTorch, compiled | ImportError: none here |",
     ),
     ("recall", "--plot={path}/a.png", "| keys, noise 1 |"),
@@ -219,8 +218,6 @@ def test_every_command_runs(name, flags, last, tmp_path, monkeypatch, capsys):
     (tmp_path / "lines").write_text(LINES)
     (tmp_path / "torch.py").write_text("raise ImportError('none here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(dispatch, "_requested", False)  # and again at the end
-    monkeypatch.setenv(processes.REQUESTED, "")
     flags = ["--tiny", *flags.format(path=tmp_path).split()]
     importlib.import_module(f"benchmarks.{name}").main(flags)
     assert last in capsys.readouterr().out
@@ -773,27 +770,6 @@ def test_one_process_at_a_time_holds_a_lock(tmp_path):
         order.append("first")
     waiting.join()
     assert order == ["first", "second"]
-
-
-ASKED = """
-import sys, types
-from benchmarks.harness import processes
-from reformax.ops.parts import dispatch
-
-peer = types.ModuleType("peer")
-peer.found = lambda: iter([{"impl": dispatch.on_request("auto")}])
-sys.modules["benchmarks.peers.peer"] = peer
-processes.main("peers.peer.found", "{}")
-"""
-
-
-@pytest.mark.parametrize("flags, impl", [([], "xla"), (["--request_kernels"], "auto")])
-def test_processes_take_the_kernels_that_a_command_requests(flags, impl, monkeypatch):
-    monkeypatch.setattr(dispatch, "_requested", False)
-    monkeypatch.setenv(processes.REQUESTED, "")
-    command_line.parser("").parse_args(flags)
-    found = subprocess.run([sys.executable, "-c", ASKED], cwd=ROOT, capture_output=True, text=True)
-    assert json.loads(found.stdout) == {"impl": impl}
 
 
 TRAINS = """

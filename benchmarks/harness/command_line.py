@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import output, processes
-from reformax.ops.parts import dispatch
+from benchmarks.harness import output
 
 
 def parser(
     doc: str, repeats: int | None = None, peers: str = "", plot: bool | Path = False
 ) -> argparse.ArgumentParser:
-    """A parser with --tiny, --rows, --request_kernels and, if asked, --repeats, --peers and --plot.
+    """A parser with --tiny, --rows and, if asked, --repeats, --peers and --plot.
 
     `doc` describes the command, and `peers` says what --peers adds. A path as `plot` is the default
     of --plot.
@@ -28,8 +27,6 @@ def parser(
     flags.add_argument("--tiny", action="store_true", help="tiny sizes, to see that it runs")
     rows = "a file that all rows are added to, as lines of JSON"
     flags.add_argument("--rows", type=output.record, metavar="FILE", help=rows)
-    kernels = "also take the kernels that impl='auto' does not take yet"
-    flags.add_argument("--request_kernels", action=_RequestKernels, nargs=0, help=kernels)
     if repeats is not None:
         flags.add_argument(
             "--repeats",
@@ -45,12 +42,6 @@ def parser(
         where = f"where to draw the figure (default: {path or 'nowhere'})"
         flags.add_argument("--plot", type=Path, metavar="FILE", default=path, help=where)
     return flags
-
-
-class _RequestKernels(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        dispatch.request_kernels()
-        os.environ[processes.REQUESTED] = "1"  # of the processes to come
 
 
 def positive(text: str) -> int:

@@ -26,7 +26,6 @@ from benchmarks.harness.calls import attempt, reason
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = 0.84  # of a device's memory, by the processes that are at once on it
-REQUESTED = "BENCHMARKS_REQUEST_KERNELS"  # a variable: whether `--request_kernels` was given
 _BEGIN = time.monotonic()
 
 T = TypeVar("T")
@@ -183,8 +182,6 @@ def main(function: str, request: str) -> None:
     def answer() -> None:
         module, name = function.rsplit(".", 1)
         module = importlib.import_module(f"benchmarks.{module}")
-        if os.environ.get(REQUESTED) and (ours := sys.modules.get("reformax.ops.parts.dispatch")):
-            ours.request_kernels()
         for one in getattr(module, name)(**json.loads(request)):
             faulthandler.cancel_dump_traceback_later()
             if one.get("limit"):

@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 
 from reformax import devices
 from reformax.layers._trax import Layer
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, on_request
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.normalization import length_normalize
 
-# The sizes for which "auto" takes the kernel. XLA fuses the norm of fewer rows, as in a step of
-# decoding, but makes three kernels of one row's: for up to `FEW` rows the kernel is on request.
-# More than `MOST` numbers were never tested.
+# The sizes for which "auto" takes the kernel. XLA fuses the norm of fewer rows than `LEAST_ROWS`,
+# but makes three kernels of one row's, as in a step of decoding: up to `FEW` rows are the kernel's
+# again. More than `MOST` numbers were never tested.
 LEAST_ROWS, MOST, FEW = 4096, 2**31, 8
 
 
@@ -32,7 +32,7 @@ class LayerNorm(Layer):
         dtype: of the output, such as "bfloat16"; None: that of the input.
         impl: "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later;
           "pallas_interpret" runs the kernel anywhere, slowly, for tests. "auto" takes the kernel on
-          one such GPU for many rows.
+          one such GPU for many rows, and for few.
         """
         super().__init__()
         check_impl(impl, *KERNELS)
@@ -57,8 +57,7 @@ class LayerNorm(Layer):
     ) -> tuple[Float[Array, "*d D"], Float[Array, "*d D"]]:
         """The norm of `x + y`, and the sum, in the dtype of `x`, for its other readers.
 
-        The kernel adds the gradients of both results in its own pass; with impl="pallas" it adds
-        `x` and `y` too.
+        The kernel adds `x` and `y`, and the gradients of both results, in its own passes.
         """
         (out,), x = self._norms(params, x, y, (self._dtype or x.dtype,), pass_on=True)
         return out, x
@@ -69,12 +68,11 @@ class LayerNorm(Layer):
             raise ValueError(f"x has shape {x.shape}: expected [..., {params['scale'].size}]")
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
         weights = params["scale"], params["bias"]
-        asked, size = on_request(self._impl) != "xla", x.shape[-1]
-        fits = LEAST_ROWS * size <= x.size < MOST or (asked and x.size <= FEW * size)
+        size = x.shape[-1]
+        fits = LEAST_ROWS * size <= x.size < MOST or x.size <= FEW * size
         wanted = "xla" if self._impl == "auto" and not fits else self._impl
         chosen = choose(wanted, pallas=None) if x.size else "xla"
-        # The kernel that adds them is on request.
-        if pass_on and y is not None and (chosen == "xla" or not asked):
+        if pass_on and y is not None and chosen == "xla":
             x, y = x + y.astype(x.dtype), None
 
         def normalize(first, x, y, scale, bias):

@@ -9,19 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from reformax.ops.parts.dispatch import on_request
-
 
 def products(
     x: Float[Array, "*d D"], matrices: Sequence[Float[Array, "D _"]]
 ) -> list[Float[Array, "*d _"]]:
-    """`x @ w` for each matrix; on request products of their own in both passes.
+    """`x @ w` for each matrix; on a GPU products of their own in both passes.
 
-    For a GPU, XLA makes one product of some of them. It then copies the output apart, and in the
-    gradient the outputs' gradients together: more reads and writes than products apart have
-    (`dispatch.on_request`).
+    There XLA would make one product of some of them. It would then copy the output apart, and in
+    the gradient the outputs' gradients together: more reads and writes than products apart have.
+    Products apart have no forward mode.
     """
-    apart = jax.default_backend() == "gpu" and on_request("auto") == "auto"
+    apart = jax.default_backend() == "gpu"
     return _apart(x, matrices) if apart else [x @ w for w in matrices]
 
 

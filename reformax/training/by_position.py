@@ -144,10 +144,8 @@ def _sums(
         features = model.features(params, inputs, rng=rng)
 
         def loss(weights):
-            found = loss_lib.cross_entropy(
-                model.logits, params, features, targets, weights, loss_chunk_len
-            )
-            return found.loss
+            scored = model.logits, params, features, targets, weights, loss_chunk_len
+            return loss_lib.cross_entropy(*scored, impl="xla").loss  # of logits in float32
 
         nats = jax.grad(loss)(weights) * weights  # the loss is linear in them
         places = jnp.broadcast_to(jnp.arange(targets.shape[1]), targets.shape)

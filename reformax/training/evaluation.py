@@ -322,9 +322,8 @@ def _sums(model, loss_chunk_len, mesh, params, key, batch, index):
 
     def sums_of(params, rng, inputs, targets, weights):
         features = model.features(params, inputs, rng=rng)
-        sums = loss_lib.cross_entropy(
-            model.logits, params, features, targets, weights, loss_chunk_len
-        )
+        scored = model.logits, params, features, targets, weights, loss_chunk_len
+        sums = loss_lib.cross_entropy(*scored, impl="xla")  # of logits in float32
         return jax.numpy.stack([sums.nats, sums.weight, sums.correct])
 
     return devices.on(mesh, sums_of)(params, jax.random.fold_in(key, index), *batch)

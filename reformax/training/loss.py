@@ -19,8 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.declared import SettingError
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, on_request
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.first_order import first_order
+
+# With fewer ids the kernel gains nothing, nor with logits in float32.
+LEAST_VOCABULARY = 4096
 
 
 def max_logits() -> int:
@@ -73,7 +76,8 @@ def cross_entropy(
       label_smoothing: e, at least 0 and below 1.
       impl: of the loss of logits and its gradient. "xla" runs everywhere; "pallas" is a kernel for
         NVIDIA GPUs of Ampere or later; "pallas_interpret" runs it anywhere, slowly, for tests.
-        Its gradient has no derivative of its own. "auto" is "xla".
+        Its gradient has no derivative of its own. "auto" takes the kernel on such a GPU for
+        features in bfloat16 and `LEAST_VOCABULARY` ids or more.
 
     Returns:
       float32 sums over the batch.
@@ -81,7 +85,6 @@ def cross_entropy(
     if chunk_len is not None and chunk_len < 1:
         raise SettingError(f"loss_chunk_len={chunk_len} must be at least 1: use 1024, or None")
     check_impl(impl, *KERNELS)
-    chosen = choose(on_request(impl), pallas=None) if targets.size else "xla"
     n_stretches = devices.n_stretches()
     if rest := -targets.shape[1] % n_stretches:
         behind = (0, 0), (0, rest)
@@ -91,6 +94,9 @@ def cross_entropy(
     batch, length = targets.shape[0] // devices.row_shares(), targets.shape[1] // n_stretches
     one = jax.ShapeDtypeStruct((batch, 1, features.shape[2]), features.dtype)
     vocab_size = jax.eval_shape(logits_fn, params, one).shape[-1]
+    few = vocab_size < LEAST_VOCABULARY or features.dtype != jnp.bfloat16
+    wanted = "xla" if not targets.size or (impl == "auto" and few) else impl
+    chosen = choose(wanted, pallas=None)
     # The kernel reads logits as PyTorch's autocast does, in bfloat16, and puts their gradient in
     # their place: four times as many take twice the memory.
     rounded = chosen != "xla" and features.dtype == jnp.bfloat16

@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 
 from reformax.layers.matrices import products
-from reformax.ops.parts import dispatch
 
 
 @pytest.fixture
-def requested(monkeypatch):
-    """A GPU's products apart."""
+def on_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "_requested", True)
 
 
-@pytest.mark.usefixtures("requested")
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("sizes", [(3,), (3, 5), (4, 4, 2)])
 def test_products_and_their_derivatives_are_the_plain_ones(sizes):
     rng = np.random.default_rng(0)
@@ -43,14 +40,14 @@ def test_products_and_their_derivatives_are_the_plain_ones(sizes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
-def test_on_request_a_gpus_compiler_does_not_know_that_the_products_read_one_array(requested):
+@pytest.mark.usefixtures("on_gpu")
+def test_a_gpus_compiler_does_not_know_that_the_products_read_one_array():
     x, w = jnp.zeros((5, 4)), jnp.zeros((4, 3))
     text = jax.jit(lambda *a: products(*a)).lower(x, [w, w, w]).as_text()
     assert text.count("optimization_barrier") == 2
 
 
-def test_products_are_left_to_the_compiler(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_products_are_left_to_a_cpus_compiler():
     x, w = jnp.zeros((5, 4)), jnp.zeros((4, 3))
     assert (
         "optimization_barrier" not in jax.jit(lambda *a: products(*a)).lower(x, [w, w, w]).as_text()

@@ -56,14 +56,3 @@ def test_what_keeps_a_kernel_from_a_call():
     assert obstacles(x(), x(dtype="float32"), x()) == (mixed, mixed)
     assert obstacles(x(), None, x(136)) == ("head size 136, which is above 128", None)
     assert obstacles(x(dtype="float8_e5m2"), None, None) == ("dtype float8_e5m2", None)
-
-
-def test_auto_takes_kernels_on_request_once_they_are_requested(monkeypatch):
-    monkeypatch.setattr(dispatch, "_requested", False)
-    assert [dispatch.on_request(impl) for impl in ("auto", "xla", "pallas")] == [
-        "xla",
-        "xla",
-        "pallas",
-    ]
-    dispatch.request_kernels()
-    assert [dispatch.on_request(impl) for impl in ("auto", "xla")] == ["auto", "xla"]

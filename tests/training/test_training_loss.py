@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.ops.parts import dispatch
 from reformax.training import loss
 from reformax.training.kernels import cross_entropy
 from tests.helpers import assert_trees_close
@@ -240,6 +241,24 @@ def test_the_kernel_rounds_the_logits_of_the_gradient_alone():
     d_logits = (p - np.eye(p.shape[-1])[targets]) * weight[..., None]
     slope = np.einsum("btd,btv->dv", np.asarray(features, np.float64), d_logits)
     assert np.abs(gradient - slope).max() <= 0.02 * np.abs(slope).max()
+
+
+@pytest.mark.parametrize(
+    "size, dtype, kernels", [(4096, "bfloat16", 1), (4095, "bfloat16", 0), (4096, "float32", 0)]
+)
+def test_auto_takes_the_kernel_for_many_ids_in_bfloat16(size, dtype, kernels, monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    shapes = ((2, 3, 8), dtype), ((8, size), "float32"), ((2, 3), "int32"), ((2, 3), "float32")
+    features, matrix, *others = (jax.ShapeDtypeStruct(*x) for x in shapes)
+
+    def logits_fn(matrix, x, dtype="float32"):
+        return jnp.matmul(x, matrix.astype(x.dtype), preferred_element_type=dtype)
+
+    def loss_of(matrix, features, *others):
+        return loss.cross_entropy(logits_fn, matrix, features, *others).loss
+
+    program = str(jax.make_jaxpr(jax.grad(loss_of))(matrix, features, *others))
+    assert program.count("pallas_call[") == kernels
 
 
 ON_GPU = jax.default_backend() == "gpu"

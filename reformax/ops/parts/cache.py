@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.parts.dispatch import choose, kernel_obstacles, on_request
+from reformax.ops.parts.dispatch import choose, kernel_obstacles
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
@@ -116,10 +116,10 @@ def attend_to(
       bias: added to the logits.
       index: the K keys that each head may see, where every head has keys of its own; None: all.
       impl: "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or later, and
-        "pallas_interpret" runs it anywhere. "auto" is "xla".
+        "pallas_interpret" runs it anywhere. "auto" takes the kernel on such a GPU.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    impl = choose(on_request(impl), **kernel_obstacles(q, keys, values))
+    impl = choose(impl, **kernel_obstacles(q, keys, values))
     if impl != "xla":
         from reformax.ops.kernels import one_query as kernel
 

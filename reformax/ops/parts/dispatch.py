@@ -54,23 +54,6 @@ def choose(impl: str, **obstacles: str | None) -> str:
     raise AssertionError("nothing stands in the way of 'xla'")
 
 
-_requested = False
-
-
-def request_kernels() -> None:
-    """Lets `"auto"` take the kernels that are on request, from here on: for benchmarks."""
-    global _requested
-    _requested = True
-
-
-def on_request(impl: str) -> str:
-    """`impl`, of a kernel that no GPU has checked or timed yet: `"auto"` takes array operations.
-
-    After `request_kernels` it takes the kernel.
-    """
-    return "xla" if impl == "auto" and not _requested else impl
-
-
 def _machine_obstacle(impl: str) -> str | None:
     return gpu_obstacle() if impl in ON_GPU else None
 
