@@ -151,7 +151,9 @@ COMMANDS = [
     ],
 )
 def test_the_published_models_are_those_of_the_configs(name, sizes):
-    assert published.from_config(name, ()).shape == sizes
+    job = published.from_config(name, ())
+    assert job.shape == sizes
+    assert job.adamw.keys() == {"learning_rate", "b2", "weight_decay"}  # what PyTorch's reads
 
 
 def test_devices_at_once_take_as_long_as_the_slowest():
@@ -304,18 +306,19 @@ def test_rows_of_other_data_are_trained_again(tmp_path, monkeypatch, capsys):
     """Which a home's '~' may stand before."""
     trained = []
 
-    def ask(python, function, *, name, data_dir, **request):
-        trained.append((name, data_dir))
+    def ask(python, function, *, name, data_dir, folder, **request):
+        trained.append((name, data_dir, folder))
         yield {"bits": 1.0, "n_targets": 10, "tokens_per_second": 1.0}
 
     monkeypatch.setattr(campaign, "ask", ask)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels/a.whl").write_bytes(b"")
-    flags = ["--steps=3", f"--saved={tmp_path / 'saved'}", "--only", "flash"]
+    flags = ["--steps=3", f"--saved={tmp_path / 'saved'}", f"--runs={tmp_path}", "--only", "flash"]
     for data_dir in ("~/wheels", tmp_path / "wheels", "~/other", "~/other"):
         global_layers.main([f"--data_dir={data_dir}", *flags])
-    assert trained == [("flash", str(tmp_path / name)) for name in ("wheels", "other")]
+    folders = {name: str(tmp_path / f"3_{name}" / "flash") for name in ("wheels", "other")}
+    assert trained == [("flash", str(tmp_path / x), folder) for x, folder in folders.items()]
     args = argparse.Namespace(reversible=False, steps=3, tiny=False, data_dir=tmp_path / "wheels")
     assert "package_sources" in global_layers.config_of("flash", args)[1][-2]
 

@@ -52,7 +52,8 @@ def trained(
     Args:
       names: of the rows.
       parts_of: the configs of a row, which are run one after the other.
-      run: what else decides what rows learn, for the file of known ones.
+      run: what else decides what rows learn, for the file of known ones. Runs that differ in it
+        are kept in folders of their own.
       args: the values of `flags`; `data_dir` is the path of the data, or None.
     """
     known: dict[str, Answer | Exception] = {}
@@ -64,6 +65,9 @@ def trained(
     end = None if args.limit is None else time.monotonic() + args.limit
     with ExitStack() as opened:
         folder = args.runs or Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        folder /= "_".join(
+            key if value is True else str(value) for key, value in run.items() if value
+        )
         folder.mkdir(parents=True, exist_ok=True)
         free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         for gpu in _gpus(args.gpus) * args.at_once:
