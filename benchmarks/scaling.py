@@ -148,17 +148,18 @@ def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """How many times one device's speed several have, by their number; the last result counts."""
-    most = max(result["devices"] for result in results)
+    """Several devices' speed in shares of as many times one's, by their number.
+
+    The last result counts.
+    """
     machines = list(dict.fromkeys(result["machine"] for result in results))
-    lines: dict[str, dict[int, float]] = {"linear": {1: 1.0, most: float(most)}}
+    lines: dict[str, dict[int, float]] = {}
     for result in results:
         where = f"{result['machine'].split(',')[0]}: " if len(machines) > 1 else ""
         line = lines.setdefault(f"{where}{result['name']}, {result['mesh']}", {1: 1.0})
-        line[result["devices"]] = result["times"]
-    styles = {"linear": dict(color="grey", linestyle="--")}
-    label = "tokens a second, times one device"
-    plot(path, {label: lines}, ", ".join(machines), "linear", styles, xlabel="devices")
+        line[result["devices"]] = result["times"] / result["devices"]
+    label = "tokens a second, of as many times one device's"
+    plot(path, {label: lines}, ", ".join(machines), "linear", xlabel="devices")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,9 +14,9 @@ from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.normalization import length_normalize
 
 # The sizes for which "auto" takes the kernel. XLA fuses the norm of fewer rows than `LEAST_ROWS`,
-# but makes three kernels of one row's, as in a step of decoding: up to `FEW` rows are the kernel's
-# again. More than `MOST` numbers were never tested.
-LEAST_ROWS, MOST, FEW = 4096, 2**31, 8
+# but makes three kernels of a single one's, as in a step of decoding. More than `MOST` numbers were
+# never tested.
+LEAST_ROWS, MOST = 4096, 2**31
 
 
 class LayerNorm(Layer):
@@ -32,7 +32,7 @@ class LayerNorm(Layer):
         dtype: of the output, such as "bfloat16"; None: that of the input.
         impl: "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later;
           "pallas_interpret" runs the kernel anywhere, slowly, for tests. "auto" takes the kernel on
-          one such GPU for many rows, and for few.
+          one such GPU for many rows, and for a single one.
         """
         super().__init__()
         check_impl(impl, *KERNELS)
@@ -69,7 +69,7 @@ class LayerNorm(Layer):
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
         weights = params["scale"], params["bias"]
         size = x.shape[-1]
-        fits = LEAST_ROWS * size <= x.size < MOST or x.size <= FEW * size
+        fits = LEAST_ROWS * size <= x.size < MOST or x.size == size
         wanted = "xla" if self._impl == "auto" and not fits else self._impl
         chosen = choose(wanted, pallas=None) if x.size else "xla"
         if pass_on and y is not None and chosen == "xla":
