@@ -16,7 +16,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import SettingError, Size
 from reformax.ops import flash
@@ -101,9 +101,9 @@ def _mixed(
 
     A mixture sees all rows, so that none is read to see whether it is finite: its mixtures are not.
     """
-    n = _heads(weights)
-    mixtures = product(f"btnh,{n}tk->bknh", x, weights, x.dtype)
-    return jnp.where(_whole(mixtures), mixtures, jnp.nan).astype(x.dtype)
+    mixtures = product(f"btnh,{_heads(weights)}tk->bknh", x, weights, x.dtype).astype(x.dtype)
+    whole = jnp.isfinite(mixtures).all(axis=(1, 3), keepdims=True)
+    return jnp.where(whole, mixtures, jnp.nan)
 
 
 def _heads(weights: Array) -> str:
@@ -111,22 +111,19 @@ def _heads(weights: Array) -> str:
     return "n" if weights.ndim == 3 else ""
 
 
-def _whole(mixtures: Float[Array, "B K N H"]) -> Bool[Array, "B 1 N 1"]:
-    return jnp.isfinite(mixtures).all(axis=(1, 3), keepdims=True)
-
-
 def _forward(x, weights):
     mixtures = _mixed(x, weights)
-    return mixtures, (x, weights, _whole(mixtures))
+    whole = jnp.isfinite(mixtures[:, :1, :, :1])  # any number tells of its head
+    return mixtures, (x, weights, whole)
 
 
 def _backward(results, d_mixtures):
     x, weights, whole = results
     d_mixtures = jnp.where(whole, d_mixtures, 0)
     n = _heads(weights)
-    dx = product(f"bknh,{n}tk->btnh", d_mixtures, weights, x.dtype)
+    dx = product(f"bknh,{n}tk->btnh", d_mixtures, weights, x.dtype, written=x.dtype)
     d_weights = product(f"btnh,bknh->{n}tk", finite(x), d_mixtures, x.dtype)
-    return dx.astype(x.dtype), d_weights.astype(weights.dtype)
+    return dx, d_weights.astype(weights.dtype)
 
 
 _mixed.defvjp(_forward, _backward)

@@ -68,6 +68,30 @@ def test_linformer_refuses_what_is_longer_than_its_weights():
         attend(linformer.linformer(n_projected=4), q, k, v, params)
 
 
+def test_a_gpu_writes_gradients_of_mixed_rows_in_their_own_dtype(monkeypatch):
+    """Their sums in float32 would be the largest arrays of the backward pass."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x, d_mixtures = jnp.ones((1, 40, 2, 8), jnp.bfloat16), jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+
+    def gradients(x, weights, d_mixtures):
+        return jax.vjp(linformer._mixed, x, weights)[1](d_mixtures)
+
+    program = jax.make_jaxpr(gradients)(x, jnp.ones((40, 4)), d_mixtures)
+    assert [str(y) for y in program.out_avals] == ["bfloat16[1,40,2,8]", "float32[40,4]"]
+    assert "f32[1,40,2,8]" not in str(program)
+
+
+def test_linformers_head_that_overflows_has_no_gradient():
+    """Mixtures that are finite in float32 and not in float16."""
+    x = jnp.ones((1, 40, 2, 4), jnp.float16).at[:, :, 1].set(60000)
+    weights = jnp.ones((40, 3)).at[:, 0].set(0)  # the first mixture is finite
+    mixtures, vjp = jax.vjp(linformer._mixed, x, weights)
+    dx, d_weights = vjp(jnp.ones_like(mixtures))
+    assert jnp.all(mixtures[:, 1:, 0] == 40) and jnp.all(jnp.isnan(mixtures[:, :, 1]))
+    assert jnp.all(dx[:, :, 0] == 2) and not jnp.any(dx[:, :, 1])
+    np.testing.assert_array_equal(d_weights, 4)  # of the other head
+
+
 def test_nystromformer_with_a_landmark_for_each_token_is_dense():
     q, k, v = draw()
     errors = [

@@ -22,13 +22,26 @@ DIRECT = 16
 
 
 def product(
-    spec: str, x: Array, y: Array, dtype: Any, precision: lax.Precision | None = None
+    spec: str,
+    x: Array,
+    y: Array,
+    dtype: Any,
+    precision: lax.Precision | None = None,
+    written: Any = None,
 ) -> Array:
-    """`einsum` of arrays rounded to `dtype`, summed in float32, or in float64 for float64."""
+    """`einsum` of arrays rounded to `dtype`, summed in float32, or in float64 for float64.
+
+    Sums are returned as they are, or rounded to the dtype `written`: then a GPU's product writes
+    them so, and no array has them in float32.
+    """
     x, y = x.astype(dtype), y.astype(dtype)
+    sums = wide(dtype)
     if jax.default_backend() == "cpu":  # which multiplies bfloat16 along the last axis alone
-        x, y = x.astype(wide(dtype)), y.astype(wide(dtype))
-    return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide(dtype))
+        x, y = x.astype(sums), y.astype(sums)
+    elif written is not None:
+        sums = written
+    out = jnp.einsum(spec, x, y, precision=precision, preferred_element_type=sums)
+    return out if written is None else out.astype(written)
 
 
 def decayed_products(
