@@ -11,14 +11,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.parts import sorted_groups
+from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.parts.dispatch import check_impl, choose
-from reformax.ops.parts.masks import except_self, visibility
+from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.masks import except_self, segment_pair, visibility
 from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.parts.orders import inverse
 from reformax.ops.parts.reference import reference_attention
 
 
@@ -30,15 +34,17 @@ def shared_qk(*, own: bool = True, impl: str = "auto") -> AttentionOp:
 
     Args:
       own: whether a position that sees nothing else attends to itself. False makes zeros of it.
-      impl: `"xla"` runs everywhere. Its gradient computes the logits again. `"cudnn"` is NVIDIA's
-        fused kernel, for causal attention under the conditions of `dense.dense`. `"auto"` takes it
-        where it computes the same function.
+      impl: `"xla"` runs everywhere, with all T^2 logits in memory. Its gradient computes them
+        again. `"cudnn"` is NVIDIA's fused kernel, for causal attention under the conditions of
+        `dense.dense`. `"pallas"` is the kernel of flash attention, for NVIDIA GPUs of Ampere or
+        later and heads of 128 or less. `"pallas_interpret"` runs it anywhere, slowly, for tests.
+        `"auto"` takes the first of cuDNN, Pallas and XLA that computes the call.
 
     Raises:
       ValueError: an unknown `impl`.
-      NotImplementedError: at the call, when `impl="cudnn"` is asked for what it cannot do.
+      NotImplementedError: at the call, when an `impl` is asked for what it cannot do.
     """
-    check_impl(impl, "cudnn")
+    check_impl(impl, "cudnn", *KERNELS)
     return AttentionOp(
         init=no_params,
         plan=no_plan,
@@ -51,8 +57,16 @@ def shared_qk(*, own: bool = True, impl: str = "auto") -> AttentionOp:
 def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, own, impl):
     del params, k, plan
     obstacle = cudnn_obstacle(q, q, v, segments, dropout) if causal else "causal=False"
-    if choose(impl, cudnn=obstacle) == "cudnn":
+    impl = choose(impl, cudnn=obstacle, **kernel_obstacles(q, None, v))
+    if impl == "cudnn":
         return _to_those_before(q, v, own)
+    if impl != "xla":
+        from reformax.ops.kernels import block_sparse as kernel
+
+        layout = Everything(q.shape[1], q.shape[1], causal, dropout, strict=True)
+        given = q, length_normalize(q), v, segment_pair(segments), rng
+        out = kernel.attend(layout, impl == "pallas_interpret", *given)
+        return jnp.where(_alone(q, segments, causal), _kept(v, dropout, rng), out) if own else out
 
     @jax.checkpoint
     def attend(q, v) -> Float[Array, "B T N V"]:
@@ -76,3 +90,26 @@ def _to_those_before(
     keys = length_normalize(q)
     rest = cudnn_attention(q[:, 1:], keys[:, :-1], v[:, :-1], causal=True)
     return jnp.concatenate([first, rest], axis=1)
+
+
+def _alone(
+    q: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None, causal: bool
+) -> Bool[Array, "#B T 1 1"]:
+    """Which positions see no other."""
+    if segments is None:
+        first = jnp.arange(q.shape[1]) == 0
+        return (first if causal else first & (q.shape[1] == 1))[None, :, None, None]
+    order = sorted_groups.sort(jnp.zeros_like(segments)[:, None], 1, segments)
+    alone = sorted_groups.alone(order, None, causal)[:, 0]
+    alone = jnp.take_along_axis(alone, inverse(order.position[:, 0]), axis=1)
+    return (alone & (segments != 0))[..., None, None]
+
+
+def _kept(v: Float[Array, "B T N V"], dropout: float, rng) -> Float[Array, "B T N V"]:
+    """The values of positions that attend to themselves alone."""
+    if dropout == 0.0:
+        return v
+    example, position, head = jnp.ogrid[tuple(slice(n) for n in v.shape[:3])]
+    seed = seed_words(rng, len(v))
+    kept = dropout_mask(seed, dropout, example, head, position, position)
+    return v * kept[..., None].astype(v.dtype)

@@ -445,6 +445,7 @@ ROWS = [
         _others,
         second_order=2,
     ),
+    Row("shared_qk_pallas", shared_qk.shared_qk, {"own": (True, False)} | _KERNEL, _others),
     Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks, second_order=0),
     Row(
         "block_sparse_pallas",

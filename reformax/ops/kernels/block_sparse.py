@@ -8,7 +8,7 @@ one order and need no atomics.
 
   * Tiles of which every query sees every key come first in a list, and need no mask. A mask is for
     tiles that the diagonal or the end of the sequence cuts, and for all tiles of a call with
-    segments.
+    segments, or in which no position sees itself.
   * Without a block mask, segments shorten the lists: a packed sequence costs what it would alone.
   * A row that is much longer than its share of the work, such as that of a global block, is cut
     into parts. A part leaves its sums in a buffer of its own, and array operations merge them.
@@ -171,7 +171,7 @@ def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_qu
         per_head=per_head,
         any_whole=bool(np.any(columns[3] > columns[2])),
         any_cut=bool(np.any(columns[4] > columns[3])),
-        strict=isinstance(layout, InOrder) and layout.strict,
+        strict=isinstance(layout, Everything) and layout.strict,
         n_folded=layout.n_folded if isinstance(layout, InOrder) else 0,
     )
     # A kernel takes no empty array: an empty list has one entry, which nobody reads.

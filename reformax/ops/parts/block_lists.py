@@ -123,7 +123,8 @@ def _rows(mask: Ints, row: Ints, entry: Ints, whole: Ints, n_masks: int, n_rows:
 class Everything:
     """The `Layout` of attention without a mask, whose rows share one list.
 
-    Attributes are those of `Layout`.
+    Attributes, besides those of `Layout`:
+      strict: whether a key is hidden from the query of its own position.
     """
 
     n_queries: int
@@ -133,6 +134,7 @@ class Everything:
     block_q: int = 128
     block_k: int = 128
     n_masks: int = 1
+    strict: bool = False
 
     def rows(self, tile_q: int, tile_k: int) -> Rows:
         """The tiles of each row of `tile_q` queries, from the first keys on."""
@@ -169,12 +171,10 @@ class InOrder(Everything):
     Lists have all tiles in order, none of them whole; which stretch of them a tile meets is known
     in the call.
 
-    Attributes, besides those of `Layout`:
-      strict: whether a key is hidden from the query of its own position too.
+    Attributes, besides those of `Everything`:
       n_folded: the number of heads, which stand in the axis of examples.
     """
 
-    strict: bool = False
     n_folded: int = 1
 
     def rows(self, tile_q: int, tile_k: int) -> Rows:
