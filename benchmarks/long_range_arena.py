@@ -8,6 +8,9 @@ task's own config, and prints the share of the valid split's rows that is named 
 the bits of a label by the best checkpoint, and tokens/s, the median over the steps. Tay et al.
 2020, "Long Range Arena", has the tasks; positions are sinusoids in all rows.
 
+The class is read from the mean over a row, or with --pooling=cls from a learnt vector before it, as
+in the published models of texts. What cannot show the future is left out then.
+
 Rows are in groups: `exact` attention, `hashed` and otherwise `chosen` keys, fixed `patterns`, a
 `low_rank`, and `recurrent` states of constant size. They see 256 keys or so where they have such a
 number. What cannot show the future reads rows causally, and the mean over positions sees all.
@@ -92,7 +95,7 @@ GROUPS = {
         "sinks": _row("sinks", "window=256"),
     },
     "low_rank": {
-        "linformer": _row("linformer", "max_length=%length"),
+        "linformer": _row("linformer"),
         "nystromformer": _row("nystromformer"),
         "performer": _row("performer", "n_features=128"),
         "long_short": _row("long_short"),
@@ -128,6 +131,7 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
     """The runs of a row: the classifier's, before it with --pretrained the masked model's."""
     file, task = str(ROOT / "configs" / f"{args.task}.gin"), TASKS[args.task]
     given = [*SIZES, *([] if args.tiny else ["dtype='bfloat16'"])]
+    pooling = [f"encoder.TransformerEncoder.pooling={args.pooling!r}"]
     given += [f"steps={args.steps}", f"warmup_steps={max(1, args.steps // 10)}"]
     given += ["loop.train.checkpoint_minutes=None", f"loop.train.eval_every={args.steps}"]
     if task.drawn and args.runs:
@@ -138,12 +142,12 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
         return [*given, *(setting.format(model=model) for setting in ROWS[name])]
 
     if not args.pretrained:
-        return [(file, of("TransformerEncoder"))]
+        return [(file, [*of("TransformerEncoder"), *pooling])]
     given.append(f"vocab_size={task.vocab_size + 1}")  # with [MASK]
     masked = [f"encoder.TransformerMaskedLM.{key}={value}" for key, value in SHARED.items()]
     masked += ["loop.train.model=@encoder.TransformerMaskedLM", "loop.train.task=@masked.masked()"]
     masked += [f"masked.masked.task=@{task.factory}()", "masked.masked.length=%length"]
-    classes = [*of("TransformerEncoder"), "loop.train.fresh_heads=True"]
+    classes = [*of("TransformerEncoder"), *pooling, "loop.train.fresh_heads=True"]
     return [(file, [*of("TransformerMaskedLM"), *masked]), (file, classes)]
 
 
@@ -153,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = "the data of a task that is not drawn"
     parser.add_argument("--data_dir", type=functools.partial(user_path, "data_dir"), help=text)
     parser.add_argument("--steps", type=command_line.positive, default=3000, help="default: 3000")
+    text = "where the class is read (default: mean)"
+    parser.add_argument("--pooling", choices=("mean", "cls"), default="mean", help=text)
     text = "rows that show the future: first a masked language model of the same rows"
     parser.add_argument("--pretrained", action="store_true", help=text)
     campaign.flags(parser, GROUPS)
@@ -160,12 +166,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tiny:
         args.steps = 2
 
-    run = {name: getattr(args, name) for name in ("task", "steps", "pretrained", "tiny")}
+    names = "task", "steps", "pretrained", "tiny", "pooling"
+    run = {name: getattr(args, name) for name in names}
     table = Table("attention", "right", "bits of a label", "rows", "tokens/s")
     failed = []
     rows = campaign.chosen(args, GROUPS)
-    if args.pretrained:
+    if args.pretrained or args.pooling == "cls":
         rows = [name for name in rows if CAUSAL not in ROWS[name]]
+    if args.pretrained and args.pooling == "cls":  # its weights are of one length
+        rows = [name for name in rows if name != "linformer"]
     for name, known in campaign.trained(rows, lambda name: parts_of(name, args), run, args):
         table.result(name, known=known, cells=_cells)
         failed += [name] * isinstance(known, Exception)

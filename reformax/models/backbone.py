@@ -81,6 +81,7 @@ class Backbone(Model):
         inputs: Int[Array, "B T"],
         segments: Ids | Tokens | None = None,
         rng=None,
+        cls: Float[Array, " _"] | None = None,
     ) -> Float[Array, "B T D"]:
         """The features of inputs that are not shifted: a causal position t has read those up to t.
 
@@ -90,10 +91,13 @@ class Backbone(Model):
           segments: ids; a position sees its own id only, and 0 is padding. `Tokens` have marks or
             positions too.
           rng: the source of hashes and of dropout.
+          cls: a vector that stands before the first token; features and segments have it too.
         """
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
         x = devices.looked_up(params["embedding"], inputs)
+        if cls is not None:
+            x = jnp.concatenate([jnp.broadcast_to(cls, (len(x), 1, x.shape[2])), x], axis=1)
         x = self._embed(params, x, tokens_of(segments).positions)
         x = dropout(x, self._dropout_rate, rng_e)
         streams = self._layers.apply(

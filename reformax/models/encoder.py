@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax import devices
 from reformax.declared import Bounds, Count, SettingError, Size
 from reformax.layers import LayerNorm
 from reformax.models.backbone import Backbone
@@ -57,16 +58,26 @@ class Encoder(Backbone):
     ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"]]:
         """The features of rows, arbitrary at padding, and which positions are tokens.
 
+        With a learnt vector before the first token, rows are longer by it.
+
         Raises:
-          ValueError: tokens are no integers `[B, T]`, or weights are of other sizes.
+          ValueError: tokens are no integers `[B, T]`, weights are of other sizes, or devices share
+            a row that has such a vector.
         """
         check_tokens("tokens", tokens)
-        segments = token_segments(tokens, None)
+        segments, cls = token_segments(tokens, None), params.get("cls")
+        if cls is not None:
+            if devices.n_stretches() > 1:
+                raise SettingError(
+                    f"pooling is 'cls', which makes rows one longer, and {devices.n_stretches()} "
+                    "devices share a row: set pooling='mean' or 'first', or mesh.context=1"
+                )
+            segments = jnp.pad(segments, ((0, 0), (1, 0)), constant_values=True)
         if not self.n_global:
-            return self.encode(params, tokens, segments, rng), segments
-        first = jnp.arange(tokens.shape[1])[None] < self.n_global
+            return self.encode(params, tokens, segments, rng, cls), segments
+        first = jnp.arange(segments.shape[1])[None] < self.n_global
         marks = (first & segments).astype(jnp.int32)
-        return self.encode(params, tokens, Tokens(segments, marks), rng), segments
+        return self.encode(params, tokens, Tokens(segments, marks), rng, cls), segments
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -80,7 +91,8 @@ class Classifier(Encoder):
 
     Args:
       n_classes: number of classes.
-      pooling: "mean" over the row's tokens, or the "first" token's features.
+      pooling: "mean" over the row's tokens, the "first" token's features, or "cls": those of a
+        learnt vector that stands before the first token, as in BERT and Long Range Arena.
       pairs: whether the model reads two documents, `[B, T]` and `[B, S]`.
       d_classifier: the width of a hidden layer with a relu before the classes; None: there is none.
       causal: whether a position sees only itself and what came before it, for algorithms that
@@ -88,17 +100,17 @@ class Classifier(Encoder):
     """
 
     n_classes: Classes = dataclasses.field(default=10, kw_only=False)
-    pooling: Literal["mean", "first"] = "mean"
+    pooling: Literal["mean", "first", "cls"] = "mean"
     pairs: bool = False
     d_classifier: Size | None = None
     causal: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        if self.causal and self.pooling == "first":
+        if self.causal and self.pooling != "mean":
             raise SettingError(
-                "pooling is 'first' and causal is True, so that the first token sees no other: "
-                "set pooling='mean'"
+                f"pooling is {self.pooling!r} and causal is True, so that the first token sees no "
+                "other: set pooling='mean'"
             )
 
     @property
@@ -111,7 +123,11 @@ class Classifier(Encoder):
 
     def init_params(self, rng, shape, *shapes):
         *rngs, rng_h, rng_l = jax.random.split(rng, 5)
+        if has_cls := self.pooling == "cls":
+            shape = (shape[0], shape[1] + 1)
         params, d_in = self.init_backbone(rngs, shape), self.d_features * (4 if self.pairs else 1)
+        if has_cls:
+            params["cls"] = jnp.zeros(self.d_model)
         if self.d_classifier is not None:
             params["hidden"] = affine_params(rng_h, d_in, self.d_classifier, self.init_std)
             d_in = self.d_classifier
@@ -138,7 +154,7 @@ class Classifier(Encoder):
         """One float32 vector a row; zeros where a mean has no token."""
         x, is_token = self.read(params, tokens, rng)
         x = x.astype(jnp.float32)
-        if self.pooling == "first":
+        if self.pooling != "mean":
             return x[:, 0]
         total = jnp.sum(jnp.where(is_token[..., None], x, 0.0), axis=1)
         return total / jnp.maximum(jnp.sum(is_token, axis=1, keepdims=True), 1).astype(x.dtype)

@@ -71,7 +71,7 @@ def check_padding(model):
     np.testing.assert_array_equal(changed[1], got[1])
 
 
-@pytest.mark.parametrize("pooling", ["mean", pytest.param("first", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pooling", ["mean", "cls", pytest.param("first", marks=pytest.mark.slow)])
 def test_a_row_is_read_whole_and_its_padding_is_not(pooling):
     check_padding(TransformerEncoder(**SMALL, pooling=pooling))
 
@@ -116,6 +116,20 @@ def test_pooling_and_pairs_are_their_equations(d_classifier):
     host = jax.tree.map(np.asarray, params)
     x = np.asarray(single.read(params, first, RNG)[0])[:, 0]
     np.testing.assert_allclose(got[:, 0], numpy_logits(host, x, d_classifier), atol=2e-6)
+
+
+def test_a_learnt_vector_before_a_row_is_a_token_of_its_own():
+    """It has the first position, and another embedding's token there computes the same."""
+    rows, options = some_rows(), dict(n_classes=3)
+    model = TransformerEncoder(**SMALL, **options, pooling="cls")
+    _, params = outputs(model, rows)
+    params["cls"] = params["embedding"][7]
+    got, _ = outputs(model, rows, params=params)
+    first = TransformerEncoder(**SMALL, **options, pooling="first")
+    params = {name: x for name, x in params.items() if name != "cls"}
+    with_token = np.concatenate([np.full_like(rows[:, :1], 7), rows], axis=1)
+    want, _ = outputs(first, with_token, params=params)
+    np.testing.assert_allclose(got, want, atol=2e-6)
 
 
 def test_a_row_of_padding_alone_has_the_logits_of_zeros():
@@ -170,6 +184,7 @@ def test_the_first_tokens_see_all_and_are_seen():
         (dict(n_classes=1), "n_classes is 1: expected at least 2"),
         (dict(pooling="max"), "pooling is 'max': expected"),
         (dict(pooling="first", causal=True), "the first token sees no other: set pooling='mean'"),
+        (dict(pooling="cls", causal=True), "pooling is 'cls' and causal is True"),
         (dict(n_global=1), "n_global is 1 and no op of attention_type reads marks"),
     ],
 )
