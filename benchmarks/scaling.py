@@ -222,16 +222,24 @@ def measure(args: Any) -> None:
         if known >= set(axes):
             print(f"{args.saved} has {name} over {', '.join(axes)}")
             return
+    start = time.perf_counter()
+
+    def tell(what: str) -> None:
+        print(f"[{time.perf_counter() - start:6.1f} s] {what}", file=sys.stderr, flush=True)
+
     prepared = attempt_each(
         lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes, args.alone)
     )
+    tell("states are on the devices")
     # Nothing runs meanwhile: loading cuDNN's attention disturbs what other threads run.
     found = attempt_each(lambda compiled: compiled(), prepared, COMPILERS)
     ready = {row: x for row, x in found.items() if isinstance(x, Candidate)}
     single = [x for row, x in ready.items() if row.startswith("device")]
     if len(single) == jax.device_count() > 1:
         ready["alone, at once"] = found["alone, at once"] = at_once(single)
+    tell("steps are compiled")
     seconds = medians({row: x.run for row, x in ready.items()}, args.repeats)
+    tell("steps are timed")
     speeds = {row: x.tokens / seconds[row] for row, x in ready.items()}
     alone = [speed for row, speed in speeds.items() if row.startswith("device")]
     slowest = min(alone, default=math.nan)
