@@ -8,6 +8,7 @@ from functools import cache, partial
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,10 +18,11 @@ from reformax import devices, memory
 from reformax.data.base import Documents, SentencePairs
 from reformax.declared import SettingError
 from reformax.generation import generate, translate
+from reformax.layers import LayerNorm
 from reformax.models import Reformer, ReformerLM, Transformer, TransformerLM
 from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.block_patterns import local_global
-from reformax.training import dry_run, loop
+from reformax.training import dry_run, loop, loss
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from reformax.training.evaluation import evaluate
@@ -198,6 +200,29 @@ def test_a_step_is_that_of_one_device(monkeypatch, name, sizes):
     trees = (jax.tree.map(lambda x: x / largest, tree) for tree in (gradient, want))
     # A number that is rounded to the grid may fall on the other side.
     assert_trees_close(*trees, tolerance=1e-3 if name in ON_GRID else 1e-5)
+
+
+@pytest.mark.parametrize("sizes", [ALL, CONTEXT])
+def test_kernels_outside_of_attention_are_those_of_one_device(sizes):
+    """Those that "auto" takes on a GPU: of norms that add, and of the loss."""
+    mesh, norm = on_axes(sizes), LayerNorm(**KERNELS)
+    x, y, matrix = (jax.random.normal(k, (BATCH, LENGTH, 16)) for k in jax.random.split(KEY, 3))
+    params = norm.init_params(None, x.shape), matrix[0].T
+    _, targets, weights = batch_of("dense")
+
+    def product(matrix, features, dtype="float32"):
+        return jnp.matmul(features, matrix, preferred_element_type=dtype)
+
+    def loss_of(params, x, y, targets, weights):
+        scale, matrix = params
+        features, x = norm.with_residual(scale, x, y)
+        given = product, matrix, features, targets % LENGTH, weights, 12, 0.1
+        return loss.cross_entropy(*given, **KERNELS).loss + jnp.sum(jnp.sin(x))
+
+    run = jax.value_and_grad(loss_of, argnums=(0, 1, 2))
+    inputs = x, y, targets, weights
+    got = jax.jit(devices.on(mesh, run))(params, *jax.device_put(inputs, devices.over_tokens(mesh)))
+    assert_trees_close(got, jax.jit(run)(params, *inputs))
 
 
 @pytest.mark.slow
