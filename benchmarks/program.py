@@ -2,6 +2,7 @@
 
     python -m benchmarks.program --config_file=configs/gpt2.gin
     python -m benchmarks.program --attention moba --length=65536 --gradient
+    python -m benchmarks.program --attention moba --length=65536 --gradient --run
 
 compiles a training step of a config, or attention to one sequence, and runs nothing. --gradient is
 of every input, and --causal hides what comes later, as some attentions do in any case. Needs no
@@ -9,27 +10,31 @@ GPU, but JAX's compiler for one: `pip install 'jax[cuda13]'`. Prints kinds of ke
 and, with --largest, the largest kernels with the operation that each comes from. Bytes are bounds
 from above: arrays count whole. Products come as the compiler's first choice, for a GPU would choose
 them by trying. The text is that of Python's standard library, whatever the config's.
+
+With --run an attention is compiled for the GPU that there is, and its kernels' times are printed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks.harness import attention_table, command_line, configured, h200
+from benchmarks.harness import attention_table, command_line, configured, h200, kernels, traffic
 from benchmarks.harness.calls import MIB
 from benchmarks.harness.output import Table
-from benchmarks.harness.traffic import Kernel, gigabytes, kernels
+from benchmarks.harness.traffic import Kernel, gigabytes
 from reformax import devices
 from reformax.training import mesh as mesh_lib
 from reformax.training import opening
 from reformax.training import step as step_lib
 from reformax.training.settings import Settings, build
+
+TRACED = 3  # calls
 
 
 def training_step(settings: Settings, device: Any) -> tuple[str, Any]:
@@ -46,20 +51,31 @@ def training_step(settings: Settings, device: Any) -> tuple[str, Any]:
     return f"a step of {size[0]} x {size[1]:,} tokens", step
 
 
-def attention(
-    case: attention_table.Case, gradient: bool, causal: bool, device: Any
-) -> tuple[str, Any]:
-    """A call of an attention without padding: in words, and lowered."""
+class Call(NamedTuple):
+    """A call of an attention without padding."""
+
+    title: str
+    function: Any  # jitted
+    inputs: Callable[[], dict[str, Any]]
+
+    def lowered(self, device: Any) -> Any:
+        whole = devices.replicated(mesh_lib.make({}, [device]))
+        return self.function.lower(**_placed(jax.eval_shape(self.inputs), whole))
+
+
+def attention(case: attention_table.Case, gradient: bool, causal: bool) -> Call:
+    """One pass, or both."""
     op = attention_table.attentions()[case.attention]
-    like = jax.eval_shape(functools.partial(attention_table.inputs_of, op, case))
     run = attention_table.both if gradient else attention_table.forward
-    if not gradient:
-        like.pop("d_out")
-    whole = devices.replicated(mesh_lib.make({}, [device]))
-    call = jax.jit(functools.partial(run, op, case.dropout, causal)).lower(**_placed(like, whole))
+
+    def inputs() -> dict[str, Any]:
+        given = attention_table.inputs_of(op, case)
+        return {name: x for name, x in given.items() if gradient or name != "d_out"}
+
     name = case.attention + ", causal" * causal + ", gradient" * gradient
     of = f"{case.batch} x {case.length:,} tokens, {case.n_heads} heads of {case.d_head}"
-    return f"{name}, {of}, {case.dtype}", call
+    function = jax.jit(functools.partial(run, op, case.dropout, causal))
+    return Call(f"{name}, {of}, {case.dtype}", function, inputs)
 
 
 def _placed(tree: Any, sharding: Any) -> Any:
@@ -68,7 +84,7 @@ def _placed(tree: Any, sharding: Any) -> Any:
 
 def print_kernels(title: str, compiled: Any, largest: int) -> None:
     """The tables of a compiled program."""
-    found = kernels(compiled.as_text())
+    found = traffic.kernels(compiled.as_text())
     temp = compiled.memory_analysis().temp_size_in_bytes / MIB
     n = sum(each.times for each in found)
     print(f"\n{title}: {n:,} kernels, {gigabytes(found):,.2f} GB, {temp:,.0f} MiB temporary")
@@ -85,6 +101,22 @@ def print_kernels(title: str, compiled: Any, largest: int) -> None:
             table.row(each.kind, each.source[-60:], f"{each.times:,}", *sizes)
 
 
+def print_times(call: Call) -> None:
+    """The table of a call's kernels, means of `TRACED` calls."""
+    given = call.inputs()
+
+    def run(n: int) -> None:
+        jax.block_until_ready([call.function(**given) for _ in range(n)])
+
+    run(1)
+    found = kernels.of(lambda: run(TRACED))
+    total = sum(ms for ms, _ in found.values()) / TRACED
+    title = f"{call.title}: {total:.3f} ms"
+    table = Table("kernel", "ms", "calls", title=title)
+    for name, (ms, calls) in found.items():
+        table.row(name, f"{ms / TRACED:.3f}", f"{calls / TRACED:.0f}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line.parser(__doc__)
     parser.add_argument("--config_file", action="append", help="a gin file; may be repeated")
@@ -96,10 +128,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--head_size", type=command_line.positive, default=64)
     parser.add_argument("--gradient", action="store_true", help="of the attention, both passes")
     parser.add_argument("--causal", action="store_true", help="also where it need not be")
+    parser.add_argument("--run", action="store_true", help="an attention, on the GPU there is")
     parser.add_argument("--largest", type=int, default=0, help="print so many kernels")
     args = parser.parse_args(argv)
     if not (args.tiny or args.config_file or args.attention):
         parser.error("nothing to compile: give --config_file or --attention")
+    if args.run and not args.attention:
+        parser.error("--run runs an attention: give --attention")
+    length, dtype = (128, "float32") if args.tiny else (args.length, "bfloat16")
+    sizes = 1, args.heads, args.head_size, dtype, h200.NAME
+    if args.attention:
+        case = attention_table.Case(args.attention, length, 0.0, False, *sizes)
+    if args.run:
+        print_times(attention(case, args.gradient, args.causal))
+        return
     # Tiny programs are compiled for the machine that there is.
     try:
         device = jax.devices()[0] if args.tiny else h200.devices()[0]
@@ -108,10 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = {} if args.tiny else h200.OPTIONS
     with nullcontext() if args.tiny else h200.assumed():
         if args.attention:
-            length, dtype = (128, "float32") if args.tiny else (args.length, "bfloat16")
-            sizes = 1, args.heads, args.head_size, dtype, h200.NAME
-            case = attention_table.Case(args.attention, length, 0.0, False, *sizes)
-            title, lowered = attention(case, args.gradient, args.causal, device)
+            call = attention(case, args.gradient, args.causal)
+            title, lowered = call.title, call.lowered(device)
         else:
             tiny = args.tiny and not args.config_file
             given = args.config_file, args.config

@@ -118,6 +118,7 @@ COMMANDS = [
         "| flash | ",
     ),
     ("program", "--attention lsh --gradient --causal", "lsh, causal, gradient, 1 x 128 tokens"),
+    ("program", "--attention lsh --gradient --run", "lsh, gradient, 1 x 128 tokens"),
     ("program", "--largest=2", "a step of 1 x 64 tokens: "),
     (
         "published",

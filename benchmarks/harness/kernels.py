@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,16 @@ def times(folder: Path) -> dict[str, tuple[float, int]]:
             found[name][1] += 1
     both = {name: (ms, calls) for name, (ms, calls) in found.items()}
     return dict(sorted(both.items(), key=lambda item: -item[1][0]))
+
+
+def of(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
+    """The `times` of what a function runs, which waits for it."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        return times(Path(folder))
 
 
 def _planes(folder: Path) -> Iterator[Any]:
