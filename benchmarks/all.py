@@ -85,6 +85,7 @@ PARTS = {
         (*TRAINED, "benchmarks/global_layers.py"),
     ),
     "listops": _arena("--task=listops --steps=3000 --at_once=2", "listops"),
+    "listops_cls": _arena("--task=listops --steps=3000 --at_once=2 --pooling=cls", "listops_cls"),
     "listops_pretrained": _arena(
         "--task=listops --steps=3000 --at_once=2 --pretrained", "listops_pretrained"
     ),

@@ -9,7 +9,8 @@ the bits of a label by the best checkpoint, and tokens/s, the median over the st
 2020, "Long Range Arena", has the tasks; positions are sinusoids in all rows.
 
 The class is read from the mean over a row, or with --pooling=cls from a learnt vector before it, as
-in the published models of texts. What cannot show the future is left out then.
+in the published models of texts. What cannot show the future is left out then, and with
+--pretrained Linformer too, whose weights are of one length.
 
 Rows are in groups: `exact` attention, `hashed` and otherwise `chosen` keys, fixed `patterns`, a
 `low_rank`, and `recurrent` states of constant size. They see 256 keys or so where they have such a
@@ -23,7 +24,8 @@ Each row is a process of its own. --at_once=3 has three on a GPU: they compile a
 side and train in turn, so that tokens/s are of one alone. --gpus=2 spreads them over two. With
 --limit no row goes on after so many seconds. --saved=FILE adds each row to a file as soon as it is
 known, and a row that is there for as many steps of the task is not trained again. --runs=FOLDER
-keeps the run of each row there, and goes on with it; what a task draws is kept there too.
+keeps the run of each row there, as listops_3000_mean/flash, and goes on with it; what a task draws
+is kept there too.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = campaign.chosen(args, GROUPS)
     if args.pretrained or args.pooling == "cls":
         rows = [name for name in rows if CAUSAL not in ROWS[name]]
-    if args.pretrained and args.pooling == "cls":  # its weights are of one length
+    if args.pretrained and args.pooling == "cls":
         rows = [name for name in rows if name != "linformer"]
     for name, known in campaign.trained(rows, lambda name: parts_of(name, args), run, args):
         table.result(name, known=known, cells=_cells)

@@ -3,14 +3,14 @@
     python -m benchmarks.scaling --config_file=configs/reformer_enwik8.gin
     python -m benchmarks.scaling --config_file=... --config='length = 16_384' --mesh=context
 
-Prints a table with a row for each device alone, one for all of them alone at once, and one for each
-mesh: tokens a second, how many times those of the slowest device they are, for which the others
-wait, and the MiB of state and of temporary memory of a device. What devices lose that run at once
-and share nothing is the machine's; the rest of what a mesh loses is sending. The tokens of a device
-are those of the config's step. Over `data` and `fsdp` a step has more rows; over `context` it has
-longer ones, or with `--shared` the same, as dense attention needs, whose tokens cost more in longer
-rows. The meshes' steps take turns, so that other load slows all alike. The text is that of Python's
-standard library, whatever the config's.
+Prints a table with a row for each device alone, or for the first so many with --alone, one for all
+of them alone at once, and one for each mesh: tokens a second, how many times those of the slowest
+device they are, for which the others wait, and the MiB of state and of temporary memory of a
+device. What devices lose that run at once and share nothing is the machine's; the rest of what a
+mesh loses is sending. The tokens of a device are those of the config's step. Over `data` and `fsdp`
+a step has more rows; over `context` it has longer ones, or with `--shared` the same, as dense
+attention needs, whose tokens cost more in longer rows. The meshes' steps take turns, so that other
+load slows all alike. The text is that of Python's standard library, whatever the config's.
 
     python -m benchmarks.scaling --page --saved=FILE
 
@@ -148,7 +148,7 @@ def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Several devices' speed in shares of as many times one's, by their number.
+    """Several devices' speed as a share of as many times one's, by their number.
 
     The last result counts.
     """
@@ -158,7 +158,7 @@ def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
         where = f"{result['machine'].split(',')[0]}: " if len(machines) > 1 else ""
         line = lines.setdefault(f"{where}{result['name']}, {result['mesh']}", {1: 1.0})
         line[result["devices"]] = result["times"] / result["devices"]
-    label = "tokens a second, of as many times one device's"
+    label = "share of linear scaling"
     plot(path, {label: lines}, ", ".join(machines), "linear", xlabel="devices")
 
 

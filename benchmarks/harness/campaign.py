@@ -59,9 +59,7 @@ def trained(
     known: dict[str, Answer | Exception] = {}
     run = {**run, "data": args.data_dir and args.data_dir.name}
     if args.saved and args.saved.exists():
-        # An older line does not say what data it is of.
-        lines = (x for x in read(args.saved) if x["run"].items() <= run.items())
-        known = {x["row"]: x["trained"] for x in lines}
+        known = {x["row"]: x["trained"] for x in read(args.saved) if x["run"] == run}
     end = None if args.limit is None else time.monotonic() + args.limit
     with ExitStack() as opened:
         folder = args.runs or Path(opened.enter_context(tempfile.TemporaryDirectory()))

@@ -20,7 +20,7 @@ def products(
     Products apart have no forward mode.
     """
     apart = jax.default_backend() == "gpu"
-    return _apart(x, matrices) if apart else [x @ w for w in matrices]
+    return _apart(x, list(matrices)) if apart else [x @ w for w in matrices]
 
 
 @jax.custom_vjp

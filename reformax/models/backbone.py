@@ -62,9 +62,8 @@ class Backbone(Model):
         """The weights, of three rngs: of the embedding, of the positions and of the stack."""
         rng_e, rng_p, rng_s = rngs
         hidden = (*shape, self.d_model)
-        embedding = jax.random.normal(rng_e, (self.vocab_size, self.d_model))
         params = {
-            "embedding": (EMBEDDING_SCALE if self.init_std is None else self.init_std) * embedding,
+            "embedding": self.embeddings(rng_e, self.vocab_size),
             "stack": self._layers.init_params(rng_s, *[hidden] * self._layers.n_out),
         }
         if self.final_norm:
@@ -74,6 +73,11 @@ class Backbone(Model):
         if self.embedding_norm:
             params["embedding_norm"] = self._embedding_norm.init_params(None, hidden)
         return params
+
+    def embeddings(self, rng, n: int) -> Float[Array, "n _"]:
+        """So many vectors, as those of tokens begin."""
+        scale = EMBEDDING_SCALE if self.init_std is None else self.init_std
+        return scale * jax.random.normal(rng, (n, self.d_model))
 
     def encode(
         self,
@@ -97,7 +101,8 @@ class Backbone(Model):
         rng_e, rng_s, rng_f = (None,) * 3 if rng is None else jax.random.split(rng, 3)
         x = devices.looked_up(params["embedding"], inputs)
         if cls is not None:
-            x = jnp.concatenate([jnp.broadcast_to(cls, (len(x), 1, x.shape[2])), x], axis=1)
+            before = jnp.broadcast_to(cls.astype(x.dtype), (len(x), 1, x.shape[2]))
+            x = jnp.concatenate([before, x], axis=1)
         x = self._embed(params, x, tokens_of(segments).positions)
         x = dropout(x, self._dropout_rate, rng_e)
         streams = self._layers.apply(

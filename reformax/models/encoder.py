@@ -36,7 +36,8 @@ class Encoder(Backbone):
 
     Args:
       n_global: the first so many tokens of a row are marked, which algorithms with the trait
-        `marks` let see all and be seen by all, as Longformer's global attention.
+        `marks` let see all and be seen by all, as Longformer's global attention. The vector that
+        `pooling="cls"` puts before a row is the first of them.
     """
 
     n_global: Count = 0
@@ -54,18 +55,18 @@ class Encoder(Backbone):
             )
 
     def read(
-        self, params, tokens: Int[Array, "B T"], rng=None
+        self, params, tokens: Int[Array, "B T"], rng=None, cls: Float[Array, " _"] | None = None
     ) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"]]:
         """The features of rows, arbitrary at padding, and which positions are tokens.
 
-        With a learnt vector before the first token, rows are longer by it.
+        With `cls`, a vector before the first token, which counts as one, rows are longer by it.
 
         Raises:
           ValueError: tokens are no integers `[B, T]`, weights are of other sizes, or devices share
             a row that has such a vector.
         """
         check_tokens("tokens", tokens)
-        segments, cls = token_segments(tokens, None), params.get("cls")
+        segments = token_segments(tokens, None)
         if cls is not None:
             if devices.n_stretches() > 1:
                 raise SettingError(
@@ -127,7 +128,7 @@ class Classifier(Encoder):
             shape = (shape[0], shape[1] + 1)
         params, d_in = self.init_backbone(rngs, shape), self.d_features * (4 if self.pairs else 1)
         if has_cls:
-            params["cls"] = jnp.zeros(self.d_model)
+            params["cls"] = self.embeddings(jax.random.fold_in(rng, 5), 1)[0]
         if self.d_classifier is not None:
             params["hidden"] = affine_params(rng_h, d_in, self.d_classifier, self.init_std)
             d_in = self.d_classifier
@@ -152,7 +153,8 @@ class Classifier(Encoder):
 
     def _pooled(self, params, tokens: Int[Array, "B T"], rng) -> Float[Array, "B D"]:
         """One float32 vector a row; zeros where a mean has no token."""
-        x, is_token = self.read(params, tokens, rng)
+        cls = params["cls"] if self.pooling == "cls" else None
+        x, is_token = self.read(params, tokens, rng, cls)
         x = x.astype(jnp.float32)
         if self.pooling != "mean":
             return x[:, 0]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.declared import SettingError
 from reformax.models import (
     ReformerEncoder,
     ReformerMaskedLM,
@@ -130,6 +131,14 @@ def test_a_learnt_vector_before_a_row_is_a_token_of_its_own():
     with_token = np.concatenate([np.full_like(rows[:, :1], 7), rows], axis=1)
     want, _ = outputs(first, with_token, params=params)
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_a_vector_before_rows_that_devices_share_is_refused(monkeypatch):
+    model = TransformerEncoder(**SMALL, pooling="cls")
+    params = plain.init(model, some_rows().shape)
+    monkeypatch.setattr(encoder.devices, "n_stretches", lambda: 2)
+    with pytest.raises(SettingError, match="pooling is 'cls'.* 2 devices share a row: .*context=1"):
+        model.apply(params, some_rows(), rng=RNG)
 
 
 def test_a_row_of_padding_alone_has_the_logits_of_zeros():

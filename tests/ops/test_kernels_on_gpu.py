@@ -26,6 +26,7 @@ from reformax.ops import (
     nsa,
     performer,
     routing,
+    shared_qk,
     sinks,
 )
 
@@ -84,6 +85,11 @@ CASES = {
     "routing, shared": Case(
         of(routing.routing, n_clusters=5, cluster_size=130, shared_qk=True), dropout=0.2
     ),
+    "shared_qk": Case(shared_qk.shared_qk, 4, 4, t=1777, causal=False),
+    "shared_qk, packed": Case(
+        of(shared_qk.shared_qk, own=False), 4, 4, t=777, packed=True, dropout=0.2
+    ),
+    "shared_qk, wide": Case(shared_qk.shared_qk, 2, 2, 128, 1000, causal=False, packed=True),
     "hash_sparse": Case(of(hash_sparse.hash_sparse, n_buckets=8), t=1000),
     "hash_sparse, shared": Case(
         of(hash_sparse.hash_sparse, n_buckets=8, shared_qk=True), t=700, packed=True

@@ -117,7 +117,7 @@ def attend_to(
       index: the K keys that each head may see, where every head has keys of its own; None: all.
       impl: "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or later, and
         "pallas_interpret" runs it anywhere. "auto" takes the kernel on such a GPU for a single
-        row: with eight, XLA's kernels are faster.
+        row: with eight, XLA's kernels are faster. Ops leave it so, whatever their own `impl`.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     wanted = "xla" if impl == "auto" and q.shape[0] > 1 else impl
