@@ -47,6 +47,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.harness import command_line, configured, kernels
 from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, medians
 from benchmarks.harness.output import Table, plot
+from benchmarks.harness.processes import tell
 from reformax import devices
 from reformax.training import mesh as mesh_lib
 from reformax.training import opening
@@ -222,11 +223,6 @@ def measure(args: Any) -> None:
         if known >= set(axes):
             print(f"{args.saved} has {name} over {', '.join(axes)}")
             return
-    start = time.perf_counter()
-
-    def tell(what: str) -> None:
-        print(f"[{time.perf_counter() - start:6.1f} s] {what}", file=sys.stderr, flush=True)
-
     prepared = attempt_each(
         lambda mesh: prepare(settings, mesh, n_steps, args.shared), meshes(axes, args.alone)
     )
