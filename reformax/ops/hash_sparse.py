@@ -33,7 +33,7 @@ from reformax.ops.parts.cache import (
     replace_in_memory,
 )
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.dropout import dropped_own, seed_words
 from reformax.ops.parts.hashing import MAX_FACTOR, draw_rotations, hash_by
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.orders import inverse
@@ -158,12 +158,7 @@ def _apply(
         return out
     alone = sorted_groups.alone(queries, plan.keys, causal)
     alone = jnp.swapaxes(jnp.take_along_axis(alone, place, axis=2), 1, 2)
-    itself = v
-    if dropout > 0.0:
-        example, position, head = jnp.ogrid[:n_batch, :length, :n_heads]
-        kept = dropout_mask(seed, dropout, example, head, position, position)
-        itself = v * kept[..., None].astype(v.dtype)
-    return jnp.where(alone[..., None], itself, out)
+    return jnp.where(alone[..., None], dropped_own(v, dropout, seed), out)
 
 
 def _in_arrays(

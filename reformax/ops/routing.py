@@ -27,7 +27,7 @@ from reformax.ops.parts.block_lists import InOrder
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.dropout import dropped_own, seed_words
 from reformax.ops.parts.gathered import softmax_of_piece, taken
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.query_chunks import in_blocks
@@ -187,14 +187,13 @@ def _moved(settings: Settings, centroids, vectors, real) -> Float[Array, "N C H"
 
 
 def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
-    n_batch, length, n_heads, _ = q.shape
     centroids, dtype = params["centroids"], wide(q.dtype, v.dtype)
     vectors = (q,) if settings.shared_qk else (q, k)
     moved = _moved(settings, lax.stop_gradient(centroids.value), vectors, _real(segments, q))
     held = becoming(centroids, moved)
 
     keys = length_normalize(q) if settings.shared_qk else k
-    seed = seed_words(rng, n_batch) if dropout > 0.0 else None
+    seed = seed_words(rng, len(q)) if dropout > 0.0 else None
     q, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q, keys, v))
     impl = choose(settings.impl, **kernel_obstacles(q, keys, v))
     if impl == "xla":
@@ -204,10 +203,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         found = _in_kernels(settings, interpret, q, keys, values, plan, causal, dropout, rng)
     out, total = found
     if settings.own:
-        alone = values.astype(dtype)
-        if dropout > 0.0:
-            batch, head, position = jnp.ogrid[:n_batch, :n_heads, :length]
-            alone = alone * dropout_mask(seed, dropout, batch, head, position, position)[..., None]
+        alone = jnp.swapaxes(dropped_own(v.astype(dtype), dropout, seed), 1, 2)
         out = jnp.where((total == 0)[..., None], alone, out)
     out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
     return out + (0 * held.sum()).astype(v.dtype)  # the centroids' change arrives by it

@@ -19,7 +19,7 @@ from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import full_decoding
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.parts.dropout import dropped_own, seed_words
 from reformax.ops.parts.masks import except_self, segment_pair, visibility
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.orders import inverse
@@ -66,7 +66,10 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, own, impl):
         layout = Everything(q.shape[1], q.shape[1], causal, dropout, strict=True)
         given = q, length_normalize(q), v, segment_pair(segments), rng
         out = kernel.attend(layout, impl == "pallas_interpret", *given)
-        return jnp.where(_alone(q, segments, causal), _kept(v, dropout, rng), out) if own else out
+        if not own:
+            return out
+        seed = seed_words(rng, len(v)) if dropout > 0.0 else None
+        return jnp.where(_alone(q, segments, causal), dropped_own(v, dropout, seed), out)
 
     @jax.checkpoint
     def attend(q, v) -> Float[Array, "B T N V"]:
@@ -103,13 +106,3 @@ def _alone(
     alone = sorted_groups.alone(order, None, causal)[:, 0]
     alone = jnp.take_along_axis(alone, inverse(order.position[:, 0]), axis=1)
     return (alone & (segments != 0))[..., None, None]
-
-
-def _kept(v: Float[Array, "B T N V"], dropout: float, rng) -> Float[Array, "B T N V"]:
-    """The values of positions that attend to themselves alone."""
-    if dropout == 0.0:
-        return v
-    example, position, head = jnp.ogrid[tuple(slice(n) for n in v.shape[:3])]
-    seed = seed_words(rng, len(v))
-    kept = dropout_mask(seed, dropout, example, head, position, position)
-    return v * kept[..., None].astype(v.dtype)

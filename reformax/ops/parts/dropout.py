@@ -83,3 +83,14 @@ def full_dropout_mask(
 ) -> Float[Array, "B N T S"]:
     """The `dropout_mask` of every weight of a `[B, N, T, S]` attention matrix."""
     return dropout_mask(seed_words(rng, shape[0]), rate, *jnp.ogrid[tuple(slice(n) for n in shape)])
+
+
+def dropped_own(
+    v: Float[Array, "B T N V"], rate: float, seed: Int[Array, 6] | None
+) -> Float[Array, "B T N V"]:
+    """The outputs of positions that see themselves alone; `seed` is read if `rate` is above 0."""
+    if rate == 0.0:
+        return v
+    batch, position, head = jnp.ogrid[tuple(slice(n) for n in v.shape[:3])]
+    kept = dropout_mask(seed, rate, batch, head, position, position)
+    return v * kept[..., None].astype(v.dtype)
