@@ -150,9 +150,8 @@ class FeedForward(Layer):
         """Bias, activation, dropout and the second product, from the output of the first."""
         rate = rate_in(self.mode, self.hidden_dropout)
         narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
-        fits = narrow and LEAST_SIZE <= pre.size < MOST and self.activation in IN_KERNELS
-        wanted = "xla" if self.impl == "auto" and not fits else self.impl
-        chosen = choose(wanted, pallas=None) if pre.size else "xla"
+        pays = narrow and LEAST_SIZE <= pre.size < MOST and self.activation in IN_KERNELS
+        chosen = choose(self.impl, pays, pallas=None) if pre.size else "xla"
         if chosen == "xla":
             hidden = self.activation(pre.astype(wide(pre.dtype)) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)

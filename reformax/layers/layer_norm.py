@@ -69,9 +69,8 @@ class LayerNorm(Layer):
         dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
         weights = params["scale"], params["bias"]
         size = x.shape[-1]
-        fits = LEAST_ROWS * size <= x.size < MOST or x.size == size
-        wanted = "xla" if self._impl == "auto" and not fits else self._impl
-        chosen = choose(wanted, pallas=None) if x.size else "xla"
+        pays = LEAST_ROWS * size <= x.size < MOST or x.size == size
+        chosen = choose(self._impl, pays, pallas=None) if x.size else "xla"
         if pass_on and y is not None and chosen == "xla":
             x, y = x + y.astype(x.dtype), None
 

@@ -96,9 +96,8 @@ def cross_entropy(
     batch, length = targets.shape[0] // devices.row_shares(), targets.shape[1] // n_stretches
     one = jax.ShapeDtypeStruct((batch, 1, features.shape[2]), features.dtype)
     vocab_size = jax.eval_shape(logits_fn, params, one).shape[-1]
-    few = vocab_size < LEAST_VOCABULARY or features.dtype != jnp.bfloat16
-    wanted = "xla" if not targets.size or (impl == "auto" and few) else impl
-    chosen = choose(wanted, pallas=None)
+    pays = vocab_size >= LEAST_VOCABULARY and features.dtype == jnp.bfloat16
+    chosen = choose(impl, pays, pallas=None) if targets.size else "xla"
     # The kernel reads logits as PyTorch's autocast does, in bfloat16, and puts their gradient in
     # their place: four times as many take twice the memory.
     rounded = chosen != "xla" and features.dtype == jnp.bfloat16

@@ -139,6 +139,15 @@ def test_a_residual_and_its_gradient_are_added_in_the_norms_kernel(dtype, added)
     assert "add_any" not in str(jax.make_jaxpr(by_kernel)(params, x, y))
 
 
+@pytest.mark.parametrize("n_rows, kernels", [(1, 1), (2, 0), (4095, 0), (4096, 1)])
+def test_auto_takes_the_kernel_for_many_rows_and_for_one(n_rows, kernels, monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    norm, x = layers.LayerNorm(), jax.ShapeDtypeStruct((n_rows, 8), jnp.float32)
+    params = plain.init(norm, x.shape)
+    program = str(jax.make_jaxpr(norm.with_residual)(params, x, x))
+    assert program.count("pallas_call[") == kernels
+
+
 @pytest.mark.parametrize("size, added", [(512, "bfloat16"), (1000, None)])
 def test_the_kernel_of_a_norm_lowers_for_a_gpu(size, added, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reformax.ops import dense, lsh
-from reformax.ops.parts import cache
+from reformax.ops.parts import cache, dispatch
 from tests.ops import inputs
 from tests.ops.rows import ROWS, over
 
@@ -275,3 +275,11 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
     got = run("pallas_interpret", keys, values)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(got, want, atol=1e-2 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("n_rows, kernels", [(1, 1), (2, 0)])
+def test_auto_takes_the_kernel_of_one_query_for_a_single_row(n_rows, kernels, monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    q, keys = jnp.zeros((n_rows, 1, 2, 8)), jnp.zeros((n_rows, 2, 5, 8))
+    program = str(jax.make_jaxpr(cache.attend_to)(q, keys, keys, jnp.ones((1, 1, 5), bool)))
+    assert program.count("pallas_call[") == kernels

@@ -26,6 +26,13 @@ def test_auto_takes_the_first_without_an_obstacle(monkeypatch, gpu, obstacles, w
 
 
 @pytest.mark.parametrize("impl", dispatch.IMPLEMENTATIONS)
+def test_what_does_not_pay_is_taken_where_it_is_asked_for_alone(monkeypatch, impl):
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    assert dispatch.choose("auto", pays=False, **ANY) == "xla"
+    assert dispatch.choose(impl, pays=False, **ANY) == impl
+
+
+@pytest.mark.parametrize("impl", dispatch.IMPLEMENTATIONS)
 def test_an_explicit_implementation_never_falls_back(monkeypatch, impl):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     assert dispatch.choose(impl, **ANY) == impl

@@ -120,8 +120,7 @@ def attend_to(
         row: with eight, XLA's kernels are faster. Ops leave it so, whatever their own `impl`.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    wanted = "xla" if impl == "auto" and q.shape[0] > 1 else impl
-    impl = choose(wanted, **kernel_obstacles(q, keys, values))
+    impl = choose(impl, pays=q.shape[0] == 1, **kernel_obstacles(q, keys, values))
     if impl != "xla":
         from reformax.ops.kernels import one_query as kernel
 

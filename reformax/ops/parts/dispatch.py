@@ -31,13 +31,14 @@ def check_impl(impl: str, *others: str) -> None:
         raise SettingError(f"impl is {shown(impl)}: expected {names} or {known[-1]!r}")
 
 
-def choose(impl: str, **obstacles: str | None) -> str:
+def choose(impl: str, pays: bool = True, **obstacles: str | None) -> str:
     """The implementation that computes a call: "cudnn", "pallas", "pallas_interpret" or "xla".
 
     `"auto"` takes the first one without an obstacle. Any other `impl` is taken as it is, or raises.
 
     Args:
       impl: what the user asked for, checked by `check_impl`.
+      pays: whether `"auto"` gains by another one than "xla".
       **obstacles: for each implementation but "xla", what in the call it cannot compute; None if
         it can. `"auto"` tries no others. The machine's obstacles are found here.
 
@@ -48,6 +49,8 @@ def choose(impl: str, **obstacles: str | None) -> str:
         if obstacle := _machine_obstacle(impl) or obstacles.get(impl):
             raise NotImplementedError(f"impl={impl!r} with {obstacle}: use impl='auto' or 'xla'")
         return impl
+    if not pays:
+        return "xla"
     for name in IMPLEMENTATIONS:
         if name in ("xla", *obstacles) and not (obstacles.get(name) or _machine_obstacle(name)):
             return name
