@@ -92,26 +92,28 @@ class Classifier(Encoder):
 
     Args:
       n_classes: number of classes.
-      pooling: "mean" over the row's tokens, the "first" token's features, or "cls": those of a
-        learnt vector that stands before the first token, as in BERT and Long Range Arena.
+      pooling: "mean" over the row's tokens, the features of the "first" or the "last" one, or
+        "cls": those of a learnt vector that stands before the first token, as in BERT and Long
+        Range Arena.
       pairs: whether the model reads two documents, `[B, T]` and `[B, S]`.
       d_classifier: the width of a hidden layer with a relu before the classes; None: there is none.
       causal: whether a position sees only itself and what came before it, for algorithms that
-        cannot show the future, such as recurrences. The mean then sees the whole row.
+        cannot show the future, such as recurrences. The mean and the last token then see the whole
+        row.
     """
 
     n_classes: Classes = dataclasses.field(default=10, kw_only=False)
-    pooling: Literal["mean", "first", "cls"] = "mean"
+    pooling: Literal["mean", "first", "last", "cls"] = "mean"
     pairs: bool = False
     d_classifier: Size | None = None
     causal: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        if self.causal and self.pooling != "mean":
+        if self.causal and self.pooling in ("first", "cls"):
             raise SettingError(
                 f"pooling is {self.pooling!r} and causal is True, so that the first token sees no "
-                "other: set pooling='mean'"
+                "other: set pooling='mean' or 'last'"
             )
 
     @property
@@ -156,10 +158,13 @@ class Classifier(Encoder):
         cls = params["cls"] if self.pooling == "cls" else None
         x, is_token = self.read(params, tokens, rng, cls)
         x = x.astype(jnp.float32)
+        n_tokens = jnp.maximum(jnp.sum(is_token, axis=1, keepdims=True), 1)
+        if self.pooling == "last":
+            return jnp.take_along_axis(x, n_tokens[..., None] - 1, axis=1)[:, 0]
         if self.pooling != "mean":
             return x[:, 0]
         total = jnp.sum(jnp.where(is_token[..., None], x, 0.0), axis=1)
-        return total / jnp.maximum(jnp.sum(is_token, axis=1, keepdims=True), 1).astype(x.dtype)
+        return total / n_tokens.astype(x.dtype)
 
     def logits(
         self, params, features: Float[Array, "*d D"], dtype: str = "float32"

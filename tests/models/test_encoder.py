@@ -72,7 +72,9 @@ def check_padding(model):
     np.testing.assert_array_equal(changed[1], got[1])
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", pytest.param("first", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "pooling", ["mean", "cls", *(pytest.param(x, marks=pytest.mark.slow) for x in ("first", "last"))]
+)
 def test_a_row_is_read_whole_and_its_padding_is_not(pooling):
     check_padding(TransformerEncoder(**SMALL, pooling=pooling))
 
@@ -112,11 +114,12 @@ def test_pooling_and_pairs_are_their_equations(d_classifier):
     told = np.concatenate([x, y, x * y, x - y], axis=1)
     np.testing.assert_allclose(got[:, 0], numpy_logits(host, told, d_classifier), atol=2e-6)
 
-    single = TransformerEncoder(**SMALL, **options, pooling="first")
-    got, params = outputs(single, first)
-    host = jax.tree.map(np.asarray, params)
-    x = np.asarray(single.read(params, first, RNG)[0])[:, 0]
-    np.testing.assert_allclose(got[:, 0], numpy_logits(host, x, d_classifier), atol=2e-6)
+    for pooling, at in ("first", [0, 0]), ("last", np.asarray(LENGTHS) - 1):
+        single = TransformerEncoder(**SMALL, **options, pooling=pooling)
+        got, params = outputs(single, first)
+        host = jax.tree.map(np.asarray, params)
+        x = np.asarray(single.read(params, first, RNG)[0])[np.arange(2), at]
+        np.testing.assert_allclose(got[:, 0], numpy_logits(host, x, d_classifier), atol=2e-6)
 
 
 def test_a_learnt_vector_before_a_row_is_a_token_of_its_own():
@@ -192,7 +195,7 @@ def test_the_first_tokens_see_all_and_are_seen():
     [
         (dict(n_classes=1), "n_classes is 1: expected at least 2"),
         (dict(pooling="max"), "pooling is 'max': expected"),
-        (dict(pooling="first", causal=True), "the first token sees no other: set pooling='mean'"),
+        (dict(pooling="first", causal=True), "sees no other: set pooling='mean' or 'last'"),
         (dict(pooling="cls", causal=True), "pooling is 'cls' and causal is True"),
         (dict(n_global=1), "n_global is 1 and no op of attention_type reads marks"),
     ],
