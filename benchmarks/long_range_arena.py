@@ -8,17 +8,19 @@ task's own config, and prints the share of the valid split's rows that is named 
 the bits of a label by the best checkpoint, and tokens/s, the median over the steps. Tay et al.
 2020, "Long Range Arena", has the tasks; positions are sinusoids in all rows.
 
-The class is read from the mean over a row, or with --pooling=cls from a learnt vector before it, as
-in the published models of texts. What cannot show the future is left out then, and with
---pretrained Linformer too, whose weights are of one length.
+The class is read from the mean over a row, or with --pooling=cls from one vector: a learnt one
+before the row, as in the published models of texts, and of rows that are read causally the last
+token's.
 
 Rows are in groups: `exact` attention, `hashed` and otherwise `chosen` keys, fixed `patterns`, a
 `low_rank`, and `recurrent` states of constant size. They see 256 keys or so where they have such a
-number. What cannot show the future reads rows causally, and the mean over positions sees all.
+number. What cannot show the future reads rows causally.
 
---pretrained first trains a masked language model on the same rows for as many steps, as Amos et al.
-2023, "Never Train from Scratch", do, and begins the classifier with its weights. Rows that cannot
-show the future are left out then.
+--curriculum first trains on shorter lists, and then on longer ones: two thirds of the steps each,
+with as many tokens. --pretrained first trains a masked language model on the same rows for as many
+steps, as Amos et al. 2023, "Never Train from Scratch", do, and begins the classifier with its
+weights. Rows that cannot show the future are left out then. Linformer is left out where lengths
+differ, for its weights are of one.
 
 Each row is a process of its own. --at_once=3 has three on a GPU: they compile and evaluate side by
 side and train in turn, so that tokens/s are of one alone. --gpus=2 spreads them over two. With
@@ -48,11 +50,18 @@ class Task(NamedTuple):
     factory: str
     vocab_size: int
     drawn: bool = False  # what it draws can be kept in a folder
+    easier: Sequence[Sequence[str]] = ()  # settings of what a curriculum begins with, in its order
+
+
+def _lists(shortest: int, longest: int, rows: int) -> list[str]:
+    """Lists between two lengths in tokens, so many a step."""
+    bounds = f"min_length={shortest}", f"max_length={longest + 1}"
+    return [*(f"listops.listops.{x}" for x in bounds), f"length={longest}", f"batch_size={rows}"]
 
 
 TASKS = {
-    "listops": Task("listops.listops", 16, drawn=True),
-    "listops_short": Task("listops.listops", 16, drawn=True),
+    "listops": Task("listops.listops", 16, True, (_lists(10, 128, 512), _lists(100, 512, 128))),
+    "listops_short": Task("listops.listops", 16, True, (_lists(5, 32, 128),)),
     "pathfinder": Task("pathfinder.pathfinder", 257, drawn=True),
     "path_x": Task("pathfinder.pathfinder", 257, drawn=True),
     "stdlib_packages": Task("stdlib_packages.stdlib_packages", 257),
@@ -72,6 +81,7 @@ def _row(op: str, *settings: str) -> list[str]:
 GROUPS = {
     "exact": {
         "flash": _row("flash"),
+        "flash, causal": [*_row("flash"), CAUSAL],
         "shared_qk": _row("shared_qk"),
     },
     "hashed": {
@@ -129,28 +139,40 @@ SHARED = {
 }
 
 
+def _for(steps: int) -> list[str]:
+    """The settings of a run of so many steps."""
+    every = f"loop.train.eval_every={steps}"
+    return [f"steps={steps}", f"warmup_steps={max(1, steps // 10)}", every]
+
+
 def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
-    """The runs of a row: the classifier's, before it with --pretrained the masked model's."""
+    """The runs of a row: the masked model's, those of easier examples, and the classifier's."""
     file, task = str(ROOT / "configs" / f"{args.task}.gin"), TASKS[args.task]
     given = [*SIZES, *([] if args.tiny else ["dtype='bfloat16'"])]
-    pooling = [f"encoder.TransformerEncoder.pooling={args.pooling!r}"]
-    given += [f"steps={args.steps}", f"warmup_steps={max(1, args.steps // 10)}"]
-    given += ["loop.train.checkpoint_minutes=None", f"loop.train.eval_every={args.steps}"]
+    pooling = "last" if args.pooling == "cls" and CAUSAL in ROWS[name] else args.pooling
+    given += [*_for(args.steps), "loop.train.checkpoint_minutes=None"]
     if task.drawn and args.runs:
         given.append(f"{task.factory}.data_dir={str(args.runs.absolute() / 'drawn')!r}")
-    given += TINY if args.tiny else []
+    tiny = TINY if args.tiny else []
+    given += tiny
 
     def of(model: str) -> list[str]:
         return [*given, *(setting.format(model=model) for setting in ROWS[name])]
 
-    if not args.pretrained:
-        return [(file, [*of("TransformerEncoder"), *pooling])]
-    given.append(f"vocab_size={task.vocab_size + 1}")  # with [MASK]
-    masked = [f"encoder.TransformerMaskedLM.{key}={value}" for key, value in SHARED.items()]
-    masked += ["loop.train.model=@encoder.TransformerMaskedLM", "loop.train.task=@masked.masked()"]
-    masked += [f"masked.masked.task=@{task.factory}()", "masked.masked.length=%length"]
-    classes = [*of("TransformerEncoder"), *pooling, "loop.train.fresh_heads=True"]
-    return [(file, [*of("TransformerMaskedLM"), *masked]), (file, classes)]
+    masked = []
+    if args.pretrained:
+        given.append(f"vocab_size={task.vocab_size + 1}")  # with [MASK]
+        masked = [f"encoder.TransformerMaskedLM.{key}={value}" for key, value in SHARED.items()]
+        masked += ["loop.train.model=@encoder.TransformerMaskedLM"]
+        masked += ["loop.train.task=@masked.masked()", "masked.masked.length=%length"]
+        masked = [[*of("TransformerMaskedLM"), *masked, f"masked.masked.task=@{task.factory}()"]]
+    classes = [*of("TransformerEncoder"), f"encoder.TransformerEncoder.pooling={pooling!r}"]
+    easier = task.easier if args.curriculum else ()
+    sized = _for(max(1, args.steps * 2 // 3))
+    runs = [*([*classes, *settings, *sized, *tiny] for settings in easier), classes]
+    if masked:
+        runs[0] = [*runs[0], "loop.train.fresh_heads=True"]
+    return [(file, settings) for settings in [*masked, *runs]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -161,6 +183,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=command_line.positive, default=3000, help="default: 3000")
     text = "where the class is read (default: mean)"
     parser.add_argument("--pooling", choices=("mean", "cls"), default="mean", help=text)
+    text = "first shorter lists: of listops"
+    parser.add_argument("--curriculum", action="store_true", help=text)
     text = "rows that show the future: first a masked language model of the same rows"
     parser.add_argument("--pretrained", action="store_true", help=text)
     campaign.flags(parser, GROUPS)
@@ -168,14 +192,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tiny:
         args.steps = 2
 
-    names = "task", "steps", "pretrained", "tiny", "pooling"
+    if args.curriculum and not TASKS[args.task].easier:
+        found = [name for name, task in TASKS.items() if task.easier]
+        parser.error(f"--curriculum with --task={args.task}: expected one of {', '.join(found)}")
+    names = "task", "steps", "pretrained", "curriculum", "tiny", "pooling"
     run = {name: getattr(args, name) for name in names}
     table = Table("attention", "right", "bits of a label", "rows", "tokens/s")
     failed = []
     rows = campaign.chosen(args, GROUPS)
-    if args.pretrained or args.pooling == "cls":
+    if args.pretrained:
         rows = [name for name in rows if CAUSAL not in ROWS[name]]
-    if args.pretrained and args.pooling == "cls":
+    if args.curriculum or (args.pretrained and args.pooling == "cls"):
         rows = [name for name in rows if name != "linformer"]
     for name, known in campaign.trained(rows, lambda name: parts_of(name, args), run, args):
         table.result(name, known=known, cells=_cells)

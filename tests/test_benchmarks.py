@@ -114,8 +114,13 @@ COMMANDS = [
     ),
     (
         "long_range_arena",
-        "--task=listops_short --only flash retention --pretrained --pooling=cls --runs={path}/runs",
+        "--task=listops_short --only flash --pretrained --curriculum --runs={path}/runs",
         "| flash | ",
+    ),
+    (
+        "long_range_arena",
+        "--task=listops_short --only flash retention --curriculum --pooling=cls",
+        "| retention | ",
     ),
     ("program", "--attention lsh --gradient --causal", "lsh, causal, gradient, 1 x 128 tokens"),
     ("program", "--attention lsh --gradient --run", "lsh, gradient, 1 x 128 tokens"),
@@ -270,15 +275,29 @@ def test_every_row_of_global_layers_is_a_model(reversible, name):
 )
 def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
     given = dict(task="listops", steps=9, pretrained=pretrained, tiny=False, runs=Path("runs"))
+    given |= dict(curriculum=False, pooling="cls")
     causal = long_range_arena.CAUSAL in long_range_arena.ROWS[name]
-    given["pooling"] = "mean" if causal else "cls"
     parts = long_range_arena.parts_of(name, argparse.Namespace(**given))
     models = [traced(*part) for part in parts]
     kinds = [model.task_kind for model in models]
     assert kinds == (["masked", "labels"] if pretrained else ["labels"])
     assert len({(model.vocab_size, model.d_model) for model in models}) == 1
-    assert models[-1].causal == (not models[-1].attention_type.traits.bidirectional)
+    assert models[-1].causal == causal and causal >= (
+        not models[-1].attention_type.traits.bidirectional
+    )
+    assert models[-1].pooling == ("last" if causal else "cls")
     assert name.split(",")[0] in (models[-1].attention_type.name, "bigbird")
+
+
+def test_a_curriculum_begins_with_short_lists():
+    given = dict(task="listops", steps=9, pretrained=True, curriculum=True, tiny=False)
+    given |= dict(pooling="mean", runs=None)
+    parts = long_range_arena.parts_of("flash", argparse.Namespace(**given))
+    last = [dict(x.split("=", 1) for x in settings) for _, settings in parts]
+    assert [x.get("length") for x in last] == [None, "128", "512", None]
+    assert [x.get("batch_size") for x in last] == [None, "512", "128", None]
+    assert [x["steps"] for x in last] == ["9", "6", "6", "9"]
+    assert ["loop.train.fresh_heads" in x for x in last] == [False, True, False, False]
 
 
 def test_rows_are_spread_over_gpus(tmp_path, monkeypatch, capsys):
