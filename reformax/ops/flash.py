@@ -71,7 +71,7 @@ def flash(
             heads_apart=True,
             stretches=impl != "cudnn",
         ),
-        **full_decoding(scale=scale),
+        **full_decoding(impl, scale=scale),
     )
 
 

@@ -224,5 +224,5 @@ def _step(
     place = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
     now = position[:, None, None]
     mask = (buckets == of_query) & (place < now if settings.shared_qk else place <= now)
-    out = attend_to(q, *memory, mask, v if settings.own else None)
+    out = attend_to(q, *memory, mask, settings.impl, v if settings.own else None)
     return out, Hashed(memory, buckets, Shared(rotations))

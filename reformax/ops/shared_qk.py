@@ -50,7 +50,7 @@ def shared_qk(*, own: bool = True, impl: str = "auto") -> AttentionOp:
         plan=no_plan,
         apply=functools.partial(_apply, own=own, impl=impl),
         traits=Traits(shared_qk=True, exact=True, beams=True, strict=not own, heads_apart=True),
-        **full_decoding(shared_qk=True, own=own),
+        **full_decoding(impl, shared_qk=True, own=own),
     )
 
 
