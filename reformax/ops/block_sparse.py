@@ -144,7 +144,7 @@ def _attend(layout: Layout, impl: str, q, k, v, segments, rng) -> Float[Array, "
     from reformax.ops.kernels import block_sparse as kernel
 
     interpret = impl == "pallas_interpret"
-    return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)
+    return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)[0]
 
 
 # Global tokens. G of them are keys of further blocks, which all queries see; at their own places

@@ -149,7 +149,7 @@ def _apply(
 
         layout = InOrder(length, length, causal, dropout, strict=strict, n_folded=n_heads)
         groups = *(y.group for y in flat), *(y.position for y in flat)
-        out = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
+        out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
     out = out.reshape(n_batch, n_heads, length, -1)
     place = inverse(queries.position)
     out = jnp.take_along_axis(out, place[..., None], axis=2, mode="promise_in_bounds")
