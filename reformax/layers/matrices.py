@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -17,29 +17,15 @@ def products(
 
     There XLA would make one product of some of them. It would then copy the output apart, and in
     the gradient the outputs' gradients together: more reads and writes than products apart have.
-    Products apart have no forward mode.
     """
     apart = jax.default_backend() == "gpu"
     return _apart(x, list(matrices)) if apart else [x @ w for w in matrices]
 
 
-@jax.custom_vjp
+# Between the passes `x` is kept, and not its copies, which are made again.
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def _apart(x, matrices):
     return [own @ w for own, w in zip(_copies(x, len(matrices)), matrices, strict=True)]
-
-
-def _backward(residuals, d_outs):
-    x, matrices = residuals
-    rows = tuple(range(x.ndim - 1))
-    d_x, d_matrices = 0, []
-    for own, w, d_out in zip(_copies(x, len(matrices)), matrices, d_outs, strict=True):
-        d_matrices.append(jnp.tensordot(own, d_out, (rows, rows)))
-        # The product stands first: XLA adds what is behind it in the same kernel.
-        d_x = d_out @ w.T + d_x
-    return d_x, d_matrices
-
-
-_apart.defvjp(lambda x, matrices: (_apart(x, matrices), (x, matrices)), _backward)
 
 
 def _copies(x: Array, n: int) -> list[Array]:

@@ -212,6 +212,6 @@ def _step(
     if settings.count_once and settings.n_hashes > 1:
         exists = exists & ~seen_before(jnp.where(exists, seen, -1))
     index = seen.reshape(*seen.shape[:2], -1)
-    out = attend_to(q, *memory, exists.reshape(index.shape), index=index)
+    out = attend_to(q, *memory, exists.reshape(index.shape), settings.impl, index=index)
     new = Hashed(memory, total + key[:, 0], of_queries, of_keys, order, Shared(rotations))
     return out, new

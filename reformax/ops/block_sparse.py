@@ -89,7 +89,7 @@ def block_sparse(
             cross=True, keeps_padding_out=True, heads_apart=given is None or given.ndim == 2
         ),
         init_cache=_init_cache if given is None else None,
-        step=functools.partial(_step, layout_of) if given is None else None,
+        step=functools.partial(_step, layout_of, impl) if given is None else None,
     )
 
 
@@ -144,7 +144,7 @@ def _attend(layout: Layout, impl: str, q, k, v, segments, rng) -> Float[Array, "
     from reformax.ops.kernels import block_sparse as kernel
 
     interpret = impl == "pallas_interpret"
-    return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)
+    return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)[0]
 
 
 # Global tokens. G of them are keys of further blocks, which all queries see; at their own places
@@ -195,7 +195,9 @@ def _init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
     return fill_ring(k, v, lengths, capacity)
 
 
-def _step(layout_of: Callable[..., Layout], params, q, k, v, cache: KeyValues, *, position):
+def _step(
+    layout_of: Callable[..., Layout], impl: str, params, q, k, v, cache: KeyValues, *, position
+):
     del params
     cache = add_to_ring(cache, k, v, position)
     n_heads, capacity = cache.keys.shape[1:3]
@@ -210,7 +212,7 @@ def _step(layout_of: Callable[..., Layout], params, q, k, v, cache: KeyValues, *
     seen = (seen * block_k + jnp.arange(block_k)[None, None, None]).reshape(*seen.shape[:2], -1)
     index = jnp.minimum(seen, capacity - 1)[..., None]
     keys, values = (jnp.take_along_axis(x, index, axis=2) for x in cache)
-    return attend_to(q, keys, values, seen <= position[:, None, None]), cache
+    return attend_to(q, keys, values, seen <= position[:, None, None], impl), cache
 
 
 def _made_by(pattern: Pattern, shape: tuple[int, int]) -> Mask:

@@ -37,7 +37,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
         traits=Traits(
             cross=True, bias=True, exact=True, beams=True, grouped=True, heads_apart=True
         ),
-        **full_decoding(),
+        **full_decoding(impl),
     )
 
 

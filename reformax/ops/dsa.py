@@ -300,4 +300,4 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Ar
     chosen = _best(settings, scores, may)  # [B, 1, K]
     at = jnp.maximum(chosen, 0)[..., None]
     keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
-    return attend_to(q, keys, values, chosen >= 0), Cache(memory, index)
+    return attend_to(q, keys, values, chosen >= 0, settings.impl), Cache(memory, index)

@@ -71,7 +71,7 @@ def flash(
             heads_apart=True,
             stretches=impl != "cudnn",
         ),
-        **full_decoding(scale=scale),
+        **full_decoding(impl, scale=scale),
     )
 
 
@@ -98,7 +98,7 @@ def _apply(
 
         layout = Everything(n_queries, n_keys, causal, dropout)
         interpret = impl == "pallas_interpret"
-        return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)
+        return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)[0]
     tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
     every = tiles.every_tile(tiling, n_queries, n_keys)
 

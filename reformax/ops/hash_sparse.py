@@ -149,7 +149,7 @@ def _apply(
 
         layout = InOrder(length, length, causal, dropout, strict=strict, n_folded=n_heads)
         groups = *(y.group for y in flat), *(y.position for y in flat)
-        out = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
+        out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
     out = out.reshape(n_batch, n_heads, length, -1)
     place = inverse(queries.position)
     out = jnp.take_along_axis(out, place[..., None], axis=2, mode="promise_in_bounds")
@@ -224,5 +224,5 @@ def _step(
     place = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
     now = position[:, None, None]
     mask = (buckets == of_query) & (place < now if settings.shared_qk else place <= now)
-    out = attend_to(q, *memory, mask, v if settings.own else None)
+    out = attend_to(q, *memory, mask, settings.impl, v if settings.own else None)
     return out, Hashed(memory, buckets, Shared(rotations))

@@ -119,7 +119,7 @@ def local(
     """
     settings = Settings(**locals())
     settings.check()
-    decoding = ring_decoding(shared_qk, settings.n_slots, settings.first_key)
+    decoding = ring_decoding(shared_qk, settings.n_slots, settings.first_key, impl)
     return AttentionOp(
         init=no_params,
         plan=no_plan,

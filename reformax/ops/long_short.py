@@ -321,7 +321,7 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tup
         seen = jnp.arange(far.keys.shape[2])[None] // settings.rank < chunk
         mask = jnp.concatenate([mask, seen], axis=1)
         near = KeyValues(*(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True)))
-    return attend_to(q, *near, mask[:, None]), Cache(ring, far)
+    return attend_to(q, *near, mask[:, None], "auto"), Cache(ring, far)
 
 
 def _with_newest(settings: Settings, params, cache: Cache, ring, held, position) -> KeyValues:

@@ -148,4 +148,4 @@ def _init_cache(
 
 def _step(settings: Settings, params, q, k, v, cache: band.Cache, *, position, extras=None):
     del params, extras
-    return band.step(settings.bands(q.shape[2], True), q, k, v, cache, position)
+    return band.step(settings.bands(q.shape[2], True), q, k, v, cache, position, settings.impl)

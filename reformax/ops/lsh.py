@@ -292,7 +292,7 @@ def _step(
         exists = exists & ~seen_before(seen)
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
     alone = v if settings.own else None
-    out = attend_to(q, *memory, exists.reshape(index.shape), alone, index=index)
+    out = attend_to(q, *memory, exists.reshape(index.shape), settings.impl, alone, index=index)
     return out, Hashed(memory, buckets, order, Shared(rotations))
 
 

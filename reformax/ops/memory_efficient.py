@@ -68,7 +68,7 @@ def memory_efficient(
         traits=Traits(
             cross=True, bias=True, exact=True, beams=True, grouped=True, heads_apart=True
         ),
-        **full_decoding(),
+        **full_decoding(impl),
     )
 
 

@@ -72,7 +72,7 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
         apply=functools.partial(_apply, block_size, impl),
         traits=Traits(bidirectional=False, grouped=True, heads_apart=True),
         init_cache=functools.partial(_init_cache, block_size),
-        step=functools.partial(_step, block_size, top_k),
+        step=functools.partial(_step, block_size, top_k, impl),
         replace_value=replace_in_memory,
     )
 
@@ -268,7 +268,7 @@ def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) ->
     return Cache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
 
 
-def _step(block_size, top_k, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
+def _step(block_size, top_k, impl, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
     del params
     memory = add_to_ring(cache.memory, k, v, position)
     capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]
@@ -290,4 +290,4 @@ def _step(block_size, top_k, params, q, k, v, cache: Cache, *, position: Int[Arr
     seen = seen.reshape(*seen.shape[:2], -1)
     row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
     keys, values = (x[row, head, jnp.clip(seen, 0, capacity - 1)] for x in memory)
-    return attend_to(q, keys, values, mask.reshape(seen.shape)), Cache(memory, sums)
+    return attend_to(q, keys, values, mask.reshape(seen.shape), impl), Cache(memory, sums)

@@ -540,7 +540,10 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extras
     index = jnp.clip(place, 0, memory.keys.shape[2] - 1)[..., None]
     chosen = (jnp.take_along_axis(x, index, axis=2) for x in memory)
     mask = jnp.repeat(mask, q.shape[2] // memory.keys.shape[1], axis=1)
-    branches = (attend_to(q, *far, seen), attend_to(q, *chosen, mask), attend_to(q, *near, window))
+    branches = [
+        attend_to(q, *held, mask, settings.impl)
+        for held, mask in ((far, seen), (chosen, mask), (near, window))
+    ]
     out = _gated(branches, extras["gate"]).astype(v.dtype)
     return out, Cache(memory, near, newest, far)
 

@@ -345,5 +345,5 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Ar
     index = seen.reshape(*seen.shape[:2], -1)
     held = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
     alone = v if settings.own else None
-    out = attend_to(q, *held, mask.reshape(index.shape), alone=alone)
+    out = attend_to(q, *held, mask.reshape(index.shape), settings.impl, alone)
     return out, Cache(memory, queries, keys)

@@ -11,18 +11,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import sorted_groups
 from reformax.ops.parts.block_lists import Everything
 from reformax.ops.parts.cache import full_decoding
+from reformax.ops.parts.containment import marked
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropped_own, seed_words
 from reformax.ops.parts.masks import except_self, segment_pair, visibility
 from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.orders import inverse
 from reformax.ops.parts.reference import reference_attention
 
 
@@ -50,7 +49,7 @@ def shared_qk(*, own: bool = True, impl: str = "auto") -> AttentionOp:
         plan=no_plan,
         apply=functools.partial(_apply, own=own, impl=impl),
         traits=Traits(shared_qk=True, exact=True, beams=True, strict=not own, heads_apart=True),
-        **full_decoding(shared_qk=True, own=own),
+        **full_decoding(impl, shared_qk=True, own=own),
     )
 
 
@@ -65,11 +64,15 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, own, impl):
 
         layout = Everything(q.shape[1], q.shape[1], causal, dropout, strict=True)
         given = q, length_normalize(q), v, segment_pair(segments), rng
-        out = kernel.attend(layout, impl == "pallas_interpret", *given)
+        out, total = kernel.attend(layout, impl == "pallas_interpret", *given)
         if not own:
             return out
         seed = seed_words(rng, len(v)) if dropout > 0.0 else None
-        return jnp.where(_alone(q, segments, causal), dropped_own(v, dropout, seed), out)
+        alone = jnp.swapaxes(total == 0, 1, 2)[..., None]
+        if segments is not None:  # padding sees nothing, itself neither
+            alone = alone & (segments != 0)[..., None, None]
+        # What sees itself alone is NaN where it is not finite, as what sees others is.
+        return jnp.where(alone, marked(dropped_own(v, dropout, seed), q, v), out)
 
     @jax.checkpoint
     def attend(q, v) -> Float[Array, "B T N V"]:
@@ -87,22 +90,9 @@ def _to_those_before(
 
     Moved by one position, it is causal attention.
     """
-    first = v[:, :1] if own else jnp.zeros_like(v[:, :1])
+    first = marked(v[:, :1], q[:, :1]) if own else jnp.zeros_like(v[:, :1])
     if q.shape[1] == 1:
         return first
     keys = length_normalize(q)
     rest = cudnn_attention(q[:, 1:], keys[:, :-1], v[:, :-1], causal=True)
     return jnp.concatenate([first, rest], axis=1)
-
-
-def _alone(
-    q: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None, causal: bool
-) -> Bool[Array, "#B T 1 1"]:
-    """Which positions see no other."""
-    if segments is None:
-        first = jnp.arange(q.shape[1]) == 0
-        return (first if causal else first & (q.shape[1] == 1))[None, :, None, None]
-    order = sorted_groups.sort(jnp.zeros_like(segments)[:, None], 1, segments)
-    alone = sorted_groups.alone(order, None, causal)[:, 0]
-    alone = jnp.take_along_axis(alone, inverse(order.position[:, 0]), axis=1)
-    return (alone & (segments != 0))[..., None, None]

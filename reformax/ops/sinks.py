@@ -48,7 +48,7 @@ def sinks(*, window: Size = 256, n_sinks: Count = 4, impl: str = "auto") -> Atte
         apply=functools.partial(_apply, window, n_sinks, impl),
         traits=Traits(packed=False, local=n_sinks == 0, heads_apart=True),
         init_cache=functools.partial(_init_cache, window, n_sinks),
-        step=functools.partial(_step, window),
+        step=functools.partial(_step, window, impl),
     )
 
 
@@ -70,6 +70,6 @@ def _init_cache(
     return band.fill((Band(window, 1, True),), k, v, few, lengths, capacity)
 
 
-def _step(window: int, params, q, k, v, cache: band.Cache, *, position):
+def _step(window: int, impl: str, params, q, k, v, cache: band.Cache, *, position):
     del params
-    return band.step((Band(window, 1, True),), q, k, v, cache, position)
+    return band.step((Band(window, 1, True),), q, k, v, cache, position, impl)

@@ -203,5 +203,5 @@ def _step(
     if settings.count_once:
         mask = mask & ~seen_before(jnp.where(mask, seen, -1))
     index = seen.reshape(*seen.shape[:2], -1)
-    out = attend_to(q, *memory, mask.reshape(index.shape), index=index)
+    out = attend_to(q, *memory, mask.reshape(index.shape), settings.impl, index=index)
     return out, Clustered(memory, parts, squares, Shared(directions))

@@ -29,9 +29,8 @@ LEAST_VOCABULARY = 4096
 def max_logits() -> int:
     """The most logits in memory together, however long a chunk may be.
 
-    In float32 they take 128 MiB; on a GPU, which needs large products, 1 GiB. With the kernel they
-    are four times as many, which take twice the memory in bfloat16, and without a gradient, for
-    which they are float32, four times.
+    In float32 they take 128 MiB; on a GPU, which needs large products, 1 GiB. With the kernel those
+    of a gradient are four times as many, which take twice the memory in bfloat16.
     """
     return 2**25 if jax.default_backend() == "cpu" else 2**28
 
@@ -101,16 +100,9 @@ def cross_entropy(
     # The kernel reads logits as PyTorch's autocast does, in bfloat16, and puts their gradient in
     # their place: four times as many take twice the memory.
     rounded = chosen != "xla" and features.dtype == jnp.bfloat16
-    most = max_logits() * (4 if rounded else 1)
-    chunk_len = min(chunk_len or length, length, max(1, most // (batch * vocab_size)))
-    n_chunks = max(1, -(-length // max(1, chunk_len)))
-    chunk_len = -(-length // n_chunks)  # the last chunk is then not mostly padding
-
-    def chunked(x):  # [B, T, ...] -> [n_chunks, B, chunk_len, ...]
-        tail = [(0, 0)] * x.ndim
-        tail[1] = (0, n_chunks * chunk_len - length)
-        x = jnp.pad(x, tail).reshape(batch, n_chunks, chunk_len, *x.shape[2:])
-        return jnp.swapaxes(x, 0, 1)
+    most = max_logits() // (batch * vocab_size)
+    chunk_len = max(1, min(chunk_len or length, most * 4 if rounded else most))
+    options = label_smoothing, chosen, rounded, max(1, most)
 
     leaves, tree = jax.tree.flatten(params)
     read = _read(logits_fn, params, one)
@@ -124,8 +116,8 @@ def cross_entropy(
 
     def sums_of(first, features, targets, weights, used):
         del first
-        chunks = tuple(map(chunked, (features, targets, weights.astype(jnp.float32))))
-        return (), _sums(logits_of, (label_smoothing, chosen, rounded), used, *chunks)
+        rows = features, targets, weights.astype(jnp.float32)
+        return (), _sums(logits_of, options, used, *_chunks(chunk_len, *rows))
 
     # Each device sums up over its own rows and positions: one sum over devices in place of one a
     # chunk.
@@ -141,19 +133,39 @@ def _read(logits_fn, params, features) -> list[bool]:
     return [id(x) in inputs for x in program.invars[:-1]]
 
 
+def _chunks(most: int, *arrays: Array) -> list[Array]:
+    """`[B, T, ...]` as `[chunks, B, C, ...]`, with C at most `most`; zeros are behind the end."""
+    batch, length = arrays[0].shape[:2]
+    n_chunks = max(1, -(-length // most))
+    size = -(-length // n_chunks)  # the last chunk is then not mostly padding
+
+    def cut(x):
+        tail = [(0, 0)] * x.ndim
+        tail[1] = (0, n_chunks * size - length)
+        x = jnp.pad(x, tail).reshape(batch, n_chunks, size, *x.shape[2:])
+        return jnp.swapaxes(x, 0, 1)
+
+    return list(map(cut, arrays))
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _sums(logits_fn, options, used, features, targets, weights) -> Sums:
-    def add_chunk(sums, chunk):
-        features, *others = chunk
-        here = _chunk(logits_fn(features, *used), *others, options[0])
+    label_smoothing, _, _, most = options
+
+    def add_part(sums, part):
+        features, *others = part
+        here = _chunk(logits_fn(features, *used), *others, label_smoothing)
         return jax.tree.map(jnp.add, sums, here.sums), None
+
+    def add_chunk(sums, chunk):  # whose logits are float32 here, and in the kernel bfloat16
+        return jax.lax.scan(add_part, sums, _chunks(most, *chunk))
 
     return jax.lax.scan(add_chunk, _zero_sums(), (features, targets, weights))[0]
 
 
 @_sums.defjvp
 def _sums_jvp(logits_fn, options, primals, tangents) -> tuple[Sums, Sums]:
-    label_smoothing, impl, rounded = options
+    label_smoothing, impl, rounded, _ = options
     dtype = {"dtype": "bfloat16"} if rounded else {}
     used, features, targets, weights = primals
     # Masks and tables of integers have no gradient.

@@ -41,6 +41,30 @@ def test_products_and_their_derivatives_are_the_plain_ones(sizes):
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_products_have_a_forward_mode():
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, d_x = (jax.random.normal(key, (7, 6)) for key in keys[:2])
+    a, d_a, b, d_b = (jax.random.normal(key, (6, 3)) for key in keys[2:])
+    outs, d_outs = jax.jvp(products, (x, [a, b]), (d_x, [d_a, d_b]))
+    for out, d_out, w, d_w in zip(outs, d_outs, (a, b), (d_a, d_b), strict=True):
+        np.testing.assert_allclose(out, x @ w, atol=1e-5)
+        np.testing.assert_allclose(d_out, d_x @ w + x @ d_w, atol=1e-5)
+    got, want = (
+        jax.jacfwd(jax.grad(lambda x, f=f: sum(jnp.sum(y**3) for y in f(x))))(x)
+        for f in (lambda x: products(x, [a, b]), lambda x: [x @ a, x @ b])
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_gradient_keeps_no_copies_of_what_products_read():
+    x, matrices = jnp.zeros((5, 4)), [jnp.zeros((4, 3))] * 3
+    _, vjp = jax.vjp(products, x, matrices)
+    kept = [y for y in jax.tree.leaves(vjp) if getattr(y, "shape", None) == x.shape]
+    assert len(kept) == 1
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_a_gpus_compiler_does_not_know_that_the_products_read_one_array():
     x, w = jnp.zeros((5, 4)), jnp.zeros((4, 3))
     text = jax.jit(lambda *a: products(*a)).lower(x, [w, w, w]).as_text()

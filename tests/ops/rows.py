@@ -123,7 +123,7 @@ class Row(NamedTuple):
     def decodes(self) -> bool:
         """Whether a step is the last row of attention over the tokens, padded in any way.
 
-        Kernels are left out, for they have no step of their own.
+        Kernels are left out: `test_decoding.py` tries every `impl` of a step.
         """
         return not (self.no_step or self.in_kernel or self.padding_counts)
 

@@ -1,5 +1,8 @@
 """Decoding: a step of every op is the last row of its attention over the tokens so far."""
 
+import functools
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reformax.ops import dense, lsh
+from reformax.ops import dense, flash, local, lsh
 from reformax.ops.parts import cache, dispatch
 from tests.ops import inputs
 from tests.ops.rows import ROWS, over
@@ -266,7 +269,7 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
     options = {name: options[name] for name in given}
 
     def run(impl, keys, values):
-        return jax.jit(lambda: cache.attend_to(q, keys, values, mask, **options, impl=impl))()
+        return jax.jit(lambda: cache.attend_to(q, keys, values, mask, impl, **options))()
 
     want = run("xla", keys, values)
     if "index" not in given:
@@ -281,5 +284,55 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
 def test_auto_takes_the_kernel_of_one_query_for_a_single_row(n_rows, kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
     q, keys = jnp.zeros((n_rows, 1, 2, 8)), jnp.zeros((n_rows, 2, 5, 8))
-    program = str(jax.make_jaxpr(cache.attend_to)(q, keys, keys, jnp.ones((1, 1, 5), bool)))
+    attend = functools.partial(cache.attend_to, impl="auto")
+    program = str(jax.make_jaxpr(attend)(q, keys, keys, jnp.ones((1, 1, 5), bool)))
     assert program.count("pallas_call[") == kernels
+
+
+def has_a_step_in_kernels(row):
+    return row.holds_keys and "impl" in inspect.signature(row.factory).parameters
+
+
+def first_step(row, impl, n_rows):
+    """The output of the step behind a prompt of 5 tokens, as a function of their cache."""
+    op, plain = row.op(impl=impl), row.op(impl="xla")
+    x, lengths = draw(op, n_rows, 6), np.full(n_rows, 5)
+    prompt, new = x.at(slice(None), slice(0, 5)), x.at(slice(None), slice(5, 6))
+    plan = inputs.plan(plain, prompt, causal=True, rng=KEY, train=False, length=8)
+    held = inputs.init_cache(plain, prompt, plan=plan, lengths=lengths, capacity=8, rng=KEY)
+    return lambda cache: inputs.step(op, new, cache, position=lengths)[0], held
+
+
+def n_kernels(row, impl, n_rows):
+    step, held = first_step(row, impl, n_rows)
+    return str(jax.make_jaxpr(step)(held)).count("pallas_call[")
+
+
+@over(filter(has_a_step_in_kernels, DECODING))
+def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
+    """Of one row "auto" takes the kernel of one query, of two it does not."""
+    if row.factory is not dense.dense:  # which has no kernel of ours
+        (step, held), (interpreted, _) = (
+            first_step(row, impl, 2) for impl in ("xla", "pallas_interpret")
+        )
+        assert n_kernels(row, "pallas_interpret", 2)
+        np.testing.assert_allclose(interpreted(held), step(held), atol=1e-5)
+        step, held = first_step(row, "pallas", 1)
+        with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
+            step(held)
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    assert n_kernels(row, "auto", 1)
+    assert not n_kernels(row, "auto", 2)
+    assert not n_kernels(row, "xla", 1)
+
+
+CUDNN = [row for row in DECODING if row.factory in (dense.dense, flash.flash, local.local)]
+
+
+@over(CUDNN)
+def test_a_step_chooses_by_itself_for_cudnn(row, monkeypatch):
+    """cuDNN has no kernel for one query."""
+    assert not n_kernels(row, "cudnn", 1)
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    assert n_kernels(row, "cudnn", 1)
+    assert not n_kernels(row, "cudnn", 2)

@@ -243,6 +243,29 @@ def test_the_kernel_rounds_the_logits_of_the_gradient_alone():
     assert np.abs(gradient - slope).max() <= 0.02 * np.abs(slope).max()
 
 
+@pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
+def test_no_more_logits_without_a_gradient_than_in_array_operations(impl, monkeypatch):
+    """They are float32, and with a gradient bfloat16 of the kernel: four times as many."""
+    features, matrix, *others = problem(31, vocab=64, batch=2)
+    features, asked = features.astype("bfloat16"), []
+    monkeypatch.setattr(loss, "max_logits", lambda: 2 * 64 * 3)
+
+    def logits_fn(matrix, x, dtype="float32"):
+        logits = jnp.matmul(x, matrix.astype(x.dtype), preferred_element_type=dtype)
+        asked.append(logits.shape[1])
+        return logits
+
+    def loss_of(matrix):
+        return loss.cross_entropy(logits_fn, matrix, features, *others, impl=impl).loss
+
+    scored = jax.jit(loss_of)(matrix)
+    assert max(asked) <= 3
+    asked.clear()
+    found, _ = jax.jit(jax.value_and_grad(loss_of))(matrix)
+    assert max(asked) == (11 if impl == "pallas_interpret" else 3)
+    np.testing.assert_allclose(scored, found, rtol=2**-8)
+
+
 @pytest.mark.parametrize(
     "size, dtype, kernels", [(4096, "bfloat16", 1), (4095, "bfloat16", 0), (4096, "float32", 0)]
 )

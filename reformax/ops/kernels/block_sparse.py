@@ -267,10 +267,10 @@ def attend(
     v: Float[Array, "B S N V"],
     segments: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
-) -> Float[Array, "B T N V"]:
-    """The attention of a layout by these kernels, with its gradient.
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
+    """The attention of a layout by these kernels, with its gradient, and each row's sum of weights.
 
-    Arguments are those of `forward`.
+    The sum is 0 where a row sees nothing, and has no gradient. Arguments are those of `forward`.
     """
     return _attend_forward(layout, interpret, q, k, v, segments, rng)[0]
 
@@ -278,12 +278,12 @@ def attend(
 def _attend_forward(layout, interpret, q, k, v, *others):
     inputs = *first_order((q, k, v)), *others
     results = forward(layout, *inputs, interpret=interpret)
-    return results[0], (inputs, results)
+    return (results[0], results[2]), (inputs, results)
 
 
-def _attend_backward(layout, interpret, residuals, d_out):
+def _attend_backward(layout, interpret, residuals, cotangents):
     inputs, results = residuals
-    results, d_out = first_order((results, d_out))
+    results, d_out = first_order((results, cotangents[0]))
     gradients = backward(layout, *inputs, *results, d_out, interpret=interpret)
     return *gradients, None, None
 

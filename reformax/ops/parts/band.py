@@ -261,7 +261,7 @@ def fill(
     return Cache(fill_ring(k, v, lengths, min(reach, capacity)), held, few)
 
 
-def step(bands: tuple[Band, ...], q, k, v, cache: Cache, position) -> tuple[Any, Cache]:
+def step(bands: tuple[Band, ...], q, k, v, cache: Cache, position, impl: str) -> tuple[Any, Cache]:
     """Attention of one more position."""
     ring, places = add_to_ring(cache.ring, k, v, position), cache.places
     now = (places == position[:, None])[:, None, :, None]
@@ -278,4 +278,4 @@ def step(bands: tuple[Band, ...], q, k, v, cache: Cache, position) -> tuple[Any,
         far = (places <= position[:, None]) & ~band.shows(position[:, None], places)
         masks.append(jnp.concatenate([near, far], axis=1))
     both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, few, strict=True))
-    return attend_to(q, *both, jnp.stack(masks, axis=1)), Cache(ring, few, places)
+    return attend_to(q, *both, jnp.stack(masks, axis=1), impl), Cache(ring, few, places)

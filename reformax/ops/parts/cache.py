@@ -99,11 +99,11 @@ def attend_to(
     keys: Float[Array, "B G S H"],
     values: Float[Array, "B G S V"],
     mask: Bool[Array, "#B #N K"],
+    impl: str,
     alone: Float[Array, "B 1 N V"] | None = None,
     scale: float | None = None,
     bias: Float[Array, "#B N K"] | None = None,
     index: Int[Array, "B N K"] | None = None,
-    impl: str = "auto",
 ) -> Float[Array, "B 1 N V"]:
     """Softmax attention of one query a row.
 
@@ -111,13 +111,16 @@ def attend_to(
       q: the queries.
       keys, values: those that they may see.
       mask: which of them they see.
+      impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
+        later and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests.
+        "auto" takes the kernel on such a GPU for a single row: with eight, XLA's are faster.
       alone: the output of a query that sees nothing; None is zeros.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       bias: added to the logits.
       index: the K keys that each head may see, where every head has keys of its own; None: all.
-      impl: "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or later, and
-        "pallas_interpret" runs it anywhere. "auto" takes the kernel on such a GPU for a single
-        row: with eight, XLA's kernels are faster. Ops leave it so, whatever their own `impl`.
+
+    Raises:
+      NotImplementedError: an `impl` that cannot compute the call.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     impl = choose(impl, pays=q.shape[0] == 1, **kernel_obstacles(q, keys, values))
@@ -206,6 +209,7 @@ def ring_decoding(
     shared_qk: bool,
     n_slots: Callable[[int], int],
     first: Callable[[Int[Array, "B 1"]], Int[Array, "B 1"] | int],
+    impl: str,
     scale: float | None = None,
     own: bool = True,
 ) -> dict[str, Callable]:
@@ -215,13 +219,16 @@ def ring_decoding(
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
       n_slots: how many positions a ring has to hold, given the capacity.
       first: the first position that a query sees, by its own.
+      impl: as in `attend_to`. "cudnn", which has no kernel for one query, is "auto".
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       own: for `shared_qk`, whether a position that sees nothing else sees itself.
 
     With the trait `beams`, `step` also takes `origins [B, K, C]` for rows that are K beams of each
     of B searches: which of the K beams holds the key and the value of each position of a beam. A
-    search that drops some beams and continues others twice then need not copy the cache.
+    search that drops some beams and continues others twice then need not copy the cache. It is in
+    array operations, whatever `impl`.
     """
+    impl = "auto" if impl == "cudnn" else impl
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng) -> KeyValues:
         del params, plan, rng
@@ -238,7 +245,7 @@ def ring_decoding(
         alone = v if shared_qk and own else None
         added = None if bias is None else bias(held)
         if origins is None:
-            return attend_to(q, *cache, mask[:, None], alone, scale, added), cache
+            return attend_to(q, *cache, mask[:, None], impl, alone, scale, added), cache
         rows = jnp.maximum(held, 0).reshape(*origins.shape[:2], -1)
         origins = jnp.take_along_axis(origins, rows, axis=2)
         return attend_among(q, *cache, mask, origins, alone, scale, added), cache
@@ -247,7 +254,7 @@ def ring_decoding(
 
 
 def full_decoding(
-    shared_qk: bool = False, scale: float | None = None, own: bool = True
+    impl: str, shared_qk: bool = False, scale: float | None = None, own: bool = True
 ) -> dict[str, Callable]:
     """`ring_decoding` of attention to all positions so far."""
-    return ring_decoding(shared_qk, lambda capacity: capacity, lambda now: 0, scale, own)
+    return ring_decoding(shared_qk, lambda capacity: capacity, lambda now: 0, impl, scale, own)
