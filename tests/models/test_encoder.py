@@ -73,7 +73,8 @@ def check_padding(model):
 
 
 @pytest.mark.parametrize(
-    "pooling", ["mean", "cls", *(pytest.param(x, marks=pytest.mark.slow) for x in ("first", "last"))]
+    "pooling",
+    ["mean", "cls", *(pytest.param(x, marks=pytest.mark.slow) for x in ("first", "last"))],
 )
 def test_a_row_is_read_whole_and_its_padding_is_not(pooling):
     check_padding(TransformerEncoder(**SMALL, pooling=pooling))
