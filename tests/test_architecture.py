@@ -4,6 +4,7 @@ Imports run one way, and a file is registered nowhere but in the table of tests 
 """
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -87,10 +88,16 @@ def imports(source: str, package: str) -> Iterator[str]:
                 yield argument.value
 
 
-def imports_of(path: Path) -> list[str]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports_of(path: Path) -> tuple[str, ...]:
     """Dotted names that the module at `path` imports."""
     package = module_name(path if path.name == "__init__.py" else path.parent / "__init__.py")
-    return list(imports(path.read_text(), package))
+    return tuple(imports(path.read_text(), package))
 
 
 def roots_of(path: Path) -> set[str]:
@@ -161,7 +168,7 @@ def test_what_the_package_imports_is_a_dependency_or_an_extra():
 
 def test_no_module_registers_itself_with_gin():
     for path in python_files("reformax"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(parsed(path)))
         used = [n.func for n in nodes if isinstance(n, ast.Call)]
         used += [d for n in nodes for d in getattr(n, "decorator_list", [])]
         called = {ast.unparse(n).removeprefix("gin.") for n in used}
@@ -238,14 +245,14 @@ def test_importing_takes_no_device():
 
 def public_definitions(path: Path) -> Iterator[ast.FunctionDef | ast.ClassDef]:
     """Functions and classes of the module at `path` whose names carry no underscore."""
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             yield node
 
 
 @pytest.mark.parametrize("path", python_files("reformax"), ids=name)
 def test_what_is_public_is_documented(path):
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{name(path)} has no docstring"
+    assert ast.get_docstring(parsed(path)), f"{name(path)} has no docstring"
     for node in public_definitions(path):
         assert ast.get_docstring(node), f"{name(path)}:{node.lineno} {node.name} has no docstring"
 

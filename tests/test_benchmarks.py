@@ -1075,7 +1075,8 @@ def test_models_of_recall_side_by_side_are_those_alone(op, monkeypatch):
     sizes, members = SIZES._replace(steps=4, stretch=2), recall_rows.Members([1e-3, 1e-1], [0, 1])
     batches, tests = recall_rows._drawn(sizes)
     params, record = recall_rows.learn((op,), sizes, members, None, batches, tests)
-    for n, (rate, seed) in enumerate(members.each()):
+    # Of the four, the two that would change places if seeds came before rates.
+    for n, (rate, seed) in list(enumerate(members.each()))[1:3]:
         one = recall_rows.Members([rate], [seed])
         alone, _ = recall_rows.learn((op,), sizes, one, None, batches, tests)
         for x, y in zip(*map(jax.tree.leaves, (params, alone)), strict=True):

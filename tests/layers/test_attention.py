@@ -15,11 +15,11 @@ from tests.layers import plain
 from tests.ops import inputs
 from tests.ops.inputs import Inputs
 from tests.ops.reference import ADDRESSES, Asked, expected
-from tests.ops.rows import ROWS, Shape, over
+from tests.ops.rows import ROWS, Shape, one_of_each_kind, over
 
 RNG = jax.random.PRNGKey(5)
 SIZES = dict(n_heads=3, d_qk=6, d_v=5)
-over_rows = over(ROWS)
+over_rows = over(ROWS, quick=one_of_each_kind)
 
 
 def numbers(length=13, d_model=7, seed=0):
@@ -294,7 +294,7 @@ def test_an_input_of_another_size(shape):
         layer.apply(params, np.zeros(shape, np.float32))
 
 
-@over(row for row in ROWS if row.decodes and row.op().traits.causal_plan)
+@over((row for row in ROWS if row.decodes and row.op().traits.causal_plan), quick=one_of_each_kind)
 def test_prefill_and_steps_are_apply(row):
     """With biases, by the merged weights; the rows' prompts have different lengths."""
     layer = layers.Attention(

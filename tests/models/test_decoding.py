@@ -12,7 +12,7 @@ from reformax.layers import reversible
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, local, lsh, shared_qk
 from tests.layers import plain
-from tests.ops.rows import ROWS, over
+from tests.ops.rows import ROWS, one_of_each_kind, over
 
 RNG = jax.random.PRNGKey(4)
 LENGTH = 23
@@ -118,7 +118,7 @@ def test_every_position_is_that_of_the_forward(name, monkeypatch):
     check_every_position(*make(name))
 
 
-@over(row for row in ROWS if row.decodes and row.op().traits.causal_plan)
+@over((row for row in ROWS if row.decodes and row.op().traits.causal_plan), quick=one_of_each_kind)
 def test_every_op_decodes_in_a_model(row):
     model = ReformerLM(**SMALL | dict(n_layers=1), attention_type=row.op())
     check_every_position(model, plain.init(model, (2, LENGTH)))

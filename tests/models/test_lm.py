@@ -42,6 +42,19 @@ STRICT = shared_qk.shared_qk(own=False)
 SLOTS, KEEPS = dict(n_slots=3), dict(keep_activations=True)
 AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(2, 6))
 both_models = pytest.mark.parametrize("model_fn", [ReformerLM, TransformerLM])
+# Which tokens an op sees is its own affair: one model has them all in the quick tests.
+models_and_ops = pytest.mark.parametrize(
+    "model_fn, name",
+    [
+        *((ReformerLM, name) for name in OPS),
+        (TransformerLM, "dense"),
+        *(
+            pytest.param(TransformerLM, name, marks=pytest.mark.slow)
+            for name in OPS
+            if name != "dense"
+        ),
+    ],
+)
 
 
 def init(model):
@@ -62,8 +75,7 @@ def loss_of(model, params, tokens, rng=RNG):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
 
-@pytest.mark.parametrize("name", OPS)
-@both_models
+@models_and_ops
 def test_position_t_depends_on_all_tokens_before_it_and_on_no_other(model_fn, name):
     """The gradient of each position's logits with respect to each token's embedding.
 
@@ -193,8 +205,7 @@ def test_features_are_of_the_tokens_shifted_right(model_fn):
     )
 
 
-@pytest.mark.parametrize("name", OPS)
-@both_models
+@models_and_ops
 def test_padding_changes_no_token(model_fn, name):
     model = model_fn(**SMALL, attention_type=OPS[name], pos_type="none")
     params, tokens = init(model), some_tokens()
@@ -396,7 +407,9 @@ def test_bfloat16_is_near_float32(model_fn):
     assert 0 < np.linalg.norm(narrow - wide) < 0.05 * np.linalg.norm(wide)
 
 
-@both_models
+@pytest.mark.parametrize(
+    "model_fn", [ReformerLM, pytest.param(TransformerLM, marks=pytest.mark.slow)]
+)
 def test_gradients_of_float16_logits_may_be_small_or_large(model_fn):
     """A mean over many targets has both: it is a large sum, divided."""
     options = SMALL | dict(n_layers=1, attention_type=OPS["local"])

@@ -658,17 +658,33 @@ ROWS = [
 ]
 
 
-def over(rows):
+# One row of each kind: exact attention, hashes, a recurrence, windows with global tokens, and a
+# projection of the positions.
+KINDS = ("flash", "lsh", "linear", "longformer", "linformer")
+
+
+def over(rows, quick: Callable[[Row], bool] = lambda row: True):
     """Runs a test over rows, each with its name as the test's id.
 
     All but the first row of each factory are slow: variants and interpreted kernels. So is a row
-    that says it. The tests are cases of a matrix, of which `--part` takes some.
+    that says it, and one that is not `quick` in this test. The tests are cases of a matrix, of
+    which `--part` takes some.
     """
     seen: set[Callable[..., AttentionOp]] = set()
     params = []
     for row in rows:
-        slow = row.slow or row.in_kernel or row.factory in seen
+        slow = row.slow or row.in_kernel or row.factory in seen or not quick(row)
         seen.add(row.factory)
         marks = [pytest.mark.matrix, *([pytest.mark.slow] if slow else [])]
         params.append(pytest.param(row, id=row.name, marks=marks))
     return pytest.mark.parametrize("row", params)
+
+
+def one_of_each_kind(row: Row) -> bool:
+    """Quick in a test of what is around the op, or of what another test says of every op."""
+    return row.name in KINDS
+
+
+def the_others(row: Row) -> bool:
+    """Quick where a test much like it has one of each kind."""
+    return row.name not in KINDS

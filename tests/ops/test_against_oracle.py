@@ -21,7 +21,7 @@ from reformax.ops.parts.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import inputs, oracle
 from tests.ops.reference import ADDRESSES, LONGEST, Asked, expected
-from tests.ops.rows import ROWS, Shape, over, visible
+from tests.ops.rows import ROWS, Shape, over, the_others, visible
 
 over_rows = over(ROWS)
 
@@ -205,7 +205,7 @@ def test_float32(row, data):
     check(row, 1e-5, jnp.float32, **data.draw(calls(row)))
 
 
-@over_rows
+@over(ROWS, quick=the_others)
 @settings(deadline=None, max_examples=2)
 @given(data=st.data())
 def test_bfloat16(row, data):

@@ -22,7 +22,7 @@ SQUARE, TALL, WIDE = (kernel.Tiles(*size, 4, 2) for size in ((16, 16), (32, 16),
 @pytest.mark.parametrize(
     "options, n_rounds, packed, tiles",
     [
-        (ONE_BEFORE, 1, False, SQUARE),
+        pytest.param(ONE_BEFORE, 1, False, SQUARE, marks=pytest.mark.slow),
         pytest.param(ONE_BEFORE, 3, True, TALL, marks=pytest.mark.slow),
         pytest.param(
             *(ONE_BEFORE | dict(chunk_len=10, n_chunks_before=2), 2, False, WIDE),

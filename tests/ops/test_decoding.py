@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reformax.ops import dense, flash, local, lsh
 from reformax.ops.parts import cache, dispatch
 from tests.ops import inputs
-from tests.ops.rows import ROWS, over
+from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
 
 KEY = jax.random.key(3)
 # In a circle of chunks padding counts: the op has a test of its own below.
@@ -94,7 +94,7 @@ def test_a_step_is_the_last_row(row, data):
         np.testing.assert_allclose(out, want, atol=1e-5 * max(1, np.abs(want).max()))
 
 
-@over_rows
+@over(DECODING, quick=one_of_each_kind)
 def test_arrays_without_padding(row):
     """The row over exactly the tokens so far, whatever the capacity."""
     op, lengths = row.op(), np.array([5, 3], np.int32)
@@ -115,7 +115,7 @@ def test_bfloat16(row):
         np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=2e-2, atol=2e-2 * 3)
 
 
-@over(row for row in DECODING if row.op().traits.causal_plan)
+@over((row for row in DECODING if row.op().traits.causal_plan), quick=the_others)
 def test_all_steps_are_one_forward(row):
     """Where nothing later decides what a position sees: one call over all tokens has every step."""
     op, lengths = row.op(), np.array([9, 4], np.int32)

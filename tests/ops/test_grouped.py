@@ -8,7 +8,7 @@ import pytest
 from reformax.ops import dense, local
 from tests.helpers import assert_trees_close
 from tests.ops import inputs
-from tests.ops.rows import ROWS, over
+from tests.ops.rows import ROWS, one_of_each_kind, over
 from tests.ops.test_decoding import KEY, run
 
 SEPARATE = [row for row in ROWS if not (row.op().traits.shared_qk or row.group_chooses)]
@@ -38,7 +38,7 @@ def test_a_head_of_keys_serves_a_group(row):
     assert_trees_close(*both(x), 1e-5 * row.rounding)
 
 
-@over(row for row in SEPARATE if row.decodes)
+@over((row for row in SEPARATE if row.decodes), quick=one_of_each_kind)
 def test_decoding(row):
     op, lengths = row.op(), np.array([5, 3], np.int32)
     x = inputs.draw(op, length=9, **HEADS)

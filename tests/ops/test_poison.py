@@ -14,7 +14,7 @@ from reformax.carried import trained
 from reformax.ops import dsa, local, long_short, longformer, nsa, nystromformer, sinks
 from tests.helpers import assert_trees_equal
 from tests.ops import inputs
-from tests.ops.rows import ROWS, over
+from tests.ops.rows import ROWS, one_of_each_kind, over
 
 KEY = jax.random.key(0)
 ANYTHING = (np.nan, np.inf, 3e38)
@@ -136,7 +136,7 @@ def test_in_another_segment(row):
         assert np.isfinite(values[0]) or np.isnan(got).any(), "what a row sees is not swallowed"
 
 
-@over(row for row in ROWS if row.op().traits.causal and not row.in_kernel)
+@over((row for row in ROWS if row.op().traits.causal and not row.in_kernel), quick=one_of_each_kind)
 def test_behind_causality(row):
     """And at padding before."""
     segments = np.ones((2, LENGTH), int)

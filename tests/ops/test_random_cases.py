@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.ops.reference import LONGEST
-from tests.ops.rows import ROWS, Row, Shape, over
+from tests.ops.rows import ROWS, Row, Shape, one_of_each_kind, over
 from tests.ops.test_against_oracle import DROPOUT, attend_and_differentiate, check
 
 LENGTHS = (1, 3, 17, 64, 97, LONGEST)
@@ -61,7 +61,7 @@ def program(name: str, number: int) -> Program:
     return Program(jnp.float32 if rng.random() < 0.7 else jnp.bfloat16, case)
 
 
-@over(ROWS)
+@over(ROWS, quick=one_of_each_kind)
 def test_random_cases(row: Row, pytestconfig: pytest.Config):
     n_cases = -(-pytestconfig.getoption("--cases") // len(ROWS))
     n_programs = -(-n_cases // CASES_OF_A_PROGRAM)

@@ -20,6 +20,7 @@ SLOW = (
     "feature",
     "feature delta",
 )  # an interpreted kernel compiles slowly
+PARTS = ("head", "feature", "delta")  # "gated delta" and "feature delta" have what these have
 LENGTH = 150  # two chunks, and a third that is not full
 
 
@@ -92,7 +93,9 @@ def test_what_a_segment_holds_stays_there():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x in PARTS)) for x in KINDS]
+)
 def test_it_lowers_for_a_gpu(kind, dtype):
     """What the interpreter takes and Triton does not would show here, without a GPU."""
     length, n_heads = 4000, 2

@@ -8,12 +8,12 @@ import pytest
 from tests.helpers import with_x64
 from tests.ops import inputs
 from tests.ops import test_against_oracle as against_oracle
-from tests.ops.rows import ROWS, Shape, over
+from tests.ops.rows import ROWS, Shape, one_of_each_kind, over, the_others
 
 CALL = dict(packed=True, d_qk=4, d_v=3, seed=7)
 
 
-@over(ROWS)
+@over(ROWS, quick=one_of_each_kind)
 def test_float64(row):
     """To twelve digits; kernels, which have no float64, to float32's."""
     tolerance, dtype = (1e-5, jnp.float32) if row.in_kernel else (1e-12, np.float64)
@@ -25,7 +25,7 @@ def test_float64(row):
         against_oracle.check(row, tolerance, dtype, **call)
 
 
-@over(row for row in ROWS if row.decodes)
+@over((row for row in ROWS if row.decodes), quick=the_others)
 def test_decoding(row):
     """A step's dtypes are those of the cache, whatever the integers are."""
     op = row.op()

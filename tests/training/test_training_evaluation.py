@@ -22,7 +22,7 @@ from reformax.training.record_lines import RecordLines
 from tests.training import tiny
 
 MODEL = tiny.TinyLM(mode="eval")
-PARAMS = MODEL.init_params(jax.random.PRNGKey(1), (1, 1))
+PARAMS = jax.jit(lambda rng: MODEL.init_params(rng, (1, 1)))(jax.random.PRNGKey(1))
 TASK = tiny.counting(n_valid=53)
 
 

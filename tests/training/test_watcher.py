@@ -121,8 +121,8 @@ def test_a_process_that_is_stopped_ends_all(run):
     "steps, hanging, how",
     [
         ((8, 7, 8), 1, ""),
-        ((7, 8, 9), 0, ""),
-        ((8, 7, 7), 1, "and 1 more "),
+        pytest.param((7, 8, 9), 0, "", marks=pytest.mark.slow),
+        pytest.param((8, 7, 7), 1, "and 1 more ", marks=pytest.mark.slow),
         ((7,) * 3, 0, "and 2 more "),
     ],
 )
