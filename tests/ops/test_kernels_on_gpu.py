@@ -1,8 +1,8 @@
 """Kernels against array operations in float32, given the same plan, at lengths of several tiles.
 
-On an NVIDIA GPU, `pytest -n 8 -m slow tests/ops/test_kernels_on_gpu.py` runs the compiled kernels,
-sooner with `XLA_FLAGS=--xla_gpu_autotune_level=0`. Elsewhere a short case is interpreted, which
-shows that the test runs.
+On an NVIDIA GPU `JAX_PLATFORMS=cuda pytest -n 8 -m slow tests/ops/test_kernels_on_gpu.py` runs the
+compiled kernels, sooner with `XLA_FLAGS=--xla_gpu_autotune_level=0`. Elsewhere a short case is
+interpreted, which shows that the test runs.
 """
 
 import functools
