@@ -178,11 +178,25 @@ def _share(rng, qkv, n_heads: int) -> Share:
     return Share(rng, head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
 
 
+# An all-to-all of XLA's reads and writes what goes to one device in one piece. Pieces are therefore
+# made as they are wanted on the side of heads, `[t, n, H]`, where the sequence is then whole as it
+# comes: one copy a trade, on the side of positions. A tiled trade takes one on either side.
+
+
 def _heads_for_positions(x: Array) -> Array:
     """`[B, t, N, H] -> [B, T, n, H]`."""
-    return lax.all_to_all(x, devices.CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+    pieces = x.reshape(*x.shape[:2], lax.axis_size(devices.CONTEXT), -1, x.shape[3])
+    pieces = _traded(jnp.moveaxis(pieces, 2, 0))
+    return jnp.moveaxis(pieces, 0, 1).reshape(x.shape[0], -1, *pieces.shape[3:])
 
 
 def _positions_for_heads(x: Array) -> Array:
     """`[B, T, n, H] -> [B, t, N, H]`."""
-    return lax.all_to_all(x, devices.CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+    pieces = x.reshape(x.shape[0], lax.axis_size(devices.CONTEXT), -1, *x.shape[2:])
+    pieces = _traded(jnp.moveaxis(pieces, 1, 0))
+    return jnp.moveaxis(pieces, 0, 2).reshape(*pieces.shape[1:3], -1, x.shape[3])
+
+
+def _traded(pieces: Float[Array, "p B t n H"]) -> Float[Array, "p B t n H"]:
+    """A piece to each device, and one from each."""
+    return lax.all_to_all(pieces, devices.CONTEXT, split_axis=0, concat_axis=0, tiled=True)
