@@ -178,25 +178,27 @@ def _share(rng, qkv, n_heads: int) -> Share:
     return Share(rng, head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
 
 
-# An all-to-all of XLA's reads and writes what goes to one device in one piece. Pieces are therefore
-# made as they are wanted on the side of heads, `[t, n, H]`, where the sequence is then whole as it
-# comes: one copy a trade, on the side of positions. A tiled trade takes one on either side.
+# What goes to one device must lie in one piece. Pieces are made as the side of heads wants them, so
+# that the sequence is whole as they come: a trade takes one copy, on the side of positions. With
+# heads as pieces it would take one on either side.
 
 
 def _heads_for_positions(x: Array) -> Array:
     """`[B, t, N, H] -> [B, T, n, H]`."""
-    pieces = x.reshape(*x.shape[:2], lax.axis_size(devices.CONTEXT), -1, x.shape[3])
-    pieces = _traded(jnp.moveaxis(pieces, 2, 0))
-    return jnp.moveaxis(pieces, 0, 1).reshape(x.shape[0], -1, *pieces.shape[3:])
+    n_batch, length, _, size = x.shape
+    n = lax.axis_size(devices.CONTEXT)
+    pieces = x.reshape(n_batch, length, n, -1, size).swapaxes(1, 2)
+    return _traded(pieces.reshape(n_batch, n * length, -1, size))
 
 
 def _positions_for_heads(x: Array) -> Array:
     """`[B, T, n, H] -> [B, t, N, H]`."""
-    pieces = x.reshape(x.shape[0], lax.axis_size(devices.CONTEXT), -1, *x.shape[2:])
-    pieces = _traded(jnp.moveaxis(pieces, 1, 0))
-    return jnp.moveaxis(pieces, 0, 2).reshape(*pieces.shape[1:3], -1, x.shape[3])
+    n_batch, length, _, size = x.shape
+    n = lax.axis_size(devices.CONTEXT)
+    pieces = _traded(x).reshape(n_batch, n, length // n, -1, size)
+    return pieces.swapaxes(1, 2).reshape(n_batch, length // n, -1, size)
 
 
-def _traded(pieces: Float[Array, "p B t n H"]) -> Float[Array, "p B t n H"]:
-    """A piece to each device, and one from each."""
-    return lax.all_to_all(pieces, devices.CONTEXT, split_axis=0, concat_axis=0, tiled=True)
+def _traded(x: Array) -> Array:
+    """A stretch of the second axis to each device, and one from each."""
+    return lax.all_to_all(x, devices.CONTEXT, split_axis=1, concat_axis=1, tiled=True)
