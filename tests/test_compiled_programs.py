@@ -42,6 +42,21 @@ def test_groups_that_are_not_understood_are_an_error():
 
 
 PROGRAM = """HloModule jit_step
+%f (p: f32[2,3]) -> f32[2,3] {
+  %p = f32[2,3]{1,0} parameter(0)
+  ROOT %sum = f32[2,3]{1,0} add(%p, %p)
+}
+
+%patched (p: f32[2,3], q: f32[8]) -> (f32[6], f32[2]) {
+  %p = f32[2,3]{1,0} parameter(0)
+  %flat = f32[6]{0} bitcast(%p)
+  %q = f32[8]{0} parameter(1)
+  %head = f32[2]{0} slice(%q), slice={[0:2]}
+  %zero = s32[] constant(0)
+  %new = f32[6]{0} dynamic-update-slice(%flat, %head, %zero)
+  ROOT %both = (f32[6]{0}, f32[2]{0}) tuple(%new, %head)
+}
+
 %body (x: (s32[], f32[2,3])) -> (s32[], f32[2,3]) {
   %x = (s32[], f32[2,3]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%x), index=0
@@ -58,6 +73,7 @@ custom_call_target="triton", metadata={op_name="jit(f)/transpose(jvp(norm))/pall
   %dot.7 = f32[2,3]{1,0} custom-call(%b, %b), custom_call_target="matmul"
   %loop = (s32[], f32[2,3]{1,0}) while(%i), condition=%c, body=%body, \
 backend_config={"known_trip_count":{"n":"7"}}
+  %patch_fusion = (f32[6]{0}, f32[2]{0}) fusion(%dot.7, %c), kind=kLoop, calls=%patched
   ROOT %out = f32[2,3]{1,0} get-tuple-element(%loop), index=1
 }
 """
@@ -68,6 +84,7 @@ def test_kernels_are_counted_with_what_they_read_and_write():
         Kernel("norm", "jit(f)/transpose(jvp(norm))/pallas_call", 40, 56, 1),
         Kernel("matmul", "", 80, 24, 1),
         Kernel("add_fusion", "jit(f)/add", 24, 24, 7),
+        Kernel("patch_fusion", "", 8, 16, 1),  # of 24 + 32 and 24 + 8
     ]
 
 
