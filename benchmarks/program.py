@@ -160,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = jax.devices()[:n] if args.tiny else h200.devices(n)
     except NotImplementedError as error:
         parser.error(str(error))
+    if len(found) < n:
+        parser.error(f"--devices is {n}, and with --tiny there are {len(found)}")
     options = {} if args.tiny else h200.OPTIONS
     with nullcontext() if args.tiny else h200.assumed():
         if args.attention:

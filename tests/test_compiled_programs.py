@@ -88,7 +88,15 @@ def test_kernels_are_counted_with_what_they_read_and_write():
     ]
 
 
-def test_a_compiler_that_is_missing_is_told(capsys):
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        ("--attention=lsh", "no compiler for NVIDIA GPUs is installed: pip install"),
+        ("--attention=lsh --devices=2", "--devices and --mesh divide a training step"),
+        ("--tiny --devices=99", "--devices is 99, and with --tiny there are "),
+    ],
+)
+def test_what_cannot_be_compiled_is_told(flags, told, capsys):
     with pytest.raises(SystemExit):
-        program.main(["--attention=lsh"])
-    assert "no compiler for NVIDIA GPUs is installed: pip install" in capsys.readouterr().err
+        program.main(flags.split())
+    assert told in capsys.readouterr().err
