@@ -1,15 +1,19 @@
 """The kernels of a program as it is compiled for an H200, and the bytes that they read and write.
 
     python -m benchmarks.program --config_file=configs/gpt2.gin
+    python -m benchmarks.program --config_file=configs/gpt2.gin --devices=2 --mesh=data
     python -m benchmarks.program --attention moba --length=65536 --gradient
     python -m benchmarks.program --attention moba --length=65536 --gradient --run
 
-compiles a training step of a config, or attention to one sequence, and runs nothing. --gradient is
-of every input, and --causal hides what comes later, as some attentions do in any case. Needs no
-GPU, but JAX's compiler for one: `pip install 'jax[cuda13]'`. Prints kinds of kernels by their bytes
-and, with --largest, the largest kernels with the operation that each comes from. Bytes are bounds
-from above: arrays count whole. Products come as the compiler's first choice, for a GPU would choose
-them by trying. The text is that of Python's standard library, whatever the config's.
+compiles a training step of a config, or attention to one sequence, and runs nothing. With --devices
+the step is divided over so many, along --mesh, and what one of them runs is counted. Each has the
+tokens of the config's step: over `data` and `fsdp` a step has more rows, over `context` longer
+ones. --gradient is of every input, and --causal hides what comes later, as some attentions do in
+any case. Needs no GPU, but JAX's compiler for one: `pip install 'jax[cuda13]'`. Prints kinds of
+kernels by their bytes and, with --largest, the largest kernels with the operation that each comes
+from. Bytes are bounds from above: of arrays that are not sliced by a fusion, all. Products come as
+the compiler's first choice, for a GPU would choose them by trying. The text is that of Python's
+standard library, whatever the config's.
 
 With --run an attention is compiled for the GPU that there is, and its kernels' times are printed.
 """
@@ -23,6 +27,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from benchmarks.harness import attention_table, command_line, configured, h200, kernels, traffic
 from benchmarks.harness.calls import MIB
@@ -37,18 +42,20 @@ from reformax.training.settings import Settings, build
 TRACED = 3  # calls
 
 
-def training_step(settings: Settings, device: Any) -> tuple[str, Any]:
-    """A step of training on one device: in words, and lowered."""
-    mesh = mesh_lib.make({}, [device])
-    size = settings.batch_size, settings.length
+def training_step(settings: Settings, mesh: Mesh) -> tuple[str, Any]:
+    """A step of training, each device with the settings' tokens: in words, and lowered."""
+    batch_size = settings.batch_size * devices.row_shares(mesh)
+    size = batch_size, settings.length * mesh.shape["context"]
     whole = devices.replicated(mesh)
     model = build(settings.model, "train")
     key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     init = step_lib.init_fn(model, settings.optimizer, size, settings.ema_decay > 0)
-    state = _placed(jax.eval_shape(init, key), whole)
+    state = jax.eval_shape(init, key)
+    state = jax.tree.map(_placed, state, devices.placement(state, mesh))
     batch = _placed(tuple(settings.task.train_batch(0, 0, *size)), devices.over_tokens(mesh))
     step = opening.step_of(settings, model, mesh, state).lower(state, batch, _placed(key, whole))
-    return f"a step of {size[0]} x {size[1]:,} tokens", step
+    on = f" on {mesh.size} devices" if mesh.size > 1 else ""
+    return f"a step of {size[0]} x {size[1]:,} tokens{on}", step
 
 
 class Call(NamedTuple):
@@ -122,6 +129,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--config_file", action="append", help="a gin file; may be repeated")
     parser.add_argument("--config", action="append", default=[], help="an override")
     names = attention_table.attentions()
+    parser.add_argument("--devices", type=command_line.positive, help="of the mesh (default: one)")
+    axis = "the axis that they take (default: data)"
+    parser.add_argument("--mesh", choices=devices.AXES, help=axis)
     parser.add_argument("--attention", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--length", type=command_line.positive, default=65536)
     parser.add_argument("--heads", type=command_line.positive, default=8)
@@ -135,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("nothing to compile: give --config_file or --attention")
     if args.run and not args.attention:
         parser.error("--run runs an attention: give --attention")
+    if args.attention and (args.devices or args.mesh):
+        parser.error("--devices and --mesh divide a training step: give --config_file")
     length, dtype = (128, "float32") if args.tiny else (args.length, "bfloat16")
     sizes = 1, args.heads, args.head_size, dtype, h200.NAME
     if args.attention:
@@ -144,19 +156,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     # Tiny programs are compiled for the machine that there is.
     try:
-        device = jax.devices()[0] if args.tiny else h200.devices()[0]
+        n = args.devices or 1
+        found = jax.devices()[:n] if args.tiny else h200.devices(n)
     except NotImplementedError as error:
         parser.error(str(error))
+    if len(found) < n:
+        parser.error(f"--devices is {n}, and with --tiny there are {len(found)}")
     options = {} if args.tiny else h200.OPTIONS
     with nullcontext() if args.tiny else h200.assumed():
         if args.attention:
             call = attention(case, args.gradient, args.causal)
-            title, lowered = call.title, call.lowered(device)
+            title, lowered = call.title, call.lowered(found[0])
         else:
             tiny = args.tiny and not args.config_file
             given = args.config_file, args.config
             settings = configured.tiny() if tiny else configured.from_config(*given)
-            title, lowered = training_step(settings, device)
+            mesh = mesh_lib.make({args.mesh or "data": -1}, found)
+            title, lowered = training_step(settings, mesh)
         compiled = lowered.compile(compiler_options=options)
     print_kernels(title, compiled, args.largest)
 

@@ -42,6 +42,21 @@ def test_groups_that_are_not_understood_are_an_error():
 
 
 PROGRAM = """HloModule jit_step
+%f (p: f32[2,3]) -> f32[2,3] {
+  %p = f32[2,3]{1,0} parameter(0)
+  ROOT %sum = f32[2,3]{1,0} add(%p, %p)
+}
+
+%patched (p: f32[2,3], q: f32[8]) -> (f32[6], f32[2]) {
+  %p = f32[2,3]{1,0} parameter(0)
+  %flat = f32[6]{0} bitcast(%p)
+  %q = f32[8]{0} parameter(1)
+  %head = f32[2]{0} slice(%q), slice={[0:2]}
+  %zero = s32[] constant(0)
+  %new = f32[6]{0} dynamic-update-slice(%flat, %head, %zero)
+  ROOT %both = (f32[6]{0}, f32[2]{0}) tuple(%new, %head)
+}
+
 %body (x: (s32[], f32[2,3])) -> (s32[], f32[2,3]) {
   %x = (s32[], f32[2,3]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%x), index=0
@@ -58,6 +73,7 @@ custom_call_target="triton", metadata={op_name="jit(f)/transpose(jvp(norm))/pall
   %dot.7 = f32[2,3]{1,0} custom-call(%b, %b), custom_call_target="matmul"
   %loop = (s32[], f32[2,3]{1,0}) while(%i), condition=%c, body=%body, \
 backend_config={"known_trip_count":{"n":"7"}}
+  %patch_fusion = (f32[6]{0}, f32[2]{0}) fusion(%dot.7, %c), kind=kLoop, calls=%patched
   ROOT %out = f32[2,3]{1,0} get-tuple-element(%loop), index=1
 }
 """
@@ -68,10 +84,19 @@ def test_kernels_are_counted_with_what_they_read_and_write():
         Kernel("norm", "jit(f)/transpose(jvp(norm))/pallas_call", 40, 56, 1),
         Kernel("matmul", "", 80, 24, 1),
         Kernel("add_fusion", "jit(f)/add", 24, 24, 7),
+        Kernel("patch_fusion", "", 8, 16, 1),  # of 24 + 32 and 24 + 8
     ]
 
 
-def test_a_compiler_that_is_missing_is_told(capsys):
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        ("--attention=lsh", "no compiler for NVIDIA GPUs is installed: pip install"),
+        ("--attention=lsh --devices=2", "--devices and --mesh divide a training step"),
+        ("--tiny --devices=99", "--devices is 99, and with --tiny there are "),
+    ],
+)
+def test_what_cannot_be_compiled_is_told(flags, told, capsys):
     with pytest.raises(SystemExit):
-        program.main(["--attention=lsh"])
-    assert "no compiler for NVIDIA GPUs is installed: pip install" in capsys.readouterr().err
+        program.main(flags.split())
+    assert told in capsys.readouterr().err

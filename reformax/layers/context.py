@@ -178,11 +178,27 @@ def _share(rng, qkv, n_heads: int) -> Share:
     return Share(rng, head=lax.axis_index(devices.CONTEXT) * qkv.q.shape[2], n_heads=n_heads)
 
 
+# What goes to one device must lie in one piece. Pieces are made as the side of heads wants them, so
+# that the sequence is whole as they come: a trade takes one copy, on the side of positions. With
+# heads as pieces it would take one on either side.
+
+
 def _heads_for_positions(x: Array) -> Array:
     """`[B, t, N, H] -> [B, T, n, H]`."""
-    return lax.all_to_all(x, devices.CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+    n_batch, length, _, size = x.shape
+    n = lax.axis_size(devices.CONTEXT)
+    pieces = x.reshape(n_batch, length, n, -1, size).swapaxes(1, 2)
+    return _traded(pieces.reshape(n_batch, n * length, -1, size))
 
 
 def _positions_for_heads(x: Array) -> Array:
     """`[B, T, n, H] -> [B, t, N, H]`."""
-    return lax.all_to_all(x, devices.CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+    n_batch, length, _, size = x.shape
+    n = lax.axis_size(devices.CONTEXT)
+    pieces = _traded(x).reshape(n_batch, n, length // n, -1, size)
+    return pieces.swapaxes(1, 2).reshape(n_batch, length // n, -1, size)
+
+
+def _traded(x: Array) -> Array:
+    """A stretch of the second axis to each device, and one from each."""
+    return lax.all_to_all(x, devices.CONTEXT, split_axis=1, concat_axis=1, tiled=True)

@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
+from benchmarks import program
 from benchmarks.harness.collectives import collectives
 from reformax import devices
 from reformax.declared import SettingError
@@ -248,8 +249,8 @@ def test_of_axial_positions_the_gradients_of_tables_are_exchanged_alone():
     def loss(params, x):
         return jnp.sum(jnp.sin(layer.apply(params, x).astype(jnp.float32)))
 
-    program = jax.jit(devices.on(mesh, jax.grad(loss))).lower(params, x).compile()
-    sent = sum(each.times * each.sent for each in collectives(program.as_text()))
+    step = jax.jit(devices.on(mesh, jax.grad(loss))).lower(params, x).compile()
+    sent = sum(each.times * each.sent for each in collectives(step.as_text()))
     assert sent <= 2 * 4 * (16 * 24 + 32 * 40)
 
 
@@ -289,3 +290,12 @@ def test_no_activation_is_gathered(name, sizes, monkeypatch, capfd):
     # q, v (and k) there, the output back, in three passes: forward, again, and the gradient.
     assert 0 < trades <= 4 * activation * 4 * 3 if by_heads else trades == 0
     assert "rematerialization" not in capfd.readouterr().err  # XLA's warning of what it gathers
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_divided_step_are_counted(capsys):
+    program.main(["--tiny", "--devices=2", "--mesh=context"])
+    told = capsys.readouterr().out
+    assert "a step of 1 x 128 tokens on 2 devices: " in told
+    # Of one layer q, v and the output, in three passes.
+    assert "| all-to-all | 9 |" in told
