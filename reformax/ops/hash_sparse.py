@@ -87,9 +87,9 @@ def hash_sparse(
         attention. A position then sees itself only if it sees nothing else.
       own: whether a position that sees nothing else attends to itself. False makes zeros of it.
       impl: `"xla"` runs everywhere, in array operations, a head after the other. `"pallas"` is the
-        kernel of block-sparse attention, for NVIDIA GPUs of Ampere or later and heads of 128 or
-        less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"` takes
-        the kernel where it computes the same function.
+        kernel of block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later
+        and heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests.
+        `"auto"` takes them where they compute the same function.
 
     Raises:
       ValueError: a number of buckets that is odd or out of range, an unknown `impl`.
@@ -114,7 +114,7 @@ def hash_sparse(
 
 
 def _buckets(settings: Settings, rotations, x: Float[Array, "B T N H"]) -> Int[Array, "B N T"]:
-    return hash_by(rotations, x, (settings.n_buckets,))[:, :, 0]
+    return hash_by(rotations, x, (settings.n_buckets,), settings.impl)[:, :, 0]
 
 
 def _plan(settings: Settings, params, q, k, *, segments, causal, rng, train, length=None) -> Orders:
