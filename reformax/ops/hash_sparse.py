@@ -32,6 +32,7 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.parts.containment import marked
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropped_own, seed_words
 from reformax.ops.parts.hashing import MAX_FACTOR, draw_rotations, hash_by
@@ -158,7 +159,8 @@ def _apply(
         return out
     alone = sorted_groups.alone(queries, plan.keys, causal)
     alone = jnp.swapaxes(jnp.take_along_axis(alone, place, axis=2), 1, 2)
-    return jnp.where(alone[..., None], dropped_own(v, dropout, seed), out)
+    own = marked(dropped_own(v, dropout, seed), q, k)
+    return jnp.where(alone[..., None], own, out)
 
 
 def _in_arrays(
@@ -224,5 +226,6 @@ def _step(
     place = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
     now = position[:, None, None]
     mask = (buckets == of_query) & (place < now if settings.shared_qk else place <= now)
-    out = attend_to(q, *memory, mask, settings.impl, v if settings.own else None)
+    own = (v if settings.shared_qk else marked(v, k)) if settings.own else None
+    out = attend_to(q, *memory, mask, settings.impl, own)
     return out, Hashed(memory, buckets, Shared(rotations))
