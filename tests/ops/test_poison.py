@@ -244,6 +244,37 @@ def test_a_position_that_sees_itself_alone(row):
                 assert not np.any(dq)
 
 
+@over(
+    row for row in ROWS if "own" in row.options and not (row.in_kernel or row.op().traits.shared_qk)
+)
+def test_a_position_that_sees_itself_alone_and_has_a_key(row):
+    """Its key counts too; so it does in a first step, where a position may see itself as a key."""
+    op, x = row.op(), inputs.draw(row.op(), 1, LENGTH)
+    masks = dict(segments=np.ones((1, LENGTH), np.int32), causal=True, rng=KEY)
+    plan = jax.jit(lambda x: inputs.plan(op, x, train=False, **masks))(x)
+
+    @jax.jit
+    def run(x):
+        return [inputs.apply(row.op(own=own), x, plan=plan, **masks) for own in (True, False)]
+
+    @jax.jit
+    def first_step(x):
+        new, position = x.at(slice(None), slice(0, 1)), np.array([0])
+        held = dict(plan=None, lengths=position, capacity=8, rng=KEY)
+        return inputs.step(op, new, inputs.init_cache(op, new, **held), position=position)[0]
+
+    lone = ~np.any(run(x)[1], axis=-1)[0]
+    assert lone.any()
+    place, head = np.argwhere(lone)[-1]
+    for name in "qkv":
+        y = getattr(x, name).copy()
+        y[0, place, head, 1] = np.inf
+        assert np.isnan(run(x._replace(**{name: y}))[0][0, place, head]).all()
+        y = getattr(x, name).copy()
+        y[0, 0, :, 1] = np.nan
+        assert not np.isfinite(first_step(x._replace(**{name: y}))).all(axis=-1).any()
+
+
 LONG = dict(
     local=local.local(window=32, chunk_len=32),
     sinks=sinks.sinks(window=32),

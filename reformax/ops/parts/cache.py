@@ -108,6 +108,10 @@ def attend_to(
 ) -> Float[Array, "B 1 N V"]:
     """Softmax attention of one query a row.
 
+    To mark what is not finite would read the cache twice. NaN and infinities of what a query sees
+    therefore go the way of arithmetic: those of a value stay in their own numbers, and a logit of
+    minus infinity is hidden.
+
     Args:
       q: the queries.
       keys, values: those that they may see.
