@@ -131,12 +131,11 @@ def _plan(
     if k.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
-    impl = asymmetric.impl_of(settings, q, k)
     vectors = q, centred(k, segment_pair(segments)[1], causal)
     hashing, length = settings.hashing, length or k.shape[1]
     factors = hashing.factors_for(length)
     rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
-    buckets = [hash_by(rotations, x, factors, impl) for x in vectors]
+    buckets = [hash_by(rotations, x, factors, settings.impl) for x in vectors]
     if asymmetric.crosses(q, k, segments):
         ratio = asymmetric.ratio(q.shape[1], k.shape[1])
         return meeting_orders(*buckets, segments, settings.chunk_len, ratio)
@@ -172,7 +171,7 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     factors, length = settings.hashing.factors_for(capacity), q.shape[1]
     rotations = settings.hashing.rotations_for(q, capacity, settings.n_hashes, rng)
     vectors = q, centred(k, None, causal=True)
-    of_queries, of_keys = (hash_by(rotations, x, factors) for x in vectors)
+    of_queries, of_keys = (hash_by(rotations, x, factors, settings.impl) for x in vectors)
     is_token, last = line(length) < lengths[:, None, None, None], math.prod(factors)
     order = sort_by_bucket(jnp.where(is_token, of_keys, last), last + 1, None, 0).queries
     tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), finite(k.astype(jnp.float32)), 0)
@@ -196,7 +195,7 @@ def _step(
     key = finite(k.astype(jnp.float32))
     mean = total[:, None] / jnp.maximum(now, 1).astype(total.dtype)
     vectors = q, (key - mean).astype(k.dtype)
-    of_query, of_key = (hash_by(rotations, x, factors) for x in vectors)
+    of_query, of_key = (hash_by(rotations, x, factors, settings.impl) for x in vectors)
     of_queries, of_keys = (
         with_bucket(buckets, new, position)
         for buckets, new in ((of_queries, of_query), (of_keys, of_key))

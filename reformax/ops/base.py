@@ -109,8 +109,8 @@ class AttentionOp:
         of each row, `[B, 1, N, ...]`, whose number is `position [B]`. With the trait `beams` it
         also takes `origins`, with the trait `bias` also `bias`, `(positions of keys [B, S]) ->
         [B, N, S]`; an algorithm with extras takes `extras`. The algorithm's `impl` decides as in
-        `apply` whether a kernel computes a softmax of one query. None if the algorithm cannot
-        decode.
+        `apply` whether kernels hash and compute a softmax of one query. None if the algorithm
+        cannot decode.
       replace_value: `(cache, v, position) -> cache`: the cache with another value, `[B, 1, N, V]`,
         of a position that it holds. None: it cannot.
       extras: `dims -> {name: Extra}`: further projections of the layer's input, such as gates. A

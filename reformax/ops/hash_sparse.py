@@ -32,6 +32,7 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_in_memory,
 )
+from reformax.ops.parts.containment import marked
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropped_own, seed_words
 from reformax.ops.parts.hashing import MAX_FACTOR, draw_rotations, hash_by
@@ -87,9 +88,9 @@ def hash_sparse(
         attention. A position then sees itself only if it sees nothing else.
       own: whether a position that sees nothing else attends to itself. False makes zeros of it.
       impl: `"xla"` runs everywhere, in array operations, a head after the other. `"pallas"` is the
-        kernel of block-sparse attention, for NVIDIA GPUs of Ampere or later and heads of 128 or
-        less; `"pallas_interpret"` runs it anywhere, slowly, for tests. `"auto"` takes
-        the kernel where it computes the same function.
+        kernel of block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later
+        and heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests.
+        `"auto"` takes them where they compute the same function.
 
     Raises:
       ValueError: a number of buckets that is odd or out of range, an unknown `impl`.
@@ -114,7 +115,7 @@ def hash_sparse(
 
 
 def _buckets(settings: Settings, rotations, x: Float[Array, "B T N H"]) -> Int[Array, "B N T"]:
-    return hash_by(rotations, x, (settings.n_buckets,))[:, :, 0]
+    return hash_by(rotations, x, (settings.n_buckets,), settings.impl)[:, :, 0]
 
 
 def _plan(settings: Settings, params, q, k, *, segments, causal, rng, train, length=None) -> Orders:
@@ -158,7 +159,8 @@ def _apply(
         return out
     alone = sorted_groups.alone(queries, plan.keys, causal)
     alone = jnp.swapaxes(jnp.take_along_axis(alone, place, axis=2), 1, 2)
-    return jnp.where(alone[..., None], dropped_own(v, dropout, seed), out)
+    own = marked(dropped_own(v, dropout, seed), q, k)
+    return jnp.where(alone[..., None], own, out)
 
 
 def _in_arrays(
@@ -224,5 +226,6 @@ def _step(
     place = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
     now = position[:, None, None]
     mask = (buckets == of_query) & (place < now if settings.shared_qk else place <= now)
-    out = attend_to(q, *memory, mask, settings.impl, v if settings.own else None)
+    own = (v if settings.shared_qk else marked(v, k)) if settings.own else None
+    out = attend_to(q, *memory, mask, settings.impl, own)
     return out, Hashed(memory, buckets, Shared(rotations))

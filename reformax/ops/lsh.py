@@ -217,7 +217,7 @@ def _plan(
     length, n_rounds = length or q.shape[1], settings.n_rounds(train)
     factors = settings.hashing.factors_for(length)
     rotations = settings.hashing.rotations_for(vectors, length, n_rounds, rng)
-    buckets = hash_by(rotations, vectors, factors, impl)
+    buckets = hash_by(rotations, vectors, factors, settings.impl)
     n_pad = 0 if one_chunk else -q.shape[1] % settings.whole
     order = sort_by_bucket(buckets, math.prod(factors), segments, n_pad)
     if settings.strictly_causal:
@@ -261,7 +261,7 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     del params, k, plan  # a plan has no buckets
     factors, length = settings.hashing.factors_for(capacity), q.shape[1]
     rotations = settings.hashing.rotations_for(q, capacity, settings.n_rounds(train=False), rng)
-    buckets = hash_by(rotations, q, factors)
+    buckets = hash_by(rotations, q, factors, settings.impl)
     is_token = line(length) < lengths[:, None, None, None]
     last = math.prod(factors)
     order = sort_by_bucket(jnp.where(is_token, buckets, last), last + 1, None, 0).queries
@@ -280,7 +280,8 @@ def _step(
     del params, k
     memory, buckets, order, (rotations,) = cache
     memory = add_to_ring(memory, length_normalize(q), v, position)
-    bucket = hash_by(rotations, q, settings.hashing.factors_for(order.shape[-1]))
+    factors = settings.hashing.factors_for(order.shape[-1])
+    bucket = hash_by(rotations, q, factors, settings.impl)
     now = position[:, None, None, None]
     buckets = with_bucket(buckets, bucket, position)
     order, first, own = inserted(order, buckets, bucket, now)

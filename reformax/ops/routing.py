@@ -25,7 +25,7 @@ from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, Dims, Traits, named
 from reformax.ops.parts.block_lists import InOrder
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
-from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.containment import finite, is_finite, marked
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.parts.dropout import dropped_own, seed_words
 from reformax.ops.parts.gathered import softmax_of_piece, taken
@@ -203,7 +203,8 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         found = _in_kernels(settings, interpret, q, keys, values, plan, causal, dropout, rng)
     out, total = found
     if settings.own:
-        alone = jnp.swapaxes(dropped_own(v.astype(dtype), dropout, seed), 1, 2)
+        own = jnp.swapaxes(dropped_own(v.astype(dtype), dropout, seed), 1, 2)
+        alone = marked(own, q, keys)
         out = jnp.where((total == 0)[..., None], alone, out)
     out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
     return out + (0 * held.sum()).astype(v.dtype)  # the centroids' change arrives by it
@@ -344,6 +345,6 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Ar
         mask = mask & (seen != now)
     index = seen.reshape(*seen.shape[:2], -1)
     held = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
-    alone = v if settings.own else None
+    alone = (v if settings.shared_qk else marked(v, k)) if settings.own else None
     out = attend_to(q, *held, mask.reshape(index.shape), settings.impl, alone)
     return out, Cache(memory, queries, keys)

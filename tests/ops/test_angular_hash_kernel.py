@@ -1,11 +1,16 @@
-"""The kernel of angular hashing, interpreted, against the array operations."""
+"""The kernel of angular hashing, interpreted, against the array operations, and who takes it."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops.parts import hashing
+from reformax.ops import asymmetric_lsh, hash_sparse, lsh
+from reformax.ops.parts import dispatch, hashing
+from tests.helpers import assert_trees_equal, lower_for_gpu
+from tests.ops import inputs
 
 
 @pytest.mark.parametrize(
@@ -22,6 +27,72 @@ def test_the_same_buckets(length, size, factors, n_rounds, dtype):
     def buckets(vectors):
         rotations = hashing.draw_rotations(vectors, factors, n_rounds, jax.random.key(0))
         args = rotations, vectors, factors
-        return hashing.hash_by(*args), hashing.hash_by(*args, "pallas_interpret")
+        return [hashing.hash_by(*args, impl) for impl in ("xla", "pallas_interpret")]
 
     np.testing.assert_array_equal(*buckets(vectors))
+
+
+def test_one_vector_is_hashed_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    x, rotations = jnp.zeros((2, 1, 3, 8)), jnp.zeros((3, 8, 2, 5))
+    hashed = functools.partial(hashing.hash_by, factors=(4, 6), impl="pallas")
+    assert "angular_hash" in lower_for_gpu(hashed, rotations, x)
+
+
+KEY = jax.random.key(1)
+HASHING = dict(
+    lsh=lambda **options: lsh.lsh(chunk_len=4, n_hashes=2, **options),
+    lsh_strict=lambda **options: lsh.lsh(chunk_len=4, n_hashes=2, strictly_causal=True, **options),
+    asymmetric_lsh=lambda **options: asymmetric_lsh.asymmetric_lsh(
+        chunk_len=4, n_hashes=2, **options
+    ),
+    hash_sparse=lambda **options: hash_sparse.hash_sparse(n_buckets=4, **options),
+    hash_sparse_shared=lambda **options: hash_sparse.hash_sparse(
+        n_buckets=4, shared_qk=True, **options
+    ),
+)
+
+
+def functions_of(op):
+    """The op's functions that hash, each of a prompt, one more position, and the cache between."""
+    lengths = np.array([9, 5])
+
+    def plan(prompt, new, cache):
+        return inputs.plan(op, prompt, causal=True, rng=KEY, train=False)
+
+    def init_cache(prompt, new, cache):
+        return inputs.init_cache(op, prompt, plan=None, lengths=lengths, capacity=12, rng=KEY)
+
+    def step(prompt, new, cache):
+        return inputs.step(op, new, cache, position=lengths)[1]
+
+    return dict(plan=plan, init_cache=init_cache, step=step)
+
+
+@pytest.mark.parametrize("function", ["plan", "init_cache", "step"])
+@pytest.mark.parametrize("factory", HASHING.values(), ids=HASHING)
+def test_the_impl_of_an_op_decides_how_it_hashes(factory, function, monkeypatch):
+    """The same hashes; in a step "auto" takes array operations."""
+    plain = factory(impl="xla")
+    x = inputs.draw(plain, 2, 10)
+    prompt, new = x.at(slice(None), slice(0, 9)), x.at(slice(None), slice(9, 10))
+    args = prompt, new, functions_of(plain)["init_cache"](prompt, None, None)
+
+    def of(impl):
+        return functions_of(factory(impl=impl))[function]
+
+    def hashes_in_a_kernel(impl):
+        return "name=angular_hash" in str(jax.make_jaxpr(of(impl))(*args))
+
+    assert not hashes_in_a_kernel("xla")
+    if function == "plan" and factory is HASHING["lsh_strict"]:
+        with pytest.raises(NotImplementedError, match="'pallas_interpret' with strictly_causal"):
+            of("pallas_interpret")(*args)
+    else:
+        assert hashes_in_a_kernel("pallas_interpret")
+        with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
+            of("pallas")(*args)
+        if function != "plan":  # a plan is as its kernel reads it
+            assert_trees_equal(*(jax.jit(of(impl))(*args) for impl in ("pallas_interpret", "xla")))
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+    assert hashes_in_a_kernel("auto") == (function != "step")

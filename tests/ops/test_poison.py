@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from reformax.carried import trained
-from reformax.ops import dsa, local, long_short, longformer, nsa, nystromformer, sinks
+from reformax.ops import (
+    dsa,
+    hash_sparse,
+    local,
+    long_short,
+    longformer,
+    nsa,
+    nystromformer,
+    routing,
+    sinks,
+)
 from tests.helpers import assert_trees_equal
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over
@@ -183,6 +193,86 @@ def test_behind_a_prompt(row):
     want = steps(zeroed(prompt, behind), new)
     for value in ANYTHING:
         assert_same(steps(poisoned(prompt, behind, (value,) * 4), new), want)
+
+
+def of_shared(row):
+    """The row's op with shared queries and keys; None where it has none."""
+    may = True in row.options.get("shared_qk", ())
+    op = row.op(shared_qk=True) if may else row.op()
+    return op if op.traits.shared_qk else None
+
+
+# Who sees itself alone is told behind the kernel of these, and in that of others.
+TOLD_BEHIND = hash_sparse.hash_sparse, routing.routing
+
+
+@over(row for row in ROWS if of_shared(row) and (not row.in_kernel or row.factory in TOLD_BEHIND))
+def test_a_position_that_sees_itself_alone(row):
+    """It is NaN where it is not finite, in a call and in a step, and has no gradient."""
+    op = of_shared(row)
+    x = inputs.draw(op, 1, LENGTH)
+    segments, lengths = np.ones((1, LENGTH), np.int32), np.array([0])
+    d_out = np.zeros((1, LENGTH, 2, 4), np.float32)
+    d_out[:, 0] = 1
+
+    @jax.jit
+    def run(q, v):
+        here = x._replace(q=q, v=v)
+        masks = dict(segments=segments, causal=True, rng=KEY)
+        plan = inputs.plan(op, here, train=False, **masks)
+
+        def attend(q, v):
+            return inputs.apply(op, here._replace(q=q, v=v), plan=plan, **masks)
+
+        out, vjp = jax.vjp(attend, q, v)
+        first = here.at(slice(None), slice(0, 1))
+        held = dict(plan=None, lengths=lengths, capacity=8, rng=KEY)
+        cache = inputs.init_cache(op, first, **held)
+        stepped, _ = inputs.step(op, first, cache, position=lengths)
+        return out[0, 0], stepped[0, 0], vjp(d_out)
+
+    for value in (np.nan, np.inf):
+        for place in range(2):
+            qv = x.q.copy(), x.v.copy()
+            qv[place][0, 0, 1, 2] = value
+            *outs, (dq, dv) = run(*qv)
+            for out in outs:
+                np.testing.assert_array_equal(out[0], x.v[0, 0, 0])
+                assert np.isnan(out[1]).all()
+            if not row.in_kernel:  # whose gradient is that of finite values, and others see these
+                np.testing.assert_array_equal(dv[0, 0], [[1] * 4, [0] * 4])
+                assert not np.any(dq)
+
+
+@over(
+    row for row in ROWS if "own" in row.options and not (row.in_kernel or row.op().traits.shared_qk)
+)
+def test_a_position_that_sees_itself_alone_and_has_a_key(row):
+    """Its key counts too; so it does in a first step, where a position may see itself as a key."""
+    op, x = row.op(), inputs.draw(row.op(), 1, LENGTH)
+    masks = dict(segments=np.ones((1, LENGTH), np.int32), causal=True, rng=KEY)
+    plan = jax.jit(lambda x: inputs.plan(op, x, train=False, **masks))(x)
+
+    @jax.jit
+    def run(x):
+        return [inputs.apply(row.op(own=own), x, plan=plan, **masks) for own in (True, False)]
+
+    @jax.jit
+    def first_step(x):
+        new, position = x.at(slice(None), slice(0, 1)), np.array([0])
+        held = dict(plan=None, lengths=position, capacity=8, rng=KEY)
+        return inputs.step(op, new, inputs.init_cache(op, new, **held), position=position)[0]
+
+    lone = ~np.any(run(x)[1], axis=-1)[0]
+    assert lone.any()
+    place, head = np.argwhere(lone)[-1]
+    for name in "qkv":
+        y = getattr(x, name).copy()
+        y[0, place, head, 1] = np.inf
+        assert np.isnan(run(x._replace(**{name: y}))[0][0, place, head]).all()
+        y = getattr(x, name).copy()
+        y[0, 0, :, 1] = np.nan
+        assert not np.isfinite(first_step(x._replace(**{name: y}))).all(axis=-1).any()
 
 
 LONG = dict(

@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
     values: Float[Array, "B G S V"]
     seen: Int[Array, "#B #N K"]  # 1 or 0
     index: Int[Array, "B N K"] | None  # the key of each place; None: place k has key k
-    alone: Float[Array, "B N V"] | None  # the output of a query that sees nothing; None: zeros
+    alone: Float[Array, "B N V"] | None  # the value of a query that sees itself alone; None: zeros
     bias: Float[Array, "#B N K"] | None
 
 
@@ -81,6 +81,7 @@ def _kernel(inputs: Inputs, out, *, scale: float):
     nothing = 0.0
     if inputs.alone is not None:
         nothing = load(*line(inputs.alone, row, head, size=d_v), 0.0).astype(jnp.float32)
+        nothing = nothing + (jnp.sum(nothing * 0) + jnp.sum(q * 0))  # NaN if one is not finite
     view, inside = line(out, row, head, size=d_v)
     found = jnp.where(total == 0, nothing, acc / nonzero(total))
     pltriton.store(view, found.astype(out.dtype), mask=inside)

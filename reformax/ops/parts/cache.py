@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.ops.parts.containment import marked
 from reformax.ops.parts.dispatch import choose, kernel_obstacles
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
@@ -107,6 +108,10 @@ def attend_to(
 ) -> Float[Array, "B 1 N V"]:
     """Softmax attention of one query a row.
 
+    To mark what is not finite would read the cache twice. NaN and infinities of what a query sees
+    therefore go the way of arithmetic: those of a value stay in their own numbers, and a logit of
+    minus infinity is hidden.
+
     Args:
       q: the queries.
       keys, values: those that they may see.
@@ -114,7 +119,8 @@ def attend_to(
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
         later and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests.
         "auto" takes the kernel on such a GPU for a single row: with eight, XLA's are faster.
-      alone: the output of a query that sees nothing; None is zeros.
+      alone: the own value of a query that sees nothing else, its output; None is zeros. It is NaN
+        where it, or the query, is not finite.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       bias: added to the logits.
       index: the K keys that each head may see, where every head has keys of its own; None: all.
@@ -144,7 +150,7 @@ def attend_to(
         "bgmk,bgkv->bgmv", weights.astype(values.dtype), values, preferred_element_type=dtype
     )
     out = out.reshape(*q.shape[:3], -1)
-    nothing = 0.0 if alone is None else alone.astype(dtype)
+    nothing = 0.0 if alone is None else marked(alone, q).astype(dtype)
     return jnp.where(total == 0, nothing, out / nonzero(total)).astype(values.dtype)
 
 
@@ -200,7 +206,7 @@ def attend_among(
     def rows(x):  # [b, g, i, m, ...] -> [R, 1, N, ...]
         return jnp.swapaxes(x, 1, 2).reshape(*q.shape[:3], x.shape[-1])
 
-    nothing = 0.0 if alone is None else alone.astype(dtype)
+    nothing = 0.0 if alone is None else marked(alone, q).astype(dtype)
     total = rows(total)
     return jnp.where(total == 0, nothing, rows(out) / nonzero(total)).astype(values.dtype)
 

@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.ops.parts.containment import finite, marked, over_tokens
+from reformax.ops.parts.containment import finite, is_finite, marked, over_tokens
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.masks import Segments, segment_pair
 from reformax.ops.parts.normalization import length_normalize, mean_product
@@ -376,7 +376,10 @@ def _attend_forward(chunks, q, k, v, order, segments, seed, own_weight):
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.sees_itself:
         lone = _lone_weight(chunks, total, segments, seed, own_weight)
-        out = out + jnp.where(lone == 0, 0, lone * values.astype(out.dtype))
+        own = marked(values, q, *(() if k is None else (k,)))
+        out = out + jnp.where(lone == 0, 0, lone * own.astype(out.dtype))
+        # As a row that sees others, it has no gradient where it is NaN.
+        total = jnp.where((total == 0) & ~is_finite(own)[..., 0], jnp.nan, total)
     out = _heads_last(out, chunks.length).astype(v.dtype)
     # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where logits are
     # large.

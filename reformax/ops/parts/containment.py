@@ -2,7 +2,9 @@
 
 A weight of 0 keeps nothing out of a sum, for 0 times NaN is NaN. Products therefore read `finite`
 vectors. A row that sees one that is not finite has a NaN logit in its place: a mask hides it from
-the others, and the row's softmax is NaN. Such a row has no gradient.
+the others, and the row's softmax is NaN. Such a row has no gradient. So it is with a position that
+sees itself alone, in a call and in a step of decoding; the kernels of attention in chunks, for
+finite values, leave it its own value. Of what else a step sees `ops.parts.cache.attend_to` tells.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, shown
+from reformax.ops.parts.dispatch import choose, kernel_obstacles
 from reformax.ops.parts.share import Share, all_heads, of_heads, rng_of
 
 MAX_BUCKETS_UNFACTORED = 128
@@ -97,7 +98,7 @@ def hash_vectors(
       n_rounds: R.
       rng: the source of the rotations.
     """
-    return hash_by(draw_rotations(vectors, factors, n_rounds, rng), vectors, factors)
+    return hash_by(draw_rotations(vectors, factors, n_rounds, rng), vectors, factors, "xla")
 
 
 def draw_rotations(
@@ -135,9 +136,21 @@ def hash_by(
     rotations: Float[Array, "N H R F"],
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
-    impl: str = "xla",
+    impl: str,
 ) -> Int[Array, "B N R T"]:
-    """`hash_vectors` by given rotations, which are rounded to the dtype of `vectors`."""
+    """`hash_vectors` by given rotations, which are rounded to the dtype of `vectors`.
+
+    Args:
+      rotations: from `draw_rotations`.
+      vectors, factors: as in `hash_vectors`.
+      impl: the op's. "xla" runs everywhere; "pallas" is a kernel for NVIDIA GPUs of Ampere or later
+        and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests. "auto"
+        takes the kernel on such a GPU for more than one position.
+
+    Raises:
+      NotImplementedError: an `impl` that cannot compute the call.
+    """
+    impl = choose(impl, pays=vectors.shape[1] > 1, **kernel_obstacles(vectors, None, None))
     if impl != "xla":
         from reformax.ops.kernels import angular_hash
 
