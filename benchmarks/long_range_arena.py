@@ -168,7 +168,7 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
         masked = [[*of("TransformerMaskedLM"), *masked, f"masked.masked.task=@{task.factory}()"]]
     classes = [*of("TransformerEncoder"), f"encoder.TransformerEncoder.pooling={pooling!r}"]
     easier = task.easier if args.curriculum else ()
-    sized = _for(max(1, args.steps * 2 // 3))
+    sized = _for(max(2, args.steps * 2 // 3))
     runs = [*([*classes, *settings, *sized, *tiny] for settings in easier), classes]
     if masked:
         runs[0] = [*runs[0], "loop.train.fresh_heads=True"]
