@@ -35,14 +35,10 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-# PyTorch's process shares the GPU.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 

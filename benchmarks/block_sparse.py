@@ -13,14 +13,10 @@ means of queued calls, by a line in the number of blocks.
 from __future__ import annotations
 
 import itertools
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-# PyTorch's process shares the GPU.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
 

@@ -39,15 +39,11 @@ these sizes is in the tables and not measured again. `--plot` draws the figures,
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-# Processes share the GPU.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
 

@@ -153,26 +153,26 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
     given += [*_for(args.steps), "loop.train.checkpoint_minutes=None"]
     if task.drawn and args.runs:
         given.append(f"{task.factory}.data_dir={str(args.runs.absolute() / 'drawn')!r}")
-    tiny = TINY if args.tiny else []
-    given += tiny
 
     def of(model: str) -> list[str]:
         return [*given, *(setting.format(model=model) for setting in ROWS[name])]
 
-    masked = []
+    runs = []
     if args.pretrained:
         given.append(f"vocab_size={task.vocab_size + 1}")  # with [MASK]
         masked = [f"encoder.TransformerMaskedLM.{key}={value}" for key, value in SHARED.items()]
         masked += ["loop.train.model=@encoder.TransformerMaskedLM"]
         masked += ["loop.train.task=@masked.masked()", "masked.masked.length=%length"]
-        masked = [[*of("TransformerMaskedLM"), *masked, f"masked.masked.task=@{task.factory}()"]]
+        masked += [f"masked.masked.task=@{task.factory}()"]
+        runs = [[*of("TransformerMaskedLM"), *masked]]
     classes = [*of("TransformerEncoder"), f"encoder.TransformerEncoder.pooling={pooling!r}"]
-    easier = task.easier if args.curriculum else ()
-    sized = _for(max(2, args.steps * 2 // 3))
-    runs = [*([*classes, *settings, *sized, *tiny] for settings in easier), classes]
-    if masked:
-        runs[0] = [*runs[0], "loop.train.fresh_heads=True"]
-    return [(file, settings) for settings in [*masked, *runs]]
+    if args.curriculum:
+        sized = _for(max(2, args.steps * 2 // 3))
+        runs += [[*classes, *settings, *sized] for settings in task.easier]
+    runs.append(classes)
+    if args.pretrained:
+        runs[1] = [*runs[1], "loop.train.fresh_heads=True"]
+    return [(file, [*settings, *(TINY if args.tiny else [])]) for settings in runs]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,7 +14,6 @@ more steps of ours and their times.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -22,9 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-# PyTorch's process shares the GPU.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp

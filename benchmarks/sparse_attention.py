@@ -41,15 +41,11 @@ figures, or those that `--drawn` names; then nothing is measured.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-# Processes share the GPU.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from benchmarks.harness import command_line, rows
 from benchmarks.harness.by_length import SLOW

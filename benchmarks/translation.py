@@ -16,15 +16,11 @@ in a row. All times are medians.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-# PyTorch's process shares the GPU.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp

@@ -282,9 +282,8 @@ def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
     kinds = [model.task_kind for model in models]
     assert kinds == (["masked", "labels"] if pretrained else ["labels"])
     assert len({(model.vocab_size, model.d_model) for model in models}) == 1
-    assert models[-1].causal == causal and causal >= (
-        not models[-1].attention_type.traits.bidirectional
-    )
+    assert models[-1].causal == causal
+    assert causal or models[-1].attention_type.traits.bidirectional
     assert models[-1].pooling == ("last" if causal else "cls")
     assert name.split(",")[0] in (models[-1].attention_type.name, "bigbird")
 
@@ -298,6 +297,13 @@ def test_a_curriculum_begins_with_short_lists():
     assert [x.get("batch_size") for x in last] == [None, "512", "128", None]
     assert [x["steps"] for x in last] == ["9", "6", "6", "9"]
     assert ["loop.train.fresh_heads" in x for x in last] == [False, True, False, False]
+
+
+def test_a_curriculum_of_a_task_that_has_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        long_range_arena.main(["--task=pathfinder", "--curriculum"])
+    told = "--curriculum with --task=pathfinder: expected one of listops, listops_short"
+    assert told in capsys.readouterr().err
 
 
 def test_rows_are_spread_over_gpus(tmp_path, monkeypatch, capsys):

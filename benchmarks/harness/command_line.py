@@ -35,6 +35,8 @@ def parser(
             help=f"timed calls of a row (default: {repeats})",
         )
     if peers:
+        # Other processes share the GPU, which JAX has not taken yet.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         options = dict(nargs="?", const=sys.executable, metavar="PYTHON")
         flags.add_argument("--peers", help=f"{peers}, run by this interpreter", **options)
     if plot:
