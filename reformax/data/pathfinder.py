@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
@@ -29,8 +29,9 @@ from jaxtyping import Bool, Float, Int, UInt8
 from reformax.data.base import Labels, Task
 from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task
-from reformax.declared import PathName, Seed, SettingError, Size, checked
+from reformax.declared import Bounds, PathName, Seed, SettingError, Size, checked
 
+Levels = Annotated[int, Bounds(2, 256)]
 BLOCK = 200  # images that are drawn together
 _TURNS = 32  # directions that a dash chooses from
 _LIKELY_TURN = 0.8  # of the largest, at which its probability is 0
@@ -64,13 +65,14 @@ def pathfinder(
     length: Size = 14,
     n_train: Size = 160_000,
     n_eval: Size = 20_000,
+    levels: Levels = 256,
     data_seed: Seed = 0,
     data_dir: PathName | None = None,
 ) -> Task:
     """Name whether the dots of an image of `size * size` pixels are connected: class 1, or 0.
 
-    A pixel's token is its grey from 0 to 255, plus 1. Example i of a split is a function of
-    (data_seed, split, i // 200).
+    A pixel's token is its grey from 0 to `levels - 1`, plus 1. Example i of a split is a function
+    of (data_seed, split, i // 200).
 
     Args:
       size: pixels of an image's side, 32, 64 or 128; 128 is Path-X.
@@ -78,6 +80,7 @@ def pathfinder(
         Arena's. Distractors have a third of them.
       n_train: images to train on.
       n_eval: images of 'valid' and of 'test'.
+      levels: greys, evenly from black to white; the task's own are 256, and 2 are black and white.
       data_seed: another one makes another set.
       data_dir: a folder to keep images in, of 32 pixels 0.3 KB each and of 128 pixels 1.7 KB.
         Drawing takes milliseconds an image, and several processes may fill one folder. None: they
@@ -101,13 +104,13 @@ def pathfinder(
 
     def examples(split: str, numbers: Int[np.ndarray, " n"]):
         greys, classes = kept(split, numbers)
-        return greys.astype(np.int32) + 1, classes
+        return greys.astype(np.int32) * levels // 256 + 1, classes
 
-    made_by = f"size={size}, length={length}, data_seed={data_seed}"
+    made_by = f"size={size}, length={length}, levels={levels}, data_seed={data_seed}"
     sizes = {"train": n_train, "valid": n_eval, "test": n_eval}
     return labelled_task(
         "pathfinder",
-        vocab_size=257,
+        vocab_size=levels + 1,
         labels=Labels(2),
         sizes=sizes,
         examples=examples,

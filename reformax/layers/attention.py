@@ -296,6 +296,8 @@ class Attention(MultiHead):
     Args:
       causal: whether a position sees only itself and what came before it.
       use_rotary: whether queries and keys are rotated by their position.
+      rotary_grid: with `use_rotary`, the axes' sizes of the grid, row-major, that the positions are
+        of, as (32, 32) of an image by its pixels; (): they are of a line.
       position_bias: what is added to the logits by distance: "alibi", minus the distance times a
         slope of the head; "t5", a learnt number of head and distance, `position_bias [32, N]`;
         see `layers.relative`. The algorithm needs the trait `bias`.
@@ -304,11 +306,13 @@ class Attention(MultiHead):
 
     Raises:
       SettingError: `next_value` with an algorithm that shows a position to itself, `position_bias`
-        with one that adds no bias, besides what `MultiHead` refuses.
+        with one that adds no bias, a grid without `use_rotary` or of more axes than heads have
+        pairs of features, besides what `MultiHead` refuses.
     """
 
     causal: bool = False
     use_rotary: bool = False
+    rotary_grid: Sequence[Size] = ()
     position_bias: PositionBias | None = None
     next_value: bool = False
 
@@ -320,6 +324,17 @@ class Attention(MultiHead):
                 "not see itself, as in causal shared_qk.shared_qk(own=False) or lsh.lsh(own=False)"
             )
 
+        n_axes = len(self.rotary_grid)
+        if n_axes and not self.use_rotary:
+            raise SettingError(
+                f"rotary_grid is {tuple(self.rotary_grid)} and use_rotary is False: set "
+                "use_rotary=True or leave the grid out"
+            )
+        if n_axes > self.d_qk // 2:
+            raise SettingError(
+                f"rotary_grid has {n_axes} axes and d_qk is {self.d_qk}: expected {2 * n_axes} at "
+                "least, for a pair of features an axis"
+            )
         if self.position_bias and not self.op.traits.bias:
             raise Unsupported(
                 f"position_bias is {self.position_bias!r}, but {self.op} adds no bias: use an op "
@@ -381,7 +396,8 @@ class Attention(MultiHead):
         """The projections, those that tell positions apart rotated by theirs."""
         if self.use_rotary:
             rotated = (name for name, to in self.projections().items() if to.rotated)
-            heads = heads | {name: rotary(heads[name], position) for name in rotated}
+            grid = self.rotary_grid
+            heads = heads | {name: rotary(heads[name], position, grid) for name in rotated}
         extras = {name: heads[name] for name in heads.keys() - {"q", "k", "v"}}
         return QKV(heads["q"], heads.get("k"), heads["v"], extras or None)
 

@@ -1,4 +1,4 @@
-"""Positions of tokens: axial embeddings, sinusoids, and rotary angles.
+"""Positions of tokens: axial embeddings, sinusoids, and rotary angles, of a line or of a grid.
 
 No model is tied to the length it was trained at: axial embeddings hold any length up to the
 product of their shape, the other two any length at all.
@@ -120,27 +120,57 @@ class SinusoidalPositionalEncoding(Layer):
         return self.apply_at(params, x, jnp.arange(x.shape[1])[None])
 
 
-def _angles(position: Int[Array, "*d T"], n_frequencies: int) -> Float[Array, "*d T F"]:
-    """Angles t * 10,000^(-f / F) of each position and frequency."""
-    frequency = 10_000.0 ** (-jnp.arange(n_frequencies) / n_frequencies)
+def _angles(
+    position: Int[Array, "*d T"], n_frequencies: int, base: float = 10_000.0
+) -> Float[Array, "*d T F"]:
+    """Angles t * base^(-f / F) of each position and frequency."""
+    frequency = base ** (-jnp.arange(n_frequencies) / n_frequencies)
     return jnp.multiply.outer(position.astype(frequency.dtype), frequency)
 
 
+# Coordinates of a grid are small numbers, so that their wavelengths are short (Heo et al. 2024).
+GRID_BASE = 100.0
+
+
+def _grid_angles(
+    position: Int[Array, "*d T"], grid: Sequence[int], n_frequencies: int
+) -> Float[Array, "*d T F"]:
+    """Angles of the coordinates of each position: an equal share of the frequencies an axis.
+
+    Frequencies that are left over have the angle 0.
+    """
+    each = n_frequencies // len(grid)
+    angles = []
+    for size in grid[:0:-1]:
+        position, coordinate = jnp.divmod(position, size)
+        angles.append(_angles(coordinate, each, GRID_BASE))
+    angles.append(_angles(position, each, GRID_BASE))
+    angle = jnp.concatenate(angles[::-1], axis=-1)
+    rest = n_frequencies - angle.shape[-1]
+    return jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, rest)])
+
+
 def rotary(
-    x: Float[Array, "B T N H"], position: Int[Array, "B T"] | None = None
+    x: Float[Array, "B T N H"],
+    position: Int[Array, "B T"] | None = None,
+    grid: Sequence[int] = (),
 ) -> Float[Array, "B T N H"]:
     """Rotates pairs of features by angles that grow with the position (Su et al. 2021, eq. 34).
 
     The product of two rotated vectors then depends on positions only by their distance. Feature i
-    is paired with feature i + H // 2; an odd last feature is unchanged.
+    is paired with feature i + H // 2; an odd last feature is unchanged. In a grid some pairs rotate
+    by each coordinate, so that the product depends on the distance along each axis alone (Heo et
+    al. 2024, "Rotary Position Embedding for Vision Transformer", sec. 3.2, axial frequency).
 
     Args:
       x: queries or keys.
       position: of each; None: 0 to T - 1.
+      grid: the axes' sizes, row-major; of the first one there is no end. (): a line.
     """
     half = x.shape[-1] // 2
     position = jnp.arange(x.shape[1])[None] if position is None else position
-    angle = _angles(position, half)[..., None, :]
+    angle = _grid_angles(position, grid, half) if grid else _angles(position, half)
+    angle = angle[..., None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     y = x.astype(wide(x.dtype))
     a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]

@@ -50,6 +50,7 @@ AttentionType = Annotated[
     Called("an AttentionOp, such as lsh.lsh(), or a cycle of them"),
 ]
 Activation = Callable[[Array], Array] | str
+ROTARY = ("rotary", "rotary_local")
 Dtype = Literal["float32", "bfloat16", "float16", "float8"]
 PosType = Literal["rotary", "rotary_local", "axial", "sinusoidal", "alibi", "t5", "none"]
 ACTIVATIONS = {
@@ -79,7 +80,9 @@ class Model(Layer):
       pos_type: "rotary" (in self-attention), "rotary_local" (in the layers that see no further than
         a window or neighbouring chunks), "axial", "sinusoidal", "alibi" or "t5" (biases by
         distance, in the self-attention that can add one; see `layers.relative`), or "none".
-      pos_axial_shape: for "axial": the grid; its product is the largest length.
+      pos_axial_shape: for "axial": the grid; its product is the largest length. For "rotary" and
+        "rotary_local": the grid by whose coordinates queries and keys are rotated, as (32, 32) of
+        the pixels of an image; (): positions are of a line.
       pos_d_axial_embs: for "axial": the features of each axis, adding up to `d_model`.
       next_value: whether keys bring the value of the position after them too, in the causal layers
         whose algorithm has the trait `strict`, such as `shared_qk.shared_qk(own=False)`; see
@@ -143,10 +146,15 @@ class Model(Layer):
 
     def _added_positions(self) -> Layer | None:
         """The encoding that is added to the embeddings, if any; rotary positions are not added."""
-        if (self.pos_type == "axial") != bool(self.pos_axial_shape or self.pos_d_axial_embs):
+        shape, d_embs = tuple(self.pos_axial_shape), tuple(self.pos_d_axial_embs)
+        if self.pos_type == "axial":
+            fits = shape or d_embs
+        else:
+            fits = not d_embs and (self.pos_type in ROTARY or not shape)
+        if not fits:
             raise SettingError(
-                f"pos_type is {self.pos_type!r}, pos_axial_shape {tuple(self.pos_axial_shape)}: "
-                "pos_type='axial' and the axial arguments go together"
+                f"pos_type is {self.pos_type!r}, pos_axial_shape {shape}, pos_d_axial_embs "
+                f"{d_embs}: 'axial' needs both, rotary positions may have a shape, others have none"
             )
         if self.pos_type == "axial":
             std = EMBEDDING_SCALE if self.init_std is None else self.init_std
@@ -216,6 +224,7 @@ class Model(Layer):
                     **options | ({"n_kv_heads": None} if op.traits.shared_qk else {}),
                     causal=causal,
                     use_rotary=self._rotates(op),
+                    rotary_grid=self.pos_axial_shape if self._rotates(op) else (),
                     position_bias=by_distance if op.traits.bias else None,
                     next_value=self.next_value and is_strict,
                 ),

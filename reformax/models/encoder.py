@@ -20,7 +20,7 @@ from reformax import devices
 from reformax.declared import Bounds, Count, SettingError, Size
 from reformax.layers import LayerNorm
 from reformax.models.backbone import Backbone
-from reformax.models.base import AttentionType, Residual, Reversible, check_tokens
+from reformax.models.base import ROTARY, AttentionType, Residual, Reversible, check_tokens
 from reformax.models.logits import affine, affine_params, logits_product
 from reformax.models.packing import token_segments
 from reformax.ops import dense, local, lsh
@@ -110,6 +110,11 @@ class Classifier(Encoder):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.pooling == "cls" and self.pos_type in ROTARY and self.pos_axial_shape:
+            raise SettingError(
+                f"pooling is 'cls', whose vector moves the others by one, and pos_axial_shape is "
+                f"{tuple(self.pos_axial_shape)}: set pooling='mean', 'first' or 'last'"
+            )
         if self.causal and self.pooling in ("first", "cls"):
             raise SettingError(
                 f"pooling is {self.pooling!r} and causal is True, so that the first token sees no "

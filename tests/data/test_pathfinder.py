@@ -94,6 +94,15 @@ def test_a_task_of_pixels(tmp_path):
         np.testing.assert_array_equal(again.inputs, batch.inputs)
         np.testing.assert_array_equal(again.targets, batch.targets)
     assert [path.name for path in tmp_path.iterdir()] == ["pathfinder32_3_0_train_0.npz"]
+    # Fewer greys of the same images, from the same file.
+    for levels in (2, 5):
+        few = pathfinder.pathfinder(**SMALL, levels=levels, data_dir=str(tmp_path))
+        grey = batch.inputs[:, :1024] - 1
+        want = np.floor(grey / 256 * levels) + 1
+        np.testing.assert_array_equal(few.train_batch(0, 0, 5, 1024).inputs, want)
+        assert want.max() == levels == few.vocab_size - 1
+    with pytest.raises(ValueError, match="levels is 1: expected"):
+        pathfinder.pathfinder(levels=1)
 
 
 def test_a_curve_that_has_no_room_is_refused(monkeypatch):

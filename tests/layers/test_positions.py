@@ -112,6 +112,36 @@ def test_rotary_products_depend_on_the_distance_alone():
     assert np.abs(products(0) - unrotated)[..., off_diagonal].max() > 0.5
 
 
+@pytest.mark.parametrize("grid, size", [((4, 3), 9), ((2, 3, 2), 16)])
+def test_rotary_turns_some_pairs_by_each_coordinate(grid, size):
+    """The first pairs by the first coordinate, and so on; pairs that are left over do not turn."""
+    x, half = numbers(2, 12, 3, size), size // 2
+    each = half // len(grid)
+    angle = np.zeros((12, half))
+    for axis, coordinate in enumerate(np.unravel_index(np.arange(12), grid)):
+        frequency = 100.0 ** (-np.arange(each) / each)
+        angle[:, axis * each : (axis + 1) * each] = coordinate[:, None] * frequency
+    z = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angle)[:, None]
+    want = np.concatenate([z.real, z.imag, x[..., 2 * half :]], axis=-1)
+    np.testing.assert_allclose(layers.rotary(x, grid=grid), want, atol=1e-5)
+    # The first axis has no end, and a position is the same wherever it is asked for.
+    last = layers.rotary(x[:, 11:], np.array([[11]]), (1, *grid[1:]))
+    np.testing.assert_allclose(last, want[:, 11:], atol=1e-5)
+
+
+def test_products_in_a_grid_depend_on_the_distance_along_each_axis():
+    q, k = numbers(1, 1, 1, 8), numbers(1, 1, 1, 8, seed=1)
+
+    def product(of_query, of_key):
+        at = [np.array([[row * 5 + column]]) for row, column in (of_query, of_key)]
+        return np.vdot(layers.rotary(q, at[0], (4, 5)), layers.rotary(k, at[1], (4, 5)))
+
+    near = product((1, 2), (0, 1))
+    np.testing.assert_allclose(product((3, 4), (2, 3)), near, atol=1e-5)
+    # As far on the line of positions, but from the end of a row to the next one's.
+    assert abs(product((2, 0), (0, 4)) - near) > 1e-2
+
+
 def test_rotary_keeps_the_dtype():
     x = numbers(1, 9, 2, 6).astype(jnp.bfloat16)
     out = layers.rotary(x)

@@ -55,6 +55,10 @@ MODELS = {
     "reformer, t5": (ReformerLM, dict(attention_type=dense.dense(), pos_type="t5")),
     "transformer, one head of keys": (TransformerLM, dict(n_kv_heads=1)),
     "reformer, rotary": (ReformerLM, dict(attention_type=CYCLE, n_layers=4)),
+    "reformer, rotary in a grid": (
+        ReformerLM,
+        dict(attention_type=CYCLE, pos_axial_shape=(5, 6)),
+    ),
     "reformer, axial": (ReformerLM, dict(attention_type=CYCLE, ff_chunk_size=5) | AXIAL),
     "reformer, sinusoidal": (ReformerLM, dict(attention_type=CYCLE, pos_type="sinusoidal")),
     "reformer, none": (ReformerLM, dict(attention_type=CYCLE, pos_type="none")),

@@ -198,6 +198,7 @@ def test_the_first_tokens_see_all_and_are_seen():
         (dict(pooling="max"), "pooling is 'max': expected"),
         (dict(pooling="first", causal=True), "sees no other: set pooling='mean' or 'last'"),
         (dict(pooling="cls", causal=True), "pooling is 'cls' and causal is True"),
+        (dict(pooling="cls", pos_axial_shape=(3, 4)), "moves the others by one, and pos_axial"),
         (dict(n_global=1), "n_global is 1 and no op of attention_type reads marks"),
     ],
 )
