@@ -104,8 +104,10 @@ class BlockStack(Layer):
         params = {}
         for i, block in enumerate(self.blocks):
             rngs = jax.random.split(jax.random.fold_in(rng, i), self._n_repeats)
-            layers = [self._init_block(r, block, shape) for r in rngs]
-            params[f"block_{i}"] = jax.tree.map(lambda *x: jnp.stack(x), *layers)
+            # One after the other they would be as many programs, which a GPU's compiler takes a
+            # minute for.
+            init = functools.partial(self._init_block, block=block, shape=shape)
+            params[f"block_{i}"] = jax.vmap(init)(rngs)
         return params
 
     def _init_block(self, rng, block: Block, shape) -> dict[str, Any]:

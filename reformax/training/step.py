@@ -30,6 +30,10 @@ class State(NamedTuple):
         return self.params if self.ema is None else self.ema
 
 
+# Compiler options of what runs once: to optimise it takes longer than it saves.
+RUNS_ONCE = {"xla_backend_optimization_level": 0}
+
+
 def init_fn(
     model, optimizer: optax.GradientTransformation, shape: tuple[int, int], ema: bool
 ) -> Callable[[jax.Array], State]:
