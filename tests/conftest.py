@@ -12,6 +12,8 @@ from importlib import metadata
 import hypothesis
 import pytest
 
+from tests.quick_cases import QUICK
+
 # What is imported stays: collections of garbage among it were a fifth of the time to import it.
 gc.disable()
 
@@ -63,6 +65,15 @@ def pytest_addoption(parser):
         metavar="I/N",
         help="of slow cases of a matrix, such as every op's, those of the i-th of n parts",
     )
+
+
+def pytest_itemcollected(item):
+    """A case that the line of its test leaves out is slow, and one of a matrix."""
+    tests = QUICK.get(item.path.relative_to(item.config.rootpath / "tests").as_posix(), {})
+    case = item.name.removeprefix(item.originalname)[1:-1]
+    if case not in tests.get(item.originalname, [case]):
+        item.add_marker("slow")
+        item.add_marker("matrix")
 
 
 def pytest_collection_modifyitems(config, items):
