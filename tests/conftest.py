@@ -8,6 +8,7 @@ import signal
 import tempfile
 import zlib
 from importlib import metadata
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -67,11 +68,16 @@ def pytest_addoption(parser):
     )
 
 
+def _test(item) -> tuple[str, str]:
+    """The file, in this folder, and the name of the test that the item is a case of."""
+    return item.path.relative_to(Path(__file__).parent).as_posix(), item.originalname
+
+
 def pytest_itemcollected(item):
     """A case that the line of its test leaves out is slow, and one of a matrix."""
-    tests = QUICK.get(item.path.relative_to(item.config.rootpath / "tests").as_posix(), {})
-    case = item.name.removeprefix(item.originalname)[1:-1]
-    if case not in tests.get(item.originalname, [case]):
+    file, test = _test(item)
+    case = item.name.removeprefix(test)[1:-1]
+    if case not in QUICK.get(file, {}).get(test, [case]):
         item.add_marker("slow")
         item.add_marker("matrix")
 
@@ -79,8 +85,12 @@ def pytest_itemcollected(item):
 def pytest_collection_modifyitems(config, items):
     """Leaves slow cases of other parts out: a test's name says which part it is of.
 
-    The longest come first.
+    Slow cases of a test that has quick ones are of a matrix. The longest come first.
     """
+    quick = {_test(item) for item in items if not item.get_closest_marker("slow")}
+    for item in items:
+        if item.get_closest_marker("slow") and _test(item) in quick:
+            item.add_marker("matrix")
     part, n_parts = map(int, config.getoption("--part").split("/"))
     taken, left_out = [], []
     for item in items:

@@ -22,8 +22,14 @@ QUICK = {
         "test_a_module_around_an_op": ["lsh(chunk_len=4)"],
         "test_flax_s_own_linen_module_with_an_op": ["flash()"],
     },
-    # The search that is written out in the test's own loops finds what greedy decoding does.
-    "generation/test_translate.py": {"test_no_search_scores_below_greedy_decoding": []},
+    # Rows and all positions of a model are those of its forward pass elsewhere.
+    "generation/test_generate.py": {"test_all_of_axial_positions_can_be_filled": []},
+    "generation/test_script.py": {"test_several_rows": []},
+    # Of any number of beams the search is compared with one that is written out.
+    "generation/test_translate.py": {
+        "test_a_beam_of_one_is_greedy_decoding_by_whole_forwards": [],
+        "test_no_search_scores_below_greedy_decoding": [],
+    },
     "layers/test_attention.py": {
         "test_a_boolean_mask_is_one_segment": ["flash", "linear"],
         "test_a_key_brings_the_next_value": ["shared_qk"],
@@ -47,10 +53,6 @@ QUICK = {
         ],
     },
     "layers/test_float8.py": {"test_layers_round_in_training_alone": ["xla"]},
-    # Its slots are the same gradient, by the streams' own rounding.
-    "layers/test_reversible.py": {
-        "test_exact_gradients_are_autodiffs_of_the_rounded_forward": [],
-    },
     "layers/test_residual.py": {
         "test_a_residual_and_its_gradient_are_added_in_the_norms_kernel": [
             "None-float32",
@@ -60,6 +62,12 @@ QUICK = {
             "5-32-None-dtypes0",
             "37-24-bfloat16-dtypes1",
         ],
+    },
+    # `layers/test_slots.py` differentiates a rounded forward pass too; a program that does not grow
+    # with depth keeps no more than its loop does.
+    "layers/test_reversible.py": {
+        "test_exact_gradients_are_autodiffs_of_the_rounded_forward": [],
+        "test_memory_does_not_grow_with_depth": [],
     },
     "layers/test_trax_attention.py": {
         "test_any_length_and_padding": ["layer0-13", "layer1-1"],
@@ -92,7 +100,7 @@ QUICK = {
     "models/test_seq2seq.py": {
         "test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position": ["smyrf"],
         "test_every_step_is_that_of_the_forward": ["lsh"],
-        "test_in_trax": [],
+        "test_in_trax": [],  # `test_lm.py` trains a model so
         "test_padding_changes_nothing": ["reformer"],
     },
     "ops/test_against_oracle.py": {
@@ -132,17 +140,7 @@ QUICK = {
         "test_marks_travel_with_segments": ["ReformerLM"],
         "test_padding_changes_nothing": ["fading"],
     },
-    # Every op that decodes has a quick case in one of these three.
     "ops/test_decoding.py": {
-        "test_a_step_is_the_last_row": ["flash", "linear", "longformer", "lsh", "smyrf"],
-        "test_all_steps_are_one_forward": [
-            "block_sparse",
-            "dense",
-            "local",
-            "memory_efficient",
-            "moba",
-            "shared_qk",
-        ],
         "test_arrays_without_padding": ["linear"],
         "test_bfloat16": ["local"],
         "test_the_impl_of_an_op_decides_its_step": ["flash", "local"],
@@ -236,13 +234,12 @@ QUICK = {
         "test_decoding": ["local", "moba"],
         "test_float64": ["flash", "lsh"],
     },
-    # A row of one model is trained in two other tests.
-    "test_benchmarks.py": {"test_models_of_recall_side_by_side_are_those_alone": []},
     "training/test_training_carried.py": {"test_the_change_arrives": ["residual", "slots"]},
     "training/test_training_durability.py": {
         "test_any_failing_call_of_a_save_leaves_a_whole_checkpoint": ["rename-5", "fsync-5"],
         "test_killed_while_a_step_is_saved_again_one_of_the_two_is_whole": ["rename"],
     },
+    # An evaluation and a dry run have the mask too.
     "training/test_training_documents.py": {"test_a_run_keeps_its_mask": []},
     "training/test_training_loss.py": {
         "test_smoothing_is_the_cross_entropy_to_the_smoothed_targets": ["13-0.5", "5-0.1"],
@@ -252,7 +249,25 @@ QUICK = {
             "bfloat16-0.0",
         ],
     },
-    "training/test_training_optimizer.py": {"test_a_schedule_is_a_learning_rate": ["adamw"]},
+    "training/test_training_loop.py": {
+        "test_a_signal_saves_and_a_rerun_computes_the_same_bits": ["13-15"],
+        "test_when_it_logs_evaluates_and_saves": [
+            "option0-train_lines0-valid_lines0-checkpoints0",
+            "option3-train_lines3-valid_lines3-checkpoints3",
+            "option6-train_lines6-valid_lines6-checkpoints6",
+        ],
+    },
+    "training/test_training_optimizer.py": {
+        "test_a_schedule_is_a_learning_rate": ["adamw"],
+        "test_every_option_changes_the_updates": [
+            "adam-option0-base0",
+            "adam-option3-base3",
+            "adamw-option5-base5",
+            "adamw-option9-base9",
+            "adafactor-option13-base13",
+            "adafactor-option16-base16",
+        ],
+    },
     "training/test_training_scripts.py": {"test_a_signal_ends_the_script_saved": ["15-143"]},
     "training/test_training_side_channels.py": {
         "test_broken_streams_cost_no_line": ["None-None", "write-whole"],
@@ -261,4 +276,6 @@ QUICK = {
         "test_a_process_that_is_killed_ends_the_others": ["2"],
         "test_processes_that_do_not_go_on_end_all": ["steps0-1-"],
     },
+    # A process trains a row, and rows that a file has are not trained again, in two other tests.
+    "test_benchmarks.py": {"test_models_of_recall_side_by_side_are_those_alone": []},
 }

@@ -18,7 +18,6 @@ from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
 KEY = jax.random.key(3)
 # In a circle of chunks padding counts: the op has a test of its own below.
 DECODING = [row for row in ROWS if row.decodes]
-over_rows = over(DECODING)
 
 
 @over(ROWS)
@@ -77,7 +76,12 @@ def forward(op, length):
     return run
 
 
-@over_rows
+def alone_in_this(row):
+    """Quick where `test_all_steps_are_one_forward` does not say much the same."""
+    return one_of_each_kind(row) or not row.op().traits.causal_plan
+
+
+@over(DECODING, quick=alone_in_this)
 @settings(deadline=None, max_examples=2)
 @given(data=st.data())
 def test_a_step_is_the_last_row(row, data):
