@@ -199,9 +199,17 @@ def test_many_queries_to_few_keys_in_bfloat16():
 
 
 @over_rows
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=3)
 @given(data=st.data())
 def test_float32(row, data):
+    check(row, 1e-5, jnp.float32, **data.draw(calls(row)))
+
+
+@pytest.mark.slow
+@over_rows
+@settings(deadline=None, max_examples=3)
+@given(data=st.data())
+def test_float32_of_more_calls(row, data):
     check(row, 1e-5, jnp.float32, **data.draw(calls(row)))
 
 

@@ -1,0 +1,276 @@
+"""Which cases of a test are quick, where one or a few show what the test is for.
+
+The other cases are slow and of a matrix, as rows that `tests.ops.rows.over` leaves out are: they
+run with `-m slow`, of which `--part` takes some. A test that is not here is as its own marks say.
+
+What stays quick for every op is its comparison with the oracle, outputs and gradients, and its
+decoding; for every model its forward pass, its gradient and its step; for every script a run.
+Quick cases of a property are then one of each kind, or the cheaper of two implementations.
+"""
+
+# By file and test, the ids of the quick cases; none where another test shows the same more cheaply.
+QUICK = {
+    "convert/test_hugging_face.py": {
+        "test_logits_are_those_of_transformers": ["factored-35", "circle-24", "rounds-8"],
+        "test_without_segments_and_with_other_rotations": ["circle"],
+    },
+    "convert/test_trax_files.py": {
+        "test_weights_of_another_model": ["without_one-expected0", "transposed-expected3"],
+    },
+    "data/test_wmt.py": {"test_a_prepared_dataset_is_read": ["array_record"]},
+    "flax/test_flax.py": {
+        "test_a_module_around_an_op": ["lsh(chunk_len=4)"],
+        "test_flax_s_own_linen_module_with_an_op": ["flash()"],
+    },
+    # Of any number of beams the search is compared with one that is written out.
+    "generation/test_translate.py": {
+        "test_a_beam_of_one_is_greedy_decoding_by_whole_forwards": [],
+        "test_no_search_scores_below_greedy_decoding": [],
+    },
+    "layers/test_attention.py": {
+        "test_a_boolean_mask_is_one_segment": ["flash", "linear"],
+        "test_a_key_brings_the_next_value": ["shared_qk"],
+        "test_computes_in_the_dtype_of_its_input": ["flash", "lsh"],
+        "test_dropout_is_a_function_of_the_rng": ["False"],
+        "test_equals_an_independent_computation": [
+            "flash-True",
+            "lsh-True",
+            "linformer-False",
+            "longformer-False",
+        ],
+        "test_prefill_and_steps_are_apply": ["flash"],
+        "test_rotary_is_relative": ["flash", "longformer"],
+    },
+    "layers/test_every_op.py": {"test_weights_and_gates": ["fading-slots"]},
+    "layers/test_feed_forward.py": {
+        "test_chunks_change_neither_output_nor_gradients": ["3-64", "5-1"],
+        "test_the_kernel_is_the_same_function": [
+            "float32-16-0.0-0-relu",
+            "float32-775-0.3-8-gelu",
+        ],
+    },
+    "layers/test_float8.py": {"test_layers_round_in_training_alone": ["xla"]},
+    "layers/test_residual.py": {
+        "test_a_residual_and_its_gradient_are_added_in_the_norms_kernel": [
+            "None-float32",
+            "bfloat16-bfloat16",
+        ],
+        "test_the_kernel_of_a_norm_is_the_same_function": [
+            "5-32-None-dtypes0",
+            "37-24-bfloat16-dtypes1",
+        ],
+    },
+    # `layers/test_slots.py` differentiates a rounded forward pass too.
+    "layers/test_reversible.py": {
+        "test_exact_gradients_are_autodiffs_of_the_rounded_forward": [],
+    },
+    "layers/test_trax_attention.py": {
+        "test_any_length_and_padding": ["layer0-13", "layer1-1"],
+        "test_chunked_self_attention": ["options1"],
+        "test_dense_self_attention": ["options0", "options3"],
+    },
+    "models/test_decoding.py": {
+        "test_bfloat16": ["transformer, rotary"],
+        "test_every_op_decodes_in_a_model": ["longformer", "linear"],
+        "test_every_position_is_that_of_the_forward": [
+            "transformer, rotary",
+            "reformer, slots",
+            "reformer, one head of local keys",
+        ],
+    },
+    "models/test_documents.py": {
+        "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
+        "test_a_window_of_one_document_is_as_without_segments": ["axial"],
+        "test_hashing_keeps_documents_apart": ["chunks"],
+    },
+    "models/test_lm.py": {
+        "test_apply_is_logits_of_features": ["ReformerLM"],
+        "test_padding_changes_no_token": ["ReformerLM-lsh", "TransformerLM-dense"],
+        "test_position_t_depends_on_all_tokens_before_it_and_on_no_other": [
+            "ReformerLM-lsh",
+            "TransformerLM-dense",
+        ],
+        "test_the_next_value_is_never_one_of_the_future": ["shared_qk"],
+    },
+    "models/test_seq2seq.py": {
+        "test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position": ["smyrf"],
+        "test_every_step_is_that_of_the_forward": ["lsh"],
+        "test_in_trax": [],  # `test_lm.py` trains a model so
+        "test_padding_changes_nothing": ["reformer"],
+    },
+    "ops/test_against_oracle.py": {
+        "test_a_few_heads_at_a_time": ["local(chunk_len=4)"],
+        "test_bfloat16": ["dense", "moba"],
+        "test_equal_tokens_share_large_logits": ["flash", "lsh"],
+        "test_packed_segments_equal_one_by_one": ["linear", "longformer"],
+        "test_segments_do_not_leak": ["flash", "linear", "longformer", "lsh"],
+        "test_with_the_plan_given_nothing_reads_the_future": ["flash", "linear", "lsh"],
+    },
+    "ops/test_angular_hash_kernel.py": {
+        "test_the_impl_of_an_op_decides_how_it_hashes": [
+            "lsh-plan",
+            "lsh_strict-init_cache",
+            "hash_sparse-step",
+        ],
+        "test_the_same_buckets": ["float32-150-20-factors1-2", "bfloat16-37-8-factors0-3"],
+    },
+    "ops/test_block_sparse.py": {
+        "test_heads_have_masks_of_their_own": ["True-False"],
+        "test_it_lowers_for_a_gpu": ["bfloat16-64-0.0"],
+        "test_nonzero_blocks_are_computed_once_in_each_pass_and_others_never": [
+            "True-butterfly",
+            "False-local_global",
+        ],
+        "test_rows_in_parts_are_one_attention": ["None-False-True-0.0-16-sizes2"],
+        "test_segments_leave_out_the_tiles_that_none_of_them_is_in": ["True"],
+    },
+    "ops/test_calls.py": {"test_a_mask_of_keys_is_padding_in_segments": ["flash", "lsh"]},
+    "ops/test_chunked_kernel.py": {
+        "test_it_lowers_for_a_gpu": ["64-bfloat16"],
+        "test_many_blocks_are_one_attention": ["options8-0-True-tiles8-83"],
+        "test_near_chunks_are_found_in_packed_fields": ["513-1-0-2", "3-5-0-6"],
+    },
+    "ops/test_contract.py": {
+        "test_a_layer_projects_what_the_op_reads": ["slots"],
+        "test_marks_travel_with_segments": ["ReformerLM"],
+        "test_padding_changes_nothing": ["fading"],
+    },
+    "ops/test_decoding.py": {
+        "test_arrays_without_padding": ["linear"],
+        "test_bfloat16": ["local"],
+        "test_the_impl_of_an_op_decides_its_step": ["flash", "local"],
+    },
+    "ops/test_dsa.py": {
+        "test_a_query_chooses_the_best_of_those_before_it": ["xla"],
+        "test_kernels_choose_among_ties_what_array_operations_do": ["70-False-True"],
+        "test_the_indexer_learns_from_the_attention_and_from_nothing_else": ["xla"],
+    },
+    "ops/test_global_tokens.py": {
+        "test_outputs_and_gradients": [
+            "False-None-1-6-True-0.0-xla",
+            "False-segments3-3-3-True-0.3-pallas_interpret",
+        ],
+    },
+    "ops/test_grouped.py": {
+        "test_a_head_of_keys_serves_a_group": ["flash", "linear", "linformer", "longformer"],
+        "test_decoding": ["flash"],
+    },
+    "ops/test_linear_attention.py": {
+        "test_the_gated_output": ["False-retention"],
+        "test_the_memory_that_a_training_begins_with": ["12.0-gated_linear", "0.5-gated_delta"],
+    },
+    "ops/test_low_rank.py": {
+        "test_long_short_computes_blocks_in_groups_as_at_once": ["True"],
+    },
+    "ops/test_lsh.py": {
+        "test_backward_drops_the_weights_that_forward_dropped": ["False"],
+        "test_one_chunk_is_full_shared_qk_attention": ["True-True"],
+    },
+    "ops/test_meeting.py": {
+        "test_across_sequences_it_finds_what_it_finds_within_one": ["smyrf"],
+        "test_across_sequences_no_position_is_a_query_s_own": ["smyrf"],
+        "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": ["smyrf"],
+    },
+    "ops/test_nsa.py": {
+        "test_a_group_selects_the_blocks_of_the_largest_weights": [
+            "True-pallas_interpret",
+            "False-xla",
+        ],
+        "test_each_branch_alone_can_be_dense": ["compressed"],
+        "test_kernels_select_what_array_operations_do": ["heads1-sizes1-bfloat16-32768"],
+    },
+    "ops/test_poison.py": {
+        "test_a_position_that_sees_itself_alone": ["lsh"],
+        "test_at_padding_and_in_another_example": [
+            "flash",
+            "linear",
+            "linformer",
+            "longformer",
+            "lsh",
+        ],
+        "test_behind_a_prompt": ["flash", "linear", "longformer", "lsh"],
+        "test_behind_causality": ["flash", "linear"],
+        "test_rows_that_see_what_is_not_a_number_are_none_among_many_logits": [
+            "longformer",
+            "nystromformer",
+        ],
+    },
+    "ops/test_random_cases.py": {"test_random_cases": ["longformer", "lsh"]},
+    "ops/test_random_features_kernel.py": {"test_the_equations": ["True"]},
+    "ops/test_recall.py": {"test_separate_queries_and_keys_find_each_other": ["smyrf-False"]},
+    "ops/test_recurrence_kernel.py": {"test_it_lowers_for_a_gpu": ["feature delta-bfloat16"]},
+    "ops/test_second_order.py": {
+        "test_every_finite_score_counts": ["flash", "longformer", "lsh"],
+    },
+    "ops/test_separate_orders.py": {
+        "test_a_plan_made_for_the_kernel_serves_array_operations": ["smyrf"],
+        "test_a_row_alone_has_the_order_that_it_has_among_others": [
+            "asymmetric_lsh-False-gpu",
+            "smyrf-True-cpu",
+        ],
+    },
+    "ops/test_shared_qk.py": {
+        "test_a_lone_position_that_is_not_finite": ["xla-True", "pallas_interpret-False"],
+    },
+    "ops/test_strict.py": {
+        "test_both_passes": ["flash", "linear", "linformer", "longformer", "lsh"],
+    },
+    "ops/test_without_the_matrix.py": {
+        "test_a_few_heads_at_a_time": ["flash"],
+        "test_a_kernels_summaries_are_merged": ["False"],
+        "test_chunks_above_the_diagonal_cost_nothing": ["47-47-flash", "47-30-memory_efficient"],
+        "test_kernels_keep_the_small_gradients_of_float16": ["flash"],
+        "test_memory_is_linear_in_the_length": ["gradient-flash", "forward-memory_efficient"],
+        "test_the_gradient_of_a_bias_keeps_its_dtype": ["flash"],
+        "test_the_kernel_is_the_same_function": ["segments", "dropout"],
+        "test_what_a_bias_shares_is_never_expanded": ["shape1-flash", "shape0-memory_efficient"],
+    },
+    "ops/test_x64.py": {
+        "test_decoding": ["local", "moba"],
+        "test_float64": ["flash", "lsh"],
+    },
+    "training/test_training_carried.py": {"test_the_change_arrives": ["residual", "slots"]},
+    "training/test_training_durability.py": {
+        "test_any_failing_call_of_a_save_leaves_a_whole_checkpoint": ["rename-5", "fsync-5"],
+        "test_killed_while_a_step_is_saved_again_one_of_the_two_is_whole": ["rename"],
+    },
+    # An evaluation and a dry run have the mask too.
+    "training/test_training_documents.py": {"test_a_run_keeps_its_mask": []},
+    "training/test_training_loss.py": {
+        "test_smoothing_is_the_cross_entropy_to_the_smoothed_targets": ["13-0.5", "5-0.1"],
+        "test_sums_and_gradients_equal_the_plain_ones": ["13-5", "1-5"],
+        "test_the_kernel_computes_what_array_operations_compute": [
+            "float32-0.3",
+            "bfloat16-0.0",
+        ],
+    },
+    "training/test_training_loop.py": {
+        "test_a_signal_saves_and_a_rerun_computes_the_same_bits": ["13-15"],
+        "test_when_it_logs_evaluates_and_saves": [
+            "option0-train_lines0-valid_lines0-checkpoints0",
+            "option3-train_lines3-valid_lines3-checkpoints3",
+            "option6-train_lines6-valid_lines6-checkpoints6",
+        ],
+    },
+    "training/test_training_optimizer.py": {
+        "test_a_schedule_is_a_learning_rate": ["adamw"],
+        "test_every_option_changes_the_updates": [
+            "adam-option0-base0",
+            "adam-option3-base3",
+            "adamw-option5-base5",
+            "adamw-option9-base9",
+            "adafactor-option13-base13",
+            "adafactor-option16-base16",
+        ],
+    },
+    "training/test_training_scripts.py": {"test_a_signal_ends_the_script_saved": ["15-143"]},
+    "training/test_training_side_channels.py": {
+        "test_broken_streams_cost_no_line": ["None-None", "write-whole"],
+    },
+    "training/test_watcher.py": {
+        "test_a_process_that_is_killed_ends_the_others": ["2"],
+        "test_processes_that_do_not_go_on_end_all": ["steps0-1-"],
+    },
+    # A process trains a row, and rows that a file has are not trained again, in two other tests.
+    "test_benchmarks.py": {"test_models_of_recall_side_by_side_are_those_alone": []},
+}
