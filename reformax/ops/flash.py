@@ -44,12 +44,11 @@ def flash(
       key_block_size: keys in a tile, likewise.
       scale: the factor of the products of queries and keys; None is `1 / sqrt(H)`.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
-        and bfloat16 without bias, dropout and segments, but for padding behind a row that a layer
-        says it is (`Tokens.padded_behind`). `"pallas"` is the kernel of block-sparse
-        attention with every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
-        without bias and `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it
-        anywhere, slowly, for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes
-        the call.
+        and bfloat16 without bias, dropout and segments, except for padding behind rows that a layer
+        tells of (`Tokens.padded_behind`). `"pallas"` is the kernel of block-sparse attention with
+        every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less, without bias and
+        `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it anywhere, slowly,
+        for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes the call.
 
     Raises:
       ValueError: a size below 1, a scale that is not above 0, an unknown `impl`.

@@ -15,7 +15,8 @@ from reformax.models import (
     TransformerMaskedLM,
     encoder,
 )
-from reformax.ops import dense, gated_linear, local, longformer, lsh
+from reformax.ops import dense, flash, gated_linear, local, longformer, lsh
+from tests.helpers import assert_trees_close
 from tests.layers import plain
 from tests.ops.rows import ROWS
 
@@ -150,6 +151,49 @@ def test_a_row_of_padding_alone_has_the_logits_of_zeros():
     rows = some_rows() * np.array([[0], [1]], np.int32)
     got, params = outputs(model, rows)
     np.testing.assert_array_equal(got[0, 0], params["logits"]["b"])
+
+
+@pytest.mark.parametrize(
+    "model_fn, options, module",
+    [
+        (TransformerMaskedLM, dict(attention_type=dense.dense()), dense),
+        (TransformerMaskedLM, dict(attention_type=flash.flash(), scan_layers=False), flash),
+        (ReformerMaskedLM, dict(attention_type=flash.flash()), flash),
+        (TransformerEncoder, dict(attention_type=flash.flash(), pooling="cls", pairs=True), flash),
+    ],
+    ids=["dense", "flash", "reversible", "a vector before pairs"],
+)
+def test_cudnn_is_asked_and_told_the_lengths_of_rows(model_fn, options, module, monkeypatch):
+    """In its place array operations, which give the same numbers, hide what lengths say."""
+    model = model_fn(**SMALL | dict(d_attention_key=8, d_attention_value=8), **options)
+    inputs = [some_rows(seed=i) for i in range(model.n_inputs)]
+    real = np.arange(11) < np.array(LENGTHS)[:, None]
+    params = plain.init(model, *[x.shape for x in inputs])
+
+    def loss(params):
+        out = model.apply(params, *inputs, rng=RNG)
+        out = out if out.shape[1] == 1 else out * real[..., None]
+        return jnp.mean(out**2), out
+
+    def run():
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    want, obstacle, calls = run(), module.cudnn_obstacle, []
+
+    def of_bfloat16(q, k, v, *others):
+        return obstacle(*(x.astype(jnp.bfloat16) for x in (q, k, v)), *others)
+
+    def in_array_operations(q, k, v, *, causal, lengths, **_):
+        calls.append(lengths)
+        segments = jnp.arange(q.shape[1])[None] < lengths[:, None]
+        return dense.dense(impl="xla")(q, k, v, causal=causal, segments=segments)
+
+    monkeypatch.setattr(module, "cudnn_obstacle", of_bfloat16)
+    monkeypatch.setattr(module, "cudnn_attention", in_array_operations)
+    monkeypatch.setattr(module, "choose", lambda impl, cudnn, **_: "xla" if cudnn else "cudnn")
+    got = run()
+    assert calls
+    assert_trees_close(got, want)
 
 
 @pytest.mark.parametrize(
