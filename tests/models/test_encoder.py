@@ -18,6 +18,7 @@ from reformax.models import (
 from reformax.ops import dense, flash, gated_linear, local, longformer, lsh
 from tests.helpers import assert_trees_close
 from tests.layers import plain
+from tests.ops.cudnn import instead_of_cudnn
 from tests.ops.rows import ROWS
 
 RNG = jax.random.PRNGKey(4)
@@ -164,7 +165,6 @@ def test_a_row_of_padding_alone_has_the_logits_of_zeros():
     ids=["dense", "flash", "reversible", "a vector before pairs"],
 )
 def test_cudnn_is_asked_and_told_the_lengths_of_rows(model_fn, options, module, monkeypatch):
-    """In its place array operations, which give the same numbers, hide what lengths say."""
     model = model_fn(**SMALL | dict(d_attention_key=8, d_attention_value=8, n_layers=1), **options)
     inputs = [some_rows(seed=i) for i in range(model.n_inputs)]
     real = np.arange(11) < np.array(LENGTHS)[:, None]
@@ -178,19 +178,8 @@ def test_cudnn_is_asked_and_told_the_lengths_of_rows(model_fn, options, module, 
     def run():
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
-    want, obstacle, calls = run(), module.cudnn_obstacle, []
-
-    def of_bfloat16(q, k, v, *others):
-        return obstacle(*(x.astype(jnp.bfloat16) for x in (q, k, v)), *others)
-
-    def in_array_operations(q, k, v, *, causal, lengths, **_):
-        calls.append(lengths)
-        segments = jnp.arange(q.shape[1])[None] < lengths[:, None]
-        return dense.dense(impl="xla")(q, k, v, causal=causal, segments=segments)
-
-    monkeypatch.setattr(module, "cudnn_obstacle", of_bfloat16)
-    monkeypatch.setattr(module, "cudnn_attention", in_array_operations)
-    monkeypatch.setattr(module, "choose", lambda impl, cudnn, **_: "xla" if cudnn else "cudnn")
+    want = run()
+    calls = instead_of_cudnn(monkeypatch, module)
     got = run()
     assert calls
     assert_trees_close(got, want)
