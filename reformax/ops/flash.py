@@ -60,7 +60,7 @@ def flash(
     return AttentionOp(
         init=no_params,
         plan=no_plan,
-        apply=functools.partial(_apply, block_sizes=sizes, scale=scale, impl=impl),
+        apply=functools.partial(_apply, (sizes, scale, impl)),
         traits=Traits(
             cross=True,
             bias=True,
@@ -77,23 +77,10 @@ def flash(
 
 
 def _apply(
-    params,
-    q,
-    k,
-    v,
-    *,
-    plan,
-    segments,
-    causal,
-    dropout,
-    rng,
-    block_sizes,
-    scale,
-    impl,
-    bias=None,
-    lengths=None,
+    settings, params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None, lengths=None
 ):
     del params, plan
+    block_sizes, scale, impl = settings
     if isinstance(rng, Share) and rng.axis is not None:
         impl = choose(impl, **kernel_obstacles(q, k, v, scale=scale))
         pieces = _Pieces(block_sizes, scale, dropout, impl)
