@@ -61,8 +61,9 @@ def cudnn_attention(
     future is visible, cuDNN is told the true lengths. Padded queries are cut off. Where few keys
     see all queries, these are cut into pieces, which are examples to cuDNN.
 
-    At the padding of rows that have `lengths` cuDNN writes gradients of 0. Its outputs there are
-    masked, for nothing promises that they are numbers.
+    At the padding of rows that have `lengths` cuDNN writes gradients of 0: its own tests compare
+    them (test/python/sdpa/fp16.py of cudnn-frontend). They leave out what it puts out there, which
+    is masked here, for it may be no number.
 
     Args:
       q, k, v: the call's.
