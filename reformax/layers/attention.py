@@ -32,7 +32,7 @@ from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
 from reformax.ops.parts.arguments import check_arguments
 from reformax.ops.parts.cache import take_rows
-from reformax.ops.parts.masks import segment_ids, tokens_of
+from reformax.ops.parts.masks import row_lengths, segment_ids, tokens_of
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
@@ -77,8 +77,8 @@ class MultiHead(Layer):
         (Ainslie et al. 2023, GQA; 1 is MQA); None: N.
       masked: whether each sequence comes with a mask, `[B, T]`: True or a segment id above 0 marks
         a token, False or 0 padding. Tokens see their own segment only. The masks follow the
-        sequences. A mask may be `Tokens`, with marks for the algorithms that read them and with
-        positions for rotations.
+        sequences. A mask may be `Tokens`, with marks for the algorithms that read them, with
+        positions for rotations, and with the word that padding is behind.
       bias: whether the projections of q, k, v have biases.
       output_bias: whether the output projection has one.
       attention_dropout: the rate on attention weights.
@@ -237,8 +237,12 @@ class MultiHead(Layer):
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
 
     def _apply_op(self, params, qkv: QKV, plan, segments, rng=None) -> Float[Array, "B T N V"]:
+        tokens = tokens_of(segments)
+        counted = self.op.traits.lengths and tokens.counted
+
         def attend(qkv, plan, segments, params, rng, bias):
             *arrays, extras = qkv
+            lengths = row_lengths(segments) if counted else None
             return self.op.apply(
                 params,
                 *arrays,
@@ -247,10 +251,10 @@ class MultiHead(Layer):
                 causal=self.causal,
                 dropout=self._weights_rate,
                 rng=rng,
-                **given(extras=extras, bias=bias),
+                **given(extras=extras, bias=bias, lengths=lengths),
             )
 
-        arrays = qkv, plan, segment_ids(tokens_of(segments).segments), params["op"], rng
+        arrays = qkv, plan, segment_ids(tokens.segments), params["op"], rng
         bias = self._bias(params, qkv.q.shape[1])
         return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
 

@@ -74,11 +74,12 @@ class Encoder(Backbone):
                     "devices share a row: set pooling='mean' or 'first', or mesh.context=1"
                 )
             segments = jnp.pad(segments, ((0, 0), (1, 0)), constant_values=True)
-        if not self.n_global:
-            return self.encode(params, tokens, segments, rng, cls), segments
-        first = jnp.arange(segments.shape[1])[None] < self.n_global
-        marks = (first & segments).astype(jnp.int32)
-        return self.encode(params, tokens, Tokens(segments, marks), rng, cls), segments
+        marks = None
+        if self.n_global:
+            first = jnp.arange(segments.shape[1])[None] < self.n_global
+            marks = (first & segments).astype(jnp.int32)
+        read = Tokens(segments, marks, padded_behind=True)
+        return self.encode(params, tokens, read, rng, cls), segments
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

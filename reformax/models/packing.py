@@ -20,10 +20,13 @@ def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return index - jax.lax.cummax(jnp.where(_begins(segments), index, 0), axis=1)
 
 
-def with_positions(segments: Ids) -> Tokens:
-    """Segments and the positions in them, unless booleans say that a row has one."""
-    is_packed = segments.dtype != bool
-    return Tokens(segments, positions=segment_positions(segments) if is_packed else None)
+def with_positions(segments: Ids, padded_behind: bool = False) -> Tokens:
+    """Segments and the positions in them, unless booleans say that a row has one.
+
+    With `padded_behind` the padding of a row is all behind its tokens.
+    """
+    positions = None if segments.dtype == bool else segment_positions(segments)
+    return Tokens(segments, positions=positions, padded_behind=padded_behind)
 
 
 def shift_right(

@@ -66,12 +66,12 @@ class Memory(NamedTuple):
 class EncoderDecoder(Model):
     """`[B, S], [B, T] -> [B, T, V]`: logits of each target token given the source and those before.
 
-    `apply` is `logits(features)`; the two are apart so that a loss can take the logits in chunks of
-    the sequence. Sources and targets may be packed: the k-th segment of a target's row translates
-    the k-th of its source's row (`models.packing`). Each is then computed as if it were alone:
-    positions and the shift to the right start again with it, and it attends to itself and its
-    source. Algorithms that sort a row, or cut it into chunks without a window, are an exception:
-    they also go by the place of a segment in its row.
+    Padding, token 0, is at the end of a row. `apply` is `logits(features)`; the two are apart so
+    that a loss can take the logits in chunks of the sequence. Sources and targets may be packed:
+    the k-th segment of a target's row translates the k-th of its source's row (`models.packing`).
+    Each is then computed as if it were alone: positions and the shift to the right start again with
+    it, and it attends to itself and its source. Algorithms that sort a row, or cut it into chunks
+    without a window, are an exception: they also go by the place of a segment in its row.
 
     One matrix embeds source and target and, transposed, makes the logits (sec. 3.4); embeddings are
     scaled by sqrt(d_model). A target with a vocabulary of its own has a matrix of its own.
@@ -171,7 +171,8 @@ class EncoderDecoder(Model):
         table = params[name]
         embed_rng, stack_rng = _split(rng)
         x = self._embed(params["encoder"], table, source, segment_positions(segments), embed_rng)
-        return self._run("encoder", params, x, with_positions(segments), rng=stack_rng)
+        read = with_positions(segments, padded_behind=True)
+        return self._run("encoder", params, x, read, rng=stack_rng)
 
     def features(self, params, inputs: Sequence[Array], rng=None) -> Float[Array, "B T D"]:
         """The input of `logits`: the decoder's output.
@@ -200,7 +201,7 @@ class EncoderDecoder(Model):
             segment_positions(target_segments),
             embed_rng,
         )
-        read = with_positions(target_segments), memory, source_segments
+        read = with_positions(target_segments, padded_behind=True), memory, source_segments
         return self._run("decoder", params, x, *read, rng=stack_rng)
 
     def logits(

@@ -54,6 +54,7 @@ class Traits(NamedTuple):
     dropout: bool = True  # it makes attention weights, which can be dropped
     packed: bool = True  # it tells segments apart; False: a row has one, besides padding
     marks: bool = False  # its plan reads `Tokens.marks`, such as which tokens are global
+    lengths: bool = False  # it hides padding behind a row by the number of the row's tokens
     grouped: bool = False  # it reads keys of fewer heads as they are; others get them repeated
     heads_apart: bool = False  # it computes any of the heads, told by a `Share` in place of the rng
     choose_together: bool = False  # heads that share keys look at the same of them
@@ -99,7 +100,9 @@ class AttentionOp:
         Settings that depend on a length use `length` if it is given, and else the length of q. With
         the trait `marks` it also takes `marks [B, T]`, None by default.
       apply: `(params, q, k, v, *, plan, segments, causal, dropout, rng) -> out`. With the trait
-        `bias` it also takes `bias`, None by default; an algorithm with extras takes `extras`.
+        `bias` it also takes `bias`, None by default; an algorithm with extras takes `extras`. With
+        the trait `lengths` it also takes `lengths [B]`, None by default: each row is so many tokens
+        of one segment and then padding, where arrays are finite. Segments say the same.
       traits: what the algorithm can do.
       init_cache: `(params, q, k, v, *, plan, lengths, capacity, rng) -> cache`, for decoding: the
         cache after the first `lengths` positions of each row, with room for `capacity` positions.

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import full_decoding
+from reformax.ops.parts.containment import over_tokens
 from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
 from reformax.ops.parts.dispatch import check_impl, choose
 from reformax.ops.parts.heads import repeat_heads
@@ -23,7 +24,8 @@ def dense(*, impl: str = "auto") -> AttentionOp:
     Args:
       impl: `"xla"` runs everywhere. Its gradient computes the logits again, so that no T x S array
         is kept between the passes. `"cudnn"` is NVIDIA's fused kernel, for float16 and bfloat16
-        without segments, bias and dropout. `"auto"` takes it where it computes the same function.
+        without bias, dropout and segments, except for padding behind rows that a layer tells of
+        (`Tokens.padded_behind`). `"auto"` takes it where it computes the same function.
 
     Raises:
       ValueError: an unknown `impl`.
@@ -35,21 +37,29 @@ def dense(*, impl: str = "auto") -> AttentionOp:
         plan=no_plan,
         apply=functools.partial(_apply, impl=impl),
         traits=Traits(
-            cross=True, bias=True, exact=True, beams=True, grouped=True, heads_apart=True
+            cross=True,
+            bias=True,
+            exact=True,
+            beams=True,
+            keeps_padding_out=True,
+            lengths=True,
+            grouped=True,
+            heads_apart=True,
         ),
         **full_decoding(impl),
     )
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=None):
+def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=None, lengths=None):
     del params, plan
-    if choose(impl, cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias)) == "cudnn":
-        return cudnn_attention(q, k, v, causal=causal)
+    obstacle = cudnn_obstacle(q, k, v, segments if lengths is None else None, dropout, bias)
+    if choose(impl, cudnn=obstacle) == "cudnn":
+        return cudnn_attention(q, k, v, causal=causal, lengths=lengths)
     k, v = repeat_heads(q, k, v)
 
     @jax.checkpoint
-    def attend(q, k, v, bias) -> Float[Array, "B T N V"]:
+    def attend(bias, q, k, v) -> Float[Array, "B T N V"]:
         mask = visibility(q.shape[1], k.shape[1], causal=causal, segments=segments)
         return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, rng=rng)
 
-    return attend(q, k, v, bias)
+    return over_tokens(functools.partial(attend, bias), q, k, v, segments)

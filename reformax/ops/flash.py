@@ -44,11 +44,11 @@ def flash(
       key_block_size: keys in a tile, likewise.
       scale: the factor of the products of queries and keys; None is `1 / sqrt(H)`.
       impl: `"xla"` runs everywhere, in array operations. `"cudnn"` is NVIDIA's kernel, for float16
-        and bfloat16 without segments, bias and dropout. `"pallas"` is the kernel of block-sparse
-        attention with every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less,
-        without bias and `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it
-        anywhere, slowly, for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes
-        the call.
+        and bfloat16 without bias, dropout and segments, except for padding behind rows that a layer
+        tells of (`Tokens.padded_behind`). `"pallas"` is the kernel of block-sparse attention with
+        every block, for NVIDIA GPUs of Ampere or later and heads of 128 or less, without bias and
+        `scale`. It skips tiles that segments hide. `"pallas_interpret"` runs it anywhere, slowly,
+        for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes the call.
 
     Raises:
       ValueError: a size below 1, a scale that is not above 0, an unknown `impl`.
@@ -60,13 +60,14 @@ def flash(
     return AttentionOp(
         init=no_params,
         plan=no_plan,
-        apply=functools.partial(_apply, block_sizes=sizes, scale=scale, impl=impl),
+        apply=functools.partial(_apply, (sizes, scale, impl)),
         traits=Traits(
             cross=True,
             bias=True,
             exact=True,
             beams=True,
             keeps_padding_out=True,
+            lengths=True,
             grouped=True,
             heads_apart=True,
             stretches=impl != "cudnn",
@@ -76,9 +77,10 @@ def flash(
 
 
 def _apply(
-    params, q, k, v, *, plan, segments, causal, dropout, rng, block_sizes, scale, impl, bias=None
+    settings, params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None, lengths=None
 ):
     del params, plan
+    block_sizes, scale, impl = settings
     if isinstance(rng, Share) and rng.axis is not None:
         impl = choose(impl, **kernel_obstacles(q, k, v, scale=scale))
         pieces = _Pieces(block_sizes, scale, dropout, impl)
@@ -86,12 +88,12 @@ def _apply(
     bias_shape = None if bias is None else bias.shape
     impl = choose(
         impl,
-        cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias),
+        cudnn=cudnn_obstacle(q, k, v, segments if lengths is None else None, dropout, bias),
         **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
     )
     n_queries, n_keys = q.shape[1], k.shape[1]
     if impl == "cudnn":
-        return cudnn_attention(q, k, v, causal=causal, scale=scale)
+        return cudnn_attention(q, k, v, causal=causal, scale=scale, lengths=lengths)
     k, v = repeat_heads(q, k, v)
     if impl != "xla":
         from reformax.ops.kernels import block_sparse as kernel

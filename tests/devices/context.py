@@ -33,9 +33,11 @@ from reformax.ops import (
     smyrf,
 )
 from reformax.ops.parts import borders
+from reformax.ops.parts.masks import Tokens
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from tests.helpers import assert_trees_close
+from tests.ops.cudnn import instead_of_cudnn
 from tests.ops.rows import ROWS
 
 CONTEXT = mesh_lib.make({"context": 8})
@@ -156,6 +158,31 @@ def test_a_layer_is_that_of_one_device(name, packed):
     layer = layer_of(op, causal, packed, **OPTIONS.get(name, {}))
     more = [mesh_lib.make({"data": 2, "context": 4})] if name in ROWS_TOO else []
     check_layer(layer, length, [CONTEXT, *more])
+
+
+@pytest.mark.parametrize(
+    "sizes, n_heads, n_told",
+    [({"data": 8}, 2, 1), ({"data": 2, "context": 4}, 4, 1), ({"data": 2, "context": 4}, 1, 0)],
+    ids=["rows", "heads for positions", "ring"],
+)
+def test_padding_behind_rows_is_that_of_one_device(sizes, n_heads, n_told, monkeypatch):
+    """Whole rows have their lengths on each device. In a ring stretches have segments."""
+    layer = Attention(flash.flash(), n_heads, d_qk=8, d_v=8, masked=True)
+    real = np.arange(16) < np.array([16, 15, 9, 8, 7, 4, 1, 0])[:, None]
+    x, d_out = np.random.default_rng(0).normal(size=(2, 8, 16, 8)).astype(np.float32)
+    params = layer.init_params(jax.random.key(0), x.shape)
+
+    def loss(params, x, real):
+        out = layer.apply(params, x, Tokens(real, padded_behind=True))
+        return jnp.sum(out * d_out), out
+
+    run = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    want = jax.jit(run)(params, x, real)
+    told = instead_of_cudnn(monkeypatch, flash)
+    mesh = mesh_lib.make(sizes)
+    placed = jax.device_put((x, real), devices.over_tokens(mesh))
+    assert_trees_close(jax.jit(devices.on(mesh, run))(params, *placed), want)
+    assert len(told) == n_told
 
 
 FACTORIES = {row.factory: row for row in reversed(ROWS) if not row.in_kernel}

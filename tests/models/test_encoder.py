@@ -15,8 +15,10 @@ from reformax.models import (
     TransformerMaskedLM,
     encoder,
 )
-from reformax.ops import dense, gated_linear, local, longformer, lsh
+from reformax.ops import dense, flash, gated_linear, local, longformer, lsh
+from tests.helpers import assert_trees_close
 from tests.layers import plain
+from tests.ops.cudnn import instead_of_cudnn
 from tests.ops.rows import ROWS
 
 RNG = jax.random.PRNGKey(4)
@@ -150,6 +152,37 @@ def test_a_row_of_padding_alone_has_the_logits_of_zeros():
     rows = some_rows() * np.array([[0], [1]], np.int32)
     got, params = outputs(model, rows)
     np.testing.assert_array_equal(got[0, 0], params["logits"]["b"])
+
+
+@pytest.mark.parametrize(
+    "model_fn, options, module",
+    [
+        (TransformerMaskedLM, dict(attention_type=dense.dense()), dense),
+        (TransformerMaskedLM, dict(attention_type=flash.flash(), scan_layers=False), flash),
+        (ReformerMaskedLM, dict(attention_type=flash.flash()), flash),
+        (TransformerEncoder, dict(attention_type=flash.flash(), pooling="cls", pairs=True), flash),
+    ],
+    ids=["dense", "flash", "reversible", "a vector before pairs"],
+)
+def test_cudnn_is_asked_and_told_the_lengths_of_rows(model_fn, options, module, monkeypatch):
+    model = model_fn(**SMALL | dict(d_attention_key=8, d_attention_value=8, n_layers=1), **options)
+    inputs = [some_rows(seed=i) for i in range(model.n_inputs)]
+    real = np.arange(11) < np.array(LENGTHS)[:, None]
+    params = plain.init(model, *[x.shape for x in inputs])
+
+    def loss(params):
+        out = model.apply(params, *inputs, rng=RNG)
+        out = out if out.shape[1] == 1 else out * real[..., None]
+        return jnp.mean(out**2), out
+
+    def run():
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    want = run()
+    calls = instead_of_cudnn(monkeypatch, module)
+    got = run()
+    assert calls
+    assert_trees_close(got, want)
 
 
 @pytest.mark.parametrize(

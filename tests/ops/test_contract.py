@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reformax.layers import Attention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense
-from reformax.ops.base import Dims
+from reformax.ops.base import Dims, Traits
 from reformax.ops.parts.masks import Tokens
 from tests.layers import plain
 from tests.layers import test_attention as layer_tests
@@ -126,6 +127,33 @@ def test_marks_travel_with_segments(model_fn):
     gradient = jax.jit(jax.grad(last))(params, jnp.arange(9)[None].repeat(2, 0))["embedding"]
     read = np.abs(gradient).max(axis=-1) > 0
     np.testing.assert_array_equal(read, MARKS[0] | (np.arange(9) == 8))
+
+
+@pytest.mark.parametrize(
+    "tokens, want",
+    [
+        (Tokens(MARKS[:, 1:] | True, padded_behind=True), [8, 8]),
+        (Tokens(np.arange(8) < np.array([[5], [0]]), padded_behind=True), [5, 0]),
+        (Tokens(np.arange(8) < np.array([[5], [0]])), None),
+        (Tokens(np.array([[1, 1, 2, 2, 2, 3, 0, 0]] * 2), padded_behind=True), None),
+        (np.arange(8) < np.array([[5], [0]]), None),
+        (None, None),
+    ],
+)
+def test_lengths_are_told_where_padding_is_behind(tokens, want):
+    told = []
+
+    def apply(params, q, k, v, *, lengths=None, **_):
+        told.append(lengths)
+        return v
+
+    for traits, expected in ((Traits(lengths=True), want), (Traits(), None)):
+        op = dataclasses.replace(dense.dense(), apply=apply, traits=traits)
+        layer = Attention(op, masked=True)
+        x = np.ones((2, 8, 4), np.float32)
+        layer.apply(layer.init_params(jax.random.key(0), x.shape), x, tokens)
+        lengths = told.pop()
+        assert (lengths if lengths is None else list(lengths)) == expected
 
 
 @over(ROWS)

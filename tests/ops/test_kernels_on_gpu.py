@@ -19,6 +19,7 @@ from reformax.carried import trained
 from reformax.ops import (
     AttentionOp,
     dsa,
+    flash,
     hash_sparse,
     linear,
     longformer,
@@ -29,6 +30,8 @@ from reformax.ops import (
     shared_qk,
     sinks,
 )
+from reformax.ops.parts import dispatch
+from tests.helpers import assert_trees_close, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"
 KEY = jax.random.PRNGKey(3)
@@ -160,3 +163,29 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         error = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
         assert error <= TOLERANCE[dtype] * max(1, np.abs(y).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [512, 999, 4096] if ON_GPU else [70])
+def test_cudnn_hides_the_padding_behind_rows(length, causal, monkeypatch):
+    """Rows without padding, with some, with almost nothing else and with nothing else."""
+    lengths = jnp.array([length, length // 2 + 1, length - 1, 1, 0], jnp.int32)
+    rng = np.random.default_rng(length)
+    shapes = [(len(lengths), length, n, 64) for n in (4, 2, 2, 4)]
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    masks = dict(segments=jnp.arange(length)[None] < lengths[:, None], causal=causal)
+    if not ON_GPU:
+        computed = jax.nn.dot_product_attention
+        instead = lambda *x, implementation, **options: computed(*x, **options)  # noqa: E731
+        monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+        monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
+
+    def run(op, dtype, **options):
+        attend = functools.partial(op.apply, (), plan=(), dropout=0.0, rng=None, **options)
+        return with_gradients(attend)(*(x.astype(dtype) for x in (d_out, q, k, v)))
+
+    with jax.default_matmul_precision("highest"):
+        got = run(flash.flash(impl="cudnn"), jnp.bfloat16, **masks, lengths=lengths)
+        want = run(flash.flash(impl="xla"), jnp.float32, **masks)
+    assert_trees_close(got, want, TOLERANCE["bfloat16"])

@@ -302,6 +302,33 @@ def test_many_queries_of_few_keys_are_cut_into_pieces_for_cudnn(
     assert examples == [n_examples]
 
 
+@pytest.mark.parametrize(
+    "length, causal, pieces",
+    [(64, False, 1), (64, True, 1), (83, False, 1), (83, True, 1), (83, False, 4)],
+)
+def test_padding_behind_rows_is_told_to_cudnn(length, causal, pieces, monkeypatch):
+    """Rows without padding, with little, with almost nothing else and with nothing else."""
+    lengths = jnp.array([length, length - 7, 1, 0])
+    q, k, v, d_out = numbers(4, 4, length, 2, 8)
+    computed = jax.nn.dot_product_attention
+
+    def in_array_operations(q, *args, implementation, query_seq_lengths, **options):
+        assert len(q) == 4 * pieces
+        options |= dict(query_seq_lengths=query_seq_lengths, implementation="xla")
+        out = computed(q, *args, **options)
+        real = jnp.arange(q.shape[1])[None] < query_seq_lengths[:, None]
+        return jnp.where(real[..., None, None], out, jnp.nan)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", in_array_operations)
+    if pieces > 1:
+        monkeypatch.setattr(cudnn, "LEAST_PIECE", 20)
+        monkeypatch.setattr(cudnn, "PROGRAMS", 32)
+    run = functools.partial(cudnn.cudnn_attention, causal=causal, lengths=lengths)
+    segments = np.arange(length)[None] < lengths[:, None]
+    want = functools.partial(dense.dense(impl="xla"), causal=causal, segments=segments)
+    assert_trees_close(with_gradients(run)(d_out, q, k, v), with_gradients(want)(d_out, q, k, v))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_kernels_summaries_are_merged(causal):
     q, k, v = numbers(3, 1, 192, 2, 8)

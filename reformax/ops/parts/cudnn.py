@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from reformax.ops.parts.containment import tokens_only
 from reformax.ops.parts.masks import Segments
 
 # Lengths are padded to a multiple of this.
@@ -52,6 +53,7 @@ def cudnn_attention(
     causal: bool,
     scale: float | None = None,
     window: int | None = None,
+    lengths: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention by cuDNN, for a call without a `cudnn_obstacle`.
 
@@ -59,11 +61,17 @@ def cudnn_attention(
     future is visible, cuDNN is told the true lengths. Padded queries are cut off. Where few keys
     see all queries, these are cut into pieces, which are examples to cuDNN.
 
+    At the padding of rows that have `lengths` cuDNN writes gradients of 0: its own tests compare
+    them (test/python/sdpa/fp16.py of cudnn-frontend). They leave out what it puts out there, which
+    is masked here, for it may be no number.
+
     Args:
       q, k, v: the call's.
       causal: whether a position sees only itself and what came before it.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       window: if set, a causal position sees only the last `window` positions.
+      lengths: how many tokens a row has, queries and keys alike, before its padding; None: no
+        position is padding. Arrays are finite at padding: a weight of 0 times NaN is NaN.
     """
     n_queries, n_keys = q.shape[1], k.shape[1]
     options = {} if window is None else dict(local_window_size=(window - 1, 0))
@@ -76,14 +84,21 @@ def cudnn_attention(
         )
     if pieces > 1:
         q, k, v = _in_pieces(q, pieces), _repeated(k, pieces), _repeated(v, pieces)
-    if any(pads) and not (causal and n_queries <= n_keys):
-        length = n_queries if pieces == 1 else q.shape[1]
-        options["query_seq_lengths"] = jnp.full(q.shape[0], length, jnp.int32)
-        options["key_value_seq_lengths"] = jnp.full(q.shape[0], n_keys, jnp.int32)
+    if lengths is not None or (any(pads) and not (causal and n_queries <= n_keys)):
+        of_queries = jnp.full(q.shape[0], n_queries if pieces == 1 else q.shape[1], jnp.int32)
+        of_keys = jnp.full(q.shape[0], n_keys, jnp.int32)
+        if lengths is not None:
+            # A softmax over no key is NaN: a row of padding alone sees its first position.
+            of_keys = jnp.repeat(jnp.maximum(lengths, 1), pieces)
+            of_queries = of_keys if pieces == 1 else of_queries
+        options |= dict(query_seq_lengths=of_queries, key_value_seq_lengths=of_keys)
     out = jax.nn.dot_product_attention(
         q, k, v, is_causal=causal, scale=scale, implementation="cudnn", **options
     )
-    return out.reshape(-1, out.shape[1] * pieces, *out.shape[2:])[:, :n_queries]
+    out = out.reshape(-1, out.shape[1] * pieces, *out.shape[2:])[:, :n_queries]
+    if lengths is None:
+        return out
+    return tokens_only(out, jnp.arange(n_queries)[None] < lengths[:, None])
 
 
 def _pieces(q: Float[Array, "B T N H"], n_keys: int) -> int:

@@ -21,10 +21,17 @@ class Tokens:
     segments: Ids | None
     marks: Int[Array, "B T"] | None = None  # above 0: what an algorithm with the trait treats apart
     positions: Int[Array, "B T"] | None = None  # that rotations go by; None: 0 to T - 1
+    # Whether the padding of a row is all behind its tokens, and what is computed there is finite.
+    padded_behind: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @property
+    def counted(self) -> bool:
+        """Whether `lengths` say all that segments do: each row is one segment and padding."""
+        return self.padded_behind and self.segments is not None and self.segments.dtype == bool
 
 
 def tokens_of(segments: Segments | Tokens | None) -> Tokens:
-    """Segments with their marks and positions, if there are any."""
+    """Segments with what else is said of them, if anything is."""
     return segments if isinstance(segments, Tokens) else Tokens(segments)
 
 
@@ -38,6 +45,11 @@ def segment_pair(
 def segment_ids(segments: Segments | None) -> Segments | None:
     """Segments whose ids are integers, as ops read them."""
     return jax.tree.map(lambda ids: ids.astype(jnp.int32), segments)
+
+
+def row_lengths(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
+    """How many tokens each row has."""
+    return jnp.sum(ids != 0, axis=1, dtype=jnp.int32)
 
 
 def ids_or_ones(segments: Ids | None, x: Shaped[Array, "B T *d"]) -> Int[Array, "B T"]:
