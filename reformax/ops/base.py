@@ -94,7 +94,8 @@ class AttentionOp:
     plans, which are small, and no activations.
 
     Attributes:
-      init: `(rng, dims) -> params`, the algorithm's own weights: a dict of arrays, or `()`.
+      init: `(rng, dims) -> params`, the algorithm's own weights: a dict of arrays, or `()`. A stack
+        maps it over the rngs of its layers by `jax.vmap`.
       plan: `(params, q, k, *, segments, causal, rng, train, length=None) -> plan`, a pytree of
         integers through which no gradient flows. `train=False` selects the settings for evaluation.
         Settings that depend on a length use `length` if it is given, and else the length of q. With
