@@ -211,6 +211,11 @@ class Model(Layer):
                 f"pos_type is {self.pos_type!r} and no op of {argument} adds a bias: give one "
                 "whose traits say bias=True, such as flash.flash()"
             )
+        if self.pos_type in ROTARY and self.pos_axial_shape and not any(map(self._rotates, cycle)):
+            raise SettingError(
+                f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
+                f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
+            )
         strict = [causal and op.traits.strict for op in cycle]
         if self.next_value and causal and not any(strict):
             raise SettingError(

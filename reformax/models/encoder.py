@@ -1,7 +1,8 @@
 """Encoders: they read a whole row, and name its class or the tokens that were hidden in it.
 
-A row is tokens `[B, T]` with padding, token 0, at its end. Every position sees the whole row but
-its padding. Names of arguments are those of `trax.models.TransformerEncoder`.
+A row is tokens `[B, T]`, up to the last one that is not 0; padding is behind it. Every position
+sees the whole row but its padding. Names of arguments are those of
+`trax.models.TransformerEncoder`.
 
 Tay et al. 2020, "Long Range Arena: A Benchmark for Efficient Transformers", have the classifiers,
 for one document and for two; Devlin et al. 2018, "BERT", section 3.1, the masked language model.
@@ -22,7 +23,7 @@ from reformax.layers import LayerNorm
 from reformax.models.backbone import Backbone
 from reformax.models.base import ROTARY, AttentionType, Residual, Reversible, check_tokens
 from reformax.models.logits import affine, affine_params, logits_product
-from reformax.models.packing import token_segments
+from reformax.models.packing import segmented
 from reformax.ops import dense, local, lsh
 from reformax.ops.base import AttentionOp
 from reformax.ops.parts.masks import Tokens
@@ -66,7 +67,7 @@ class Encoder(Backbone):
             a row that has such a vector.
         """
         check_tokens("tokens", tokens)
-        segments = token_segments(tokens, None)
+        segments = segmented(tokens).segments
         if cls is not None:
             if devices.n_stretches() > 1:
                 raise SettingError(

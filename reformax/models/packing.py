@@ -9,9 +9,16 @@ from jaxtyping import Array, Bool, Int
 from reformax.ops.parts.masks import Ids, Tokens
 
 
-def token_segments(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None) -> Ids:
-    """`segments`, or by default one segment of all tokens that are not 0, as booleans."""
-    return tokens != 0 if segments is None else segments
+def segmented(tokens: Int[Array, "B T"], segments: Ids | None = None) -> Tokens:
+    """What a stack is told of tokens: their segments, and the positions in them.
+
+    Without segments a row is one, up to its last token that is not 0: its padding is behind.
+    """
+    if segments is not None:
+        return with_positions(segments)
+    place = jnp.arange(tokens.shape[1])[None]
+    length = jnp.max((place + 1) * (tokens != 0), axis=1, initial=0, keepdims=True)
+    return Tokens(place < length, padded_behind=True)
 
 
 def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -20,13 +27,10 @@ def segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return index - jax.lax.cummax(jnp.where(_begins(segments), index, 0), axis=1)
 
 
-def with_positions(segments: Ids, padded_behind: bool = False) -> Tokens:
-    """Segments and the positions in them, unless booleans say that a row has one.
-
-    With `padded_behind` the padding of a row is all behind its tokens.
-    """
-    positions = None if segments.dtype == bool else segment_positions(segments)
-    return Tokens(segments, positions=positions, padded_behind=padded_behind)
+def with_positions(segments: Ids) -> Tokens:
+    """Segments and the positions in them, unless booleans say that a row has one."""
+    is_packed = segments.dtype != bool
+    return Tokens(segments, positions=segment_positions(segments) if is_packed else None)
 
 
 def shift_right(

@@ -36,9 +36,8 @@ from reformax.models.base import (
 from reformax.models.logits import logits_product
 from reformax.models.packing import (
     segment_positions,
+    segmented,
     shift_right,
-    token_segments,
-    with_positions,
 )
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
@@ -66,12 +65,13 @@ class Memory(NamedTuple):
 class EncoderDecoder(Model):
     """`[B, S], [B, T] -> [B, T, V]`: logits of each target token given the source and those before.
 
-    Padding, token 0, is at the end of a row. `apply` is `logits(features)`; the two are apart so
-    that a loss can take the logits in chunks of the sequence. Sources and targets may be packed:
-    the k-th segment of a target's row translates the k-th of its source's row (`models.packing`).
-    Each is then computed as if it were alone: positions and the shift to the right start again with
-    it, and it attends to itself and its source. Algorithms that sort a row, or cut it into chunks
-    without a window, are an exception: they also go by the place of a segment in its row.
+    A row ends with its last token that is not 0; padding is behind it. `apply` is
+    `logits(features)`; the two are apart so that a loss can take the logits in chunks of the
+    sequence. Sources and targets may be packed: the k-th segment of a target's row translates the
+    k-th of its source's row (`models.packing`). Each is then computed as if it were alone:
+    positions and the shift to the right start again with it, and it attends to itself and its
+    source. Algorithms that sort a row, or cut it into chunks without a window, are an exception:
+    they also go by the place of a segment in its row.
 
     One matrix embeds source and target and, transposed, makes the logits (sec. 3.4); embeddings are
     scaled by sqrt(d_model). A target with a vocabulary of its own has a matrix of its own.
@@ -158,7 +158,7 @@ class EncoderDecoder(Model):
         Args:
           params: the weights.
           source: tokens.
-          source_segments: ids; None: 1 where the token is not 0.
+          source_segments: ids; None: a row is one segment, up to its last token that is not 0.
           rng: the source of hashes and of dropout.
 
         Raises:
@@ -167,11 +167,10 @@ class EncoderDecoder(Model):
         check_tokens("source", source, source_segments)
         name = "embedding" if self.output_vocab_size is None else "source_embedding"
         check_embedding(params, name, self.input_vocab_size, self.d_model)
-        segments = token_segments(source, source_segments)
-        table = params[name]
+        read = segmented(source, source_segments)
+        position, table = segment_positions(read.segments), params[name]
         embed_rng, stack_rng = _split(rng)
-        x = self._embed(params["encoder"], table, source, segment_positions(segments), embed_rng)
-        read = with_positions(segments, padded_behind=True)
+        x = self._embed(params["encoder"], table, source, position, embed_rng)
         return self._run("encoder", params, x, read, rng=stack_rng)
 
     def features(self, params, inputs: Sequence[Array], rng=None) -> Float[Array, "B T D"]:
@@ -189,20 +188,19 @@ class EncoderDecoder(Model):
         source_segments, target_segments = segments or (None, None)
         check_tokens("target", target, target_segments)
         check_embedding(params, "embedding", self.vocab_size, self.d_model)
-        source_segments = token_segments(source, source_segments)
-        target_segments = token_segments(target, target_segments)
         encoder_rng, decoder_rng = _split(rng)
         memory = self.encode(params, source, source_segments, encoder_rng)
+        of_source = segmented(source, source_segments).segments
+        read = segmented(target, target_segments)
         embed_rng, stack_rng = _split(decoder_rng)
         x = self._embed(
             params["decoder"],
             params["embedding"],
-            shift_right(target, target_segments),
-            segment_positions(target_segments),
+            shift_right(target, read.segments),
+            segment_positions(read.segments),
             embed_rng,
         )
-        read = with_positions(target_segments, padded_behind=True), memory, source_segments
-        return self._run("decoder", params, x, *read, rng=stack_rng)
+        return self._run("decoder", params, x, read, memory, of_source, rng=stack_rng)
 
     def logits(
         self, params, features: Float[Array, "*d D"], dtype: str = "float32"
@@ -271,7 +269,7 @@ class EncoderDecoder(Model):
           source: tokens, padded on the right.
           capacity: how many tokens a target can have, at least 1.
           rng: the source of hashes, which are those of `apply` with the same rng.
-          source_segments: 0 is padding; None: where the token is 0.
+          source_segments: 0 is padding; None: what is behind the last token that is not 0.
 
         Returns:
           The logits of each target's first token, the state that `step` goes on from, and the
@@ -285,9 +283,9 @@ class EncoderDecoder(Model):
         if capacity < 1:
             raise SettingError(f"capacity is {capacity}: expected at least 1")
         check_capacity(capacity, self.max_length)
-        segments = token_segments(source, source_segments)
         encoder_rng, decoder_rng = _split(rng)
-        memory = self.encode(params, source, segments, encoder_rng)
+        memory = self.encode(params, source, source_segments, encoder_rng)
+        segments = segmented(source, source_segments).segments
         decoder, stack = weights["decoder"], self._stacks["decoder"]
         position = jnp.zeros(source.shape[0], jnp.int32)
         # `shift_right` puts token 0 in front of a target.

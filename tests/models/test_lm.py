@@ -459,6 +459,12 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
         ),
         (dict(pos_d_axial_embs=(4, 4)), "pos_type is 'rotary', pos_axial_shape (), pos_d_axial"),
         (dict(pos_type="axial"), "pos_type is 'axial', pos_axial_shape (), pos_d_axial_embs (): "),
+        (
+            dict(
+                pos_type="rotary_local", pos_axial_shape=(4, 4), attention_type=(OPS["dense"],) * 2
+            ),
+            "pos_type is 'rotary_local' with pos_axial_shape (4, 4) and no op of attention_type",
+        ),
         (dict(pos_axial_shape=(2,) * 5), "rotary_grid has 5 axes and d_qk is "),
         (AXIAL | dict(pos_d_axial_embs=()), "shape (4, 5) and d_embs (): expected as many"),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
