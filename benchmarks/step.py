@@ -9,10 +9,10 @@ would leave the next model cold caches, so it is timed alone at the end, at most
 
 Trax computes its LSH heads one at a time (n_parallel_heads=1) or all at once (None). On a GPU Trax
 has LSH chunks of 256, and so fewer buckets. There reformax's first row is as in the configs, with
-layers unrolled, feed-forward layers whole and their outputs kept; another keeps all activations, as
-a Transformer does, and the one of least memory has a loop over layers and feed-forward layers in
-chunks. FP8 is dtype="float8" (layers/float8.py). A model that fails, or whose first loss is not
-that of a uniform guess, prints the reason.
+layers unrolled, feed-forward layers whole and their outputs kept, and the one of least memory has a
+loop over layers and feed-forward layers in chunks. Another keeps all activations, as a Transformer
+does, and has feed-forward layers whole. FP8 is dtype="float8" (layers/float8.py). A model that
+fails, or whose first loss is not that of a uniform guess, prints the reason.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ def candidates(shape: Shape) -> dict[str, Builder]:
     """The constructors of the models that take turns, by name."""
     first, *others = shape.dtypes
     in_chunks = dict(dtype=first, ff_chunk_size=shape.ff_chunk_size)
-    options = {REFORMER: in_chunks}
+    kept = dict(dtype=first, scan_layers=not shape.unrolled, keep_activations=True)
+    fast = dict(dtype=first, scan_layers=False, keep_ff_outputs=True)
+    options = {REFORMER: fast if shape.unrolled else in_chunks}
+    options[f"{REFORMER}, activations kept"] = kept
     if shape.unrolled:
-        fast = dict(dtype=first, scan_layers=False, keep_ff_outputs=True)
-        kept = dict(dtype=first, scan_layers=False, keep_activations=True)
-        options = {REFORMER: fast, f"{REFORMER}, activations kept": kept}
         options[f"{REFORMER}, FP8"] = fast | dict(dtype="float8")
         options[f"{REFORMER}, FP8, activations kept"] = kept | dict(dtype="float8")
         options[f"{REFORMER}, least memory"] = in_chunks
