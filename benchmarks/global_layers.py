@@ -14,10 +14,10 @@ A folder of wheels is the text of `reformax.data.package_sources`.
 
 Each row is a process of its own. --at_once=3 has three on a GPU: they compile and evaluate side by
 side and train in turn, so that tokens/s are of one alone. --gpus=2 spreads them over two. With
---limit no row goes on after so many seconds.
---saved=FILE adds each row to a file as soon as it is known, and a row that is there for as many
-steps on data of that name is not trained again. --runs=FOLDER keeps the run of each row there, as
-900_wheels/flash, and goes on with it.
+--limit no row goes on after so many seconds. --saved=FILE adds each row to a file as soon as it is
+known, and a row that is there for as many steps on data of that name is not trained again.
+--runs=FOLDER keeps the run of each row there, as 900_wheels/flash, and goes on with it, also with
+one that the limit ended.
 """
 
 from __future__ import annotations

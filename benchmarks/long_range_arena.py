@@ -26,8 +26,8 @@ Each row is a process of its own. --at_once=3 has three on a GPU: they compile a
 side and train in turn, so that tokens/s are of one alone. --gpus=2 spreads them over two. With
 --limit no row goes on after so many seconds. --saved=FILE adds each row to a file as soon as it is
 known, and a row that is there for as many steps of the task is not trained again. --runs=FOLDER
-keeps the run of each row there, as listops_3000_mean/flash, and goes on with it; what a task draws
-is kept there too.
+keeps the run of each row there, as listops_3000_mean/flash, and goes on with it, also with one that
+the limit ended; what a task draws is kept there too.
 """
 
 from __future__ import annotations

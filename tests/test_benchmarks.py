@@ -10,6 +10,7 @@ import math
 import os
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -66,8 +67,10 @@ from benchmarks.reliability import failing_calls, kills
 from benchmarks.reliability import runs as reliability_runs
 from benchmarks.rows import linear as linear_rows
 from benchmarks.rows import recall as recall_rows
+from benchmarks.rows import trained as trained_rows
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
+from reformax.training.callbacks import Callback
 from tests import pages
 from tests.training import tiny
 
@@ -801,6 +804,57 @@ def test_one_process_at_a_time_holds_a_lock(tmp_path):
         order.append("first")
     waiting.join()
     assert order == ["first", "second"]
+
+
+SAVES = """#!{python}
+import signal, time
+from pathlib import Path
+
+def save(*_):
+    time.sleep(0.1)
+    Path("{path}").write_text("saved")
+    print('{{"error": "ended by a signal"}}')
+    raise SystemExit({status})
+
+signal.signal(signal.SIGTERM, save)
+print('{{"stage": "trains", "limit": 0.2}}', flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("status", [0, 143])
+def test_a_process_that_is_late_saves_what_it_has(status, tmp_path):
+    python, saved = tmp_path / "python", tmp_path / "saved"
+    python.write_text(SAVES.format(python=sys.executable, path=saved, status=status))
+    python.chmod(0o755)
+    answers = list(processes.ask(str(python), "", patience=30))
+    assert answers == [{"error": "TimeoutError: more than 0.2 s: trains"}]
+    assert saved.read_text() == "saved"
+
+
+def test_a_row_that_is_cut_off_goes_on(tmp_path, monkeypatch):
+    args = argparse.Namespace(
+        **dict(task="listops_short", steps=20, pretrained=False, curriculum=False),
+        **dict(tiny=True, pooling="mean", runs=None),
+    )
+    parts = [
+        (file, [*settings, "listops.listops.n_eval=4"])
+        for file, settings in long_range_arena.parts_of("flash", args)
+    ]
+    request = dict(name="flash", parts=parts, data_dir=None, folder=str(tmp_path / "run"))
+    request |= dict(turn=str(tmp_path / "turn"), limit=None)
+
+    def stops(turn, last, name):
+        return Callback(on_step=lambda step, _: step == 2 and signal.raise_signal(signal.SIGTERM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trained_rows, "in_turn", stops)
+        with pytest.raises(TimeoutError, match=r"^saved after step \d of 20$"):
+            list(trained_rows.train(**request))
+    _, found = trained_rows.train(**request)
+    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if x["split"] == "train"] == [*range(1, 21)]
+    assert found["steps"] == 20 and found["n_targets"] == 4
 
 
 TRAINS = """

@@ -96,6 +96,8 @@ def _train(
 ) -> Iterator[Answer]:
     """Trains a row in a process of its own, until the time `end` at most; None: any.
 
+    What is cut off then is saved, so that the next call goes on with it.
+
     Args:
       free: the GPUs, each as often as it takes another row; None is whatever there is.
     """

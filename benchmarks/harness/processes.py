@@ -26,6 +26,7 @@ from benchmarks.harness.calls import attempt, reason
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = 0.84  # of a device's memory, by the processes that are at once on it
+SAVING = 30.0  # seconds that a process that is late has to save what it has
 _BEGIN = time.monotonic()
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ def tell(text: str) -> None:
 
 
 def stage(what: str, limit: float | None = None) -> Answer:
-    """Not an answer but news: what a process does now. It is killed after `limit` seconds of it."""
+    """Not an answer but news: what a process does now. It is ended after `limit` seconds of it."""
     return {"stage": what, "limit": limit}
 
 
@@ -80,13 +81,17 @@ def ask(
 def _answers(process: subprocess.Popen, patience: float | None) -> Iterator[Answer]:
     doing, late = "begin", ""
 
-    def kill(what: str, seconds: float) -> None:
+    def end(what: str, seconds: float) -> None:
         nonlocal late
         late = f"TimeoutError: more than {seconds:g} s: {what}"
-        process.kill()
+        process.terminate()
+        try:
+            process.wait(SAVING)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
     def watch(what: str, seconds: float | None) -> threading.Timer:
-        timer = threading.Timer(1e6 if seconds is None else seconds, kill, (what, seconds))
+        timer = threading.Timer(1e6 if seconds is None else seconds, end, (what, seconds))
         timer.daemon = True
         if seconds is not None:
             timer.start()
@@ -97,6 +102,8 @@ def _answers(process: subprocess.Popen, patience: float | None) -> Iterator[Answ
         for line in process.stdout:
             timer.cancel()
             message = json.loads(line)
+            if late:
+                continue  # what it says of its end
             if "stage" in message:
                 doing = message["stage"]
                 tell(doing)
@@ -104,7 +111,8 @@ def _answers(process: subprocess.Popen, patience: float | None) -> Iterator[Answ
             else:
                 timer = watch(f"after {doing}", patience)
                 yield message
-        if status := process.wait():
+        status = process.wait()
+        if late or status:
             yield {"error": late or f"ended with status {status}"}
     finally:
         timer.cancel()

@@ -56,6 +56,8 @@ def _trained(folder: Path, turn: Path, name: str) -> Answer:
         config_text=config.operative,
         progress=False,
     )
+    if score["interrupted_by"] is not None:
+        raise TimeoutError(f"saved after step {score['step']} of {score['steps']}")
     lines = [json.loads(x) for x in Path(folder, "metrics.jsonl").read_text().splitlines()]
     speed = statistics.median(_of(lines, "train", lambda x: x["timing"].get("tokens_per_second")))
     scores = _of(lines, score["eval_split"], lambda x: x.get("accuracy"))
