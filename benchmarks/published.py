@@ -119,8 +119,7 @@ def ours(job: Job, lock: Path, repeats: int, profile: bool) -> Iterator[float]:
     mesh, size = mesh_lib.make({}, jax.devices()[:1]), (shape.batch, shape.length)
     key = jax.random.PRNGKey(0)
     init = step_lib.init_fn(model, optimizer, size, ema=False)
-    once = dict(out_shardings=devices.replicated(mesh), compiler_options=step_lib.RUNS_ONCE)
-    state = jax.jit(init, **once)(key)
+    state = step_lib.jit_once(init, out_shardings=devices.replicated(mesh))(key)
     of_tokens, of_targets, of_weights = jax.random.split(key, 3)
     tokens, targets = (  # 0 would be padding
         jax.random.randint(k, size, 1, shape.vocab_size) for k in (of_tokens, of_targets)

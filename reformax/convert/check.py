@@ -16,6 +16,7 @@ from reformax.convert import trax_files, trax_models
 from reformax.convert.spec import Op, Spec
 from reformax.layers._trax import ShapeDtype
 from reformax.ops.parts import hashing
+from reformax.training.step import jit_once
 
 # Beyond this length a comparison takes too long on a CPU.
 MAX_LENGTH = 4096
@@ -57,13 +58,8 @@ def logits_of(spec: Spec, rotations=None) -> Callable[[Any, np.ndarray], np.ndar
     def logits(params, inputs):
         return model.logits(params, model.encode(params, inputs, rng=jax.random.key(0)))
 
-    run = _jit(logits)
+    run = jit_once(logits)
     return lambda params, inputs: np.asarray(run(params, inputs))
-
-
-def _jit(function: Callable) -> Callable:
-    """Compiles a function quickly: it runs once or twice."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def random_inputs(spec: Spec, length: int) -> np.ndarray:
@@ -108,7 +104,7 @@ def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None
     state = jax.tree.map(lambda s: keys if _is_rngs(s, n_heads) else s, model.state)
     inputs = random_inputs(spec, length)
     shifted_back = np.roll(inputs, -1, axis=1)  # Trax shifts right, and puts 0 in front
-    run = _jit(lambda *args: model.pure_fn(*args)[0])
+    run = jit_once(lambda *args: model.pure_fn(*args)[0])
     theirs = run(shifted_back, model.weights, state, jax.random.PRNGKey(0))
     rotations = _rotations_of_trax(spec, keys)
     ours = logits_of(spec, rotations)(params, inputs)

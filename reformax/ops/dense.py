@@ -52,8 +52,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
 
 def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=None, lengths=None):
     del params, plan
-    obstacle = cudnn_obstacle(q, k, v, segments if lengths is None else None, dropout, bias)
-    if choose(impl, cudnn=obstacle) == "cudnn":
+    if choose(impl, cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias, lengths)) == "cudnn":
         return cudnn_attention(q, k, v, causal=causal, lengths=lengths)
     k, v = repeat_heads(q, k, v)
 

@@ -88,7 +88,7 @@ def _apply(
     bias_shape = None if bias is None else bias.shape
     impl = choose(
         impl,
-        cudnn=cudnn_obstacle(q, k, v, segments if lengths is None else None, dropout, bias),
+        cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias, lengths),
         **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
     )
     n_queries, n_keys = q.shape[1], k.shape[1]

@@ -186,8 +186,7 @@ def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.S
     settings, models, mesh, key = setup
     if settings.init_from is None:
         placement = devices.placement(jax.eval_shape(init, key), mesh)
-        once = dict(out_shardings=placement, compiler_options=step_lib.RUNS_ONCE)
-        return jax.jit(init, **once)(key), ""
+        return step_lib.jit_once(init, out_shardings=placement)(key), ""
     like = jax.eval_shape(init, key).params
     backbone = getattr(models.eval, "backbone_names", None)
     if settings.fresh_heads and backbone is None:
@@ -199,9 +198,7 @@ def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.S
     params, (folder, step) = starting_weights.read(settings.init_from, like, vocabulary, names)
     what = "the weights"
     if settings.fresh_heads:
-        fresh = jax.jit(
-            lambda key: _without(init(key).params, names), compiler_options=step_lib.RUNS_ONCE
-        )
+        fresh = step_lib.jit_once(lambda key: _without(init(key).params, names))
         heads = jax.device_get(fresh(key))
         taken, params = params, params | heads
         what = f"fresh {', '.join(heads) or 'nothing'} and the {', '.join(taken)}"

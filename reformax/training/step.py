@@ -30,9 +30,13 @@ class State(NamedTuple):
         return self.params if self.ema is None else self.ema
 
 
-# Compiler options of what runs once. To optimise it takes longer than it saves, on a GPU, and on a
-# CPU up to some 80 million parameters.
-RUNS_ONCE = {"xla_backend_optimization_level": 0}
+def jit_once(function: Callable, **options: Any) -> Callable:
+    """`jax.jit` of what runs once or twice, such as the function of `init_fn`: compiled quickly.
+
+    To optimise it takes longer than it saves, on a GPU, and on a CPU up to some 80 million
+    parameters.
+    """
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 
 def init_fn(

@@ -30,9 +30,13 @@ def cudnn_obstacle(
     segments: Segments | None,
     dropout: float,
     bias: Array | None = None,
+    lengths: Int[Array, " B"] | None = None,
 ) -> str | None:
-    """The reason why cuDNN cannot compute this call, in words; None if it can."""
-    if segments is not None:
+    """The reason why cuDNN cannot compute this call, in words; None if it can.
+
+    Segments are none where `lengths` say the same.
+    """
+    if segments is not None and lengths is None:
         return "segments"
     if bias is not None:
         return "a bias"
