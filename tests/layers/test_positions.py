@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
+from reformax.ops import dense
 from tests.layers import plain
 
 RNG = jax.random.PRNGKey(1)
@@ -140,6 +141,12 @@ def test_products_in_a_grid_depend_on_the_distance_along_each_axis():
     np.testing.assert_allclose(product((3, 4), (2, 3)), near, atol=1e-5)
     # As far on the line of positions, but from the end of a row to the next one's.
     assert abs(product((2, 0), (0, 4)) - near) > 1e-2
+
+
+def test_a_grid_that_nothing_rotates_by_is_refused():
+    message = r"^rotary_grid is \(4, 3\) and use_rotary is False: set use_rotary=True or leave"
+    with pytest.raises(ValueError, match=message):
+        layers.Attention(dense.dense(), d_qk=4, d_v=4, rotary_grid=(4, 3))
 
 
 def test_rotary_keeps_the_dtype():
