@@ -27,6 +27,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.harness import attention_table, command_line, configured, h200, kernels, traffic
@@ -34,6 +35,7 @@ from benchmarks.harness.calls import MIB
 from benchmarks.harness.output import Table
 from benchmarks.harness.traffic import Kernel, gigabytes
 from reformax import devices
+from reformax.data.base import Batch, DocumentPairs, SentencePairs
 from reformax.training import mesh as mesh_lib
 from reformax.training import opening
 from reformax.training import step as step_lib
@@ -52,10 +54,22 @@ def training_step(settings: Settings, mesh: Mesh) -> tuple[str, Any]:
     init = step_lib.init_fn(model, settings.optimizer, size, settings.ema_decay > 0)
     state = jax.eval_shape(init, key)
     state = jax.tree.map(_placed, state, devices.placement(state, mesh))
-    batch = _placed(tuple(settings.task.train_batch(0, 0, *size)), devices.over_tokens(mesh))
+    batch = _placed(tuple(batch_of(model.task_kind, *size)), devices.over_tokens(mesh))
     step = opening.step_of(settings, model, mesh, state).lower(state, batch, _placed(key, whole))
     on = f" on {mesh.size} devices" if mesh.size > 1 else ""
     return f"a step of {size[0]} x {size[1]:,} tokens{on}", step
+
+
+def batch_of(kind: str, batch_size: int, length: int) -> Batch:
+    """The shapes of a batch of a kind of tasks."""
+    tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
+    inputs = {
+        "translation": SentencePairs(tokens, tokens, tokens, tokens),
+        "pairs": DocumentPairs(tokens, tokens),
+    }.get(kind, tokens)
+    labels = kind in ("labels", "pairs")
+    targets = jax.ShapeDtypeStruct((batch_size, 1 if labels else length), jnp.int32)
+    return Batch(inputs, targets, jax.ShapeDtypeStruct(targets.shape, jnp.float32))
 
 
 class Call(NamedTuple):

@@ -49,8 +49,8 @@ from benchmarks.harness.calls import COMPILERS, MIB, attempt_each, exit_if, medi
 from benchmarks.harness.output import Table, plot
 from benchmarks.harness.processes import tell
 from reformax import devices
+from reformax.training import evaluation, opening
 from reformax.training import mesh as mesh_lib
-from reformax.training import opening
 from reformax.training import step as step_lib
 from reformax.training.settings import Settings, build
 
@@ -212,6 +212,7 @@ def measure(args: Any) -> None:
     """Prints the table, and saves it; exits if a mesh failed."""
     given = args.config_file, args.config
     settings = configured.tiny() if args.tiny else configured.from_config(*given)
+    evaluation.check_model(build(settings.model, "train"), settings.task)
     n_steps = 1 if args.tiny else args.steps
     axes = args.mesh or ("data", "fsdp")
     named = "tiny" if args.tiny else Path(args.config_file[-1]).stem

@@ -1,10 +1,13 @@
 """What the harness of benchmarks reads from compiled programs: who sends what, and what is read."""
 
+import jax
 import pytest
 
 from benchmarks import program
 from benchmarks.harness.collectives import collectives
 from benchmarks.harness.traffic import Kernel, kernels
+from reformax.data import listops, masked, reverse, stdlib
+from tests.data import test_labelled
 
 ROWS = (0, 1, 2, 3), (4, 5, 6, 7)
 COLUMNS = (0, 4), (1, 5), (2, 6), (3, 7)
@@ -86,6 +89,24 @@ def test_kernels_are_counted_with_what_they_read_and_write():
         Kernel("add_fusion", "jit(f)/add", 24, 24, 7),
         Kernel("patch_fusion", "", 8, 16, 1),  # of 24 + 32 and 24 + 8
     ]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        stdlib.stdlib(max_bytes=1000),
+        listops.listops(5, 21, n_train=9, n_eval=9),
+        masked.masked(listops.listops(5, 21, n_train=9, n_eval=9), length=20),
+        test_labelled.task(pairs=True),
+        reverse.reverse(),
+    ],
+    ids=lambda task: task.kind,
+)
+def test_a_program_is_compiled_for_batches_of_its_task(task):
+    got, want = program.batch_of(task.kind, 2, 20), task.train_batch(0, 0, 2, 20)
+    assert type(got.inputs) is type(want.inputs) or task.kind in ("text", "labels", "masked")
+    shapes = [[x.shape for x in jax.tree.leaves(batch)] for batch in (got, want)]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(
