@@ -10,6 +10,7 @@ from reformax.ops import block_patterns, block_sparse, longformer
 from reformax.ops.parts import band
 from reformax.ops.parts.dropout import full_dropout_mask
 from reformax.ops.parts.masks import Tokens
+from reformax.ops.parts.neighbours import Band
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import inputs, oracle
 from tests.ops.rows import Shape, visible
@@ -161,6 +162,23 @@ def test_a_step_sees_the_global_tokens_of_the_prompt():
         out, cache = step(x.at(row, position[:, None]), cache, position)
         np.testing.assert_allclose(out, whole[row, position[:, None]], atol=1e-5)
     assert cache.ring.keys.shape[2] == 5  # the window of the head of two positions a step
+
+
+def test_each_head_has_its_own_dilation_and_no_gradient_is_scattered():
+    """A GPU adds up atomically what is scattered, which takes longer than the attention."""
+    rng = np.random.default_rng(8)
+    q, k, v = rng.normal(size=(3, 2, LENGTH, 3, 4)).astype(np.float32)
+    bands = [Band(3, dilation, causal=False) for dilation in (2, 1, 2)]
+
+    def attended(q, k, v, bands):
+        return band.attend(bands, q, k, v, None, None, 0.0, None, "xla")
+
+    got = attended(q, k, v, bands)
+    for head, own in enumerate(bands):
+        one = (x[:, :, head : head + 1] for x in (q, k, v))
+        np.testing.assert_allclose(got[:, :, head : head + 1], attended(*one, [own]), atol=1e-6)
+    gradient = jax.grad(lambda *x: attended(*x, bands).sum(), argnums=(0, 1, 2))
+    assert "scatter" not in str(jax.make_jaxpr(gradient)(q, k, v))
 
 
 @pytest.mark.slow

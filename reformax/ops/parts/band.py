@@ -11,6 +11,7 @@ Letters besides those of `reformax.ops.base`: G few keys, C blocks of L queries,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,11 +87,17 @@ def attend(
 
     if len(each) == 1:
         return of_heads(bands[0], q, k, v, np.arange(q.shape[2]))
-    out = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
-    for band in dict.fromkeys(bands):
-        heads = np.array([i for i, other in enumerate(bands) if other == band])
-        out = out.at[:, :, heads].set(of_heads(band, *(x[:, :, heads] for x in (q, k, v)), heads))
-    return out
+    alike = [np.flatnonzero([other == band for other in bands]) for band in dict.fromkeys(bands)]
+    outs = [
+        of_heads(bands[heads[0]], *(_heads_of(x, heads) for x in (q, k, v)), heads)
+        for heads in alike
+    ]
+    return _heads_of(jnp.concatenate(outs, axis=2), np.argsort(np.concatenate(alike)))
+
+
+def _heads_of(x: Array, heads: Sequence[int]) -> Array:
+    """`x[:, :, heads]` by slices: the gradient of an index would be added up atomically."""
+    return jnp.concatenate([lax.slice_in_dim(x, i, i + 1, axis=2) for i in heads], axis=2)
 
 
 def _in_kernels(band: Band, impl: str, q, k, v, few, segments, dropout: float, rng) -> Array:
