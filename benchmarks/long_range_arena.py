@@ -6,21 +6,22 @@
 trains the encoder of configs/long_range_arena.gin, made smaller (SIZES), on the examples of the
 task's own config, and prints the share of the valid split's rows that is named right at the end,
 the bits of a label by the best checkpoint, and tokens/s, the median over the steps. Tay et al.
-2020, "Long Range Arena", has the tasks; positions are sinusoids in all rows.
+2020, "Long Range Arena", has the tasks. Positions are the config's: of images vectors of row and
+column, of all else sinusoids.
 
 The class is read from the mean over a row, or with --pooling=cls from one vector: a learnt one
 before the row, as in the published models of texts, and of rows that are read causally the last
 token's.
 
 Rows are in groups: `exact` attention, `hashed` and otherwise `chosen` keys, fixed `patterns`, a
-`low_rank`, and `recurrent` states of constant size. They see 256 keys or so where they have such a
-number. What cannot show the future reads rows causally.
+`low_rank`, recurrent states of constant size, and what a task's config has for it alone. They see
+256 keys or so where they have such a number. What cannot show the future reads rows causally.
 
---curriculum first trains on shorter lists, and then on longer ones: two thirds of the steps each,
-with as many tokens. --pretrained first trains a masked language model on the same rows for as many
-steps, as Amos et al. 2023, "Never Train from Scratch", do, and begins the classifier with its
-weights. Rows that cannot show the future are left out then. Linformer is left out where lengths
-differ, for its weights are of one.
+--curriculum first trains on shorter lists or curves, and then on longer ones: two thirds of the
+steps each, with as many tokens. --pretrained first trains a masked language model on the same rows
+for as many steps, as Amos et al. 2023, "Never Train from Scratch", do, and begins the classifier
+with its weights. Rows that cannot show the future are left out then. Linformer is left out where
+lengths differ, for its weights are of one.
 
 Each row is a process of its own. --at_once=3 has three on a GPU: they compile and evaluate side by
 side and train in turn, so that tokens/s are of one alone. --gpus=2 spreads them over two. With
@@ -51,6 +52,8 @@ class Task(NamedTuple):
     vocab_size: int
     drawn: bool = False  # what it draws can be kept in a folder
     easier: Sequence[Sequence[str]] = ()  # settings of what a curriculum begins with, in its order
+    learning_rate: float = 1e-3
+    own: bool = False  # whether its config has an attention for it alone
 
 
 def _lists(shortest: int, longest: int, rows: int) -> list[str]:
@@ -59,17 +62,18 @@ def _lists(shortest: int, longest: int, rows: int) -> list[str]:
     return [*(f"listops.listops.{x}" for x in bounds), f"length={longest}", f"batch_size={rows}"]
 
 
+CURVES = [[f"dashes={n}"] for n in (2, 4, 6, 9)]
 TASKS = {
     "listops": Task("listops.listops", 16, True, (_lists(10, 128, 512), _lists(100, 512, 128))),
     "listops_short": Task("listops.listops", 16, True, (_lists(5, 32, 128),)),
-    "pathfinder": Task("pathfinder.pathfinder", 257, drawn=True),
-    "path_x": Task("pathfinder.pathfinder", 257, drawn=True),
+    "pathfinder": Task("pathfinder.pathfinder", 257, True, CURVES, 3e-4, True),
+    "path_x": Task("pathfinder.pathfinder", 257, True, CURVES, 3e-4, True),
     "stdlib_packages": Task("stdlib_packages.stdlib_packages", 257),
     "reviews": Task("reviews.reviews", 257),
     "document_pairs": Task("document_pairs.document_pairs", 257),
     "cifar10": Task("cifar10.cifar10", 257),
 }
-SIZES = ["d_model=128", "d_ff=512", "d_head=32", "dropout=0.0", "learning_rate=1e-3"]
+SIZES = ["d_model=128", "d_ff=512", "d_head=32", "dropout=0.0"]
 CAUSAL = "encoder.{model}.causal=True"
 
 
@@ -78,6 +82,7 @@ def _row(op: str, *settings: str) -> list[str]:
     return [f"attention=@{op}.{op}()", *(f"{op}.{op}.{setting}" for setting in settings)]
 
 
+OWN = "the config's own"
 GROUPS = {
     "exact": {
         "flash": _row("flash"),
@@ -118,24 +123,33 @@ GROUPS = {
         "gated_linear": [*_row("gated_linear", "conv_size=4"), CAUSAL],
         "gated_delta": [*_row("gated_delta", "conv_size=4"), CAUSAL],
     },
+    "configured": {OWN: []},
 }
 ROWS = {name: settings for rows in GROUPS.values() for name, settings in rows.items()}
 TINY = [
     *("batch_size=2", "d_model=16", "d_ff=16", "n_layers=2", "n_heads=2", "d_head=8"),
     *("loop.train.eval_batch_size=2", "loop.train.eval_tokens=128", "loop.train.log_every=1"),
 ]
+TINY_IMAGES = [
+    "n_heads=4",
+    "n_layers=4",
+    "pos_d_axial_embs=(8, 8)",
+    "pathfinder.pathfinder.n_train=8",
+    "pathfinder.pathfinder.n_eval=8",
+]
 
 
 # Of a masked language model, which takes them as the classifier does.
 SHARED = {
     name: f"%{name}"
-    for name in ("vocab_size", "d_model", "d_ff", "n_heads", "n_layers", "dropout", "dtype")
+    for name in (
+        *("vocab_size", "d_model", "d_ff", "n_heads", "n_layers", "dropout", "dtype"),
+        *("scan_layers", "pos_type", "pos_axial_shape", "pos_d_axial_embs"),
+    )
 } | {
     "d_attention_key": "%d_head",
     "d_attention_value": "%d_head",
     "attention_type": "%attention",
-    "scan_layers": "%scan_layers",
-    "pos_type": "'sinusoidal'",
 }
 
 
@@ -150,7 +164,11 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
     file, task = str(ROOT / "configs" / f"{args.task}.gin"), TASKS[args.task]
     given = [*SIZES, *([] if args.tiny else ["dtype='bfloat16'"])]
     pooling = "last" if args.pooling == "cls" and CAUSAL in ROWS[name] else args.pooling
-    given += [*_for(args.steps), "loop.train.checkpoint_minutes=None"]
+    given += [
+        *_for(args.steps),
+        f"learning_rate={task.learning_rate}",
+        "loop.train.checkpoint_minutes=None",
+    ]
     if task.drawn and args.runs:
         given.append(f"{task.factory}.data_dir={str(args.runs.absolute() / 'drawn')!r}")
 
@@ -172,7 +190,8 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
     runs.append(classes)
     if args.pretrained:
         runs[1] = [*runs[1], "loop.train.fresh_heads=True"]
-    return [(file, [*settings, *(TINY if args.tiny else [])]) for settings in runs]
+    tiny = [*TINY, *(TINY_IMAGES if task.factory == "pathfinder.pathfinder" else [])]
+    return [(file, [*settings, *(tiny if args.tiny else [])]) for settings in runs]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -183,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=command_line.positive, default=3000, help="default: 3000")
     text = "where the class is read (default: mean)"
     parser.add_argument("--pooling", choices=("mean", "cls"), default="mean", help=text)
-    text = "first shorter lists: of listops"
+    text = "first shorter lists, or curves of Pathfinder"
     parser.add_argument("--curriculum", action="store_true", help=text)
     text = "rows that show the future: first a masked language model of the same rows"
     parser.add_argument("--pretrained", action="store_true", help=text)
@@ -200,9 +219,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table("attention", "right", "bits of a label", "rows", "tokens/s")
     failed = []
     rows = campaign.chosen(args, GROUPS)
+    if not TASKS[args.task].own:
+        rows = [name for name in rows if name != OWN]
     if args.pretrained:
         rows = [name for name in rows if CAUSAL not in ROWS[name]]
-    if args.curriculum or (args.pretrained and args.pooling == "cls"):
+    easier = TASKS[args.task].easier if args.curriculum else ()
+    longer = any(setting.startswith("length=") for settings in easier for setting in settings)
+    if longer or (args.pretrained and args.pooling == "cls"):
         rows = [name for name in rows if name != "linformer"]
     for name, known in campaign.trained(rows, lambda name: parts_of(name, args), run, args):
         table.result(name, known=known, cells=_cells)

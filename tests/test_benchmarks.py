@@ -125,6 +125,11 @@ COMMANDS = [
         "--task=listops_short --only flash retention --curriculum --pooling=cls",
         "| retention | ",
     ),
+    (
+        "long_range_arena",
+        "--task=pathfinder --only configured",
+        "| the config's own | ",
+    ),
     ("program", "--attention lsh --gradient --causal", "lsh, causal, gradient, 1 x 128 tokens"),
     ("program", "--attention lsh --gradient --run", "lsh, gradient, 1 x 128 tokens"),
     ("program", "--largest=2", "a step of 1 x 64 tokens: "),
@@ -273,6 +278,7 @@ def test_every_row_of_global_layers_is_a_model(reversible, name):
     [
         (name, pretrained)
         for name, settings in long_range_arena.ROWS.items()
+        if settings
         for pretrained in ((False,) if long_range_arena.CAUSAL in settings else (False, True))
     ],
 )
@@ -291,6 +297,18 @@ def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
     assert name.split(",")[0] in (models[-1].attention_type.name, "bigbird")
 
 
+@pytest.mark.parametrize("task, n_pixels", [("pathfinder", 1024), ("path_x", 16_384)])
+def test_a_curriculum_begins_with_short_curves(task, n_pixels):
+    given = dict(task=task, steps=9, pretrained=True, curriculum=True, tiny=False)
+    given |= dict(pooling="mean", runs=None)
+    parts = long_range_arena.parts_of(long_range_arena.OWN, argparse.Namespace(**given))
+    found = [dict(x.split("=", 1) for x in settings).get("dashes") for _, settings in parts]
+    assert found == [None, "2", "4", "6", "9", None]
+    for part in (parts[0], parts[-1]):  # the same for the masked model
+        model = traced(*part)
+        assert model.pos_type == "axial" and math.prod(model.pos_axial_shape) == n_pixels
+
+
 def test_a_curriculum_begins_with_short_lists():
     given = dict(task="listops", steps=9, pretrained=True, curriculum=True, tiny=False)
     given |= dict(pooling="mean", runs=None)
@@ -304,8 +322,8 @@ def test_a_curriculum_begins_with_short_lists():
 
 def test_a_curriculum_of_a_task_that_has_none_is_refused(capsys):
     with pytest.raises(SystemExit):
-        long_range_arena.main(["--task=pathfinder", "--curriculum"])
-    told = "--curriculum with --task=pathfinder: expected one of listops, listops_short"
+        long_range_arena.main(["--task=cifar10", "--curriculum"])
+    told = "--curriculum with --task=cifar10: expected one of listops, listops_short, pathfinder, "
     assert told in capsys.readouterr().err
 
 
@@ -325,7 +343,7 @@ def test_rows_are_spread_over_gpus(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(campaign, "ask", ask)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     long_range_arena.main(["--gpus=2", "--at_once=2", f"--runs={tmp_path}"])
-    assert len(together) == len(long_range_arena.ROWS)
+    assert len(together) == len(long_range_arena.ROWS) - 1  # lists have no attention for them alone
     assert all(max(counts.values()) <= 2 for counts in together)
     assert any(set(counts) == {"5", "7"} for counts in together)
     assert "| linformer | 50.0% | 1.000 | 10 | 1 |" in capsys.readouterr().out

@@ -66,6 +66,7 @@ def pathfinder(
     n_train: Size = 160_000,
     n_eval: Size = 20_000,
     levels: Levels = 256,
+    mirrored: bool = False,
     data_seed: Seed = 0,
     data_dir: PathName | None = None,
 ) -> Task:
@@ -78,9 +79,11 @@ def pathfinder(
       size: pixels of an image's side, 32, 64 or 128; 128 is Path-X.
       length: dashes of a curve: 6, 9 and 14 are the paper's; 14, the hard one, is Long Range
         Arena's. Distractors have a third of them.
-      n_train: images to train on.
+      n_train: images to train on that are drawn.
       n_eval: images of 'valid' and of 'test'.
       levels: greys, evenly from black to white; the task's own are 256, and 2 are black and white.
+      mirrored: whether training goes on, after these images, with their seven mirrored and turned
+        copies, of the same classes: eight times as many for the time of one.
       data_seed: another one makes another set.
       data_dir: a folder to keep images in, of 32 pixels 0.3 KB each and of 128 pixels 1.7 KB.
         Drawing takes milliseconds an image, and several processes may fill one folder. None: they
@@ -103,11 +106,14 @@ def pathfinder(
     kept = drawn_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
 
     def examples(split: str, numbers: Int[np.ndarray, " n"]):
-        greys, classes = kept(split, numbers)
-        return greys.astype(np.int32) * levels // 256 + 1, classes
+        copies, drawn_ones = np.divmod(numbers, n_train if split == "train" else n_eval)
+        greys, classes = kept(split, drawn_ones)
+        images = turned(greys.reshape(-1, size, size), copies).reshape(greys.shape)
+        return images.astype(np.int32) * levels // 256 + 1, classes
 
     made_by = f"size={size}, length={length}, levels={levels}, data_seed={data_seed}"
-    sizes = {"train": n_train, "valid": n_eval, "test": n_eval}
+    made_by += f", mirrored={mirrored}" * mirrored
+    sizes = {"train": n_train * (8 if mirrored else 1), "valid": n_eval, "test": n_eval}
     return labelled_task(
         "pathfinder",
         vocab_size=levels + 1,
@@ -118,6 +124,18 @@ def pathfinder(
         longest=size * size,
         in_order=True,
     )
+
+
+def turned(
+    images: UInt8[np.ndarray, "n s s"], copies: Int[np.ndarray, " n"]
+) -> UInt8[np.ndarray, "n s s"]:
+    """Each image as one of the eight copies that turning and mirroring make; copy 0 is itself."""
+    images = images.copy()
+    for copy in np.unique(copies[copies > 0]):
+        some = copies == copy
+        whole = np.rot90(images[some], copy % 4, axes=(1, 2))
+        images[some] = np.swapaxes(whole, 1, 2) if copy >= 4 else whole
+    return images
 
 
 class Lines(NamedTuple):

@@ -105,6 +105,29 @@ def test_a_task_of_pixels(tmp_path):
         pathfinder.pathfinder(levels=1)
 
 
+def test_mirrored_and_turned_copies_follow_what_is_drawn():
+    plain = pathfinder.pathfinder(**SMALL)
+    task = pathfinder.pathfinder(**SMALL, mirrored=True)
+    n = SMALL["n_train"]
+    assert task.n_targets("train") == 8 * n and task.n_targets("valid") == plain.n_targets("valid")
+    rows, classes, _ = task.train_batch(0, 0, 8 * n, 1024)  # an epoch from anywhere
+    images = rows.reshape(-1, 32, 32)
+    mine = {(image.tobytes(), int(c)) for image, c in zip(images, classes[:, 0], strict=True)}
+    wanted = set()
+    rows, classes, _ = plain.train_batch(0, 0, n, 1024)
+    for image, c in zip(rows.reshape(-1, 32, 32), classes[:, 0], strict=True):
+        copies = [np.rot90(image, k) for k in range(4)]
+        copies += [copy[::-1] for copy in copies]
+        wanted |= {(copy.tobytes(), int(c)) for copy in copies}
+    assert mine == wanted and len(wanted) == 8 * n
+    for one, other in zip(
+        task.eval_batches("valid", 3, 1024, 1024),
+        plain.eval_batches("valid", 3, 1024, 1024),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one.inputs, other.inputs)
+
+
 def test_a_curve_that_has_no_room_is_refused(monkeypatch):
     monkeypatch.setattr(pathfinder, "_DRAWS", 2)
     with pytest.raises(ValueError, match="length=60: hardly any image of 32 pixels has room"):
