@@ -47,10 +47,7 @@ class Backbone(Model):
         super().__post_init__()
         blocks = self._blocks("attention_type", causal=self.causal)
         self._layers = self._stack(blocks, self.n_layers)
-        # The gradient of a mean over many targets underflows in float16: features are float32.
-        narrow = self.width == "float16"
-        self._features_dtype = "float32" if narrow else self.width
-        self._norm = LayerNorm(self.norm_epsilon, self._features_dtype)
+        self._norm = LayerNorm(self.norm_epsilon, self.features_dtype)
         self._embedding_norm = LayerNorm(self.norm_epsilon)
 
     @property
@@ -116,7 +113,7 @@ class Backbone(Model):
         x = jnp.concatenate(streams, axis=-1) if len(streams) > 1 else streams[0]
         if self.final_norm:
             return self._norm.apply(params["norm"], x)
-        return x.astype(self._features_dtype)
+        return x.astype(self.features_dtype)
 
     def _embed(
         self, params, x: Float[Array, "B T _"], position: Int[Array, "B T"] | None = None

@@ -140,6 +140,14 @@ class Model(Layer):
         return "bfloat16" if self.dtype == "float8" else self.dtype
 
     @property
+    def features_dtype(self) -> Width:
+        """That of what logits are made of: float32 for float16 too.
+
+        The gradient of a mean over many targets underflows in float16.
+        """
+        return "float32" if self.width == "float16" else self.width
+
+    @property
     def max_length(self) -> int | None:
         """The largest length that the positions hold; None if they hold any."""
         return None if self._positions is None else self._positions.max_length

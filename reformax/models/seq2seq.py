@@ -200,7 +200,8 @@ class EncoderDecoder(Model):
             segment_positions(read.segments),
             embed_rng,
         )
-        return self._run("decoder", params, x, read, memory, of_source, rng=stack_rng)
+        x = self._run("decoder", params, x, read, memory, of_source, rng=stack_rng)
+        return x.astype(self.features_dtype)
 
     def logits(
         self, params, features: Float[Array, "*d D"], dtype: str = "float32"

@@ -232,6 +232,19 @@ def test_dtype_is_what_sublayers_and_logits_compute_in():
     assert 1e-4 < np.abs(wide - narrow).max() < 0.3
 
 
+@pytest.mark.parametrize(
+    "dtype, of_features",
+    [("bfloat16", "bfloat16"), ("float8", "bfloat16"), ("float16", "float32")],
+)
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_features_have_the_dtype_that_the_loss_has_a_kernel_for(dtype, of_features, post_norm):
+    model = Transformer(**SMALL, dtype=dtype, post_norm=post_norm)
+    tokens = jnp.ones((2, 6), jnp.int32)
+    params = jax.eval_shape(lambda: model.init_params(RNG, (2, 6)))
+    found = jax.eval_shape(lambda params: model.features(params, (tokens, tokens)), params)
+    assert found.dtype == of_features
+
+
 def test_dropout_is_in_training_alone():
     source, target = (np.stack(sentences([6, 6], seed)) for seed in (0, 1))
     params = make("transformer")[1]
