@@ -154,7 +154,13 @@ class Classifier(Encoder):
         if not self.pairs:
             return self._pooled(params, inputs, rng)[:, None]
         first, second = inputs
-        check_tokens("tokens", first)
+        for tokens in inputs:
+            check_tokens("tokens", tokens)
+        if first.shape != second.shape:
+            raise ValueError(
+                f"tokens have shapes {first.shape} and {second.shape}: expected one for both "
+                "documents of a pair, with 0 behind the shorter ones"
+            )
         # A pair stays together, on one device.
         rows = jnp.stack([first, second], axis=1).reshape(-1, first.shape[1])
         x, y = jnp.moveaxis(self._pooled(params, rows, rng).reshape(len(first), 2, -1), 1, 0)
