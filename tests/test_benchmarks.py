@@ -875,6 +875,11 @@ def test_a_row_that_is_cut_off_goes_on(tmp_path, monkeypatch):
     assert found["steps"] == 20 and found["n_targets"] == 4
 
 
+def test_a_row_that_names_none_right_in_the_end_has_that_score():
+    lines = [{"split": "valid", "accuracy": x} for x in (0.5, None, 0.0)]
+    assert trained_rows._of(lines, "valid", lambda line: line["accuracy"]) == [0.5, 0.0]
+
+
 TRAINS = """
 import os, sys, time
 from pathlib import Path

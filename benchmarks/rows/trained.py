@@ -73,7 +73,7 @@ def _trained(folder: Path, turn: Path, name: str) -> Answer:
 
 def _of(lines: Sequence[dict[str, Any]], split: str, value) -> list[Any]:
     """What the lines of a split have."""
-    return [x for x in (value(line) for line in lines if line["split"] == split) if x]
+    return [x for x in (value(line) for line in lines if line["split"] == split) if x is not None]
 
 
 def in_turn(turn: Path, last: int, name: str = "") -> Callback:

@@ -29,8 +29,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
     The rows of a text are windows of it, in evaluations one behind the other. Its id 0 is padding,
     as models of hidden tokens have it, and never chosen: bytes need `text.text.offset = 1`.
 
-    A row's choice in
-    evaluations is a function of its number, in training of (seed, step). Padding is never chosen.
+    A row's choice is a function of its number in evaluations, and of (seed, step) in training.
 
     Args:
       task: gives the rows.
@@ -41,7 +40,8 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
 
     Raises:
       ValueError: the task is neither a text nor one of single rows with labels, or it has
-        `document_mask`. Its functions raise it for another length, and as the task's own do.
+        `document_mask`. Its functions raise it for another length, for a stride that is not the
+        length, and as the task's own do.
     """
     if task.kind not in ("labels", "text"):
         raise SettingError(
@@ -53,6 +53,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
             f"document_mask is True (task {task.name}): hidden tokens are filled in from whole "
             "windows, leave it out"
         )
+    own_id = "" if mask_id is None else f", mask_id={mask_id}"
     vocab_size = task.vocab_size + (mask_id is None)
     mask_id = task.vocab_size if mask_id is None else mask_id
     if mask_id >= vocab_size:
@@ -83,6 +84,11 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
     def eval_batches(split: str, batch_size: int, given: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size)
         check_length(given)
+        if stride != length:
+            raise SettingError(
+                f"stride={stride} must be length={length}: a window's hidden tokens go by its "
+                "number, leave eval_stride out"
+            )
         batches = task.eval_batches(split, batch_size, length, stride)
 
         def every() -> Iterator[Batch]:
@@ -109,7 +115,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         eval_batches,
         n_targets,
         fingerprint=fingerprint
-        and (lambda split: f"{fingerprint(split)}, length={length}, rate={rate}"),
+        and (lambda split: f"{fingerprint(split)}, length={length}, rate={rate}{own_id}"),
         masked=True,
         vocabulary=task.vocabulary,
     )

@@ -19,6 +19,7 @@ away. Many images are drawn at once.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
@@ -169,7 +170,7 @@ def _attempt(rng: np.random.Generator, n: int, size: int, look: Look, length: in
     """The images, out of `n`, in which both curves found their way."""
     canvas = _Canvas(rng, n, size, look)
     begins, angles = _seeds(rng, n, size, look)
-    curves = [canvas.curve(begins[:, i], angles[:, i]) for i in range(2)]
+    curves = [_Curve(begins[:, i], angles[:, i]) for i in range(2)]
     for i in range(length):
         for curve in curves:
             canvas.extend(curve, left=length - 1 - i)
@@ -204,7 +205,7 @@ def _direction(angle: Float[np.ndarray, "*d"]) -> Float[np.ndarray, "*d 2"]:
 class _Curve:
     """A curve of each image, as far as it has grown."""
 
-    def __init__(self, at: np.ndarray, angle: np.ndarray):
+    def __init__(self, at: Float[np.ndarray, "n 2"], angle: Float[np.ndarray, " n"]):
         self.at, self.angle = at, angle  # where the next dash begins, and the last one's direction
         self.alive = np.ones(len(at), bool)
         self.dashes: list[np.ndarray] = []  # each [n, 2, 2]
@@ -233,10 +234,6 @@ class _Canvas:
         self._margin, self._owner = self._margin[kept], self._owner[kept]
         for curve in curves:
             curve.keep(kept)
-
-    def curve(self, begin: Float[np.ndarray, "n 2"], angle: Float[np.ndarray, " n"]) -> _Curve:
-        """A curve of no dash yet."""
-        return _Curve(begin, angle)
 
     def extend(self, curve: _Curve, left: int) -> None:
         """Adds a dash to each curve; one that finds no room is no longer alive.
@@ -279,11 +276,10 @@ class _Canvas:
             rows = np.flatnonzero(missing)
             if not len(rows):
                 break
-            part = _Canvas.__new__(_Canvas)
-            part.__dict__ |= self.__dict__
+            part = copy.copy(self)
             part._margin, part._owner = self._margin[rows], self._owner[rows]
             begin = self._rng.uniform(0, self._size - 1, size=(len(rows), 2))
-            curve = part.curve(begin, self._rng.uniform(-np.pi, np.pi, size=len(rows)))
+            curve = _Curve(begin, self._rng.uniform(-np.pi, np.pi, size=len(rows)))
             for _ in range(length):
                 part.extend(curve, left=0)
             self._last = part._last

@@ -113,6 +113,11 @@ class MultiHead(Layer):
         self._check_kv_heads()
         self._weights_rate = rate_in(self.mode, self.attention_dropout)
         self._output_rate = rate_in(self.mode, self.output_dropout)
+        if self._weights_rate > 0.0 and not self.op.traits.dropout:
+            raise Unsupported(
+                f"attention_dropout is {self.attention_dropout}, but {self.op} makes no attention "
+                "weights to drop: set it to 0"
+            )
         self._float8 = self.float8 and self.mode == "train"
 
     def _check_kv_heads(self) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.declared import Depth, Size, VocabSize
+from reformax.declared import Depth, SettingError, Size, VocabSize
 from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
@@ -45,6 +45,10 @@ class Backbone(Model):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.next_value and not self.causal:
+            raise SettingError(
+                f"next_value is True and {type(self).__name__} is not causal: set next_value=False"
+            )
         blocks = self._blocks("attention_type", causal=self.causal)
         self._layers = self._stack(blocks, self.n_layers)
         self._norm = LayerNorm(self.norm_epsilon, self.features_dtype)

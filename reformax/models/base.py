@@ -40,6 +40,7 @@ from reformax.layers import (
 )
 from reformax.layers.dropout import rate_in
 from reformax.layers.positions import EMBEDDING_SCALE
+from reformax.layers.relative import PositionBias
 from reformax.layers.reversible import SlotCount
 from reformax.layers.stacks import BlockStack
 from reformax.layers.stacks import Dtype as Width
@@ -205,31 +206,10 @@ class Model(Layer):
           causal: whether a position sees only itself and what came before it.
           cross: the algorithm of the attention to a memory; None: the blocks have none.
         """
-        cycle = getattr(self, argument)
-        cycle = [cycle] if isinstance(cycle, AttentionOp) else cycle
+        cycle = cycle_of(getattr(self, argument))
+        self._check_cycle(argument, cycle, causal)
         options = self._attention_options()
-        if self.n_kv_heads is not None and all(op.traits.shared_qk for op in cycle):
-            raise SettingError(
-                f"n_kv_heads is {self.n_kv_heads} and every op of {argument} makes its keys of the "
-                "queries: leave it out, or give one that projects keys, such as dense.dense()"
-            )
-        by_distance = self.pos_type if self.pos_type in ("alibi", "t5") else None
-        if by_distance and not any(op.traits.bias for op in cycle):
-            raise SettingError(
-                f"pos_type is {self.pos_type!r} and no op of {argument} adds a bias: give one "
-                "whose traits say bias=True, such as flash.flash()"
-            )
-        if self.pos_type in ROTARY and self.pos_axial_shape and not any(map(self._rotates, cycle)):
-            raise SettingError(
-                f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
-                f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
-            )
-        strict = [causal and op.traits.strict for op in cycle]
-        if self.next_value and causal and not any(strict):
-            raise SettingError(
-                f"next_value is True and no op of {argument} is strict: set next_value=False, or "
-                "give one that never shows a position to itself, such as lsh.lsh(own=False)"
-            )
+        by_distance = self._position_bias
         return [
             Block(
                 Attention(
@@ -239,13 +219,41 @@ class Model(Layer):
                     use_rotary=self._rotates(op),
                     rotary_grid=self.pos_axial_shape if self._rotates(op) else (),
                     position_bias=by_distance if op.traits.bias else None,
-                    next_value=self.next_value and is_strict,
+                    next_value=self.next_value and causal and op.traits.strict,
                 ),
                 self._feed_forward(),
                 cross and CrossAttention(cross, **options),
             )
-            for op, is_strict in zip(cycle, strict, strict=True)
+            for op in cycle
         ]
+
+    def _check_cycle(self, argument: str, cycle: Sequence[AttentionOp], causal: bool) -> None:
+        """Raises `SettingError` for a setting that no algorithm of the cycle would read."""
+        if self.n_kv_heads is not None and all(op.traits.shared_qk for op in cycle):
+            raise SettingError(
+                f"n_kv_heads is {self.n_kv_heads} and every op of {argument} makes its keys of the "
+                "queries: leave it out, or give one that projects keys, such as dense.dense()"
+            )
+        if self._position_bias and not any(op.traits.bias for op in cycle):
+            raise SettingError(
+                f"pos_type is {self.pos_type!r} and no op of {argument} adds a bias: give one "
+                "whose traits say bias=True, such as flash.flash()"
+            )
+        if self.pos_type in ROTARY and self.pos_axial_shape and not any(map(self._rotates, cycle)):
+            raise SettingError(
+                f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
+                f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
+            )
+        if self.next_value and causal and not any(op.traits.strict for op in cycle):
+            raise SettingError(
+                f"next_value is True and no op of {argument} is strict: set next_value=False, or "
+                "give one that never shows a position to itself, such as lsh.lsh(own=False)"
+            )
+
+    @property
+    def _position_bias(self) -> PositionBias | None:
+        """What self-attention adds to its logits by distance, where it can."""
+        return self.pos_type if self.pos_type in ("alibi", "t5") else None
 
     def _rotates(self, op: AttentionOp) -> bool:
         """Whether the queries and keys of self-attention by `op` have rotary positions."""
@@ -336,6 +344,11 @@ class Reversible:
         names = "n_slots", "exact", "keep_ff_outputs", "keep_activations"
         options = {name: getattr(self, name) for name in names}
         return ReversibleStack(blocks, n_layers, **options, **self._stack_options())
+
+
+def cycle_of(ops: AttentionOp | Sequence[AttentionOp]) -> Sequence[AttentionOp]:
+    """The algorithms of a cycle of layers; a single one is a cycle of one."""
+    return [ops] if isinstance(ops, AttentionOp) else ops
 
 
 def _activation(given: Activation) -> Callable[[Array], Array]:

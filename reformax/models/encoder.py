@@ -21,11 +21,17 @@ from reformax import devices
 from reformax.declared import Bounds, Count, SettingError, Size
 from reformax.layers import LayerNorm
 from reformax.models.backbone import Backbone
-from reformax.models.base import ROTARY, AttentionType, Residual, Reversible, check_tokens
+from reformax.models.base import (
+    ROTARY,
+    AttentionType,
+    Residual,
+    Reversible,
+    check_tokens,
+    cycle_of,
+)
 from reformax.models.logits import affine, affine_params, logits_product
 from reformax.models.packing import segmented
 from reformax.ops import dense, local, lsh
-from reformax.ops.base import AttentionOp
 from reformax.ops.parts.masks import Tokens
 
 Classes = Annotated[int, Bounds(2)]
@@ -47,9 +53,7 @@ class Encoder(Backbone):
 
     def __post_init__(self):
         super().__post_init__()
-        cycle = self.attention_type
-        cycle = [cycle] if isinstance(cycle, AttentionOp) else cycle
-        if self.n_global and not any(op.traits.marks for op in cycle):
+        if self.n_global and not any(op.traits.marks for op in cycle_of(self.attention_type)):
             raise SettingError(
                 f"n_global is {self.n_global} and no op of attention_type reads marks: leave it "
                 f"out, or take one that does, as longformer.longformer(n_global={self.n_global})"
@@ -154,7 +158,13 @@ class Classifier(Encoder):
         if not self.pairs:
             return self._pooled(params, inputs, rng)[:, None]
         first, second = inputs
-        check_tokens("tokens", first)
+        for tokens in inputs:
+            check_tokens("tokens", tokens)
+        if first.shape != second.shape:
+            raise ValueError(
+                f"tokens have shapes {first.shape} and {second.shape}: expected one for both "
+                "documents of a pair, with 0 behind the shorter ones"
+            )
         # A pair stays together, on one device.
         rows = jnp.stack([first, second], axis=1).reshape(-1, first.shape[1])
         x, y = jnp.moveaxis(self._pooled(params, rows, rng).reshape(len(first), 2, -1), 1, 0)

@@ -92,8 +92,10 @@ def cross_entropy(
         features = jnp.pad(features, (*behind, (0, 0)))
         targets, weights = jnp.pad(targets, behind), jnp.pad(weights, behind)
     # Of one device.
-    batch, length = targets.shape[0] // devices.row_shares(), targets.shape[1] // n_stretches
-    one = jax.ShapeDtypeStruct((batch, 1, features.shape[2]), features.dtype)
+    n_shares = devices.row_shares()
+    batch, length = targets.shape[0] // n_shares, targets.shape[1] // n_stretches
+    # A position of each, for what the logits go through may be divided too.
+    one = jax.ShapeDtypeStruct((n_shares, n_stretches, features.shape[2]), features.dtype)
     vocab_size = jax.eval_shape(logits_fn, params, one).shape[-1]
     pays = vocab_size >= LEAST_VOCABULARY and features.dtype == jnp.bfloat16
     chosen = choose(impl, pays, pallas=None) if targets.size else "xla"

@@ -94,6 +94,10 @@ def test_windows_of_a_text(tmp_path):
             its_own.train_batch(0, 1, 4, 32).inputs == 5,
             np.isin(task.train_batch(0, 1, 4, 32).inputs, [5, size]),
         )
+        assert its_own.fingerprint("train") == task.fingerprint("train") + ", mask_id=5"
+        with pytest.raises(ValueError, match="^stride=16 must be length=32: ") as caught:
+            task.eval_batches("valid", 4, 32, 16)
+        assert "\n" not in str(caught.value)
         batch = task.train_batch(0, 1, 4, 32)
         np.testing.assert_array_equal(batch.targets, own.train_batch(0, 1, 4, 32).inputs)
         assert (batch.inputs == size).any()

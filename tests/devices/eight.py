@@ -19,7 +19,7 @@ from reformax.data.base import Documents, SentencePairs
 from reformax.declared import SettingError
 from reformax.generation import generate, translate
 from reformax.layers import LayerNorm
-from reformax.models import Reformer, ReformerLM, Transformer, TransformerLM
+from reformax.models import Reformer, ReformerLM, Transformer, TransformerLM, TransformerMaskedLM
 from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.block_patterns import local_global
 from reformax.training import dry_run, loop, loss
@@ -90,6 +90,7 @@ LANGUAGE = {
     ),
     "shared": (TransformerLM, dict(attention_type=shared_qk.shared_qk())),
     "sparse": (TransformerLM, dict(attention_type=windows())),
+    "hidden tokens": (TransformerMaskedLM, dict(attention_type=flash.flash())),
 }
 DOCUMENTS = {
     "documents": (

@@ -4,14 +4,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as Spec
 
 from reformax import devices
 from reformax.declared import SettingError, check
+from reformax.models import TransformerMaskedLM
+from reformax.ops import flash
+from reformax.training import loss
 from reformax.training import mesh as mesh_lib
 
 HERE = Path(__file__).resolve().parent
@@ -81,6 +87,24 @@ def test_weights_are_split_along_their_largest_axis_that_devices_divide(monkeypa
     assert devices.stored_spec((5, 7, 9), 4) == Spec()  # they divide nothing
     assert devices.stored_spec((4, 16), 4) == Spec()  # small
     assert devices.stored_spec((64, 256), 1) == Spec()
+
+
+def test_a_loss_whose_logits_have_a_norm_takes_any_rows_that_devices_divide():
+    """A device has one row of two positions here."""
+    sizes = dict(vocab_size=8, d_model=8, d_ff=8, n_heads=4, n_layers=1)
+    model = TransformerMaskedLM(**sizes, attention_type=flash.flash(), dropout=0.0)
+    params = jax.eval_shape(lambda: model.init_params(jax.random.PRNGKey(0), (4, 4)))
+    types = (AxisType.Auto,) * len(devices.AXES)
+    mesh = SimpleNamespace(size=8, abstract_mesh=AbstractMesh((2, 2, 2), devices.AXES, types))
+
+    def loss_of(params, tokens):
+        features = model.features(params, tokens)
+        weights = jnp.ones(tokens.shape)
+        return loss.cross_entropy(model.logits, params, features, tokens, weights).loss
+
+    tokens = jax.ShapeDtypeStruct((4, 4), np.int32)
+    gradient = jax.eval_shape(devices.on(mesh, jax.grad(loss_of)), params, tokens)
+    assert jax.tree.map(lambda x: x.shape, gradient) == jax.tree.map(lambda x: x.shape, params)
 
 
 def test_without_a_mesh_nothing_is_split():

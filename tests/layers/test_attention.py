@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax import layers
-from reformax.ops import dense, lsh, shared_qk
+from reformax.ops import dense, linear, lsh, shared_qk
 from reformax.ops.base import Dims
 from reformax.ops.parts.dropout import full_dropout_mask
 from tests.layers import plain
@@ -255,6 +255,10 @@ def test_computes_in_the_dtype_of_its_input(row):
         (dict(op=dense.dense), "op is <function dense"),
         (dict(attention_dropout=1.0), "attention_dropout is 1.0: expected a rate in [0, 1)"),
         (dict(output_dropout=-0.1), "output_dropout is -0.1: expected a rate in [0, 1)"),
+        (
+            dict(op=linear.linear(), attention_dropout=0.1),
+            "attention_dropout is 0.1, but linear() makes no attention weights to drop: set it to",
+        ),
         (dict(mode="predict"), "mode is 'predict': expected 'train' or 'eval'"),
         (dict(next_value=True), "next_value is True with causal=False and op=dense(): a position"),
     ],

@@ -15,7 +15,7 @@ from reformax.models import (
     TransformerMaskedLM,
     encoder,
 )
-from reformax.ops import dense, flash, gated_linear, local, longformer, lsh
+from reformax.ops import dense, flash, gated_linear, local, longformer, lsh, shared_qk
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 from tests.ops.cudnn import instead_of_cudnn
@@ -235,12 +235,24 @@ def test_the_first_tokens_see_all_and_are_seen():
         (dict(pooling="cls", causal=True), "pooling is 'cls' and causal is True"),
         (dict(pooling="cls", pos_axial_shape=(3, 4)), "moves the others by one, and pos_axial"),
         (dict(n_global=1), "n_global is 1 and no op of attention_type reads marks"),
+        (
+            dict(attention_type=shared_qk.shared_qk(own=False), next_value=True),
+            "next_value is True and TransformerEncoder is not causal: set next_value=False",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
     with pytest.raises(ValueError, match=message) as caught:
         encoder.TransformerEncoder(**SMALL, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pair_of_other_lengths_is_refused():
+    model = TransformerEncoder(**SMALL, pairs=True)
+    params = plain.init(model, (2, 11), (2, 11))
+    with pytest.raises(ValueError, match=r"^tokens have shapes \(2, 11\) and \(2, 16\): ") as error:
+        model.apply(params, some_rows(), padded(some_rows()))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("rows", [some_rows()[0], some_rows()[None], some_rows() / 1.0])

@@ -264,7 +264,9 @@ def test_an_op_refuses_what_its_traits_exclude(row):
     if not traits.bias:
         refused.append((inputs, dict(bias=x(1, 1, 8, 8)), f"bias is given, but {name} adds none"))
     if not traits.bidirectional:
-        refused.append((inputs, dict(causal=False), f"causal=False: {name} is causal only"))
+        refused.append((inputs, dict(causal=False), f"causal=False: {name} is causal only, set"))
+    if not traits.causal:
+        refused.append((inputs, dict(causal=True), f"causal=True: {name} cannot hide the future, "))
     if not traits.dropout:
         refused.append((inputs, dict(dropout=0.1), f"dropout is 0.1: {name} makes no attention"))
     if not traits.packed:

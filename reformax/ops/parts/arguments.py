@@ -37,9 +37,11 @@ def check_arguments(
     _check_shapes(op, q, k, v)
     keys = q if k is None else k
     if causal and not op.traits.causal:
-        raise NotImplementedError(f"causal=True: {op.name} cannot hide the future")
+        raise NotImplementedError(
+            f"causal=True: {op.name} cannot hide the future, use an op whose traits say causal=True"
+        )
     if not causal and not op.traits.bidirectional:
-        raise NotImplementedError(f"causal=False: {op.name} is causal only")
+        raise NotImplementedError(f"causal=False: {op.name} is causal only, set causal=True")
     _check_segments(op, segments, q, keys, "q" if k is None else "k")
     if bias is not None:
         _check_bias(op, bias, (q.shape[0], q.shape[2], q.shape[1], keys.shape[1]))
