@@ -132,10 +132,10 @@ def turned(
 ) -> UInt8[np.ndarray, "n s s"]:
     """Each image as one of the eight copies that turning and mirroring make; copy 0 is itself."""
     images = images.copy()
-    for copy in np.unique(copies[copies > 0]):
-        some = copies == copy
-        whole = np.rot90(images[some], copy % 4, axes=(1, 2))
-        images[some] = np.swapaxes(whole, 1, 2) if copy >= 4 else whole
+    for number in np.unique(copies[copies > 0]):
+        some = copies == number
+        whole = np.rot90(images[some], number % 4, axes=(1, 2))
+        images[some] = np.swapaxes(whole, 1, 2) if number >= 4 else whole
     return images
 
 
