@@ -34,8 +34,8 @@ class ResidualStack(BlockStack):
         mask = () if segments is None else (segments,)
         masks = () if segments is None else (segments, memory_segments)
 
-        # Between layers that are written out, the next norm adds what a layer puts out.
-        open_ends = not (self.remat or self.scan_layers or self.post_norm)
+        # Between layers that are written out, what the next one reads the stream by stays with it.
+        open_ends = not (self.remat or self.scan_layers)
 
         def repeat(streams, this):
             for i, block in enumerate(self.blocks):
@@ -56,7 +56,7 @@ class ResidualStack(BlockStack):
 
         streams = self._opened((x,))
         if open_ends:
-            streams += (jnp.zeros(x.shape, self.dtype),)
+            streams += ((x if self.post_norm else jnp.zeros_like(x)).astype(self.dtype),)
         return self._closed(self._scan(repeat, streams, params)[0])[0]
 
 

@@ -170,7 +170,7 @@ class ReversibleStack(BlockStack):
     # In decoding the next norm adds what a sublayer puts out to the stream that it reads. Slots
     # need the sum before.
 
-    def _read(self, params, name, streams, normed=None):
+    def _read(self, params, name, streams):
         if self.n_slots is None:
             other, *parts = streams
             h, stream = self._norm.with_residual(params[f"{name}_norm"], *parts)
@@ -182,8 +182,8 @@ class ReversibleStack(BlockStack):
         out = self._residual(out)
         if self.n_slots is None:
             other, stream = streams
-            return (stream, other, out), None
-        return self._coupling.after(self._coupling.ahead(streams).plus(out)), None
+            return stream, other, out
+        return self._coupling.after(self._coupling.ahead(streams).plus(out))
 
     def _closed(self, streams):
         if self.n_slots is None:

@@ -153,34 +153,30 @@ class BlockStack(Layer):
         return tuple(map(self._residual, streams))
 
     def _read(
-        self, params, name: str, streams, normed: Array | None = None
+        self, params, name: str, streams: Sequence[Array]
     ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
-        """A sublayer's input, and the streams for their other readers.
-
-        `normed` is the input, if `_add` has computed it already.
-        """
+        """A sublayer's input, and the streams for their other readers."""
         if self.post_norm:
-            return (streams[0].astype(self.dtype) if normed is None else normed), streams
+            return streams[-1].astype(self.dtype), streams
         h, stream = self._norm.with_residual(params[f"{name}_norm"], *streams)
         return h, (stream,)
 
     def _add(
-        self, params, name: str, streams, out: Float[Array, "B T D"]
-    ) -> tuple[tuple[Array, ...], Array | None]:
-        """The streams after a sublayer and, if post-norm, the next sublayer's input.
+        self, params, name: str, streams: Sequence[Array], out: Float[Array, "B T D"]
+    ) -> tuple[Array, ...]:
+        """The streams after a sublayer, with what the next one reads them by.
 
-        If pre-norm, the stream and what the next norm adds to it: see `_closed`.
+        That is, if pre-norm, what its norm adds to the stream, and if post-norm, its input: the
+        stream in the dtype that sublayers compute in.
         """
-        (stream,) = streams
         if not self.post_norm:
-            return (stream, out), None
+            return *streams, out
         norm = params[f"{name}_norm"]
-        x, normed = self._norm.of_sum(norm, stream, out, "float32", self.dtype)
-        return (x,), normed
+        return self._norm.of_sum(norm, streams[0], out, "float32", self.dtype)
 
     def _closed(self, streams: Sequence[Array]) -> tuple[Array, ...]:
-        """The streams with what was to be added to them."""
-        return (sum(map(self._residual, streams)),)
+        """The streams alone, with what was to be added to them."""
+        return (streams[0] if self.post_norm else sum(map(self._residual, streams)),)
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """`x` as it is added to a stream."""
@@ -199,14 +195,14 @@ class BlockStack(Layer):
         """
         h, streams = self._read(params, "attention", streams)
         attended, other = attend(params["attention"], h)
-        streams, normed = self._add(params, "attention", streams, attended)
+        streams = self._add(params, "attention", streams, attended)
         if self._cross:
-            h, streams = self._read(params, "cross_attention", streams, normed)
+            h, streams = self._read(params, "cross_attention", streams)
             crossed = cross(params["cross_attention"], h)
-            streams, normed = self._add(params, "cross_attention", streams, crossed)
-        h, streams = self._read(params, "feed_forward", streams, normed)
+            streams = self._add(params, "cross_attention", streams, crossed)
+        h, streams = self._read(params, "feed_forward", streams)
         out = feed(params["feed_forward"], h)
-        return self._add(params, "feed_forward", streams, out)[0], other
+        return self._add(params, "feed_forward", streams, out), other
 
     # Decoding: `prefill` reads a prompt, or the memory; `step` one more position of each row.
 
