@@ -16,7 +16,7 @@ from reformax.cli import config
 from reformax.layers import ReversibleStack, _trax, tl
 from reformax.models import ReformerLM, TransformerLM, base
 from reformax.ops import dense, local, lsh, shared_qk
-from tests.helpers import assert_trees_close
+from tests.helpers import assert_trees_close, with_gradients
 from tests.layers import plain
 from tests.ops.rows import ROWS, over
 
@@ -619,13 +619,13 @@ def test_learns_a_batch_by_heart(model_fn, options):
 def test_logits_may_be_in_bfloat16(tied):
     """For a loss that reads them so: rounded once, their gradients those of float32's."""
     model = TransformerLM(**SMALL, init_std=0.5, tie_embeddings=tied, dtype="bfloat16")
-    params = model.init_params(jax.random.PRNGKey(0), (1, 4))
-    x = jax.random.normal(jax.random.PRNGKey(1), (3, 5, 8))
-    d = jax.random.normal(jax.random.PRNGKey(2), (3, 5, 16)).astype("bfloat16")
-    (narrow, back), (wide, wide_back) = (
-        jax.vjp(lambda p, x, to=to: model.logits(p, x, to), params, x)
+    rng = np.random.default_rng(0)
+    x, d = (rng.normal(size=(3, 5, size)).astype(np.float32) for size in (8, 16))
+    d = d.astype("bfloat16")
+    (narrow, gradients), (wide, wide_gradients) = (
+        with_gradients(lambda p, x, to=to: model.logits(p, x, to))(d, plain.init(model, (1, 4)), x)
         for to in ("bfloat16", "float32")
     )
     assert narrow.dtype == "bfloat16"
     np.testing.assert_array_equal(narrow, wide.astype("bfloat16"))
-    jax.tree.map(np.testing.assert_array_equal, back(d), wide_back(d.astype("float32")))
+    jax.tree.map(np.testing.assert_array_equal, gradients, wide_gradients)
