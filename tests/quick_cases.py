@@ -60,6 +60,8 @@ QUICK = {
     },
     # `layers/test_every_op.py` differentiates a rounded forward pass too, that of slots.
     "layers/test_reversible.py": {
+        # `layers/test_feed_forward.py` has the memory of both passes in chunks.
+        "test_chunks_of_the_feed_forward_layer_cost_memory_only": [],
         "test_dtype_is_what_sublayers_compute_in": [],  # `models/test_seq2seq.py` has it
         "test_exact_gradients_are_autodiffs_of_the_rounded_forward": [],
     },
@@ -69,7 +71,7 @@ QUICK = {
         "test_the_inputs_are_rebuilt": [],
     },
     "layers/test_trax_attention.py": {
-        "test_any_length_and_padding": ["layer0-13", "layer1-1"],
+        "test_any_length_and_padding": ["layer1-13"],
         "test_chunked_self_attention": ["options1"],
         "test_dense_self_attention": ["options3"],
     },
@@ -86,7 +88,7 @@ QUICK = {
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
-        "test_a_window_of_one_document_is_as_without_segments": ["axial"],
+        "test_a_window_of_one_document_is_as_without_segments": [],  # windows of several
         "test_hashing_keeps_documents_apart": ["chunks"],
     },
     "models/test_encoder.py": {
@@ -108,7 +110,7 @@ QUICK = {
     },
     "models/test_seq2seq.py": {
         "test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position": ["smyrf"],
-        "test_every_step_is_that_of_the_forward": ["lsh"],
+        "test_every_step_is_that_of_the_forward": ["local"],  # hashed: `test_decoding.py`
         "test_in_trax": [],  # `test_lm.py` trains a model so
         "test_padding_changes_nothing": ["reformer"],
     },
@@ -184,7 +186,7 @@ QUICK = {
     "ops/test_meeting.py": {
         "test_across_sequences_it_finds_what_it_finds_within_one": ["smyrf"],
         "test_across_sequences_no_position_is_a_query_s_own": ["smyrf"],
-        "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": ["smyrf"],
+        "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": [],
     },
     "ops/test_moba.py": {
         "test_a_query_chooses_among_blocks_that_its_segment_goes_on_behind": ["xla"],
@@ -201,10 +203,9 @@ QUICK = {
             "flash",
             "linear",
             "linformer",
-            "longformer",
             "lsh",
         ],
-        "test_behind_a_prompt": ["flash", "linear", "longformer", "lsh"],
+        "test_behind_a_prompt": ["linear", "lsh"],
         "test_behind_causality": ["flash", "linear"],
         "test_in_another_segment": ["flash", "linear", "longformer", "lsh"],
         "test_rows_that_see_what_is_not_a_number_are_none_among_many_logits": [
@@ -234,7 +235,7 @@ QUICK = {
         "test_causal_attention_moved_by_one_position": ["9-True", "1-False"],
     },
     "ops/test_strict.py": {
-        "test_both_passes": ["flash", "linear", "linformer", "longformer", "lsh"],
+        "test_both_passes": ["linear", "linformer", "lsh"],
     },
     "ops/test_without_the_matrix.py": {
         "test_a_few_heads_at_a_time": ["flash"],
