@@ -110,7 +110,7 @@ QUICK = {
     },
     "models/test_seq2seq.py": {
         "test_a_step_of_hashed_cross_attention_is_the_layer_at_one_position": ["smyrf"],
-        "test_every_step_is_that_of_the_forward": ["local"],  # hashed: `test_decoding.py`
+        "test_every_step_is_that_of_the_forward": ["lsh"],
         "test_in_trax": [],  # `test_lm.py` trains a model so
         "test_padding_changes_nothing": ["reformer"],
     },
