@@ -11,12 +11,13 @@ Quick cases of a property are then one of each kind, or the cheaper of two imple
 # By file and test, the ids of the quick cases; none where another test shows the same more cheaply.
 QUICK = {
     "convert/test_hugging_face.py": {
-        "test_logits_are_those_of_transformers": ["factored-35", "circle-24", "rounds-8"],
+        "test_logits_are_those_of_transformers": ["circle-24", "rounds-8"],
         "test_without_segments_and_with_other_rotations": ["circle"],
     },
     "convert/test_trax_files.py": {
         "test_weights_of_another_model": ["without_one-expected0", "transposed-expected3"],
     },
+    "data/test_pathfinder.py": {"test_what_is_painted_is_near_a_line": ["32", "64"]},
     "data/test_wmt.py": {"test_a_prepared_dataset_is_read": ["array_record"]},
     "flax/test_flax.py": {
         "test_a_module_around_an_op": ["lsh(chunk_len=4)"],
@@ -28,9 +29,9 @@ QUICK = {
         "test_no_search_scores_below_greedy_decoding": [],
     },
     "layers/test_attention.py": {
-        "test_a_boolean_mask_is_one_segment": ["flash", "linear"],
+        "test_a_boolean_mask_is_one_segment": ["flash"],
         "test_a_key_brings_the_next_value": ["shared_qk"],
-        "test_computes_in_the_dtype_of_its_input": ["flash", "lsh"],
+        "test_computes_in_the_dtype_of_its_input": ["lsh"],
         "test_dropout_is_a_function_of_the_rng": ["False"],
         "test_equals_an_independent_computation": [
             "flash-True",
@@ -39,39 +40,46 @@ QUICK = {
             "longformer-False",
         ],
         "test_prefill_and_steps_are_apply": ["flash"],
-        "test_rotary_is_relative": ["flash", "longformer"],
+        "test_rotary_is_relative": ["flash"],
     },
     "layers/test_every_op.py": {"test_weights_and_gates": ["fading-slots"]},
     "layers/test_feed_forward.py": {
         "test_chunks_change_neither_output_nor_gradients": ["3-64", "5-1"],
-        "test_the_kernel_is_the_same_function": [
-            "float32-16-0.0-0-relu",
-            "float32-775-0.3-8-gelu",
-        ],
+        "test_dropout_on_the_hidden_layer_and_on_the_output": ["16"],
+        "test_the_kernel_is_the_same_function": ["float32-775-0.3-8-gelu"],
+        "test_the_kernel_lowers_for_a_gpu": ["513-0.1"],
     },
     "layers/test_float8.py": {"test_layers_round_in_training_alone": ["xla"]},
-    "layers/test_residual.py": {
-        "test_a_residual_and_its_gradient_are_added_in_the_norms_kernel": [
-            "None-float32",
-            "bfloat16-bfloat16",
-        ],
-        "test_the_kernel_of_a_norm_is_the_same_function": [
-            "5-32-None-dtypes0",
-            "37-24-bfloat16-dtypes1",
-        ],
+    "layers/test_relative.py": {
+        "test_a_layer_adds_the_bias": ["True-t5", "False-alibi"],
+        "test_steps_are_apply": ["t5"],
     },
-    # `layers/test_slots.py` differentiates a rounded forward pass too.
+    "layers/test_residual.py": {
+        "test_a_residual_and_its_gradient_are_added_in_the_norms_kernel": ["bfloat16-bfloat16"],
+        "test_the_kernel_of_a_norm_is_the_same_function": ["37-24-bfloat16-dtypes1"],
+    },
+    # `layers/test_every_op.py` differentiates a rounded forward pass too, that of slots.
     "layers/test_reversible.py": {
+        # `layers/test_feed_forward.py` has the memory of both passes in chunks.
+        "test_chunks_of_the_feed_forward_layer_cost_memory_only": [],
+        "test_dtype_is_what_sublayers_compute_in": [],  # `models/test_seq2seq.py` has it
         "test_exact_gradients_are_autodiffs_of_the_rounded_forward": [],
     },
+    # `layers/test_every_op.py` has a gradient with slots, wrong where inputs are not rebuilt.
+    "layers/test_slots.py": {
+        "test_gradients_are_autodiffs_of_the_rounded_forward": [],
+        "test_the_inputs_are_rebuilt": [],
+    },
     "layers/test_trax_attention.py": {
-        "test_any_length_and_padding": ["layer0-13", "layer1-1"],
+        "test_any_length_and_padding": ["layer1-13"],
         "test_chunked_self_attention": ["options1"],
-        "test_dense_self_attention": ["options0", "options3"],
+        "test_dense_self_attention": ["options3"],
     },
     "models/test_decoding.py": {
+        # Prefill of strict LSH attention, and `ops/test_decoding.py` of the ordinary one.
+        "test_a_prompt_is_the_forward_whatever_the_algorithm": [],
         "test_bfloat16": ["transformer, rotary"],
-        "test_every_op_decodes_in_a_model": ["longformer", "linear"],
+        "test_every_op_decodes_in_a_model": ["linear"],
         "test_every_position_is_that_of_the_forward": [
             "transformer, rotary",
             "reformer, slots",
@@ -80,11 +88,19 @@ QUICK = {
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
-        "test_a_window_of_one_document_is_as_without_segments": ["axial"],
+        "test_a_window_of_one_document_is_as_without_segments": [],  # windows of several
         "test_hashing_keeps_documents_apart": ["chunks"],
     },
+    "models/test_encoder.py": {
+        "test_cudnn_is_asked_and_told_the_lengths_of_rows": [
+            "reversible",
+            "a vector before pairs",
+        ],
+    },
     "models/test_lm.py": {
+        "test_another_attention_is_one_gin_line": ["flash"],
         "test_apply_is_logits_of_features": ["ReformerLM"],
+        "test_one_models_weights_serve_every_length": ["axial"],
         "test_padding_changes_no_token": ["ReformerLM-lsh", "TransformerLM-dense"],
         "test_position_t_depends_on_all_tokens_before_it_and_on_no_other": [
             "ReformerLM-lsh",
@@ -100,7 +116,7 @@ QUICK = {
     },
     "ops/test_against_oracle.py": {
         "test_a_few_heads_at_a_time": ["local(chunk_len=4)"],
-        "test_bfloat16": ["dense", "moba"],
+        "test_bfloat16": ["dense"],
         "test_equal_tokens_share_large_logits": ["flash", "lsh"],
         "test_packed_segments_equal_one_by_one": ["linear", "longformer"],
         "test_segments_do_not_leak": ["flash", "linear", "longformer", "lsh"],
@@ -124,7 +140,7 @@ QUICK = {
         "test_rows_in_parts_are_one_attention": ["None-False-True-0.0-16-sizes2"],
         "test_segments_leave_out_the_tiles_that_none_of_them_is_in": ["True"],
     },
-    "ops/test_calls.py": {"test_a_mask_of_keys_is_padding_in_segments": ["flash", "lsh"]},
+    "ops/test_calls.py": {"test_a_mask_of_keys_is_padding_in_segments": ["lsh"]},
     "ops/test_chunked_kernel.py": {
         "test_it_lowers_for_a_gpu": ["64-bfloat16"],
         "test_many_blocks_are_one_attention": ["options8-0-True-tiles8-83"],
@@ -134,6 +150,7 @@ QUICK = {
         "test_a_layer_projects_what_the_op_reads": ["slots"],
         "test_marks_travel_with_segments": ["ReformerLM"],
         "test_padding_changes_nothing": ["fading"],
+        "test_weights_gates_and_their_gradients": ["True-fading", "False-slots"],
     },
     "ops/test_decoding.py": {
         "test_arrays_without_padding": ["linear"],
@@ -146,21 +163,21 @@ QUICK = {
         "test_the_indexer_learns_from_the_attention_and_from_nothing_else": ["xla"],
     },
     "ops/test_global_tokens.py": {
-        "test_outputs_and_gradients": [
-            "False-None-1-6-True-0.0-xla",
-            "False-segments3-3-3-True-0.3-pallas_interpret",
-        ],
+        "test_outputs_and_gradients": ["True-segments1-dilation1-4-True-0.3-xla"],
     },
     "ops/test_grouped.py": {
-        "test_a_head_of_keys_serves_a_group": ["flash", "linear", "linformer", "longformer"],
+        "test_a_head_of_keys_serves_a_group": ["flash", "linear"],
         "test_decoding": ["flash"],
     },
     "ops/test_linear_attention.py": {
         "test_the_gated_output": ["False-retention"],
+        "test_kernels_compute_the_same": [],  # `test_recurrence_kernel.py` has gradients too
         "test_the_memory_that_a_training_begins_with": ["12.0-gated_linear", "0.5-gated_delta"],
     },
     "ops/test_low_rank.py": {
+        "test_landmarks_are_means_of_equal_segments": ["12-4", "3-7"],
         "test_long_short_computes_blocks_in_groups_as_at_once": ["True"],
+        "test_long_short_without_its_long_part_is_local": ["True"],
     },
     "ops/test_lsh.py": {
         "test_backward_drops_the_weights_that_forward_dropped": ["False"],
@@ -169,14 +186,15 @@ QUICK = {
     "ops/test_meeting.py": {
         "test_across_sequences_it_finds_what_it_finds_within_one": ["smyrf"],
         "test_across_sequences_no_position_is_a_query_s_own": ["smyrf"],
-        "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": ["smyrf"],
+        "test_kernels_tell_more_chunks_apart_than_a_query_s_sequence_has": [],
+    },
+    "ops/test_moba.py": {
+        "test_a_query_chooses_among_blocks_that_its_segment_goes_on_behind": ["xla"],
+        "test_with_all_blocks_it_is_dense": [],  # a `top_k` of 50 is among the oracle's options
     },
     "ops/test_nsa.py": {
-        "test_a_group_selects_the_blocks_of_the_largest_weights": [
-            "True-pallas_interpret",
-            "False-xla",
-        ],
-        "test_each_branch_alone_can_be_dense": ["compressed"],
+        "test_a_group_selects_the_blocks_of_the_largest_weights": ["True-xla"],
+        "test_each_branch_alone_can_be_dense": [],  # the equations have each branch too
         "test_kernels_select_what_array_operations_do": ["heads1-sizes1-bfloat16-32768"],
     },
     "ops/test_poison.py": {
@@ -185,11 +203,11 @@ QUICK = {
             "flash",
             "linear",
             "linformer",
-            "longformer",
             "lsh",
         ],
-        "test_behind_a_prompt": ["flash", "linear", "longformer", "lsh"],
+        "test_behind_a_prompt": ["linear", "lsh"],
         "test_behind_causality": ["flash", "linear"],
+        "test_in_another_segment": ["flash", "linear", "longformer", "lsh"],
         "test_rows_that_see_what_is_not_a_number_are_none_among_many_logits": [
             "longformer",
             "nystromformer",
@@ -198,6 +216,7 @@ QUICK = {
     "ops/test_random_cases.py": {"test_random_cases": ["longformer", "lsh"]},
     "ops/test_random_features_kernel.py": {"test_the_equations": ["True"]},
     "ops/test_recall.py": {"test_separate_queries_and_keys_find_each_other": ["smyrf-False"]},
+    "ops/test_recurrence.py": {"test_the_loop_over_positions": ["feature", "gated delta"]},
     "ops/test_recurrence_kernel.py": {"test_it_lowers_for_a_gpu": ["feature delta-bfloat16"]},
     "ops/test_second_order.py": {
         "test_every_finite_score_counts": ["flash", "longformer", "lsh"],
@@ -208,28 +227,33 @@ QUICK = {
             "asymmetric_lsh-False-gpu",
             "smyrf-True-cpu",
         ],
+        "test_the_kernel_hashes_as_array_operations_do": ["bfloat16"],
     },
+    "ops/test_share.py": {"test_some_heads_are_those_of_the_whole": ["lsh"]},
     "ops/test_shared_qk.py": {
-        "test_a_lone_position_that_is_not_finite": ["xla-True", "pallas_interpret-False"],
+        "test_a_lone_position_that_is_not_finite": ["xla-True"],
+        "test_causal_attention_moved_by_one_position": ["9-True", "1-False"],
     },
     "ops/test_strict.py": {
-        "test_both_passes": ["flash", "linear", "linformer", "longformer", "lsh"],
+        "test_both_passes": ["linear", "linformer", "lsh"],
     },
     "ops/test_without_the_matrix.py": {
         "test_a_few_heads_at_a_time": ["flash"],
         "test_a_kernels_summaries_are_merged": ["False"],
-        "test_chunks_above_the_diagonal_cost_nothing": ["47-47-flash", "47-30-memory_efficient"],
+        "test_chunks_above_the_diagonal_cost_nothing": ["47-47-flash"],
         "test_kernels_keep_the_small_gradients_of_float16": ["flash"],
-        "test_memory_is_linear_in_the_length": ["gradient-flash", "forward-memory_efficient"],
+        "test_many_queries_of_few_keys_are_cut_into_pieces_for_cudnn": ["83-64-4", "64-300-1"],
+        "test_memory_is_linear_in_the_length": ["gradient-flash"],
+        "test_padding_behind_rows_is_told_to_cudnn": ["83-True-1", "83-False-4"],
         "test_the_gradient_of_a_bias_keeps_its_dtype": ["flash"],
         "test_the_kernel_is_the_same_function": ["segments", "dropout"],
-        "test_what_a_bias_shares_is_never_expanded": ["shape1-flash", "shape0-memory_efficient"],
+        "test_what_a_bias_shares_is_never_expanded": ["shape1-flash"],
     },
     "ops/test_x64.py": {
-        "test_decoding": ["local", "moba"],
-        "test_float64": ["flash", "lsh"],
+        "test_decoding": ["local"],
+        "test_float64": ["lsh"],
     },
-    "training/test_training_carried.py": {"test_the_change_arrives": ["residual", "slots"]},
+    "training/test_training_carried.py": {"test_the_change_arrives": ["slots"]},
     "training/test_training_durability.py": {
         "test_any_failing_call_of_a_save_leaves_a_whole_checkpoint": ["rename-5", "fsync-5"],
         "test_killed_while_a_step_is_saved_again_one_of_the_two_is_whole": ["rename"],
@@ -238,7 +262,7 @@ QUICK = {
     "training/test_training_documents.py": {"test_a_run_keeps_its_mask": []},
     "training/test_training_loss.py": {
         "test_smoothing_is_the_cross_entropy_to_the_smoothed_targets": ["13-0.5", "5-0.1"],
-        "test_sums_and_gradients_equal_the_plain_ones": ["13-5", "1-5"],
+        "test_sums_and_gradients_equal_the_plain_ones": ["13-5"],
         "test_the_kernel_computes_what_array_operations_compute": [
             "float32-0.3",
             "bfloat16-0.0",

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import reformax
-from reformax import generation
 from reformax.cli.config import ConfigError
 from reformax.convert import run_folder
 from tests.convert.test_command import ENWIK8_LIKE, random_params
@@ -22,8 +21,6 @@ def test_a_run_is_its_model_and_its_parameters(folder):
     model, params = reformax.load_run(folder)
     assert (type(model).__name__, model.mode, model.d_model) == ("ReformerLM", "eval", 8)
     jax.tree.map(np.testing.assert_array_equal, params, random_params(ENWIK8_LIKE))
-    (row,) = generation.generate(model, params, [[1, 2, 3]], 4)
-    assert len(row) == 4
     overrides = ["lm.ReformerLM.dropout=0.5"]
     model, _ = reformax.load_run(str(folder), "latest", mode="train", overrides=overrides)
     assert (model.mode, model.dropout) == ("train", 0.5)

@@ -9,6 +9,7 @@ from reformax.declared import SettingError
 from reformax.generation import decoding
 from reformax.models import TransformerLM
 from reformax.training import loop
+from tests.layers import plain
 from tests.training import worker
 
 
@@ -57,6 +58,6 @@ def test_training_that_fits(small, tmp_path):
 def test_caches_that_do_not_fit():
     sizes = dict(d_model=16, d_ff=16, n_heads=2, n_layers=1)
     model = TransformerLM(256, **sizes, mode="eval")
-    params = model.init_params(jax.random.key(0), (1, 8))
+    params = plain.init(model, (1, 8))
     with pytest.raises(SettingError, match=r"caches of 1 rows of 2,147,483,647 tokens take .* GiB"):
         decoding.generate(model, params, [[1]], 4, max_length=2**31 - 1)

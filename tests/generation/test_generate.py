@@ -94,6 +94,7 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
     for top_k in (0, 2):  # without tokens left out, and with
         generation.generate(model, params, PROMPTS, 2, **options, top_k=top_k)
     before = decoding._start._cache_size(), decoding._go_on._cache_size()
+    assert min(before) > 0
     for prompts, n, more in [
         (PROMPTS, 1, {}),
         (PROMPTS, 57, dict(temperature=0)),
@@ -102,8 +103,6 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
     ]:
         generation.generate(model, params, prompts, n, **options, **more)
     assert (decoding._start._cache_size(), decoding._go_on._cache_size()) == before
-    generation.generate(model, params, PROMPTS[:2], 2, **options)  # fewer rows
-    assert decoding._go_on._cache_size() == before[1] + 1
 
 
 def test_a_row_ends(model, params):
@@ -170,7 +169,7 @@ def test_errors(model, params):
 
 def test_all_of_axial_positions_can_be_filled():
     axial = dict(pos_type="axial", pos_axial_shape=(4, 5), pos_d_axial_embs=(4, 4))
-    model = ReformerLM(**OPTIONS | axial)
+    model = ReformerLM(**OPTIONS | axial | dict(attention_type=CYCLE[0]))
     params = plain.init(model, (1, 8))
     (row,) = generation.generate(model, params, PROMPTS[:1], 13)
     assert len(row) == 13

@@ -106,11 +106,6 @@ def test_the_text_is_that_of_the_function(run):
     assert out == bytes([*prompt, *row]).decode(errors="replace") + "\n"
 
 
-def test_a_run_needs_no_data(run):
-    code, out, _ = run(*FLAGS, "--prompt=für ")
-    assert code == 0 and out.startswith("für ") and len(out) > 10
-
-
 def test_prompts_come_from_everywhere(run, runs, monkeypatch):
     asked = []
 
@@ -133,6 +128,7 @@ def test_prompts_come_from_everywhere(run, runs, monkeypatch):
 
 
 def test_several_rows(run):
+    """Of a run whose data is gone."""
     code, out, err = run(*FLAGS, "--prompt=a", "--prompt=bc", "--num_samples=2")
     assert code == 0 and err.startswith("96 tokens in ")
     assert run(*FLAGS, "--max_new_tokens=1")[2].startswith("1 token in ")

@@ -42,15 +42,20 @@ MODELS = {
 
 @functools.cache
 def make(name):
-    """A model, weights that make it depend on its input, and an end for half of its texts."""
+    """A model, and weights that make it depend on its input."""
     constructor, options, seed = MODELS[name]
     model = constructor(**SMALL | options)
     params = plain.init(model, (2, 12), seed=seed)
     strong = jax.tree.map(lambda w: 3 * w, params)
-    params = strong | {"embedding": params["embedding"]}
-    endless = generation.translate(model, params, sources(), beam_size=1, max_extra=EXTRA, end=-1)
-    late = [[t for t in set(h.tokens) if h.tokens.index(t) > 1] for h in endless]
-    return model, params, max(range(3, 11), key=lambda t: -abs(sum(t in x for x in late) - 4))
+    return model, strong | {"embedding": params["embedding"]}
+
+
+@functools.cache
+def end_of(name):
+    """A token that ends half of a model's texts."""
+    endless = [greedy(name, source, end=-1)[0] for source in sources()]
+    late = [{t for t in tokens if tokens.index(t) > 1} for tokens in endless]
+    return max(range(3, 11), key=lambda t: -abs(sum(t in x for x in late) - 4))
 
 
 def sources(lengths=(3, 7, 1, 12, 5, 9, 2, 4), seed=0):
@@ -59,13 +64,13 @@ def sources(lengths=(3, 7, 1, 12, 5, 9, 2, 4), seed=0):
 
 
 def translated(name, some, **options):
-    model, params, end = make(name)
-    return generation.translate(model, params, some, max_extra=EXTRA, end=end, **options)
+    options |= dict(max_extra=EXTRA, end=end_of(name))
+    return generation.translate(*make(name), some, **options)
 
 
 @functools.cache
 def forward(name):
-    model, params, _ = make(name)
+    model, params = make(name)
     # Token 0 is a token like others among those that are read.
     return jax.jit(lambda *x: jax.nn.log_softmax(model.apply(params, *x, rng=RNG)))
 
@@ -86,8 +91,8 @@ def penalty(n, alpha):
     return ((5 + n) / 6) ** alpha
 
 
-def greedy(name, source):
-    tokens, log_p, end = [], 0.0, make(name)[2]
+def greedy(name, source, end):
+    tokens, log_p = [], 0.0
     while len(tokens) < len(source) + EXTRA and tokens[-1:] != [end]:
         p = next_log_p(name, source, tokens)
         tokens, log_p = [*tokens, int(p.argmax())], log_p + p.max()
@@ -96,7 +101,7 @@ def greedy(name, source):
 
 def searched(name, source, n_beams, alpha):
     """The search as `beam` describes it, up to the limit, without stopping early."""
-    limit, end = len(source) + EXTRA, make(name)[2]
+    limit, end = len(source) + EXTRA, end_of(name)
     beams, found, path = [([], 0.0)], [], []
     for n in range(1, limit + 1):
         candidates = []
@@ -126,10 +131,10 @@ def searched(name, source, n_beams, alpha):
 )
 def test_a_beam_of_one_is_greedy_decoding_by_whole_forwards(name):
     """At every step the token of the cached steps is the argmax of the forward pass."""
-    some, end = sources(), make(name)[2]
+    some, end = sources(), end_of(name)
     found = translated(name, some, beam_size=1)
     for source, got in zip(some, found, strict=True):
-        tokens, log_p = greedy(name, source)
+        tokens, log_p = greedy(name, source, end)
         assert got.tokens == tokens
         assert got.log_p == pytest.approx(log_p, abs=1e-4)
         assert got.score == pytest.approx(log_p / penalty(len(tokens), 0.6), abs=1e-4)
@@ -186,11 +191,11 @@ def test_a_sentence_does_not_depend_on_its_batch():
 
 
 def test_weights_may_be_prepared_once():
-    model, params, end = make("transformer")
-    some, ready = sources((3, 7, 2), seed=5), generation.prepare(model, params)
-    want = generation.translate(model, params, some, max_extra=EXTRA, end=end)
+    model, params = make("transformer")
+    some, ready = sources((3, 7), seed=5), generation.prepare(model, params)
+    want = generation.translate(model, params, some, max_extra=EXTRA)
     for _ in range(2):
-        assert generation.translate(model, ready, some, max_extra=EXTRA, end=end) == want
+        assert generation.translate(model, ready, some, max_extra=EXTRA) == want
 
 
 class Letters:
@@ -206,11 +211,11 @@ class Letters:
 
 
 def test_lines():
-    model, params, _ = make("transformer")
-    run = functools.partial(generation.translate_lines, model, params, Letters(), max_extra=3)
+    model, params = make("transformer")
+    run = functools.partial(generation.translate_lines, model, params, Letters(), max_extra=EXTRA)
     one, blank, other, spaces = run(["abc", "", "h", " "])
     assert blank == spaces == translation.Line("", 0, 0.0, 0.0)
-    (want,) = generation.translate(model, params, [[3, 4, 5, 1]], max_extra=3)
+    want, _ = generation.translate(model, params, [[3, 4, 5, 1], [10, 1]], max_extra=EXTRA)
     assert one.text == " ".join(Letters().decode(want.tokens).splitlines())
     assert one.n_tokens == len(want.tokens)
     assert (one.log_p, one.score) == pytest.approx((want.log_p, want.score), abs=1e-5)
@@ -256,6 +261,6 @@ def test_scores():
     ],
 )
 def test_a_mistake_is_told(options, message):
-    model, params, _ = make("transformer")
+    model, params = make("transformer")
     with pytest.raises(ValueError, match=message):
         generation.translate(model, params, **dict(sources=[[3]]) | options)

@@ -1,5 +1,7 @@
 """The dropout layer: its rate, its scale, its rng, and the axes along which a mask is shared."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,14 @@ from reformax.layers.dropout import APART, dropout
 RNG = jax.random.PRNGKey(1)
 
 
-def drop(x, rate, rng=RNG, **options):
+@functools.cache
+def compiled(rate, **options):
     layer = layers.Dropout(rate, **options)
-    return np.asarray(jax.jit(lambda x, rng: layer.apply((), x, rng=rng))(x, rng))
+    return jax.jit(lambda x, rng: layer.apply((), x, rng=rng))
+
+
+def drop(x, rate, rng=RNG, **options):
+    return np.asarray(compiled(rate, **options)(x, rng))
 
 
 @pytest.mark.parametrize("shape", [(4000,), (40, 100), (4, 5, 10, 20)], ids=str)
@@ -66,10 +73,10 @@ def test_shared_axes(axes):
 
 def test_a_part_of_a_sequence_has_that_part_of_its_mask():
     x = np.ones((2, 3, 10, 40), np.float32)
-    compiled = jax.jit(dropout, static_argnums=1)
-    whole = compiled(x, 0.5, RNG)
+    part_of = jax.jit(dropout, static_argnums=1)
+    whole = part_of(x, 0.5, RNG)
     for start, size in ((0, 4), (4, 5), (9, 1)):
-        part = compiled(x[..., start : start + size, :], 0.5, RNG, start=start)
+        part = part_of(x[..., start : start + size, :], 0.5, RNG, start=start)
         np.testing.assert_array_equal(part, whole[..., start : start + size, :])
 
 

@@ -10,6 +10,7 @@ from reformax.ops import dense
 from tests.layers import plain
 
 RNG = jax.random.PRNGKey(1)
+rotary = jax.jit(layers.rotary, static_argnames="grid")
 
 
 def numbers(*shape, seed=0):
@@ -32,17 +33,17 @@ def test_axial_is_a_vector_for_each_coordinate(shape, d_embs):
             for t in range(capacity)
         ]
     )
-    np.testing.assert_allclose(layer.apply(params, x), x + embedding, atol=1e-6)
+    apply = jax.jit(layer.apply)
+    whole = apply(params, x)
+    np.testing.assert_allclose(whole, x + embedding, atol=1e-6)
     for length in (1, 5, capacity - 1):
-        short = layer.apply(params, x[:, :length])
-        np.testing.assert_array_equal(short, layer.apply(params, x)[:, :length])
+        np.testing.assert_array_equal(apply(params, x[:, :length]), whole[:, :length])
 
 
 def test_the_gradient_of_axial_counts_positions():
     layer = layers.AxialPositionalEncoding((4, 3), (2, 2))
     x = numbers(2, 7, 4)
-    params = layer.init_params(RNG, x.shape)
-    gradient = jax.grad(lambda p: jnp.sum(layer.apply(p, x)))(params)
+    gradient = jax.jit(jax.grad(lambda p: jnp.sum(layer.apply(p, x))))(plain.init(layer, x.shape))
     # Positions 0 to 6 of two examples, three to a row: rows of 3, 3, 1, 0 and columns of 3, 2, 2.
     np.testing.assert_array_equal(gradient["axis_0"], 2 * np.array([[3, 3, 1, 0]] * 2).T)
     np.testing.assert_array_equal(gradient["axis_1"], 2 * np.array([[3, 2, 2]] * 2).T)
@@ -84,7 +85,7 @@ def test_sinusoids(d_model):
 )
 def test_added_positions_keep_the_dtype(layer):
     x = numbers(1, 9, 6).astype(jnp.bfloat16)
-    assert layer.apply(layer.init_params(RNG, x.shape), x).dtype == jnp.bfloat16
+    assert jax.eval_shape(layer.apply, plain.init(layer, x.shape), x).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("size", [8, 5, 1])
@@ -93,7 +94,7 @@ def test_rotary_turns_each_pair(size):
     angle = np.arange(9)[:, None] * 10_000.0 ** (-np.arange(half) / max(half, 1))
     z = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angle)[:, None]
     want = np.concatenate([z.real, z.imag, x[..., 2 * half :]], axis=-1)
-    np.testing.assert_allclose(layers.rotary(x), want, atol=1e-5)
+    np.testing.assert_allclose(rotary(x), want, atol=1e-5)
 
 
 def test_rotary_products_depend_on_the_distance_alone():
@@ -101,7 +102,7 @@ def test_rotary_products_depend_on_the_distance_alone():
 
     def products(shift):
         shifted = (np.pad(x, ((0, 0), (shift, 0), (0, 0), (0, 0))) for x in (q, k))
-        rotated_q, rotated_k = (layers.rotary(x)[:, shift:] for x in shifted)
+        rotated_q, rotated_k = (rotary(x)[:, shift:] for x in shifted)
         return np.einsum("btnh,bsnh->bnts", rotated_q, rotated_k)
 
     np.testing.assert_allclose(products(40), products(0), atol=1e-5)
@@ -124,9 +125,9 @@ def test_rotary_turns_some_pairs_by_each_coordinate(grid, size):
         angle[:, axis * each : (axis + 1) * each] = coordinate[:, None] * frequency
     z = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angle)[:, None]
     want = np.concatenate([z.real, z.imag, x[..., 2 * half :]], axis=-1)
-    np.testing.assert_allclose(layers.rotary(x, grid=grid), want, atol=1e-5)
+    np.testing.assert_allclose(rotary(x, grid=grid), want, atol=1e-5)
     # The first axis has no end, and a position is the same wherever it is asked for.
-    last = layers.rotary(x[:, 11:], np.array([[11]]), (1, *grid[1:]))
+    last = rotary(x[:, 11:], np.array([[11]]), grid=(1, *grid[1:]))
     np.testing.assert_allclose(last, want[:, 11:], atol=1e-5)
 
 
@@ -135,7 +136,7 @@ def test_products_in_a_grid_depend_on_the_distance_along_each_axis():
 
     def product(of_query, of_key):
         at = [np.array([[row * 5 + column]]) for row, column in (of_query, of_key)]
-        return np.vdot(layers.rotary(q, at[0], (4, 5)), layers.rotary(k, at[1], (4, 5)))
+        return np.vdot(rotary(q, at[0], grid=(4, 5)), rotary(k, at[1], grid=(4, 5)))
 
     near = product((1, 2), (0, 1))
     np.testing.assert_allclose(product((3, 4), (2, 3)), near, atol=1e-5)
@@ -151,11 +152,9 @@ def test_a_grid_that_nothing_rotates_by_is_refused():
 
 def test_rotary_keeps_the_dtype():
     x = numbers(1, 9, 2, 6).astype(jnp.bfloat16)
-    out = layers.rotary(x)
+    out = rotary(x)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        out.astype(np.float32), layers.rotary(x.astype(np.float32)), atol=2e-2
-    )
+    np.testing.assert_allclose(out.astype(np.float32), rotary(x.astype(np.float32)), atol=2e-2)
 
 
 def test_positions_one_by_one():
@@ -171,6 +170,6 @@ def test_positions_one_by_one():
         some = jax.jit(layer.apply_at)(params, np.zeros((2, 3, 6), np.float32), picked)
         np.testing.assert_allclose(some, whole[0][picked], atol=1e-6)
     heads = np.broadcast_to(numbers(1, 1, 2, 6), (2, 12, 2, 6))
-    whole = jax.jit(layers.rotary)(heads)
-    some = jax.jit(layers.rotary)(heads[:, :3], picked)
+    whole = rotary(heads)
+    some = rotary(heads[:, :3], picked)
     np.testing.assert_allclose(some, np.asarray(whole)[0][picked], atol=1e-6)

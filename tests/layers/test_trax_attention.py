@@ -11,6 +11,7 @@ import pytest
 from reformax.layers._trax import signature, tl
 from reformax.layers.trax_attention import LSHSelfAttention, SelfAttention
 from tests.helpers import assert_trees_close
+from tests.layers import plain
 
 LENGTH = 32
 SIZES = dict(n_heads=2, d_qk=8, d_v=4)
@@ -218,15 +219,16 @@ def test_dropout_is_off_at_evaluation_and_drops_features_of_the_output_in_traini
 
 def test_apply_is_pure():
     layer = LSHSelfAttention(**SIZES, chunk_len=8)
-    params = layer.init_params(jax.random.PRNGKey(1), X.shape)
+    params = plain.init(layer, X.shape)
     attend = jax.jit(lambda rng: layer.apply(params, X, rng=rng))
     np.testing.assert_array_equal(attend(RNG), attend(RNG))
     assert not np.array_equal(attend(RNG), attend(jax.random.PRNGKey(4)))
     with pytest.raises(ValueError, match="rng is None"):
         layer.apply(params, X)
     dense = SelfAttention(**SIZES)
-    params = dense.init_params(jax.random.PRNGKey(1), X.shape)
-    np.testing.assert_array_equal(dense.apply(params, X), dense.apply(params, X, rng=RNG))
+    params = plain.init(dense, X.shape)
+    without, given = jax.jit(lambda: [dense.apply(params, X, rng=rng) for rng in (None, RNG)])()
+    np.testing.assert_array_equal(without, given)
 
 
 @pytest.mark.parametrize("layer", [SelfAttention, LSHSelfAttention])

@@ -43,13 +43,6 @@ def run(program: str, *arguments) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_ops_load_neither_trax_nor_tensorflow():
-    run("""
-import reformax.ops
-assert not loaded("trax", "gin", "tensorflow", "tensorflow_datasets")
-""")
-
-
 @pytest.mark.slow
 @needs_tensorflow
 def test_layers_leave_an_installed_tensorflow_alone(tmp_path):

@@ -171,11 +171,12 @@ def test_apply_is_logits_of_features(model_fn):
     params, tokens = init(model), some_tokens()
     features = jax.jit(model.features)(params, tokens, RNG)
     assert features.shape == (2, LENGTH, 8 * (2 if model_fn is ReformerLM else 1))
-    logits = model.logits(params, features)
+    project = jax.jit(model.logits)
+    logits = project(params, features)
     assert logits.shape == (2, LENGTH, model.vocab_size) and logits.dtype == jnp.float32
     np.testing.assert_allclose(jax.jit(model.apply)(params, tokens, RNG), logits, atol=1e-5)
     # A loss may take the logits in pieces.
-    np.testing.assert_allclose(model.logits(params, features[:, 3:5]), logits[:, 3:5], atol=1e-5)
+    np.testing.assert_allclose(project(params, features[:, 3:5]), logits[:, 3:5], atol=1e-5)
 
 
 def test_positions_tell_where_a_token_stands():
@@ -619,9 +620,10 @@ def test_learns_a_batch_by_heart(model_fn, options):
 def test_logits_may_be_in_bfloat16(tied):
     """For a loss that reads them so: rounded once, their gradients those of float32's."""
     model = TransformerLM(**SMALL, init_std=0.5, tie_embeddings=tied, dtype="bfloat16")
-    params = model.init_params(jax.random.PRNGKey(0), (1, 4))
-    x = jax.random.normal(jax.random.PRNGKey(1), (3, 5, 8))
-    d = jax.random.normal(jax.random.PRNGKey(2), (3, 5, 16)).astype("bfloat16")
+    rng = np.random.default_rng(0)
+    x, d = (rng.normal(size=(3, 5, size)).astype(np.float32) for size in (8, 16))
+    d = d.astype("bfloat16")
+    params = jax.jit(lambda: model.init_params(RNG, (1, 4)))()
     (narrow, back), (wide, wide_back) = (
         jax.vjp(lambda p, x, to=to: model.logits(p, x, to), params, x)
         for to in ("bfloat16", "float32")

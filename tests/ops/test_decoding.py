@@ -144,7 +144,7 @@ def test_the_cache_holds_what_a_step_may_see(row):
     op, capacity = row.op(), 40
     prompt = draw(op, 1, 11)
     options = dict(plan=None, lengths=np.array([11]), capacity=capacity, rng=KEY)
-    held = inputs.init_cache(op, prompt, **options)
+    held = jax.eval_shape(lambda x: inputs.init_cache(op, x, **options), prompt)
     keys = [x for x in jax.tree.leaves(held) if x.ndim == 4 and x.shape[-1] == 4]
     assert keys[0].shape == (1, 2, row.n_held or capacity, 4)
 
@@ -195,7 +195,7 @@ def test_a_step_in_a_circle_of_chunks(pad_chunks, n_chunks_before):
     )
     x = draw(op, 2, 19)
     outs = run(op, x, np.array([3, 6]), 6, 25)
-    for n in (4, 5, 8, 9, 12, 13, 16):
+    for n in (4, 5, 8, 12, 13):
         so_far = x.at(slice(None), slice(0, n))
         want = jax.jit(lambda x: inputs.call(op, x, causal=True, rng=KEY, train=False))(so_far)
         for b in range(2):
@@ -219,10 +219,13 @@ def check_beams(op, heads):
     n_rows = n_groups * n_beams
     rng = np.random.default_rng(0)
     prompt = draw(op, n_groups, 2, **heads)
-    plan = make_plan(op, prompt)
     lengths = np.full(n_groups, 2)
-    masks = dict(plan=plan, lengths=lengths, capacity=capacity, rng=KEY)
-    first = cache.take_rows(inputs.init_cache(op, prompt, **masks), np.arange(n_rows) // n_beams)
+
+    @jax.jit
+    def start(prompt):
+        masks = dict(plan=make_plan(op, prompt), lengths=lengths, capacity=capacity, rng=KEY)
+        held = inputs.init_cache(op, prompt, **masks)
+        return cache.take_rows(held, np.arange(n_rows) // n_beams)
 
     @jax.jit
     def steps(new, copied, shared, origins, position):
@@ -232,7 +235,7 @@ def check_beams(op, heads):
         got, shared = inputs.step(op, new, shared, position=position, origins=origins)
         return want, got, copied, shared, origins
 
-    copied, shared = first, first
+    copied = shared = start(prompt)
     origins = jnp.zeros((n_groups, n_beams, capacity), jnp.int32)
     for t in range(2, capacity):
         new = draw(op, n_rows, 1, seed=t, **heads)._replace(params=prompt.params)

@@ -12,6 +12,7 @@ from reformax.ops.parts.dropout import full_dropout_mask
 from reformax.ops.parts.masks import Tokens
 from reformax.ops.parts.neighbours import Band
 from tests.helpers import assert_trees_close, with_gradients
+from tests.layers import plain
 from tests.ops import inputs, oracle
 from tests.ops.rows import Shape, visible
 
@@ -148,13 +149,19 @@ def test_a_step_sees_the_global_tokens_of_the_prompt():
     x = inputs.draw(op, length=LENGTH)
     marks = np.zeros((2, LENGTH), np.int32)
     marks[0, 1], marks[1, [0, 5]] = 1, 1
-    whole = inputs.call(op, x, causal=True, marks=marks)
+    whole = np.asarray(inputs.call(op, x, causal=True, marks=marks))
     prompt = x.at(slice(None), slice(0, 9))
     lengths = np.array([9, 7])
     marks = marks[:, :9]
     masks = dict(segments=None, causal=True, rng=None, train=False, length=LENGTH)
-    plan = inputs.plan(op, prompt, **masks, marks=marks)
-    cache = inputs.init_cache(op, prompt, plan=plan, lengths=lengths, capacity=LENGTH, rng=None)
+
+    @jax.jit
+    def start(prompt, lengths):
+        plan = inputs.plan(op, prompt, **masks, marks=marks)
+        held = dict(plan=plan, lengths=lengths, capacity=LENGTH, rng=None)
+        return inputs.init_cache(op, prompt, **held)
+
+    cache = start(prompt, lengths)
     step = jax.jit(lambda x, cache, position: inputs.step(op, x, cache, position=position))
     row = np.arange(2)[:, None]
     for n in range(14):
@@ -209,7 +216,7 @@ def test_heads_one_after_the_other_compute_the_same(monkeypatch):
 
 def test_a_layer_gives_a_global_token_projections_of_its_own():
     layer = Attention(longformer.longformer(window=3, n_global=1), n_heads=2, d_qk=4, d_v=4)
-    params = layer.init_params(jax.random.key(0), (1, LENGTH, 8))
+    params = plain.init(layer, (1, LENGTH, 8))
     x = np.random.default_rng(0).normal(size=(1, LENGTH, 8)).astype(np.float32)
     marks = np.zeros((1, LENGTH), np.int32)
     marks[0, 5] = 1

@@ -57,6 +57,12 @@ def test_given_rotations_are_those_of_the_heads():
     op = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, rotations=rotations)
     q = np.random.default_rng(0).normal(size=(2, 11, 3, 4)).astype(np.float32)
     masks = dict(segments=None, causal=True, train=True)
-    whole = op.plan((), q, None, **masks, rng=None)
-    some = op.plan((), q[:, :, 1:], None, **masks, rng=Share(None, head=1, n_heads=3))
+
+    @jax.jit
+    def plans(q):
+        part = Share(None, head=1, n_heads=3)
+        some = op.plan((), q[:, :, 1:], None, **masks, rng=part)
+        return op.plan((), q, None, **masks, rng=None), some
+
+    whole, some = plans(q)
     np.testing.assert_array_equal(some.queries, whole.queries[:, 1:])

@@ -86,7 +86,7 @@ def test_a_step_carries_on(accumulate):
     adam = optimizer.adamw(learning_rate=1e-2, weight_decay=0.1, clip=1e-3, no_decay="norm")
     options = dict(accumulate=accumulate, ema_decay=0.9)
     run = step.step_fn(model, adam, mesh.make(devices=jax.devices()[:1]), **options)
-    state = step.init_fn(model, adam, TOKENS.shape, True)(jax.random.key(0))
+    state = jax.jit(step.init_fn(model, adam, TOKENS.shape, True))(jax.random.key(0))
     assert not any("'count'" in jax.tree_util.keystr(path) for path in paths(state.opt_state))
     assert any("'embedding'" in jax.tree_util.keystr(path) for path in paths(state.opt_state))
     batch = TOKENS, TOKENS, np.ones(TOKENS.shape, np.float32)

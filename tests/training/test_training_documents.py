@@ -36,10 +36,11 @@ def test_an_evaluation_scores_documents_alone():
     task, documents = task_of([5, 9, 5, 21])
     model = model_of("eval")
     params = plain.init(model, (2, 64))
-    apply, nats = jax.jit(model.apply), 0.0
+    rng, nats = jax.random.PRNGKey(0), 0.0
+    log_p_of = jax.jit(lambda tokens: jax.nn.log_softmax(model.apply(params, tokens, rng)))
     for document in documents:
         tokens = document[None].astype(np.int32)
-        log_p = np.asarray(jax.nn.log_softmax(apply(params, tokens, jax.random.PRNGKey(0))))
+        log_p = np.asarray(log_p_of(tokens))
         nats -= np.take_along_axis(log_p, tokens[..., None], -1).sum()
     sizes = dict(batch_size=2, length=64)
     found = evaluation.evaluate(model, params, task, **sizes)
