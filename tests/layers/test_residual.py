@@ -44,6 +44,24 @@ def test_output_and_gradients_are_the_equations(remat, packed, scan_layers):
     assert_trees_close(by_stack(weights, params, x), (want, vjp(weights)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_post_norm_layers_that_are_written_out_compute_the_same(dtype):
+    """Between them the stream is there twice, and so is its gradient."""
+    cycle, x = plain.blocks([dense.dense()]), stream()
+    sizes = dict(post_norm=True, dtype=dtype)
+    looped, written = (
+        layers.ResidualStack(cycle, 3, scan_layers=scan_layers, **sizes)
+        for scan_layers in (True, False)
+    )
+    params, weights = plain.init(looped, x.shape), stream()[:, ::-1]
+    want, got = (
+        with_gradients(functools.partial(stack.apply, rng=RNG))(weights, params, x)
+        for stack in (looped, written)
+    )
+    assert want[0].dtype == got[0].dtype == jnp.float32
+    assert_trees_close(got, want, 1e-5 if dtype == "float32" else 2e-2)
+
+
 @pytest.mark.slow
 def test_remat_keeps_less():
     def memory(remat):
