@@ -7,9 +7,9 @@ trains configs/transformer_text_ten_minutes.gin for 900 steps with each attentio
 the layers that see every key, between windows, and prints bits per byte of the whole valid split
 and tokens/s, the median over the steps. Keys are a projection of their own, without the next
 value, but where the name says so. Rows are in groups: `compared` has dense attention, windows and
-LSH attention, `linear_time` states of constant size and summaries, `hybrid` the delta rule in two
-of these layers, and `chosen` attentions that choose where to look, at some 1,000 of 4,096 keys.
---only names groups or rows, and --reversible takes configs/reformer_text_ten_minutes.gin.
+LSH attention, `linear_time` states of constant size and summaries, `hybrid` the delta rule in one
+or two of these layers, and `chosen` attentions that choose where to look, at some 1,000 of 4,096
+keys. --only names groups or rows, and --reversible takes configs/reformer_text_ten_minutes.gin.
 A folder of wheels is the text of `reformax.data.package_sources`.
 
 Each row is a process of its own. --at_once=3 has three on a GPU: they compile and evaluate side by
@@ -40,6 +40,17 @@ COMPARED = {
     "dense, shared keys, next value": [NEXT_VALUE],
     "lsh, shared keys, next value": ["global_attention=@lsh.lsh()", NEXT_VALUE],
     "lsh, shared keys": ["global_attention=@lsh.lsh()"],
+    "lsh of 4 hashes, next value": [
+        "global_attention=@lsh.lsh()",
+        "lsh.lsh.n_hashes=4",
+        NEXT_VALUE,
+    ],
+    "lsh of 4 hashes, chunks of 256, next value": [
+        "global_attention=@lsh.lsh()",
+        "lsh.lsh.n_hashes=4",
+        "lsh.lsh.chunk_len=256",
+        NEXT_VALUE,
+    ],
 }
 LINEAR_TIME = {
     "gated_linear(conv_size=4)": [
@@ -72,19 +83,35 @@ LINEAR_TIME = {
     ],
     "long_short": ["global_attention=@long_short.long_short()"],
 }
-# The delta rule in layers 3 and 7, an attention that keeps all keys in layer 11.
-HYBRID = [
-    "n_layers=12",  # of --tiny too
-    "attention=({}, {}, {})".format(
-        *2 * ["@local.local(), @local.local(), @gated_delta.gated_delta(), @local.local()"],
-        "@local.local(), @local.local(), %global_attention, @local.local()",
-    ),
-    "gated_delta.gated_delta.conv_size=4",
-]
+
+
+def _hybrid(*ops: str) -> list[str]:
+    """An attention each in layers 3, 7 and 11; the delta rule, if among them, with convolutions."""
+    cycle = ", ".join(f"@local.local(), @local.local(), {op}, @local.local()" for op in ops)
+    # 12 layers with --tiny too.
+    return ["n_layers=12", f"attention=({cycle})", "gated_delta.gated_delta.conv_size=4"]
+
+
+GATED_DELTA, WINDOWS, OTHER = "@gated_delta.gated_delta()", "@local.local()", "%global_attention"
+# An attention that keeps all keys is last.
 HYBRIDS = {
-    "gated_delta twice, then flash": [*HYBRID, "global_attention=@flash.flash()"],
+    "gated_delta twice, then flash": [
+        *_hybrid(GATED_DELTA, GATED_DELTA, OTHER),
+        "global_attention=@flash.flash()",
+    ],
     "gated_delta twice, then lsh, next value": [
-        *HYBRID,
+        *_hybrid(GATED_DELTA, GATED_DELTA, OTHER),
+        "global_attention=@lsh.lsh()",
+        NEXT_VALUE,
+    ],
+    "gated_delta, then lsh of 4 hashes twice, next value": [
+        *_hybrid(GATED_DELTA, OTHER, OTHER),
+        "global_attention=@lsh.lsh()",
+        "lsh.lsh.n_hashes=4",
+        NEXT_VALUE,
+    ],
+    "gated_delta, windows, then lsh, next value": [
+        *_hybrid(GATED_DELTA, WINDOWS, OTHER),
         "global_attention=@lsh.lsh()",
         NEXT_VALUE,
     ],
