@@ -55,6 +55,13 @@ SMALL = {
 SMALL_OF = {
     "stdlib": {"stdlib.stdlib.max_bytes": 20_000},
     "reverse": {"reverse.reverse.n_eval": 4},
+    "pathfinder": {
+        "length": 1024,  # of 32 x 32 pixels
+        "n_heads": 4,  # as many as dilations
+        "pos_d_axial_embs": (8, 8),
+        "pathfinder.pathfinder.n_train": 4,
+        "pathfinder.pathfinder.n_eval": 2,
+    },
     "listops": {
         "listops.listops.min_length": 5,
         "listops.listops.max_length": 60,
