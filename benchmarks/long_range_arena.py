@@ -6,16 +6,17 @@
 trains the encoder of configs/long_range_arena.gin, made smaller (SIZES), on the examples of the
 task's own config, and prints the share of the valid split's rows that is named right at the end,
 the bits of a label by the best checkpoint, and tokens/s, the median over the steps. Tay et al.
-2020, "Long Range Arena", has the tasks. Positions are the config's: of images vectors of row and
-column, of all else sinusoids.
+2020, "Long Range Arena", has the tasks. Positions are the config's: of Pathfinder vectors of row
+and column, of all else sinusoids.
 
 The class is read from the mean over a row, or with --pooling=cls from one vector: a learnt one
 before the row, as in the published models of texts, and of rows that are read causally the last
 token's.
 
 Rows are in groups: `exact` attention, `hashed` and otherwise `chosen` keys, fixed `patterns`, a
-`low_rank`, recurrent states of constant size, and what a task's config has for it alone. They see
-256 keys or so where they have such a number. What cannot show the future reads rows causally.
+`low_rank`, `recurrent` states of constant size, and `configured`, what a task's config has for it
+alone. They see 256 keys or so where they have such a number. What cannot show the future reads rows
+causally.
 
 --curriculum first trains on shorter lists or curves, and then on longer ones: two thirds of the
 steps each, with as many tokens. --pretrained first trains a masked language model on the same rows
@@ -62,12 +63,19 @@ def _lists(shortest: int, longest: int, rows: int) -> list[str]:
     return [*(f"listops.listops.{x}" for x in bounds), f"length={longest}", f"batch_size={rows}"]
 
 
-CURVES = [[f"dashes={n}"] for n in (2, 4, 6, 9)]
+PATHFINDER = Task(
+    "pathfinder.pathfinder",
+    257,
+    drawn=True,
+    easier=[[f"dashes={n}"] for n in (2, 4, 6, 9)],
+    learning_rate=3e-4,
+    own=True,
+)
 TASKS = {
     "listops": Task("listops.listops", 16, True, (_lists(10, 128, 512), _lists(100, 512, 128))),
     "listops_short": Task("listops.listops", 16, True, (_lists(5, 32, 128),)),
-    "pathfinder": Task("pathfinder.pathfinder", 257, True, CURVES, 3e-4, True),
-    "path_x": Task("pathfinder.pathfinder", 257, True, CURVES, 3e-4, True),
+    "pathfinder": PATHFINDER,
+    "path_x": PATHFINDER,
     "stdlib_packages": Task("stdlib_packages.stdlib_packages", 257),
     "reviews": Task("reviews.reviews", 257),
     "document_pairs": Task("document_pairs.document_pairs", 257),
@@ -190,7 +198,7 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
     runs.append(classes)
     if args.pretrained:
         runs[1] = [*runs[1], "loop.train.fresh_heads=True"]
-    tiny = [*TINY, *(TINY_IMAGES if task.factory == "pathfinder.pathfinder" else [])]
+    tiny = [*TINY, *(TINY_IMAGES if task == PATHFINDER else [])]
     return [(file, [*settings, *(tiny if args.tiny else [])]) for settings in runs]
 
 

@@ -68,6 +68,7 @@ from benchmarks.reliability import runs as reliability_runs
 from benchmarks.rows import linear as linear_rows
 from benchmarks.rows import recall as recall_rows
 from benchmarks.rows import trained as trained_rows
+from reformax.declared import SettingError
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense, flash, local, lsh
 from reformax.training.callbacks import Callback
@@ -174,6 +175,14 @@ def test_devices_at_once_take_as_long_as_the_slowest():
     alone = [scaling.Candidate(lambda s=s: s, 10, 1.0, s) for s in (2.0, 3.0)]
     together = scaling.at_once(alone)
     assert (together.run(), *together[1:]) == (3.0, 20, 1.0, 3.0)
+
+
+def test_scaling_refuses_a_model_of_no_text(monkeypatch):
+    text = configured.stdlib.stdlib(max_bytes=1000)
+    monkeypatch.setattr(configured.stdlib, "stdlib", lambda: text)
+    with pytest.raises(SettingError, match="continues text, and model TransformerEncoder names"):
+        scaling.main([f"--config_file={ROOT}/configs/listops_short.gin"])
+    gin.clear_config()
 
 
 def test_scaling_measures_the_page_part_by_part_and_nothing_twice(tmp_path, monkeypatch, capsys):

@@ -113,7 +113,7 @@ def pathfinder(
         return images.astype(np.int32) * levels // 256 + 1, classes
 
     made_by = f"size={size}, length={length}, levels={levels}, data_seed={data_seed}"
-    made_by += f", mirrored={mirrored}" * mirrored
+    made_by += ", mirrored=True" if mirrored else ""
     sizes = {"train": n_train * (8 if mirrored else 1), "valid": n_eval, "test": n_eval}
     return labelled_task(
         "pathfinder",
