@@ -152,6 +152,7 @@ def test_data_for_no_config(answer):
         ("lm.ReformerLM.attention_type", "@dense.dense()"),
         ("loop.train.optimizer", "@optimizer.adam()"),
         ("loop.train.model", "@seq2seq.Reformer"),
+        ("loop.train.stages", "@stages.Stage()"),
     ],
 )
 def test_a_module_of_this_package_needs_no_import_line(name, value):

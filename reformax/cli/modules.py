@@ -11,9 +11,9 @@ from pathlib import Path
 
 from reformax.cli import gin_text
 
-# What configs name: modules of these packages, and two of training.
+# What configs name: modules of these packages, and these of training.
 _PACKAGES = ("reformax.data", "reformax.models", "reformax.ops")
-_OF_TRAINING = ("loop", "optimizer")
+_OF_TRAINING = ("loop", "optimizer", "stages", "wandb_log")
 
 
 def missing(override: str, bound: Iterable[str]) -> list[str]:
