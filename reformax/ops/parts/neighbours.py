@@ -33,7 +33,7 @@ def rows_at(x: Array, few: Int[Array, "#B G"]) -> Array:
     """Rows of `x`, `[B, T, ...]`, at some positions; any row for `NOWHERE`."""
     index = jnp.minimum(few, x.shape[1] - 1)
     if index.shape[0] == 1:
-        return x[:, index[0]]
+        return jnp.asarray(x)[:, index[0]]  # of NumPy too, at a traced index
     return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
