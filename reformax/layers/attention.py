@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
@@ -26,7 +25,7 @@ from reformax.layers import context
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import dropout, rate_in
 from reformax.layers.float8 import product
-from reformax.layers.matrices import check_input, products, turned
+from reformax.layers.matrices import Unnormed, affine, check_input, products, turned
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
@@ -390,13 +389,13 @@ class Attention(MultiHead):
         after = jnp.pad(qkv.v[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
         return qkv._replace(v=own * qkv.v + of_next * after)
 
-    def _project_merged(self, params, x: Float[Array, "B T D"], position=None) -> QKV:
+    def _project_merged(self, params, x: Float[Array, "B T D"] | Unnormed, position=None) -> QKV:
         """`_project` with the weights from `for_decoding`."""
         projections = self.projections()
-        ends = np.cumsum([to.n_heads * to.size for to in projections.values()])[:-1]
-        parts = jnp.split(affine(params, "in", x), ends, axis=-1)
+        sizes = [to.n_heads * to.size for to in projections.values()]
+        parts = affine(x, params["w_in"], params.get("b_in"), sizes=sizes)
         heads = {
-            name: part.reshape(*x.shape[:2], to.n_heads, to.size)
+            name: part.reshape(*part.shape[:2], to.n_heads, to.size)
             for (name, to), part in zip(projections.items(), parts, strict=True)
         }
         return self._rotate(heads, position)
@@ -478,10 +477,11 @@ class Attention(MultiHead):
     def step(
         self,
         params,
-        x: Float[Array, "B 1 D"],
+        x: Float[Array, "B 1 D"] | Unnormed,
         cache: Any,
         position: Int[Array, " B"],
         origins: Int[Array, "G K C"] | None = None,
+        added: Float[Array, "B 1 D"] | None = None,
     ) -> tuple[Float[Array, "B 1 D"], Any]:
         """The layer at the next position of each row, and the cache with it.
 
@@ -493,6 +493,7 @@ class Attention(MultiHead):
           origins: in beam search, the beam whose cache has each position of a beam's past
             (`ops.parts.cache.ring_decoding`). Algorithms without the trait `beams` ignore it:
             their caches are reordered.
+          added: a stream that the output is added to.
         """
         qkv = self._project_merged(params, x, position[:, None])
         if self.next_value:
@@ -515,7 +516,7 @@ class Attention(MultiHead):
         out, cache = devices.by_rows(step, rows, (read,))
         if self.next_value:
             cache = NextValueCache(cache, qkv.v)
-        return affine(params, "o", out.reshape(*x.shape[:2], -1)), cache
+        return output(params, out, added), cache
 
     @property
     def _shares_beams(self) -> bool:
@@ -530,10 +531,12 @@ class Attention(MultiHead):
         return cache if self._shares_beams else take_rows(cache, rows)
 
 
-def affine(params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
-    """`x @ w_<name> + b_<name>`, with weights from `for_decoding`."""
-    y = x @ turned(params[f"w_{name}"])
-    return y + params[f"b_{name}"][None, None] if f"b_{name}" in params else y
+def output(
+    params, heads: Float[Array, "B T N V"], added: Float[Array, "B T D"] | None
+) -> Float[Array, "B T D"]:
+    """The output projection of a step, with the weights from `for_decoding`."""
+    x = heads.reshape(*heads.shape[:2], -1)
+    return affine(x, params["w_o"], params.get("b_o"), added=added)[0]
 
 
 def _of_channels(params, dtype) -> Float[Array, "2 1 1 N V"]:

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Unsupported
 from reformax.layers import context
-from reformax.layers.attention import QKV, MultiHead, affine
+from reformax.layers.attention import QKV, MultiHead, output
+from reformax.layers.matrices import Unnormed, affine
 from reformax.ops.parts.masks import tokens_of
 
 
@@ -89,7 +90,9 @@ class CrossAttention(MultiHead):
         """
         memory = memory.astype(dtype)
         heads = [
-            affine(params, letter, memory).reshape(*memory.shape[:2], size.n_heads, size.size)
+            affine(memory, params[f"w_{letter}"], params.get(f"b_{letter}"))[0].reshape(
+                *memory.shape[:2], size.n_heads, size.size
+            )
             for letter, size in self.projections().items()
             if letter != "q"
         ]
@@ -100,9 +103,10 @@ class CrossAttention(MultiHead):
     def step(
         self,
         params,
-        x: Float[Array, "R 1 D"],
+        x: Float[Array, "R 1 D"] | Unnormed,
         memory_kv: tuple[Float[Array, "B G H S"], Float[Array, "B G V S"], Any],
         memory_segments: Int[Array, "B S"] | None = None,
+        added: Float[Array, "R 1 D"] | None = None,
     ) -> Float[Array, "R 1 D"]:
         """The layer at one position of each row.
 
@@ -111,14 +115,16 @@ class CrossAttention(MultiHead):
           x: R / B rows for each memory, one after the other.
           memory_kv: from `precompute_kv`.
           memory_segments: 0 is padding; every row reads the rest.
+          added: a stream that the output is added to.
         """
         *heads, rng = memory_kv
         batch = heads[0].shape[0]
-        q = affine(params, "in", x).reshape(batch, -1, self.n_heads, self.d_qk)
+        (rows,) = affine(x, params["w_in"], params.get("b_in"))
+        q = rows.reshape(batch, -1, self.n_heads, self.d_qk)
         segments = None
         if memory_segments is not None:
             segments = jnp.ones(q.shape[:2], bool), memory_segments.astype(bool)
         qkv = QKV(q, *(jnp.transpose(x, (0, 3, 1, 2)) for x in heads))
         plan = self.plan(params, qkv, segments, rng)
         out = self._apply_op(params, qkv, plan, segments)
-        return affine(params, "o", out.reshape(*x.shape[:2], -1))
+        return output(params, out.reshape(*rows.shape[:2], self.n_heads, -1), added)

@@ -15,7 +15,7 @@ from reformax.declared import Count, Positive, Rate, SettingError, Size, check_f
 from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
-from reformax.layers.matrices import check_input, turned
+from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, check_input, turned
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.softmax import wide
@@ -43,9 +43,8 @@ def _narrow_vjp(residuals, dy):
 _narrow.defvjp(lambda x, w: (x @ w, (x, w)), _narrow_vjp)
 
 
-# The activations of the kernel, and the sizes for which "auto" takes it. With few numbers, as in a
-# step of decoding, XLA fuses all but the products; more than `MOST` were never tested.
-IN_KERNELS = (jax.nn.gelu, jax.nn.relu)
+# The sizes for which "auto" takes the kernel. With few numbers XLA fuses all but the products; more
+# than `MOST` were never tested.
 LEAST_SIZE, MOST = 2**20, 2**31
 
 
@@ -118,9 +117,17 @@ class FeedForward(Layer):
         cast = jax.tree.map(lambda w: w.astype(dtype), params)
         return cast | {name: turned(cast[name]) for name in ("w1", "w2")}
 
-    def step(self, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """`apply` with the weights from `for_decoding`."""
-        return self.apply(params | {name: turned(params[name]) for name in ("w1", "w2")}, x)
+    def step(
+        self,
+        params,
+        x: Float[Array, "B T D"] | Unnormed,
+        added: Float[Array, "B T D"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """`apply` with the weights from `for_decoding`, added to a stream if there is one."""
+        (hidden,) = affine(
+            x, params["w1"], params["b1"], activation=self.activation, impl=self.impl
+        )
+        return affine(hidden, params["w2"], params["b2"], added=added, impl=self.impl)[0]
 
     def _check(self, params, x) -> None:
         """Raises `ValueError` unless weights and an input fit each other."""

@@ -40,6 +40,11 @@ class LayerNorm(Layer):
         self._dtype = dtype
         self._impl = impl
 
+    @property
+    def epsilon(self) -> float:
+        """What is added to the variance."""
+        return self._epsilon
+
     def init_params(self, rng, shape):
         return {"scale": jnp.ones(shape[-1:]), "bias": jnp.zeros(shape[-1:])}
 

@@ -1,13 +1,28 @@
-"""Products with matrices: several of one array, what fits them, and how they lie for decoding."""
+"""Products with matrices: several of one array, what fits them, and those of a step of decoding."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
+
+from reformax import devices
+from reformax.ops.parts.dispatch import choose
+from reformax.ops.parts.softmax import wide
+
+if TYPE_CHECKING:
+    from reformax.layers.layer_norm import LayerNorm
+
+# The activations of kernels, and the most numbers of a row that "auto" takes one for: a program has
+# the row and two of the matrix on the chip.
+IN_KERNELS = (jax.nn.gelu, jax.nn.relu)
+MOST = 4096
 
 
 def products(
@@ -43,6 +58,73 @@ def turned(w: Float[Array, "I J"]) -> Float[Array, "I J"]:
     it would write every product to memory first. A CPU multiplies several rows faster as they are.
     """
     return w.T if jax.default_backend() == "gpu" else w
+
+
+class Unnormed(NamedTuple):
+    """`norm(x)`, not computed yet: what a sublayer reads in a step of decoding."""
+
+    norm: LayerNorm
+    params: Any  # the norm's
+    x: Float[Array, "B T D"]
+
+    def computed(self) -> Float[Array, "B T D"]:
+        """The norm's output."""
+        return self.norm.apply(self.params, self.x)
+
+
+def affine(
+    x: Float[Array, "B T D"] | Unnormed,
+    w: Float[Array, "D E"],
+    b: Float[Array, " E"] | None = None,
+    *,
+    activation: Callable[[Array], Array] | None = None,
+    added: Float[Array, "B T E"] | None = None,
+    sizes: Sequence[int] = (),
+    impl: str = "auto",
+) -> list[Float[Array, "B T _"]]:
+    """`added + activation(x @ w + b)`, in parts: what a step of decoding computes with a matrix.
+
+    Args:
+      x: the input; with a norm of its own that norm is computed first.
+      w: the matrix as `turned` keeps it. The output is rounded to its dtype.
+      b: the bias.
+      activation: the nonlinearity; None: none.
+      added: the stream that the output is added to, in its dtype.
+      sizes: of the parts; (): the whole.
+      impl: as in `FeedForward`. The kernel computes all of this, the norm for each of its programs
+        anew. "auto" takes it on a GPU for a single row, where the number of kernels is what a step
+        waits for.
+
+    Raises:
+      NotImplementedError: a kernel asked for cannot run here.
+    """
+    rows = x.x if isinstance(x, Unnormed) else x
+    pays = rows.size == rows.shape[-1] <= MOST and wide(w.dtype) == jnp.float32
+    pays = pays and (activation is None or activation in IN_KERNELS)
+    chosen = choose(impl, pays, pallas=None) if rows.size else "xla"
+    sizes = tuple(sizes) or (b.size if b is not None else turned(w).shape[1],)
+    if chosen == "xla":
+        x = x.computed() if isinstance(x, Unnormed) else x
+        y = x @ turned(w)
+        if activation is not None:
+            y = y.astype(wide(y.dtype))
+        y = y if b is None else y + b[None, None]
+        y = y if activation is None else activation(y).astype(x.dtype)
+        y = y if added is None else added + y.astype(added.dtype)
+        return jnp.split(y, list(accumulate(sizes))[:-1], axis=-1)
+    from reformax.layers.kernels import one_row as kernel
+
+    epsilon, norm = (x.norm.epsilon, x.params) if isinstance(x, Unnormed) else (None, None)
+    options = kernel.Options(epsilon, activation, sizes, chosen == "pallas_interpret")
+
+    def of_rows(first, x, added, w, b, norm):
+        del first
+        flat = (None if y is None else y.reshape(-1, y.shape[-1]) for y in (x, added))
+        parts = kernel.affine(options, kernel.Inputs(*flat, w, b, norm))
+        return [part.reshape(*x.shape[:2], -1) for part in parts]
+
+    w = w if jax.default_backend() == "gpu" else w.T
+    return devices.by_positions(of_rows, (rows, added), (w, b, norm))
 
 
 def check_input(x: Array, d_model: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from reformax.layers.stacks import Block, BlockStack
+from reformax.layers._trax import Layer
+from reformax.layers.matrices import Unnormed
+from reformax.layers.stacks import BlockStack
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -42,28 +44,73 @@ class ResidualStack(BlockStack):
                 rngs = self._rngs(rng, this, i)
 
                 def layer(p, streams, memory, block=block, rngs=rngs):
-                    def attend(p, h):
-                        return block.attention.apply(p, h, *mask, rng=rngs["attention"]), None
-
-                    cross = _cross(block, memory, masks, rngs)
-                    feed = functools.partial(block.feed_forward.apply, rng=rngs["feed_forward"])
-                    streams, _ = self._layer(block, p, streams, attend, cross, feed)
+                    further = {"attention": mask, "cross_attention": (memory, *masks)}
+                    sublayers = {
+                        name: _of(layer, *further[name], rng=rngs[name])
+                        for name, layer in block.attentions.items()
+                    }
+                    sublayers["feed_forward"] = _of(block.feed_forward, rng=rngs["feed_forward"])
+                    streams = self._layer(p, streams, sublayers)
                     return streams if open_ends else self._closed(streams)
 
                 layer = jax.checkpoint(layer) if self.remat else layer
                 streams = layer(this.params[f"block_{i}"], streams, memory)
             return streams, None
 
-        streams = self._opened((x,))
+        streams = (self._residual(x),)
         if open_ends:
             streams += ((x if self.post_norm else jnp.zeros_like(x)).astype(self.dtype),)
         return self._closed(self._scan(repeat, streams, params)[0])[0]
 
+    # A sublayer, from its input to the streams after it.
 
-def _cross(block: Block, memory, masks, rngs) -> Callable | None:
-    """A block's cross-attention as a function of its weights and input alone."""
-    if block.cross_attention is None:
-        return None
-    return lambda params, x: block.cross_attention.apply(
-        params, x, memory, *masks, rng=rngs["cross_attention"]
-    )
+    def _read(
+        self, params, name: str, streams: Sequence[Array]
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
+        """A sublayer's input, and the streams for their other readers."""
+        if self.post_norm:
+            return streams[-1].astype(self.dtype), streams
+        h, stream = self._norm.with_residual(params[f"{name}_norm"], *streams)
+        return h, (stream,)
+
+    def _add(
+        self, params, name: str, streams: Sequence[Array], out: Float[Array, "B T D"]
+    ) -> tuple[Array, ...]:
+        """The streams after a sublayer, with what the next one reads them by.
+
+        That is, if pre-norm, what its norm adds to the stream, and if post-norm, its input: the
+        stream in the dtype that sublayers compute in.
+        """
+        if not self.post_norm:
+            return *streams, out
+        norm = params[f"{name}_norm"]
+        return self._norm.of_sum(norm, streams[0], out, "float32", self.dtype)
+
+    def _closed(self, streams: Sequence[Array]) -> tuple[Array, ...]:
+        """The streams alone, with what was to be added to them."""
+        return (streams[0] if self.post_norm else sum(map(self._residual, streams)),)
+
+    def _layer(self, params, streams, sublayers: dict[str, Callable]) -> tuple[Array, ...]:
+        """The streams after a layer, of sublayers `(params, input) -> output` by their names."""
+        for name, sublayer in sublayers.items():
+            h, streams = self._read(params, name, streams)
+            streams = self._add(params, name, streams, sublayer(params[name], h))
+        return streams
+
+    def _opened(self, streams):
+        (x,) = super()._opened(streams)
+        return (x, x.astype(self.dtype)) if self.post_norm else (x,)
+
+    def _decode(self, params, name, streams, sublayer):
+        x, *read = streams
+        if self.post_norm:
+            out, other = sublayer(params[name], *read, added=None)
+            return self._add(params, name, (x,), out), other
+        read = Unnormed(self._norm, params[f"{name}_norm"], x)
+        x, other = sublayer(params[name], read, added=x)
+        return (x,), other
+
+
+def _of(layer: Layer, *further, rng) -> Callable:
+    """A layer as a function of its weights and first input alone."""
+    return lambda params, x: layer.apply(params, x, *further, rng=rng)

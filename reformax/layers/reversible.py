@@ -45,6 +45,7 @@ from reformax.layers.coupling import (
     TwoStreams,
     slots_that_repeat,
 )
+from reformax.layers.matrices import Unnormed
 from reformax.layers.stacks import Block, BlockStack
 from reformax.ops.parts.masks import tokens_of
 
@@ -167,29 +168,15 @@ class ReversibleStack(BlockStack):
     def _opened(self, streams: Streams) -> Streams:
         return self._coupling.opened(super()._opened(streams))
 
-    # In decoding the next norm adds what a sublayer puts out to the stream that it reads. Slots
-    # need the sum before.
-
-    def _read(self, params, name, streams):
-        if self.n_slots is None:
-            other, *parts = streams
-            h, stream = self._norm.with_residual(params[f"{name}_norm"], *parts)
-            return h, (other, stream)
-        read = self._coupling.read(self._coupling.ahead(streams))
-        return self._norm.apply(params[f"{name}_norm"], read), streams
-
-    def _add(self, params, name, streams, out):
-        out = self._residual(out)
-        if self.n_slots is None:
-            other, stream = streams
-            return stream, other, out
-        return self._coupling.after(self._coupling.ahead(streams).plus(out))
-
-    def _closed(self, streams):
-        if self.n_slots is None:
-            other, *parts = streams
-            return other, sum(parts)
-        return streams
+    def _decode(self, params, name, streams, sublayer):
+        parts = self._coupling.ahead(streams)
+        read = Unnormed(self._norm, params[f"{name}_norm"], self._coupling.read(parts))
+        if self._on_grid:  # what is added is rounded before
+            out, other = sublayer(params[name], read, added=None)
+            return self._coupling.after(parts.plus(self._residual(out))), other
+        (stream,) = parts.written
+        out, other = sublayer(params[name], read, added=stream)
+        return self._coupling.after(parts._replace(written=(out,))), other
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x.astype(jnp.float32)

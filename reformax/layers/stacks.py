@@ -24,6 +24,7 @@ from reformax.layers.attention import Attention, MultiHead
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import LayerNorm
+from reformax.layers.matrices import Unnormed
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # The sublayers of a block, and the number that makes the rng of each.
@@ -146,65 +147,40 @@ class BlockStack(Layer):
         rng = jax.random.fold_in(jax.random.fold_in(rng, repeat.index), i)
         return {name: jax.random.fold_in(rng, number) for name, number in SUBLAYERS.items()}
 
-    # A sublayer, from its input to the streams after it.
-
     def _opened(self, streams: Sequence[Array]) -> tuple[Array, ...]:
         """The streams before the first sublayer, from the stack's inputs."""
         return tuple(map(self._residual, streams))
-
-    def _read(
-        self, params, name: str, streams: Sequence[Array]
-    ) -> tuple[Float[Array, "B T D"], tuple[Array, ...]]:
-        """A sublayer's input, and the streams for their other readers."""
-        if self.post_norm:
-            return streams[-1].astype(self.dtype), streams
-        h, stream = self._norm.with_residual(params[f"{name}_norm"], *streams)
-        return h, (stream,)
-
-    def _add(
-        self, params, name: str, streams: Sequence[Array], out: Float[Array, "B T D"]
-    ) -> tuple[Array, ...]:
-        """The streams after a sublayer, with what the next one reads them by.
-
-        That is, if pre-norm, what its norm adds to the stream, and if post-norm, its input: the
-        stream in the dtype that sublayers compute in.
-        """
-        if not self.post_norm:
-            return *streams, out
-        norm = params[f"{name}_norm"]
-        return self._norm.of_sum(norm, streams[0], out, "float32", self.dtype)
-
-    def _closed(self, streams: Sequence[Array]) -> tuple[Array, ...]:
-        """The streams alone, with what was to be added to them."""
-        return (streams[0] if self.post_norm else sum(map(self._residual, streams)),)
 
     def _residual(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """`x` as it is added to a stream."""
         return x.astype(jnp.float32)
 
-    def _layer(self, block: Block, params, streams, attend: Callable, cross: Callable, feed):
-        """The streams after a layer, and the second output of `attend`.
+    # Decoding: `prefill` reads a prompt, or the memory; `step` one more position of each row. In a
+    # step the products with a sublayer's matrices compute its norm and add to the stream.
+
+    def _decode(
+        self, params, name: str, streams: tuple[Array, ...], sublayer: Callable
+    ) -> tuple[tuple[Array, ...], Any]:
+        """The streams after a sublayer.
 
         Args:
-          block: the layer.
-          params: its weights.
+          params: the layer's weights.
+          name: the sublayer's.
           streams: those before it.
-          attend: `(params, input) -> (output, anything)`, the self-attention.
-          cross: `(params, input) -> output`, the cross-attention if there is one.
-          feed: `(params, input) -> output`, the feed-forward layer.
-        """
-        h, streams = self._read(params, "attention", streams)
-        attended, other = attend(params["attention"], h)
-        streams = self._add(params, "attention", streams, attended)
-        if self._cross:
-            h, streams = self._read(params, "cross_attention", streams)
-            crossed = cross(params["cross_attention"], h)
-            streams = self._add(params, "cross_attention", streams, crossed)
-        h, streams = self._read(params, "feed_forward", streams)
-        out = feed(params["feed_forward"], h)
-        return self._add(params, "feed_forward", streams, out), other
+          sublayer: `(params, input, added=stream) -> (output, anything)`. The input is an array
+            or `Unnormed`, and the output is added to the stream unless that is None.
 
-    # Decoding: `prefill` reads a prompt, or the memory; `step` one more position of each row.
+        Returns:
+          The streams, and the sublayer's second output.
+        """
+        raise NotImplementedError
+
+    def _decode_layer(self, params, streams, sublayers: dict[str, Callable]):
+        """The streams after a layer, and the second output of its self-attention."""
+        found = {}
+        for name, sublayer in sublayers.items():
+            streams, found[name] = self._decode(params, name, streams, sublayer)
+        return streams, found["attention"]
 
     def for_decoding(self, params) -> tuple[Any, ...]:
         """The weights for decoding: a tree for each repeat, in the dtype sublayers compute in."""
@@ -254,16 +230,22 @@ class BlockStack(Layer):
                     capacity=capacity,
                     rng=rngs["attention"],
                 )
+                sublayers = {"attention": _apart(attend)}
+                if self._cross:
 
-                def cross(p, h, layer=block.cross_attention, rng=rngs["cross_attention"]):
-                    memory_kv.append(layer.precompute_kv(p, memory, self.dtype, rng))
-                    return layer.step(p, h, memory_kv[-1], memory_segments)
+                    def cross(p, h, added, layer=block.cross_attention, rngs=rngs):
+                        rng = rngs["cross_attention"]
+                        memory_kv.append(layer.precompute_kv(p, memory, self.dtype, rng))
+                        return layer.step(p, h, memory_kv[-1], memory_segments, added), None
 
+                    sublayers["cross_attention"] = cross
+                    sublayers["feed_forward"] = _alone(block.feed_forward.step)
+                else:
+                    sublayers["feed_forward"] = _apart(_alone(block.feed_forward.apply))
                 p = this.params[f"block_{i}"]
-                feed = block.feed_forward.step if self._cross else block.feed_forward.apply
-                streams, cache = self._layer(block, p, streams, attend, cross, feed)
+                streams, cache = self._decode_layer(p, streams, sublayers)
                 caches.append(cache)
-            return self._closed(streams), (tuple(caches), tuple(memory_kv))
+            return streams, (tuple(caches), tuple(memory_kv))
 
         streams = self._opened(streams)
         if not self._cross:
@@ -301,18 +283,19 @@ class BlockStack(Layer):
                     position=position,
                     origins=origins,
                 )
-                cross = None
+                sublayers = {"attention": attend}
                 if self._cross:
                     cross = functools.partial(
                         block.cross_attention.step,
                         memory_kv=memory_kv[repeat][i],
                         memory_segments=memory_segments,
                     )
+                    sublayers["cross_attention"] = _alone(cross)
+                sublayers["feed_forward"] = _alone(block.feed_forward.step)
                 p = params_here[f"block_{i}"]
-                feed = block.feed_forward.step
-                streams, cache = self._layer(block, p, streams, attend, cross, feed)
+                streams, cache = self._decode_layer(p, streams, sublayers)
                 after[-1].append(cache)
-        return self._closed(streams)[: self.n_streams], tuple(map(tuple, after))
+        return streams[: self.n_streams], tuple(map(tuple, after))
 
     def reorder_cache(self, caches: Any, rows: Int[Array, " R"]) -> Any:
         """The caches of beams that continue `rows`; see `Attention.reorder_cache`."""
@@ -330,3 +313,18 @@ class BlockStack(Layer):
             jax.tree.map(lambda x: x[i], tree)  # noqa: B023
             for i in range(self._n_repeats)
         )
+
+
+def _alone(sublayer: Callable) -> Callable:
+    """A sublayer that returns nothing but its output, for `BlockStack._decode`."""
+    return lambda params, x, **added: (sublayer(params, x, **added), None)
+
+
+def _apart(sublayer: Callable) -> Callable:
+    """A sublayer that reads a norm's output and adds to no stream, for `BlockStack._decode`."""
+
+    def run(params, x, added):
+        out, other = sublayer(params, x.computed() if isinstance(x, Unnormed) else x)
+        return out if added is None else added + out.astype(added.dtype), other
+
+    return run

@@ -58,7 +58,7 @@ class Options(NamedTuple):
     interpret: bool = False
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows of D numbers, as a program reads and writes them."""
 
     size: int  # D
@@ -97,7 +97,7 @@ class _Rows(NamedTuple):
         return x * factor, factor
 
 
-def _forward_kernel(inputs: Inputs, outputs: tuple, total, *, rows: _Rows):
+def _forward_kernel(inputs: Inputs, outputs: tuple, total, *, rows: Rows):
     row = pl.program_id(0)
     x = rows.added(inputs, row)
     if total is not None:
@@ -107,7 +107,7 @@ def _forward_kernel(inputs: Inputs, outputs: tuple, total, *, rows: _Rows):
         rows.store(ref, out, row)
 
 
-def _backward_kernel(inputs: Inputs, d_outputs: tuple, d_sum, d_inputs, sums, *, rows: _Rows):
+def _backward_kernel(inputs: Inputs, d_outputs: tuple, d_sum, d_inputs, sums, *, rows: Rows):
     n_rows, n_programs = inputs.x.shape[0], sums[0].shape[0]
     program = pl.program_id(0)
     per_program = pl.cdiv(n_rows, n_programs)
@@ -136,7 +136,7 @@ def _launch(
 ):
     size = inputs.x.shape[1]
     return launch(
-        functools.partial(kernel, rows=_Rows(size, epsilon)),
+        functools.partial(kernel, rows=Rows(size, epsilon)),
         (inputs, *others),
         shapes,
         grid=(grid,),

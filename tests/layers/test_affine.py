@@ -1,0 +1,99 @@
+"""What a step of decoding computes with a matrix, in array operations and in the kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax import layers
+from reformax.layers import matrices
+from reformax.layers.matrices import Unnormed, affine, turned
+
+KERNEL = "pallas" if jax.default_backend() == "gpu" else "pallas_interpret"
+RNG = np.random.default_rng(0)
+
+
+def drawn(*shape, dtype="float32"):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+def equation(x, w, b, norm, activation, added):
+    """In NumPy, float64."""
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    if norm is not None:
+        scale, bias = (np.asarray(norm[name], np.float64) for name in ("scale", "bias"))
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        x = x * scale + bias
+    y = x @ w + (0 if b is None else np.asarray(b, np.float64))
+    if activation is jax.nn.relu:
+        y = np.maximum(y, 0)
+    elif activation is jax.nn.gelu:
+        y = y / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+    return y if added is None else y + np.asarray(added, np.float64)
+
+
+# Sizes at and off powers of two; more outputs and fewer than a program has rows of the matrix.
+@pytest.mark.parametrize("impl", ["xla", KERNEL])
+@pytest.mark.parametrize("rows", [(1, 1), (3, 2)])
+@pytest.mark.parametrize(
+    "d_in, sizes, options",
+    [
+        (32, (300,), {"b", "gelu"}),
+        (48, (7,), {"norm", "b", "relu"}),
+        (33, (96, 5, 64), {"norm"}),
+        (4096, (3,), {"norm", "added"}),
+        (20, (40,), {"b", "added"}),
+    ],
+)
+def test_it_is_the_equation(d_in, sizes, options, rows, impl):
+    x, w = drawn(*rows, d_in), drawn(d_in, sum(sizes)) / d_in**0.5
+    b = drawn(sum(sizes)) if "b" in options else None
+    added = drawn(*rows, sum(sizes)) if "added" in options else None
+    activation = next((getattr(jax.nn, name) for name in ("gelu", "relu") if name in options), None)
+    norm = {"scale": drawn(d_in), "bias": drawn(d_in)} if "norm" in options else None
+    read = x if norm is None else Unnormed(layers.LayerNorm(), norm, x)
+    call = jax.jit(
+        lambda w: affine(
+            read, turned(w), b, activation=activation, added=added, sizes=sizes, impl=impl
+        )
+    )
+    parts = call(w)
+    assert [part.shape for part in parts] == [(*rows, size) for size in sizes]
+    want = equation(x, w, b, norm, activation, added)
+    np.testing.assert_allclose(jnp.concatenate(parts, -1), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_weights_round_the_output_before_it_is_added(dtype):
+    stream, added = drawn(1, 1, 64), 100 * drawn(1, 1, 96)
+    norm = {"scale": drawn(64), "bias": drawn(64)}
+    read = Unnormed(layers.LayerNorm(dtype=dtype), norm, stream)
+    w, b = drawn(64, 96, dtype=dtype), drawn(96, dtype=dtype)
+    (want,), (got,) = (
+        affine(read, turned(w), b, added=added, impl=impl) for impl in ("xla", KERNEL)
+    )
+    assert got.dtype == want.dtype == jnp.float32
+    np.testing.assert_allclose(got - added, want - added, rtol=2e-2, atol=0.1)
+    rounded = (got - added).astype(dtype).astype(jnp.float32)
+    np.testing.assert_allclose(got, rounded + added, rtol=1e-6)
+
+
+def kernels(x, *arguments, **options):
+    return str(jax.make_jaxpr(lambda *a: affine(*a, **options))(x, *arguments)).count("pallas_call")
+
+
+def test_auto_takes_the_kernel_for_one_row_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(matrices, "choose", lambda impl, pays, **_: KERNEL if pays else "xla")
+    row, w = drawn(1, 1, 16), drawn(16, 16)
+    assert kernels(row, w) == 1
+    assert kernels(row, w, activation=jax.nn.gelu) == 1
+    assert kernels(row, w, activation=jnp.tanh) == 0
+    assert kernels(drawn(2, 1, 16), w) == kernels(drawn(1, 2, 16), w) == 0
+    wide = matrices.MOST + 1
+    assert kernels(drawn(1, 1, wide), drawn(wide, 2)) == 0
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU has the kernel")
+def test_the_kernel_without_a_gpu():
+    with pytest.raises(NotImplementedError, match="impl='pallas' with the backend 'cpu'"):
+        affine(drawn(1, 1, 8), drawn(8, 8), impl="pallas")
