@@ -24,8 +24,7 @@ from reformax.ops.parts import circle
 from reformax.ops.parts.cache import (
     KeyValues,
     Shared,
-    add_to_ring,
-    attend_to,
+    add_and_attend,
     fill_ring,
     replace_in_memory,
 )
@@ -279,7 +278,6 @@ def _step(
 ) -> tuple[Float[Array, "B 1 N V"], Hashed]:
     del params, k
     memory, buckets, order, (rotations,) = cache
-    memory = add_to_ring(memory, length_normalize(q), v, position)
     factors = settings.hashing.factors_for(order.shape[-1])
     bucket = hash_by(rotations, q, factors, settings.impl)
     now = position[:, None, None, None]
@@ -293,7 +291,8 @@ def _step(
         exists = exists & ~seen_before(seen)
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
     alone = v if settings.own else None
-    out = attend_to(q, *memory, exists.reshape(index.shape), settings.impl, alone, index=index)
+    mask, new = exists.reshape(index.shape), KeyValues(length_normalize(q), v)
+    out, memory = add_and_attend(q, memory, new, position, mask, settings.impl, alone, index=index)
     return out, Hashed(memory, buckets, order, Shared(rotations))
 
 

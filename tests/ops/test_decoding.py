@@ -293,6 +293,31 @@ def test_the_kernel_of_one_query(n_groups, n_places, sizes, dtype, given):
     np.testing.assert_allclose(got, want, atol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
+@pytest.mark.parametrize("n_heads, n_groups, sizes", [(4, 2, (8, 8)), (3, 3, (20, 12))])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_the_kernel_of_one_query_adds_a_key(n_heads, n_groups, sizes, indexed):
+    """The slot of a position is taken again, NaN that lay there is gone, others stay."""
+    rng, n_slots = np.random.default_rng(0), 70
+
+    def numbers(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    q, position = numbers(2, 1, n_heads, sizes[0]), jnp.asarray([5, n_slots + 66], jnp.int32)
+    ring = cache.KeyValues(*(numbers(2, n_groups, n_slots, size) for size in sizes))
+    new = cache.KeyValues(*(numbers(2, 1, n_groups, size) for size in sizes))
+    ring = jax.tree.map(lambda x: x.at[0, :, 5].set(jnp.nan), ring)
+    n_places = 90 if indexed and n_heads == n_groups else n_slots
+    mask, options = jnp.asarray(rng.random((2, n_heads, n_places)) < 0.7), {}
+    if n_places != n_slots:
+        options["index"] = jnp.asarray(rng.integers(0, n_slots, mask.shape), jnp.int32)
+    (out, after), (want, held) = (
+        jax.jit(lambda r, i=i: cache.add_and_attend(q, r, new, position, mask, i, **options))(ring)
+        for i in ("pallas_interpret", "xla")
+    )
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, after, held)
+
+
 @pytest.mark.parametrize("n_rows, kernels", [(1, 1), (2, 0)])
 def test_auto_takes_the_kernel_of_one_query_for_a_single_row(n_rows, kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)

@@ -3,7 +3,9 @@
 A step of decoding is bound by the number of its kernels. In array operations the logits, their
 maximum, the sum of the weights and that of the values are kernels of their own, and XLA writes the
 weighted values to memory between two of them. Here a program has a head's query and goes over its
-keys once. An index may say where they lie, so that nothing is gathered beforehand.
+keys once. An index may say where they lie, so that nothing is gathered beforehand. The newest key
+and its value may come beside the others: the first program of each of their heads then also writes
+them to their place, and all read them from where they are.
 
 Letters as in `reformax.ops.parts.cache`; I is the number of keys of a tile.
 """
@@ -26,6 +28,14 @@ from reformax.ops.parts.softmax import nonzero
 TILE, WARPS = 64, 4
 
 
+class New(NamedTuple):
+    """A key and a value, and the place that they get."""
+
+    key: Float[Array, "B G H"]
+    value: Float[Array, "B G V"]
+    place: Int[Array, " B"]
+
+
 class Inputs(NamedTuple):
     """The arrays that a program reads."""
 
@@ -36,12 +46,15 @@ class Inputs(NamedTuple):
     index: Int[Array, "B N K"] | None  # the key of each place; None: place k has key k
     alone: Float[Array, "B N V"] | None  # the value of a query that sees itself alone; None: zeros
     bias: Float[Array, "#B N K"] | None
+    new: New | None
 
 
-def _kernel(inputs: Inputs, out, *, scale: float):
+def _kernel(inputs: Inputs, out, after, *, scale: float):
     row, head = pl.program_id(0), pl.program_id(1)
     n_places, n_heads = inputs.seen.shape[2], inputs.q.shape[1]
-    group = head // (n_heads // inputs.keys.shape[1])
+    n_sharing = n_heads // inputs.keys.shape[1]
+    group, new = head // n_sharing, inputs.new
+    new_place = None if new is None else load(new.place.at[row], None)
 
     def line(ref, *at, size: int):
         """Numbers along a last axis of `size`, float32, zeros behind the end."""
@@ -56,9 +69,14 @@ def _kernel(inputs: Inputs, out, *, scale: float):
         first, second = (at if n > 1 else 0 for at, n in zip((row, head), ref.shape, strict=False))
         return load(ref.at[first, second, place], exists, other)
 
-    def rows(ref, place, seen, size):
+    def rows(ref, new_ref, place, seen, size):
         view, inside = line(ref, row, group, place[:, None], size=size)
-        return load(view, seen[:, None] & inside[None], 0.0).astype(jnp.float32)
+        if new_ref is None:
+            return load(view, seen[:, None] & inside[None], 0.0).astype(jnp.float32)
+        is_new = place == new_place
+        found = load(view, (seen & ~is_new)[:, None] & inside[None], 0.0)
+        own = load(*line(new_ref, row, group, size=size), 0.0)
+        return jnp.where((seen & is_new)[:, None], own[None], found).astype(jnp.float32)
 
     def step(i, state):
         acc, top, total = state
@@ -66,13 +84,15 @@ def _kernel(inputs: Inputs, out, *, scale: float):
         exists = place < n_places
         seen = of_place(inputs.seen, place, exists, 0) > 0
         key = place if inputs.index is None else of_place(inputs.index, place, seen, 0)
-        logits = jnp.sum(rows(inputs.keys, key, seen, size) * q[None], axis=1) * scale
+        keys = rows(inputs.keys, new and new.key, key, seen, size)
+        logits = jnp.sum(keys * q[None], axis=1) * scale
         if inputs.bias is not None:
             logits = logits + of_place(inputs.bias, place, seen, 0.0).astype(jnp.float32)
         logits = jnp.where(seen, logits, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(logits))
         weights, decay = jnp.exp(logits - new_top), jnp.exp(top - new_top)
-        added = jnp.sum(weights[:, None] * rows(inputs.values, key, seen, d_v), axis=0)
+        values = rows(inputs.values, new and new.value, key, seen, d_v)
+        added = jnp.sum(weights[:, None] * values, axis=0)
         return acc * decay + added, new_top, total * decay + jnp.sum(weights)
 
     width = power_of_two(d_v)
@@ -85,6 +105,12 @@ def _kernel(inputs: Inputs, out, *, scale: float):
     view, inside = line(out, row, head, size=d_v)
     found = jnp.where(total == 0, nothing, acc / nonzero(total))
     pltriton.store(view, found.astype(out.dtype), mask=inside)
+    if new is not None:
+        for ref, own, width in zip(after, (new.key, new.value), (size, d_v), strict=True):
+            number, inside = line(own, row, group, size=width)
+            column = jnp.arange(power_of_two(width), dtype=jnp.int32)
+            first = inside & (head % n_sharing == 0)
+            pltriton.store(ref.at[row, group, new_place, column], load(number, inside), mask=first)
 
 
 def attend(
@@ -97,8 +123,9 @@ def attend(
     scale: float,
     bias: Float[Array, "#B N K"] | None,
     interpret: bool = False,
-) -> Float[Array, "B 1 N V"]:
-    """`ops.parts.cache.attend_to`."""
+    new: New | None = None,
+) -> tuple[Float[Array, "B 1 N V"], tuple[Array, Array] | None]:
+    """`ops.parts.cache.attend_to`, and with a new key the keys and the values with it."""
     inputs = Inputs(
         q[:, 0],
         keys,
@@ -107,16 +134,23 @@ def attend(
         index,
         None if alone is None else alone[:, 0],
         bias,
+        new,
     )
     batch, _, n_heads, _ = q.shape
-    out = launch(
+    shape = jax.ShapeDtypeStruct((batch, n_heads, values.shape[-1]), values.dtype)
+    after = None
+    if new is not None:
+        after = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
+    out, after = launch(
         functools.partial(_kernel, scale=scale),
         (inputs,),
-        jax.ShapeDtypeStruct((batch, n_heads, values.shape[-1]), values.dtype),
+        (shape, after),
         grid=(batch, n_heads),
         num_warps=WARPS,
         num_stages=2,
         interpret=interpret,
         name="one_query",
+        # Keys and values, behind q and the output, stay where they are.
+        aliases=None if new is None else {1: 1, 2: 2},
     )
-    return out[:, None]
+    return out[:, None], after

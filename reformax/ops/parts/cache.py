@@ -134,7 +134,7 @@ def attend_to(
         from reformax.ops.kernels import one_query as kernel
 
         interpret = impl == "pallas_interpret"
-        return kernel.attend(q, keys, values, mask, index, alone, scale, bias, interpret)
+        return kernel.attend(q, keys, values, mask, index, alone, scale, bias, interpret)[0]
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
         keys, values = (take(x, index[..., None]) for x in (keys, values))
@@ -152,6 +152,42 @@ def attend_to(
     out = out.reshape(*q.shape[:3], -1)
     nothing = 0.0 if alone is None else marked(alone, q).astype(dtype)
     return jnp.where(total == 0, nothing, out / nonzero(total)).astype(values.dtype)
+
+
+def add_and_attend(
+    q: Float[Array, "B 1 N H"],
+    ring: KeyValues,
+    new: KeyValues,
+    position: Int[Array, " B"],
+    mask: Bool[Array, "#B #N K"],
+    impl: str,
+    alone: Float[Array, "B 1 N V"] | None = None,
+    scale: float | None = None,
+    bias: Float[Array, "#B N K"] | None = None,
+    index: Int[Array, "B N K"] | None = None,
+) -> tuple[Float[Array, "B 1 N V"], KeyValues]:
+    """`attend_to` a ring after `add_to_ring`, and that ring. The kernel does both.
+
+    Args:
+      q: the queries.
+      ring: the keys and values before them.
+      new: those of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
+      position: of each row.
+      mask, impl, alone, scale, bias, index: as in `attend_to`.
+    """
+    chosen = choose(impl, pays=q.shape[0] == 1, **kernel_obstacles(q, *ring))
+    if chosen == "xla":
+        ring = add_to_ring(ring, *new, position)
+        return attend_to(q, *ring, mask, chosen, alone, scale, bias, index), ring
+    from reformax.ops.kernels import one_query as kernel
+
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    own = (x[:, 0].astype(held.dtype) for x, held in zip(new, ring, strict=True))
+    out, ring = kernel.attend(
+        *(q, *ring, mask, index, alone, scale, bias, chosen == "pallas_interpret"),
+        kernel.New(*own, position % ring.keys.shape[2]),
+    )
+    return out, KeyValues(*ring)
 
 
 def grouped(x: Array, keys: Float[Array, "B G K H"]) -> Array:
@@ -242,7 +278,7 @@ def ring_decoding(
 
     def step(params, q, k, v, cache, *, position, origins=None, bias=None):
         del params
-        cache = add_to_ring(cache, length_normalize(q) if shared_qk else k, v, position)
+        new = KeyValues(length_normalize(q) if shared_qk else k, v)
         now = position[:, None]
         held = positions_by_slot(position, cache.keys.shape[2])
         mask = held >= jnp.maximum(first(now), 0)
@@ -251,7 +287,8 @@ def ring_decoding(
         alone = v if shared_qk and own else None
         added = None if bias is None else bias(held)
         if origins is None:
-            return attend_to(q, *cache, mask[:, None], impl, alone, scale, added), cache
+            return add_and_attend(q, cache, new, position, mask[:, None], impl, alone, scale, added)
+        cache = add_to_ring(cache, *new, position)
         rows = jnp.maximum(held, 0).reshape(*origins.shape[:2], -1)
         origins = jnp.take_along_axis(origins, rows, axis=2)
         return attend_among(q, *cache, mask, origins, alone, scale, added), cache
