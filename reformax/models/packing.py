@@ -17,7 +17,7 @@ def segmented(tokens: Int[Array, "B T"], segments: Ids | None = None) -> Tokens:
     if segments is not None:
         return with_positions(segments)
     place = jnp.arange(tokens.shape[1])[None]
-    length = jnp.max((place + 1) * (tokens != 0), axis=1, initial=0, keepdims=True)
+    length = jnp.max(jnp.where(tokens != 0, place + 1, 0), axis=1, initial=0, keepdims=True)
     return Tokens(place < length, padded_behind=True)
 
 
