@@ -89,8 +89,8 @@ def test_auto_takes_the_kernel_for_one_row_on_a_gpu(monkeypatch):
     assert kernels(row, w, activation=jax.nn.gelu) == 1
     assert kernels(row, w, activation=jnp.tanh) == 0
     assert kernels(drawn(2, 1, 16), w) == kernels(drawn(1, 2, 16), w) == 0
-    wide = matrices.MOST + 1
-    assert kernels(drawn(1, 1, wide), drawn(wide, 2)) == 0
+    size = matrices.MOST + 1
+    assert kernels(drawn(1, 1, size), drawn(size, size)) == 0
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU has the kernel")

@@ -23,8 +23,8 @@ from jaxtyping import Array, Float
 from reformax.layers.kernels.layer_norm import Rows
 from reformax.ops.kernels.common import launch, load, power_of_two
 
-# Numbers of the matrix that a program holds, 64 for each of its threads.
-TILE, WARPS = 8192, 4
+# Numbers of the matrix that a program holds, 32 for each of its threads.
+TILE, WARPS = 8192, 8
 
 
 class Inputs(NamedTuple):

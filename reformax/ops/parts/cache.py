@@ -19,6 +19,9 @@ from reformax.ops.parts.dispatch import choose, kernel_obstacles
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
+# The most keys for which "auto" takes the kernel, whose program goes over all keys of a head.
+MOST_KEYS = 1024
+
 
 class KeyValues(NamedTuple):
     """Keys and values in a ring: position p is in slot p % S, where it replaces position p - S."""
@@ -118,7 +121,8 @@ def attend_to(
       mask: which of them they see.
       impl: the op's. "xla" runs everywhere; "pallas" is one kernel for NVIDIA GPUs of Ampere or
         later and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests.
-        "auto" takes the kernel on such a GPU for a single row: with eight, XLA's are faster.
+        "auto" takes the kernel on such a GPU for a single row of up to `MOST_KEYS`: with eight
+        rows, XLA's are faster.
       alone: the own value of a query that sees nothing else, its output; None is zeros. It is NaN
         where it, or the query, is not finite.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
@@ -129,7 +133,7 @@ def attend_to(
       NotImplementedError: an `impl` that cannot compute the call.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    impl = choose(impl, pays=q.shape[0] == 1, **kernel_obstacles(q, keys, values))
+    impl = choose(impl, _pays(q, mask), **kernel_obstacles(q, keys, values))
     if impl != "xla":
         from reformax.ops.kernels import one_query as kernel
 
@@ -154,6 +158,11 @@ def attend_to(
     return jnp.where(total == 0, nothing, out / nonzero(total)).astype(values.dtype)
 
 
+def _pays(q: Float[Array, "B 1 N H"], mask: Bool[Array, "#B #N K"]) -> bool:
+    """Whether the kernel is faster than array operations."""
+    return q.shape[0] == 1 and mask.shape[-1] <= MOST_KEYS
+
+
 def add_and_attend(
     q: Float[Array, "B 1 N H"],
     ring: KeyValues,
@@ -175,7 +184,7 @@ def add_and_attend(
       position: of each row.
       mask, impl, alone, scale, bias, index: as in `attend_to`.
     """
-    chosen = choose(impl, pays=q.shape[0] == 1, **kernel_obstacles(q, *ring))
+    chosen = choose(impl, _pays(q, mask), **kernel_obstacles(q, *ring))
     if chosen == "xla":
         ring = add_to_ring(ring, *new, position)
         return attend_to(q, *ring, mask, chosen, alone, scale, bias, index), ring
