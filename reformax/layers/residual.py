@@ -46,8 +46,8 @@ class ResidualStack(BlockStack):
                 def layer(p, streams, memory, block=block, rngs=rngs):
                     further = {"attention": mask, "cross_attention": (memory, *masks)}
                     sublayers = {
-                        name: _of(layer, *further[name], rng=rngs[name])
-                        for name, layer in block.attentions.items()
+                        name: _of(attention, *further[name], rng=rngs[name])
+                        for name, attention in block.attentions.items()
                     }
                     sublayers["feed_forward"] = _of(block.feed_forward, rng=rngs["feed_forward"])
                     streams = self._layer(p, streams, sublayers)
