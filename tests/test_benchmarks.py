@@ -859,6 +859,7 @@ def test_a_process_that_is_late_saves_what_it_has(status, tmp_path):
     assert saved.read_text() == "saved"
 
 
+@pytest.mark.slow
 def test_a_row_that_is_cut_off_goes_on(tmp_path, monkeypatch):
     args = argparse.Namespace(
         **dict(task="listops_short", steps=20, pretrained=False, curriculum=False),

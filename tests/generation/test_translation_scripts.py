@@ -138,6 +138,7 @@ def test_numbers(run, runs, monkeypatch):
     assert code == 1 and "line 1: 'x' is no id" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_folder_that_takes_no_file_costs_the_files_alone(run, runs, monkeypatch):
     flags = ["--output_dir=text", "--split=test", *FAST]
     code, written, err = run(evaluate.main, *flags)
