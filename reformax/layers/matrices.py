@@ -67,9 +67,10 @@ class Unnormed(NamedTuple):
     params: Any  # the norm's
     x: Float[Array, "B T D"]
 
-    def computed(self) -> Float[Array, "B T D"]:
-        """The norm's output."""
-        return self.norm.apply(self.params, self.x)
+
+def computed(x: Float[Array, "B T D"] | Unnormed) -> Float[Array, "B T D"]:
+    """The norm's output, or an array as it is."""
+    return x.norm.apply(x.params, x.x) if isinstance(x, Unnormed) else x
 
 
 def affine(
@@ -92,8 +93,7 @@ def affine(
       added: the stream that the output is added to, in its dtype.
       sizes: of the parts; (): the whole.
       impl: as in `FeedForward`. The kernel computes all of this, the norm for each of its programs
-        anew. "auto" takes it on a GPU for a single row, where the number of kernels is what a step
-        waits for.
+        anew. "auto" takes it on a GPU for a single row.
 
     Raises:
       NotImplementedError: a kernel asked for cannot run here.
@@ -104,7 +104,7 @@ def affine(
     chosen = choose(impl, pays, pallas=None) if rows.size else "xla"
     sizes = tuple(sizes) or (b.size if b is not None else turned(w).shape[1],)
     if chosen == "xla":
-        x = x.computed() if isinstance(x, Unnormed) else x
+        x = computed(x)
         y = x @ turned(w)
         if activation is not None:
             y = y.astype(wide(y.dtype))

@@ -24,7 +24,7 @@ from reformax.layers.attention import Attention, MultiHead
 from reformax.layers.cross_attention import CrossAttention
 from reformax.layers.feed_forward import FeedForward
 from reformax.layers.layer_norm import LayerNorm
-from reformax.layers.matrices import Unnormed
+from reformax.layers.matrices import computed
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # The sublayers of a block, and the number that makes the rng of each.
@@ -324,7 +324,7 @@ def _apart(sublayer: Callable) -> Callable:
     """A sublayer that reads a norm's output and adds to no stream, for `BlockStack._decode`."""
 
     def run(params, x, added):
-        out, other = sublayer(params, x.computed() if isinstance(x, Unnormed) else x)
+        out, other = sublayer(params, computed(x))
         return out if added is None else added + out.astype(added.dtype), other
 
     return run

@@ -292,7 +292,8 @@ def _step(
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
     alone = v if settings.own else None
     mask, new = exists.reshape(index.shape), KeyValues(length_normalize(q), v)
-    out, memory = add_and_attend(q, memory, new, position, mask, settings.impl, alone, index=index)
+    options = dict(alone=alone, index=index)
+    out, memory = add_and_attend(q, memory, new, position, mask, settings.impl, **options)
     return out, Hashed(memory, buckets, order, Shared(rotations))
 
 

@@ -96,13 +96,17 @@ class Rows(NamedTuple):
         factor = lax.rsqrt(self.mean(x * x) + self.epsilon)
         return x * factor, factor
 
+    def norm(self, x: Array, scale, bias) -> Array:
+        """The norm of a row, by references to its weights."""
+        return self.normalised(x)[0] * self.load(scale) + self.load(bias)
+
 
 def _forward_kernel(inputs: Inputs, outputs: tuple, total, *, rows: Rows):
     row = pl.program_id(0)
     x = rows.added(inputs, row)
     if total is not None:
         rows.store(total, x, row)
-    out = rows.normalised(x)[0] * rows.load(inputs.scale) + rows.load(inputs.bias)
+    out = rows.norm(x, inputs.scale, inputs.bias)
     for ref in outputs:
         rows.store(ref, out, row)
 

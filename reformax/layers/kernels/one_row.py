@@ -1,6 +1,6 @@
 """One row times a matrix, and all around it, as a Pallas kernel for NVIDIA GPUs (Triton).
 
-A step of decoding is bound by the number of its kernels, and by the reading of matrices. Here a
+A step of decoding waits for its small kernels, and for the reading of matrices. Here a
 program reads some rows of the transposed matrix and multiplies the input with them. Before that it
 computes the input's norm, which all programs do alike, and after it bias, activation and the sum
 with a residual. Outputs may be parts, which needs no copies where other kernels read them.
@@ -64,7 +64,7 @@ def _kernel(inputs: Inputs, outputs: list, *, options: Options):
     rows = Rows(size, options.epsilon)
     x = rows.load(inputs.x, row)
     if inputs.norm is not None:
-        x = rows.normalised(x)[0] * rows.load(inputs.norm["scale"]) + rows.load(inputs.norm["bias"])
+        x = rows.norm(x, inputs.norm["scale"], inputs.norm["bias"])
     x = x.astype(inputs.w.dtype).astype(jnp.float32)
     out = jnp.sum(w * x[None], axis=1)
     if inputs.b is not None:

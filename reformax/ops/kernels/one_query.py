@@ -1,6 +1,6 @@
 """Softmax attention of one query a row as a Pallas kernel for NVIDIA GPUs (Triton).
 
-A step of decoding is bound by the number of its kernels. In array operations the logits, their
+A step of decoding waits for its small kernels. In array operations the logits, their
 maximum, the sum of the weights and that of the values are kernels of their own, and XLA writes the
 weighted values to memory between two of them. Here a program has a head's query and goes over its
 keys once. An index may say where they lie, so that nothing is gathered beforehand. The newest key
@@ -13,6 +13,7 @@ Letters as in `reformax.ops.parts.cache`; I is the number of keys of a tile.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -119,11 +120,12 @@ def attend(
     keys: Float[Array, "B G S H"],
     values: Float[Array, "B G S V"],
     mask: Bool[Array, "#B #N K"],
-    index: Int[Array, "B N K"] | None,
-    alone: Float[Array, "B 1 N V"] | None,
-    scale: float,
-    bias: Float[Array, "#B N K"] | None,
     interpret: bool = False,
+    *,
+    index: Int[Array, "B N K"] | None = None,
+    alone: Float[Array, "B 1 N V"] | None = None,
+    scale: float | None = None,
+    bias: Float[Array, "#B N K"] | None = None,
     new: New | None = None,
 ) -> tuple[Float[Array, "B 1 N V"], tuple[Array, Array] | None]:
     """`ops.parts.cache.attend_to`, and with a new key the keys and the values with it."""
@@ -143,7 +145,7 @@ def attend(
     if new is not None:
         after = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
     out, after = launch(
-        functools.partial(_kernel, scale=scale),
+        functools.partial(_kernel, scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale),
         (inputs,),
         (shape, after),
         grid=(batch, n_heads),

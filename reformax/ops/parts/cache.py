@@ -132,13 +132,13 @@ def attend_to(
     Raises:
       NotImplementedError: an `impl` that cannot compute the call.
     """
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    impl = choose(impl, _pays(q, mask), **kernel_obstacles(q, keys, values))
+    impl = _chosen(impl, q, keys, values, mask)
     if impl != "xla":
         from reformax.ops.kernels import one_query as kernel
 
-        interpret = impl == "pallas_interpret"
-        return kernel.attend(q, keys, values, mask, index, alone, scale, bias, interpret)[0]
+        options = dict(alone=alone, scale=scale, bias=bias, index=index)
+        return kernel.attend(q, keys, values, mask, impl == "pallas_interpret", **options)[0]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
         keys, values = (take(x, index[..., None]) for x in (keys, values))
@@ -158,9 +158,10 @@ def attend_to(
     return jnp.where(total == 0, nothing, out / nonzero(total)).astype(values.dtype)
 
 
-def _pays(q: Float[Array, "B 1 N H"], mask: Bool[Array, "#B #N K"]) -> bool:
-    """Whether the kernel is faster than array operations."""
-    return q.shape[0] == 1 and mask.shape[-1] <= MOST_KEYS
+def _chosen(impl: str, q, keys, values, mask: Bool[Array, "#B #N K"]) -> str:
+    """The implementation of a call of `attend_to`."""
+    pays = q.shape[0] == 1 and mask.shape[-1] <= MOST_KEYS
+    return choose(impl, pays, **kernel_obstacles(q, keys, values))
 
 
 def add_and_attend(
@@ -170,10 +171,7 @@ def add_and_attend(
     position: Int[Array, " B"],
     mask: Bool[Array, "#B #N K"],
     impl: str,
-    alone: Float[Array, "B 1 N V"] | None = None,
-    scale: float | None = None,
-    bias: Float[Array, "#B N K"] | None = None,
-    index: Int[Array, "B N K"] | None = None,
+    **options: Any,
 ) -> tuple[Float[Array, "B 1 N V"], KeyValues]:
     """`attend_to` a ring after `add_to_ring`, and that ring. The kernel does both.
 
@@ -182,20 +180,17 @@ def add_and_attend(
       ring: the keys and values before them.
       new: those of the queries' positions, `[B, 1, N, H]` and `[B, 1, N, V]`.
       position: of each row.
-      mask, impl, alone, scale, bias, index: as in `attend_to`.
+      mask, impl, **options: as in `attend_to`.
     """
-    chosen = choose(impl, _pays(q, mask), **kernel_obstacles(q, *ring))
-    if chosen == "xla":
+    impl = _chosen(impl, q, *ring, mask)
+    if impl == "xla":
         ring = add_to_ring(ring, *new, position)
-        return attend_to(q, *ring, mask, chosen, alone, scale, bias, index), ring
+        return attend_to(q, *ring, mask, impl, **options), ring
     from reformax.ops.kernels import one_query as kernel
 
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     own = (x[:, 0].astype(held.dtype) for x, held in zip(new, ring, strict=True))
-    out, ring = kernel.attend(
-        *(q, *ring, mask, index, alone, scale, bias, chosen == "pallas_interpret"),
-        kernel.New(*own, position % ring.keys.shape[2]),
-    )
+    placed = kernel.New(*own, position % ring.keys.shape[2])
+    out, ring = kernel.attend(q, *ring, mask, impl == "pallas_interpret", new=placed, **options)
     return out, KeyValues(*ring)
 
 
@@ -296,7 +291,8 @@ def ring_decoding(
         alone = v if shared_qk and own else None
         added = None if bias is None else bias(held)
         if origins is None:
-            return add_and_attend(q, cache, new, position, mask[:, None], impl, alone, scale, added)
+            options = dict(alone=alone, scale=scale, bias=added)
+            return add_and_attend(q, cache, new, position, mask[:, None], impl, **options)
         cache = add_to_ring(cache, *new, position)
         rows = jnp.maximum(held, 0).reshape(*origins.shape[:2], -1)
         origins = jnp.take_along_axis(origins, rows, axis=2)
