@@ -33,7 +33,7 @@ from benchmarks.harness.processes import ROOT, Answer
 from reformax.declared import user_path
 
 NEXT_VALUE = "lm.{model}.next_value=True"
-# The settings of each row, by group. A model's own are of {model}; {until} is 78% of the steps.
+# The settings of each row, by group. A model's own are of {model}.
 COMPARED = {
     "flash": ["global_attention=@flash.flash()"],
     "windows": ["global_attention=@local.local()"],
@@ -56,7 +56,7 @@ COMPARED = {
         "lsh.lsh.n_hashes=4",
         NEXT_VALUE,
         "loop.train.stages=(@stages.Stage(),)",
-        "stages.Stage.until={until}",
+        "stages.Stage.until=0.78",
         "stages.Stage.model=@dense/lm.{model}",
         "dense/lm.{model}.attention_type="
         "(@local.local(), @local.local(), @shared_qk.shared_qk(), @local.local())",
@@ -198,8 +198,7 @@ TINY = [
 def config_of(name: str, args: argparse.Namespace) -> campaign.Part:
     """The config file of a row, and its further settings."""
     kind, model = ("reformer", "Reformer") if args.reversible else ("transformer", "Transformer")
-    until = max(1, args.steps * 78 // 100)
-    own = [setting.format(model=f"{model}LM", until=until) for setting in ROWS[name]]
+    own = [setting.format(model=f"{model}LM") for setting in ROWS[name]]
     given = [] if NEXT_VALUE in ROWS[name] else [f"lm.{model}LM.next_value=False"]
     warmup = 300 if args.steps > 1000 else args.steps * 2 // 9
     given += [f"steps={args.steps}", f"warmup_steps={warmup}", "loop.train.eval_tokens=None"]

@@ -6,8 +6,9 @@
 trains the encoder of configs/long_range_arena.gin, made smaller (SIZES), on the examples of the
 task's own config, and prints the share of the valid split's rows that is named right at the end,
 the bits of a label by the best checkpoint, and tokens/s, the median over the steps. Tay et al.
-2020, "Long Range Arena", has the tasks. Positions are the config's: of Pathfinder vectors of row
-and column, of all else sinusoids.
+2020, "Long Range Arena", has the tasks. Positions are the config's: Pathfinder turns queries
+and keys by row and column, all else adds sinusoids. Pathfinder's config brings longer and longer
+curves.
 
 The class is read from the mean over a row, or with --pooling=cls from one vector: a learnt one
 before the row, as in the published models of texts, and of rows that are read causally the last
@@ -18,8 +19,8 @@ Rows are in groups: `exact` attention, `hashed` and otherwise `chosen` keys, fix
 alone. They see 256 keys or so where they have such a number. What cannot show the future reads rows
 causally.
 
---curriculum first trains on shorter lists or curves, and then on longer ones: two thirds of the
-steps each, with as many tokens. --pretrained first trains a masked language model on the same rows
+--curriculum first trains on shorter lists, and then on longer ones: two thirds of the steps each,
+with as many tokens. --pretrained first trains a masked language model on the same rows
 for as many steps, as Amos et al. 2023, "Never Train from Scratch", do, and begins the classifier
 with its weights. Rows that cannot show the future are left out then. Linformer is left out where
 lengths differ, for its weights are of one.
@@ -67,7 +68,6 @@ PATHFINDER = Task(
     "pathfinder.pathfinder",
     257,
     drawn=True,
-    easier=[[f"dashes={n}"] for n in (2, 4, 6, 9)],
     learning_rate=3e-4,
     own=True,
 )
@@ -141,7 +141,6 @@ TINY = [
 TINY_IMAGES = [
     "n_heads=4",
     "n_layers=4",
-    "pos_d_axial_embs=(8, 8)",
     "pathfinder.pathfinder.n_train=8",
     "pathfinder.pathfinder.n_eval=8",
 ]
@@ -189,7 +188,7 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
         masked = [f"encoder.TransformerMaskedLM.{key}={value}" for key, value in SHARED.items()]
         masked += ["loop.train.model=@encoder.TransformerMaskedLM"]
         masked += ["loop.train.task=@masked.masked()", "masked.masked.length=%length"]
-        masked += [f"masked.masked.task=@{task.factory}()"]
+        masked += [f"masked.masked.task=@{task.factory}()", "loop.train.stages=()"]
         runs = [[*of("TransformerMaskedLM"), *masked]]
     classes = [*of("TransformerEncoder"), f"encoder.TransformerEncoder.pooling={pooling!r}"]
     if args.curriculum:
@@ -210,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=command_line.positive, default=3000, help="default: 3000")
     text = "where the class is read (default: mean)"
     parser.add_argument("--pooling", choices=("mean", "cls"), default="mean", help=text)
-    text = "first shorter lists, or curves of Pathfinder"
+    text = "first shorter lists"
     parser.add_argument("--curriculum", action="store_true", help=text)
     text = "rows that show the future: first a masked language model of the same rows"
     parser.add_argument("--pretrained", action="store_true", help=text)

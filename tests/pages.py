@@ -77,7 +77,6 @@ SMALL_OF = {
     "wmt": {"vocab_size": 30},
     "seq2seq": {"n_layers": 2},
     "stages": {
-        "stages.Stage.until": 1,
         "stages.Stage.batch_size": 2,
         "stages.Stage.length": 32,
     },

@@ -307,15 +307,14 @@ def test_every_row_of_long_range_arena_is_a_model(name, pretrained):
 
 
 @pytest.mark.parametrize("task, n_pixels", [("pathfinder", 1024), ("path_x", 16_384)])
-def test_a_curriculum_begins_with_short_curves(task, n_pixels):
-    given = dict(task=task, steps=9, pretrained=True, curriculum=True, tiny=False)
+def test_pathfinder_has_the_positions_of_its_grid(task, n_pixels):
+    given = dict(task=task, steps=9, pretrained=True, curriculum=False, tiny=False)
     given |= dict(pooling="mean", runs=None)
-    parts = long_range_arena.parts_of(long_range_arena.OWN, argparse.Namespace(**given))
-    found = [dict(x.split("=", 1) for x in settings).get("dashes") for _, settings in parts]
-    assert found == [None, "2", "4", "6", "9", None]
-    for part in (parts[0], parts[-1]):  # the same for the masked model
+    masked, classes = long_range_arena.parts_of(long_range_arena.OWN, argparse.Namespace(**given))
+    assert "loop.train.stages=()" in masked[1] and "loop.train.stages=()" not in classes[1]
+    for part in (masked, classes):
         model = traced(*part)
-        assert model.pos_type == "axial" and math.prod(model.pos_axial_shape) == n_pixels
+        assert model.pos_type == "rotary" and math.prod(model.pos_axial_shape) == n_pixels
 
 
 def test_a_curriculum_begins_with_short_lists():
@@ -332,7 +331,7 @@ def test_a_curriculum_begins_with_short_lists():
 def test_a_curriculum_of_a_task_that_has_none_is_refused(capsys):
     with pytest.raises(SystemExit):
         long_range_arena.main(["--task=cifar10", "--curriculum"])
-    told = "--curriculum with --task=cifar10: expected one of listops, listops_short, pathfinder, "
+    told = "--curriculum with --task=cifar10: expected one of listops, listops_short"
     assert told in capsys.readouterr().err
 
 

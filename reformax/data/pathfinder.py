@@ -30,9 +30,10 @@ from jaxtyping import Bool, Float, Int, UInt8
 from reformax.data.base import Labels, Task
 from reformax.data.blocks import Block, drawn_blocks
 from reformax.data.labelled import labelled_task
-from reformax.declared import Bounds, PathName, Seed, SettingError, Size, checked
+from reformax.declared import Bounds, Called, PathName, Seed, SettingError, Size, checked
 
 Levels = Annotated[int, Bounds(2, 256)]
+Lengths = Annotated[Size | Sequence[Size], Called("a number of at least 1, or a list of them")]
 BLOCK = 200  # images that are drawn together
 _TURNS = 32  # directions that a dash chooses from
 _LIKELY_TURN = 0.8  # of the largest, at which its probability is 0
@@ -63,7 +64,7 @@ LOOKS = {
 @checked
 def pathfinder(
     size: Size = 32,
-    length: Size = 14,
+    length: Lengths = 14,
     n_train: Size = 160_000,
     n_eval: Size = 20_000,
     levels: Levels = 256,
@@ -79,7 +80,9 @@ def pathfinder(
     Args:
       size: pixels of an image's side, 32, 64 or 128; 128 is Path-X.
       length: dashes of a curve: 6, 9 and 14 are the paper's; 14, the hard one, is Long Range
-        Arena's. Distractors have a third of them.
+        Arena's. Distractors have a third of them. Of several numbers image i has number i, in
+        turn, so that short curves can be learnt with longer ones; one that stands there twice has
+        twice as many images.
       n_train: images to train on that are drawn.
       n_eval: images of 'valid' and of 'test'.
       levels: greys, evenly from black to white; the task's own are 256, and 2 are black and white.
@@ -99,20 +102,34 @@ def pathfinder(
         raise SettingError(f"size is {size}: expected one of {', '.join(map(str, LOOKS))}")
     look = LOOKS[size]
 
-    def draw(rng: np.random.Generator) -> Block:
-        lines = drawn(rng, BLOCK, size, look, length)
-        greys = painted(lines, size, look).reshape(BLOCK, -1)
-        return Block(greys, lines.connected.astype(np.uint8))
+    lengths = tuple(length) if isinstance(length, Sequence) else (length,)
+    if not lengths:
+        raise SettingError("length is (): give at least one number of dashes")
 
-    kept = drawn_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
+    def images_of(length: int):
+        def draw(rng: np.random.Generator) -> Block:
+            lines = drawn(rng, BLOCK, size, look, length)
+            greys = painted(lines, size, look).reshape(BLOCK, -1)
+            return Block(greys, lines.connected.astype(np.uint8))
+
+        return drawn_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
+
+    kept = {length: images_of(length) for length in lengths}
 
     def examples(split: str, numbers: Int[np.ndarray, " n"]):
         copies, drawn_ones = np.divmod(numbers, n_train if split == "train" else n_eval)
-        greys, classes = kept(split, drawn_ones)
+        greys = np.empty((len(numbers), size * size), np.uint8)
+        classes = np.empty(len(numbers), np.uint8)
+        rounds, places = np.divmod(drawn_ones, len(lengths))
+        for place in np.unique(places):
+            own, length = places == place, lengths[place]
+            number = rounds[own] * lengths.count(length) + lengths[:place].count(length)
+            greys[own], classes[own] = kept[length](split, number)
         images = turned(greys.reshape(-1, size, size), copies).reshape(greys.shape)
         return images.astype(np.int32) * levels // 256 + 1, classes
 
-    made_by = f"size={size}, length={length}, levels={levels}, data_seed={data_seed}"
+    said = ", ".join(map(str, lengths))
+    made_by = f"size={size}, length={said}, levels={levels}, data_seed={data_seed}"
     made_by += ", mirrored=True" if mirrored else ""
     sizes = {"train": n_train * (8 if mirrored else 1), "valid": n_eval, "test": n_eval}
     return labelled_task(

@@ -12,7 +12,7 @@ from reformax.training import mesh as mesh_lib
 from reformax.training import opening
 from reformax.training import step as step_lib
 from reformax.training.settings import Settings, build
-from reformax.training.stages import Stage
+from reformax.training.stages import Filled
 
 MIB = 2**20
 
@@ -33,15 +33,15 @@ class Needs(NamedTuple):
     total: int
 
 
-def needs(settings: Settings, stage: Stage, mesh: Mesh) -> Needs:
-    """Compiles the step of a stage, whose values are filled in; nothing is computed."""
+def needs(settings: Settings, stage: Filled, mesh: Mesh) -> Needs:
+    """Compiles the step of a stage; nothing is computed."""
     model, key = build(stage.model, "train"), jax.random.PRNGKey(settings.seed)
     init = step_lib.init_fn(
         model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
     )
     like = jax.eval_shape(init, key)
     placement = devices.placement(like, mesh)
-    batch = tuple(settings.task.train_batch(settings.seed, 0, stage.batch_size, stage.length))
+    batch = tuple(stage.task.train_batch(settings.seed, 0, stage.batch_size, stage.length))
     arguments = _shapes(like, placement), _shapes(batch, devices.over_tokens(mesh)), key
     step = opening.step_of(settings, model, mesh, like)
     compiled = step.trace(*arguments).lower().compile()

@@ -75,18 +75,19 @@ class Begun(NamedTuple):
 
 def models_of(settings: Settings) -> Models:
     """Builds the models; raises `SettingError` where they do not fit the task."""
-    models = Models(
-        [build(stage.model, "train") for stage in settings.all_stages], settings.built("eval")
-    )
-    for model in models.train:
-        evaluation.check_model(model, settings.task)
+    # Stages of one model share it, and so its programs.
+    built = {stage.model: build(stage.model, "train") for stage in reversed(settings.all_stages)}
+    train = [built[stage.model] for stage in settings.all_stages]
+    models = Models(train, settings.built("eval"))
+    for model, stage in zip(models.train, settings.all_stages, strict=True):
+        evaluation.check_model(model, stage.task)
     return models
 
 
 def check_sizes(settings: Settings, mesh: Mesh) -> None:
     """Raises `SettingError` for batches that do not fit the devices."""
-    evaluation.check_mesh(settings.task, mesh)
     for stage in settings.all_stages:
+        evaluation.check_mesh(stage.task, mesh)
         mesh_lib.check_length("length", stage.length, mesh)
         mesh_lib.check_batch_size("batch_size", stage.batch_size, mesh, settings.accumulate)
         evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
@@ -215,6 +216,9 @@ def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def _data(settings: Settings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:
     """The data's fingerprints, and what changed since a checkpoint that has those of `kept`."""
     now = fingerprints.of(settings.task, ("train", settings.eval_split))
+    for number, stage in enumerate(settings.stages):
+        if stage.task is not None and (fingerprint := getattr(stage.task, "fingerprint", None)):
+            now[f"train of stages[{number}]"] = fingerprint("train")
     return kept | now, fingerprints.changes(kept, now, step, settings.allow_changed_data)
 
 
@@ -258,7 +262,8 @@ def compiled(
       SettingError: a step takes more memory than a device has.
     """
     settings, models, mesh, key = setup
-    steps = [step_of(settings, model, mesh, begun.state) for model in models.train]
+    of_model = {id(x): step_of(settings, x, mesh, begun.state) for x in models.train}
+    steps = [of_model[id(x)] for x in models.train]
     if begun.step >= settings.steps:
         return steps, batches
     started, first = time.monotonic(), next(batches)

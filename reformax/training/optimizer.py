@@ -87,6 +87,36 @@ def cosine(
 
 
 @checked
+def trapezoid(
+    max_value: Positive = 1e-3,
+    steps: Size = 1000,
+    warmup_steps: Count = 100,
+    decay_fraction: Fraction = 0.25,
+    final_fraction: Fraction = 0.0,
+) -> optax.Schedule:
+    """Linear warm-up to `max_value`, which then stays, and a line down to `final_fraction` of it.
+
+    From Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+    Durations", section 3: the last `decay_fraction` of the steps go down; constant after `steps`.
+    It suits runs in stages, of which each is learnt at the same rate.
+    """
+    falling = max(int(decay_fraction * steps), 1)
+    if warmup_steps + falling > steps:
+        raise SettingError(
+            f"trapezoid.warmup_steps={warmup_steps} and decay_fraction={decay_fraction} overlap in "
+            f"steps={steps}: lower one of them"
+        )
+
+    def schedule(count):
+        step = count + 1.0
+        rising = jnp.minimum(1.0, step / max(warmup_steps, 1))
+        left = jnp.clip((steps - step) / falling, 0.0, 1.0)
+        return max_value * jnp.minimum(rising, final_fraction + (1 - final_fraction) * left)
+
+    return schedule
+
+
+@checked
 def adam(
     learning_rate: LearningRate = 1e-3,
     b1: Rate = 0.9,

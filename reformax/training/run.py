@@ -208,12 +208,12 @@ class Run:
         )
 
     def _batch(self, step: int, rows: np.ndarray | None = None):
-        """The batch of the step after `step`, of its stage's sizes, or some rows of it."""
+        """The batch of the step after `step`, of its stage's task and sizes, or some rows of it."""
         stage = self._settings.all_stages[self._settings.stage_after(step)]
         asked = self._settings.seed, step, stage.batch_size, stage.length
-        if rows is not None and (train_rows := getattr(self._task, "train_rows", None)):
+        if rows is not None and (train_rows := getattr(stage.task, "train_rows", None)):
             return tuple(train_rows(*asked, rows))
-        return placing.take(tuple(self._task.train_batch(*asked)), rows)
+        return placing.take(tuple(stage.task.train_batch(*asked)), rows)
 
     def _placed_batches(self):
         """The batches of the steps to come, on the devices."""
@@ -261,7 +261,7 @@ class Run:
         """Dispatches one step."""
         if self._checkpoints.done:
             self._hear_of_saves()
-        if any(stage.until == self.step for stage in self._settings.stages):
+        if any(stage.until == self.step for stage in self._settings.all_stages[:-1]):
             self._log.drain()
             self._log.pause()  # the next stage compiles
         train_step = self._train_steps[self._settings.stage_after(self.step)]

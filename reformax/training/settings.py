@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import optax
@@ -26,20 +27,9 @@ from reformax.declared import (
     shown,
 )
 from reformax.training.callbacks import Callback, Logger
+from reformax.training.loss import vocabulary_of
 from reformax.training.mesh import Sizes
-from reformax.training.stages import Model, Stage
-
-
-@runtime_checkable
-class TaskLike(Protocol):
-    """What training asks of a task; `reformax.data.base.Task` says what each does."""
-
-    name: str
-    vocab_size: int
-    train_batch: Callable
-    eval_batches: Callable
-    n_targets: Callable
-    translation: Any
+from reformax.training.stages import Filled, Model, Stage, Task
 
 
 @runtime_checkable
@@ -52,7 +42,6 @@ class ModelLike(Protocol):
     logits: Callable
 
 
-Task = Annotated[TaskLike, Called("a task, such as stdlib.stdlib()")]
 Transformation = Annotated[
     optax.GradientTransformation, Called("an optimizer, such as optimizer.adamw()")
 ]
@@ -160,29 +149,35 @@ class Settings:
             raise SettingError(
                 "fresh_heads is True and init_from is None: set it to a run's folder"
             )
-        ends = [0, *(stage.until for stage in self.stages), self.steps]
-        if any(a >= b for a, b in zip(ends, ends[1:], strict=False)):
+        ends = [0, *(stage.until for stage in self.all_stages)]
+        shares = [*(stage.until < 1 for stage in self.stages), False]  # these may hold no step
+        if any(
+            a > b or (a == b and not c) for a, b, c in zip(ends, ends[1:], shares, strict=False)
+        ):
             raise SettingError(
                 f"stages end at steps {ends[1:-1]}: expected growing numbers below steps={ends[-1]}"
             )
+        for number, stage in enumerate(self.stages):
+            if stage.task not in (None, self.task) and vocabulary_of(stage.task) is not None:
+                raise SettingError(
+                    f"stages[{number}].task is {stage.task.name}, whose vocabulary the run would "
+                    "not keep: leave it out, or take a task of bytes or labels"
+                )
 
     def built(self, mode: str) -> Any:
         """The model for 'train' or for 'eval'."""
         return build(self.model, mode)
 
-    @property
-    def all_stages(self) -> list[Stage]:
+    @functools.cached_property
+    def all_stages(self) -> list[Filled]:
         """The stages with their values filled in, and as the last one the run's own."""
-        own = {name: getattr(self, name) for name in ("model", "batch_size", "length")}
-        filled = [
-            replace(stage, **{k: v for k, v in own.items() if getattr(stage, k) is None})
-            for stage in self.stages
-        ]
-        return [*filled, Stage(until=self.steps, **own)]
+        own = {name: getattr(self, name) for name in ("model", "task", "batch_size", "length")}
+        filled = [Filled.of(stage, self.steps, **own) for stage in self.stages]
+        return [*filled, Filled(self.steps, **own)]
 
     def stage_after(self, step: int) -> int:
         """Which of `all_stages` has the step after `step`."""
-        return sum(stage.until <= step for stage in self.stages)
+        return sum(stage.until <= step for stage in self.all_stages[:-1])
 
     @property
     def eval_sizes(self) -> dict[str, int]:

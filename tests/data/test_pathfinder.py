@@ -105,6 +105,24 @@ def test_a_task_of_pixels(tmp_path):
         pathfinder.pathfinder(levels=1)
 
 
+def test_several_lengths_are_taken_in_turn():
+    """Those of one length are the images of that length, in their order, each of them once."""
+    lengths, n = (3, 2, 3), 12
+    mixed = pathfinder.pathfinder(length=lengths, n_train=n, n_eval=4)
+    rows, classes, _ = next(mixed.eval_batches("test", 4, 1024, 1024))
+    taken = {3: [0, 2, 3], 2: [1]}
+    for length, places in taken.items():
+        alone = pathfinder.pathfinder(length=length, n_train=n, n_eval=len(places))
+        want = next(alone.eval_batches("test", len(places), 1024, 1024))
+        np.testing.assert_array_equal(rows[places], want.inputs)
+        np.testing.assert_array_equal(classes[places], want.targets)
+    epoch = mixed.train_batch(0, 0, n, 1024).inputs
+    assert len({row.tobytes() for row in epoch}) == n
+    assert "length=3, 2, 3," in mixed.fingerprint("train")
+    with pytest.raises(ValueError, match=r"length is \(\): give at least one"):
+        pathfinder.pathfinder(length=())
+
+
 def test_mirrored_and_turned_copies_follow_what_is_drawn():
     plain = pathfinder.pathfinder(**SMALL)
     task = pathfinder.pathfinder(**SMALL, mirrored=True)

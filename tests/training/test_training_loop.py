@@ -10,6 +10,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -465,12 +466,35 @@ def test_stages_are_runs_that_go_on_from_one_another(tmp_path):
     assert lines == wanted
 
 
+def test_a_stage_has_data_of_its_own(tmp_path):
+    """`until` is a share of the steps; what goes on is refused with other data of that stage."""
+    easy = tiny.counting(noise=0.0)._replace(fingerprint=lambda split: f"easy {split}")
+    data = {"allow_changed_data": True}  # for the parts alone
+    run(tmp_path / "parts", steps=12, **data | {"task": {"noise": 0.0}})
+    run(tmp_path / "parts", steps=24, **data)
+    empty, half = stages.Stage(until=0.01, length=8), stages.Stage(until=0.5, task=easy)
+    _, record = run(tmp_path / "whole", stages=(empty, half))
+    np.testing.assert_array_equal(params(tmp_path / "whole", 24), params(tmp_path / "parts", 24))
+    assert record[-1] == worker.record(tmp_path / "parts")[-1]  # the run's own task scores
+    other = easy._replace(fingerprint=lambda split: f"hard {split}")
+    told = r"train of stages\[1\] was easy train and is hard train"
+    with pytest.raises(ValueError, match=told):
+        run(tmp_path / "whole", steps=30, stages=(empty, stages.Stage(until=12, task=other)))
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
         ([dict(until=24)], r"stages end at steps \[24\]: expected growing numbers below steps=24"),
         ([dict(until=9), dict(until=9)], r"stages end at steps \[9, 9\]: expected growing"),
         ([dict(until=9, length=0)], "length is 0: expected"),
+        ([dict(until=0.5), dict(until=0.4)], r"stages end at steps \[12, 9\]: expected growing"),
+        ([dict(until=1.5)], "until is 1.5: expected a whole number of at least 1, or a share of"),
+        ([dict(until=9, task=tiny.counting(vocab_size=99))], "task counting has ids below 99 and"),
+        (
+            [dict(until=9, task=SimpleNamespace(**tiny.counting()._asdict(), vocabulary="pieces"))],
+            r"stages\[0\].task is counting, whose vocabulary the run would not keep",
+        ),
         (
             [dict(until=9, model=partial(tiny.TinyLM, d_model=4))],
             r"stages\[0\].model has other",

@@ -72,6 +72,16 @@ def test_cosine_rises_falls_and_stays():
     assert float(optimizer.cosine(1.0, 10, 0)(0)) > 0.9
 
 
+def test_trapezoid_rises_stays_and_falls():
+    schedule = optimizer.trapezoid(2.0, steps=100, warmup_steps=10, final_fraction=0.1)
+    assert float(schedule(0)) == pytest.approx(0.2)
+    for count in (9, 40, 74):
+        assert float(schedule(count)) == 2.0
+    assert float(schedule(79)) == pytest.approx(2 * (0.1 + 0.9 * 0.8))
+    assert float(schedule(99)) == float(schedule(5000)) == pytest.approx(0.2)
+    assert float(optimizer.trapezoid(1.0, 10, 0, decay_fraction=0)(8)) == 1.0
+
+
 @pytest.mark.parametrize("factory", [optimizer.adam, optimizer.adamw, optimizer.adafactor])
 def test_a_schedule_is_a_learning_rate(factory):
     dropped = optax.piecewise_constant_schedule(0.1, {2: 0.0})
@@ -175,6 +185,7 @@ def test_own_weights_that_begin_constant_do_not_decay():
         (lambda: optimizer.rsqrt(warmup_steps=0), "warmup_steps is 0"),
         (lambda: optimizer.cosine(steps=10, warmup_steps=10), "warmup_steps=10"),
         (lambda: optimizer.cosine(max_value=-1), "max_value is -1"),
+        (lambda: optimizer.trapezoid(steps=10, warmup_steps=9), "decay_fraction=0.25 overlap"),
         (lambda: optimizer.adam(clip=0), "clip is 0"),
     ],
 )
