@@ -352,6 +352,10 @@ def n_kernels(row, impl, n_rows):
     return str(jax.make_jaxpr(step)(jax.eval_shape(start))).count("pallas_call[")
 
 
+WITHOUT_GPU = pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU has the kernels")
+
+
+@WITHOUT_GPU
 @over(filter(has_a_step_in_kernels, DECODING))
 def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
     """Of one row "auto" takes the kernel of one query, of two it does not."""
@@ -373,6 +377,7 @@ def test_the_impl_of_an_op_decides_its_step(row, monkeypatch):
 CUDNN = [row for row in DECODING if row.factory in (dense.dense, flash.flash, local.local)]
 
 
+@WITHOUT_GPU
 @over(CUDNN)
 def test_a_step_chooses_by_itself_for_cudnn(row, monkeypatch):
     """cuDNN has no kernel for one query."""
