@@ -48,6 +48,8 @@ SMALL = {
     "warmup_steps": 1,
     "optimizer.cosine.warmup_steps": 1,
     "loop.train.eval_stride": 32,
+    "stages.Stage.batch_size": 2,
+    "stages.Stage.length": 32,
     "lm.ReformerLM.pos_axial_shape": (8, 8),
     "lm.ReformerLM.pos_d_axial_embs": (8, 8),
 }
@@ -58,7 +60,6 @@ SMALL_OF = {
     "pathfinder": {
         "length": 1024,  # of 32 x 32 pixels
         "n_heads": 4,  # as many as dilations
-        "pos_d_axial_embs": (8, 8),
         "pathfinder.pathfinder.n_train": 4,
         "pathfinder.pathfinder.n_eval": 2,
     },
@@ -76,10 +77,6 @@ SMALL_OF = {
     "text_pairs": {"vocab_size": 30},
     "wmt": {"vocab_size": 30},
     "seq2seq": {"n_layers": 2},
-    "stages": {
-        "stages.Stage.batch_size": 2,
-        "stages.Stage.length": 32,
-    },
 }
 AVERAGED = {"steps": 5, "loop.train.eval_every": 1}  # of a page that averages five checkpoints
 
