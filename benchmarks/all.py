@@ -92,7 +92,7 @@ PARTS = {
     "listops_pretrained": _arena(
         "--task=listops --steps=3000 --at_once=2 --pretrained", "listops_pretrained"
     ),
-    "pathfinder": _arena("--task=pathfinder --steps=6000 --curriculum --at_once=2", "pathfinder"),
+    "pathfinder": _arena("--task=pathfinder --steps=14000", "pathfinder"),
     "attention_table": Part(
         "attention --table=runs/attention_table", (*ATTENTION, "benchmarks/attention.py")
     ),

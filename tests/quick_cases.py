@@ -309,7 +309,7 @@ QUICK = {
     },
     # A process trains a row, and rows that a file has are not trained again, in two other tests.
     "test_benchmarks.py": {
-        "test_a_curriculum_begins_with_short_curves": ["pathfinder-1024"],
+        "test_pathfinder_has_the_positions_of_its_grid": ["pathfinder-1024"],
         "test_models_of_recall_side_by_side_are_those_alone": [],
     },
 }

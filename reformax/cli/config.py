@@ -176,23 +176,49 @@ def _check_quotes(override: str) -> None:
 
 
 def _bind_data_dir(data_dir: str) -> None:
-    """Binds the folder of the config's task, or of the task that this one is made of."""
-    parameter, seen = "reformax.training.loop.train.task", set()
+    """Binds the folder of the config's task, of the tasks of its stages, or of what they are of."""
+    parameter = "reformax.training.loop.train.task"
     if not _is_set(parameter):
         raise ConfigError("--data_dir is set, but the config sets no loop.train.task")
+    without = [_give_folder(parameter, data_dir)]
+    without += [_give_folder(name, data_dir, scoped=False) for name in _tasks_of_stages()]
+    if all(without):
+        raise ConfigError(
+            f"--data_dir={data_dir}: the task {without[0]} reads no files: leave the flag out, "
+            "or take a config of files, for a text of your own --config_file=reformer_text.gin"
+        )
+
+
+def _give_folder(parameter: str, data_dir: str, scoped: bool = True) -> str | None:
+    """Binds the folder of the task that a parameter is set to; returns a task that has none.
+
+    Not `scoped`, it is bound in all scopes, for a task is made in that of its stage and in its own;
+    a folder that the config gives stays.
+    """
+    seen = set()
     while True:
         seen.add(parameter)
         scope, selector = _task_of(parameter)
+        if not scoped and _is_set(f"{selector}.data_dir"):
+            return None
         try:
-            gin.bind_parameter((scope, selector, "data_dir"), data_dir)
-            return
+            gin.bind_parameter((scope if scoped else "", selector, "data_dir"), data_dir)
+            return None
         except ValueError:
             parameter = f"{scope}/{selector}.task".removeprefix("/")
         if not _is_set(parameter) or parameter in seen:
-            raise ConfigError(
-                f"--data_dir={data_dir}: the task {selector} reads no files: leave the flag out, "
-                "or take a config of files, for a text of your own --config_file=reformer_text.gin"
-            )
+            return selector
+
+
+def _tasks_of_stages() -> Iterator[str]:
+    """The parameters that are set to tasks of stages."""
+    parameter = "reformax.training.loop.train.stages"
+    stages = gin.query_parameter(parameter) if _is_set(parameter) else ()
+    for stage in stages if isinstance(stages, tuple | list) else ():
+        own = "reformax.training.stages.Stage.task"
+        scope = stage.config_key[0] if hasattr(stage, "config_key") else ""
+        names = [f"{scope}/{own}"] * bool(scope) + [own]
+        yield from [name for name in names if _is_set(name)][:1]
 
 
 def _is_set(parameter: str) -> bool:

@@ -20,7 +20,9 @@ away. Many images are drawn at once.
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import os
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
@@ -100,21 +102,12 @@ def pathfinder(
     """
     if size not in LOOKS:
         raise SettingError(f"size is {size}: expected one of {', '.join(map(str, LOOKS))}")
-    look = LOOKS[size]
-
     lengths = tuple(length) if isinstance(length, Sequence) else (length,)
     if not lengths:
         raise SettingError("length is (): give at least one number of dashes")
 
-    def images_of(length: int):
-        def draw(rng: np.random.Generator) -> Block:
-            lines = drawn(rng, BLOCK, size, look, length)
-            greys = painted(lines, size, look).reshape(BLOCK, -1)
-            return Block(greys, lines.connected.astype(np.uint8))
-
-        return drawn_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
-
-    kept = {length: images_of(length) for length in lengths}
+    folder = None if data_dir is None else os.fspath(data_dir)
+    kept = {length: _images(size, length, data_seed, folder) for length in lengths}
 
     def examples(split: str, numbers: Int[np.ndarray, " n"]):
         copies, drawn_ones = np.divmod(numbers, n_train if split == "train" else n_eval)
@@ -142,6 +135,18 @@ def pathfinder(
         longest=size * size,
         in_order=True,
     )
+
+
+@functools.lru_cache(maxsize=32)
+def _images(size: int, length: int, data_seed: int, data_dir: str | None):
+    """Greys and classes by split and numbers; tasks of several stages share what is drawn."""
+
+    def draw(rng: np.random.Generator) -> Block:
+        lines = drawn(rng, BLOCK, size, LOOKS[size], length)
+        greys = painted(lines, size, LOOKS[size]).reshape(BLOCK, -1)
+        return Block(greys, lines.connected.astype(np.uint8))
+
+    return drawn_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
 
 
 def turned(

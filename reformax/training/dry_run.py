@@ -80,7 +80,10 @@ def report(**settings: Any) -> list[str]:
     opening.check_sizes(settings, mesh)
     opening.models_of(settings)
     lines = [f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each"]
-    for stage in settings.all_stages:
+    stages = settings.all_stages
+    for stage, after in zip(stages, [*stages[1:], None], strict=True):
+        if after is not None and stage.program == after.program:
+            continue  # the line of the stage after it is its own
         found = needs(settings, stage, mesh)
         parts = {
             "parameters": found.params,

@@ -76,12 +76,16 @@ class Begun(NamedTuple):
 def models_of(settings: Settings) -> Models:
     """Builds the models; raises `SettingError` where they do not fit the task."""
     # Stages of one model share it, and so its programs.
-    built = {stage.model: build(stage.model, "train") for stage in reversed(settings.all_stages)}
-    train = [built[stage.model] for stage in settings.all_stages]
-    models = Models(train, settings.built("eval"))
-    for model, stage in zip(models.train, settings.all_stages, strict=True):
-        evaluation.check_model(model, stage.task)
-    return models
+    factories = {id(stage.model): stage.model for stage in settings.all_stages}
+    built = {name: build(model, "train") for name, model in factories.items()}
+    train = [built[id(stage.model)] for stage in settings.all_stages]
+    evaluation.check_model(train[-1], settings.task)
+    for model, stage in zip(train, settings.all_stages, strict=True):
+        try:
+            evaluation.check_model(model, stage.task)
+        except SettingError as error:
+            raise SettingError(f"{stage.name}: {error}, or give the stage another task") from None
+    return Models(train, settings.built("eval"))
 
 
 def check_sizes(settings: Settings, mesh: Mesh) -> None:
@@ -144,10 +148,10 @@ def begin(
         for model, stage in zip(models.train, settings.all_stages, strict=True)
     ]
     init, like = inits[-1], jax.eval_shape(inits[-1], key)
-    for number, other in enumerate(inits[:-1]):
+    for stage, other in zip(settings.all_stages, inits[:-1], strict=False):
         if jax.eval_shape(other, key) != like:
             raise SettingError(
-                f"stages[{number}].model has other parameters than model: give it the same "
+                f"{stage.name}.model has other parameters than model: give it the same "
                 "sizes, and attention with the same weights"
             )
     n_params = sum(x.size for x in jax.tree.leaves(like.params))
@@ -216,9 +220,11 @@ def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def _data(settings: Settings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:
     """The data's fingerprints, and what changed since a checkpoint that has those of `kept`."""
     now = fingerprints.of(settings.task, ("train", settings.eval_split))
-    for number, stage in enumerate(settings.stages):
-        if stage.task is not None and (fingerprint := getattr(stage.task, "fingerprint", None)):
-            now[f"train of stages[{number}]"] = fingerprint("train")
+    for stage in settings.all_stages[:-1]:
+        key, fingerprint = f"train to step {stage.until}", getattr(stage.task, "fingerprint", None)
+        asked = stage.task is not settings.task or key in kept
+        if fingerprint is not None and asked and stage.until > step:
+            now[key] = fingerprint("train")
     return kept | now, fingerprints.changes(kept, now, step, settings.allow_changed_data)
 
 

@@ -94,13 +94,13 @@ def trapezoid(
     decay_fraction: Fraction = 0.25,
     final_fraction: Fraction = 0.0,
 ) -> optax.Schedule:
-    """Linear warm-up to `max_value`, which then stays, and a line down to `final_fraction` of it.
+    """Linear warm-up to `max_value`, then a line down to `final_fraction` of it behind `steps`.
 
     From Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
-    Durations", section 3: the last `decay_fraction` of the steps go down; constant after `steps`.
-    It suits runs in stages, of which each is learnt at the same rate.
+    Durations", section 3: between them the rate stays, until the last `decay_fraction` of the
+    steps; 0 leaves the line out. It suits runs in stages, of which each is learnt at the same rate.
     """
-    falling = max(int(decay_fraction * steps), 1)
+    falling = int(decay_fraction * steps)
     if warmup_steps + falling > steps:
         raise SettingError(
             f"trapezoid.warmup_steps={warmup_steps} and decay_fraction={decay_fraction} overlap in "
@@ -110,7 +110,7 @@ def trapezoid(
     def schedule(count):
         step = count + 1.0
         rising = jnp.minimum(1.0, step / max(warmup_steps, 1))
-        left = jnp.clip((steps - step) / falling, 0.0, 1.0)
+        left = jnp.clip((steps - count) / (falling + 1), 0.0, 1.0) if falling else 1.0
         return max_value * jnp.minimum(rising, final_fraction + (1 - final_fraction) * left)
 
     return schedule

@@ -71,6 +71,7 @@ class Run:
         self.interrupt = Interrupt(self._acknowledge)
         self.callbacks = Callbacks(settings.callbacks)
         self._saving: int | None = None  # the step of a save that nobody has heard of
+        self._program: tuple | None = None  # what the last step's went by
         self._decisions = Decisions(
             self._processes, self.interrupt, self.callbacks, self._acknowledge
         )
@@ -261,10 +262,13 @@ class Run:
         """Dispatches one step."""
         if self._checkpoints.done:
             self._hear_of_saves()
-        if any(stage.until == self.step for stage in self._settings.all_stages[:-1]):
+        number = self._settings.stage_after(self.step)
+        program = self._settings.all_stages[number].program
+        if self._program not in (None, program):  # which is compiled now
             self._log.drain()
-            self._log.pause()  # the next stage compiles
-        train_step = self._train_steps[self._settings.stage_after(self.step)]
+            self._log.pause()
+        self._program = program
+        train_step = self._train_steps[number]
         self._state, metrics = train_step(self._state, next(self._batches), self._key)
         self.step, self.score = self.step + 1, None
         self._log.add(self.step, metrics)

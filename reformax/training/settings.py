@@ -29,7 +29,7 @@ from reformax.declared import (
 from reformax.training.callbacks import Callback, Logger
 from reformax.training.loss import vocabulary_of
 from reformax.training.mesh import Sizes
-from reformax.training.stages import Filled, Model, Stage, Task
+from reformax.training.stages import Filled, Model, Stage, Task, end_of, filled
 
 
 @runtime_checkable
@@ -149,19 +149,19 @@ class Settings:
             raise SettingError(
                 "fresh_heads is True and init_from is None: set it to a run's folder"
             )
-        ends = [0, *(stage.until for stage in self.all_stages)]
-        shares = [*(stage.until < 1 for stage in self.stages), False]  # these may hold no step
-        if any(
-            a > b or (a == b and not c) for a, b, c in zip(ends, ends[1:], shares, strict=False)
-        ):
-            raise SettingError(
-                f"stages end at steps {ends[1:-1]}: expected growing numbers below steps={ends[-1]}"
-            )
-        for number, stage in enumerate(self.stages):
-            if stage.task not in (None, self.task) and vocabulary_of(stage.task) is not None:
+        ends = [0, *(end_of(stage, self.steps) for stage in self.stages), self.steps]
+        shares = [stage.until < 1 for stage in self.stages]  # which may hold no step
+        for before, end, share in zip(ends, ends[1:], [*shares, False], strict=False):
+            if end < before or (end == before and not share):
                 raise SettingError(
-                    f"stages[{number}].task is {stage.task.name}, whose vocabulary the run would "
-                    "not keep: leave it out, or take a task of bytes or labels"
+                    f"stages end at steps {ends[1:-1]}: expected growing numbers below "
+                    f"steps={ends[-1]}"
+                )
+        for stage in self.all_stages:
+            if vocabulary_of(stage.task) is not vocabulary_of(self.task):
+                raise SettingError(
+                    f"{stage.name}.task is {stage.task.name}, whose vocabulary is not the run's: "
+                    "leave it out, or make it of the same vocabulary object as task"
                 )
 
     def built(self, mode: str) -> Any:
@@ -170,10 +170,9 @@ class Settings:
 
     @functools.cached_property
     def all_stages(self) -> list[Filled]:
-        """The stages with their values filled in, and as the last one the run's own."""
-        own = {name: getattr(self, name) for name in ("model", "task", "batch_size", "length")}
-        filled = [Filled.of(stage, self.steps, **own) for stage in self.stages]
-        return [*filled, Filled(self.steps, **own)]
+        """The stages that have steps, with their values filled in, the run's own at the end."""
+        own = Filled(self.steps, self.model, self.task, self.batch_size, self.length)
+        return filled(self.stages, own)
 
     def stage_after(self, step: int) -> int:
         """Which of `all_stages` has the step after `step`."""

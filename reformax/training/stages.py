@@ -5,7 +5,8 @@ Parameters, the optimizer's state and the learning rate's schedule are one over 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -25,7 +26,9 @@ class TaskLike(Protocol):
 
 
 Task = Annotated[TaskLike, Called("a task, such as stdlib.stdlib()")]
-Share = Annotated[float, Bounds(above=0, below=1, name="a share of the run's steps")]
+Share = Annotated[
+    float, Bounds(above=0, below=1, name="a share of the run's steps above 0 and below 1")
+]
 Model = Annotated[Callable, Called("a model without its call, such as lm.ReformerLM")]
 
 
@@ -34,12 +37,13 @@ class Stage:
     """The first steps of a run, or the next ones after another stage; None is the run's own value.
 
     Attributes:
-      until: the last step of the stage; below 1 the share of the run's steps that end with it,
-        rounded down, which may leave a stage out of a short run.
+      until: the last step of the stage; below 1 the share of `steps` that end with it, rounded
+        down, which may leave a stage out of a short run. A run that goes on with more steps has
+        longer stages then, and may go back to an earlier one.
       model: the model to train, such as `@short/lm.ReformerLM`, the same with other attention. Its
         parameters must be those of the run's.
-      task: the data to train on, such as easier examples: of the kind of the run's, which scores
-        throughout, without a vocabulary that a run learns.
+      task: the data to train on, such as easier examples, of the kind and the vocabulary of the
+        run's, which scores throughout.
       batch_size: sequences per step.
       length: tokens per sequence.
 
@@ -58,17 +62,41 @@ class Stage:
 
 
 class Filled(NamedTuple):
-    """A stage with the run's values in place of None; `until` is a step."""
+    """A stage that has steps, with the run's values in place of None.
+
+    Attributes:
+      until: its last step.
+      model, task, batch_size, length: as in `Stage`.
+      name: what errors call it; empty for the run's own values.
+    """
 
     until: int
     model: Callable
     task: TaskLike
     batch_size: int
     length: int
+    name: str = ""
 
-    @classmethod
-    def of(cls, stage: Stage, steps: int, **own: Any) -> Filled:
-        """A stage of a run of so many steps, whose own values are given."""
-        until = int(stage.until * steps) if stage.until < 1 else stage.until
-        given = {name: getattr(stage, name) for name in own}
-        return cls(until, **own | {k: v for k, v in given.items() if v is not None})
+    @property
+    def program(self) -> tuple[Any, ...]:
+        """What the compiled step goes by."""
+        masked = getattr(self.task, "document_mask", False)
+        return self.model, self.batch_size, self.length, masked
+
+
+def end_of(stage: Stage, steps: int) -> int:
+    """The last step of a stage of a run of so many."""
+    share = stage.until < 1
+    return math.floor(float(stage.until) * steps + 1e-6) if share else int(stage.until)
+
+
+def filled(stages: Sequence[Stage], own: Filled) -> list[Filled]:
+    """The stages that have steps, and as the last one the run's own values, which they get."""
+    found, before = [], 0
+    for number, stage in enumerate(stages):
+        given = {name: getattr(stage, name) for name in ("model", "task", "batch_size", "length")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if (until := end_of(stage, own.until)) > before:
+            found.append(own._replace(until=until, name=f"stages[{number}]", **given))
+        before = until
+    return [*found, own]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -466,20 +467,50 @@ def test_stages_are_runs_that_go_on_from_one_another(tmp_path):
     assert lines == wanted
 
 
+def known(name, **options):
+    """The tiny task with a fingerprint."""
+    return tiny.counting(**options)._replace(fingerprint=lambda split: f"{name} {split}")
+
+
 def test_a_stage_has_data_of_its_own(tmp_path):
-    """`until` is a share of the steps; what goes on is refused with other data of that stage."""
-    easy = tiny.counting(noise=0.0)._replace(fingerprint=lambda split: f"easy {split}")
+    """`until` is a share of the steps, and the run's own task scores."""
+    easy = known("easy", noise=0.0)
     data = {"allow_changed_data": True}  # for the parts alone
     run(tmp_path / "parts", steps=12, **data | {"task": {"noise": 0.0}})
     run(tmp_path / "parts", steps=24, **data)
     empty, half = stages.Stage(until=0.01, length=8), stages.Stage(until=0.5, task=easy)
     _, record = run(tmp_path / "whole", stages=(empty, half))
     np.testing.assert_array_equal(params(tmp_path / "whole", 24), params(tmp_path / "parts", 24))
-    assert record[-1] == worker.record(tmp_path / "parts")[-1]  # the run's own task scores
-    other = easy._replace(fingerprint=lambda split: f"hard {split}")
-    told = r"train of stages\[1\] was easy train and is hard train"
-    with pytest.raises(ValueError, match=told):
-        run(tmp_path / "whole", steps=30, stages=(empty, stages.Stage(until=12, task=other)))
+    assert record[-1] == worker.record(tmp_path / "parts")[-1]
+
+
+def test_a_run_goes_on_within_stages(tmp_path):
+    """One step at a time it sees what it sees at once, and no other data of a stage to come."""
+    easy, hard = known("easy", noise=0.0), known("hard", noise=0.2)
+    given = dict(steps=6, stages=[stages.Stage(until=2, task=easy)])
+    given["stages"].append(stages.Stage(until=4, task=hard, length=8))
+    run(tmp_path / "whole", **given)
+    for _ in range(3):
+        run(tmp_path / "cut", **given, max_minutes=1e-9)
+    over, now = given["stages"]
+    for changed in (now.task._replace(fingerprint=lambda split: "other"), None):
+        told = "train to step 4 was hard train and is"
+        task = known("own") if changed is None else tiny.counting()
+        with pytest.raises(ValueError, match=told):
+            other = replace(now, task=changed)
+            loop.train(
+                tmp_path / "cut",
+                **worker.arguments(**given) | {"stages": (over, other), "task": task},
+            )
+    given["stages"][0] = replace(over, task=known("over"))  # which no step will read
+    for _ in range(3):
+        run(tmp_path / "cut", **given, max_minutes=1e-9)
+    np.testing.assert_array_equal(params(tmp_path / "whole", 6), params(tmp_path / "cut", 6))
+
+
+@pytest.mark.parametrize("share, steps, end", [(0.29, 100, 29), (0.7, 2600, 1820), (0.5, 3, 1)])
+def test_a_share_of_the_steps(share, steps, end):
+    assert stages.end_of(stages.Stage(until=share), steps) == end
 
 
 @pytest.mark.parametrize(
@@ -489,11 +520,17 @@ def test_a_stage_has_data_of_its_own(tmp_path):
         ([dict(until=9), dict(until=9)], r"stages end at steps \[9, 9\]: expected growing"),
         ([dict(until=9, length=0)], "length is 0: expected"),
         ([dict(until=0.5), dict(until=0.4)], r"stages end at steps \[12, 9\]: expected growing"),
-        ([dict(until=1.5)], "until is 1.5: expected a whole number of at least 1, or a share of"),
-        ([dict(until=9, task=tiny.counting(vocab_size=99))], "task counting has ids below 99 and"),
+        (
+            [dict(until=1.5)],
+            "until is 1.5: expected a whole number of at least 1, or a share of .*s above 0 and",
+        ),
+        (
+            [dict(until=9, task=tiny.counting(vocab_size=99))],
+            r"stages\[0\]: task counting has ids below 99 and .*, or give the stage another task",
+        ),
         (
             [dict(until=9, task=SimpleNamespace(**tiny.counting()._asdict(), vocabulary="pieces"))],
-            r"stages\[0\].task is counting, whose vocabulary the run would not keep",
+            r"stages\[0\].task is counting, whose vocabulary is not the run's: leave it out",
         ),
         (
             [dict(until=9, model=partial(tiny.TinyLM, d_model=4))],

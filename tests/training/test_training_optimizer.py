@@ -77,9 +77,11 @@ def test_trapezoid_rises_stays_and_falls():
     assert float(schedule(0)) == pytest.approx(0.2)
     for count in (9, 40, 74):
         assert float(schedule(count)) == 2.0
-    assert float(schedule(79)) == pytest.approx(2 * (0.1 + 0.9 * 0.8))
-    assert float(schedule(99)) == float(schedule(5000)) == pytest.approx(0.2)
-    assert float(optimizer.trapezoid(1.0, 10, 0, decay_fraction=0)(8)) == 1.0
+    for count in (75, 87, 99):  # the last update, too, has a rate
+        assert float(schedule(count)) == pytest.approx(2 * (0.1 + 0.9 * (100 - count) / 26))
+    assert float(schedule(100)) == float(schedule(5000)) == pytest.approx(0.2)
+    flat = optimizer.trapezoid(1.0, 10, 0, decay_fraction=0)
+    assert {float(flat(count)) for count in (0, 8, 9, 10, 99)} == {1.0}
 
 
 @pytest.mark.parametrize("factory", [optimizer.adam, optimizer.adamw, optimizer.adafactor])

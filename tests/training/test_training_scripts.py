@@ -13,6 +13,7 @@ import pytest
 import evaluate
 import train
 from reformax.cli import config
+from reformax.training import loop
 from tests.training import tiny, worker
 from tests.training.scripts import call
 
@@ -219,6 +220,35 @@ def test_files_and_overrides_win_in_their_order(folder):
     assert "small/tiny.counting.data_dir = 'somewhere'" in gin.config_str()
     config.parse(["configs/run.gin"])
     assert "somewhere" not in gin.config_str()
+
+
+STAGED = """
+from __gin__ import dynamic_registration
+from reformax.data import stdlib
+from reformax.data import text
+from reformax.training import loop
+from reformax.training import stages
+include 'run.gin'
+
+loop.train.task = @stdlib.stdlib()
+loop.train.stages = (@a/stages.Stage(), @b/stages.Stage(), @c/stages.Stage())
+stages.Stage.task = @own/text.text()
+b/stages.Stage.task = @stdlib.stdlib()
+a/stages.Stage.until = 1
+b/stages.Stage.until = 2
+c/stages.Stage.until = 3
+"""
+
+
+def test_the_folder_of_data_reaches_tasks_of_stages(folder):
+    (folder / "configs/staged.gin").write_text(STAGED)
+    (folder / "mine.txt").write_text("a text of some length " * 20)
+    config.parse(["configs/staged.gin"], data_dir="mine.txt")
+    found = config.bindings(loop.train, ("stages",))["stages"]
+    assert [stage.task.name for stage in found] == ["text", "stdlib", "text"]
+    kept = "text.text.data_dir = 'kept.txt'"
+    config.parse(["configs/staged.gin"], [kept], data_dir="mine.txt")
+    assert "kept.txt" in gin.config_str() and "mine.txt" not in gin.config_str()
 
 
 def test_only_what_the_files_name_is_written(folder):
