@@ -139,7 +139,6 @@ TINY = [
     *("loop.train.eval_batch_size=2", "loop.train.eval_tokens=128", "loop.train.log_every=1"),
 ]
 TINY_IMAGES = [
-    "steps=4",
     "n_heads=4",
     "n_layers=4",
     "pathfinder.pathfinder.n_train=8",

@@ -20,9 +20,9 @@ away. Many images are drawn at once.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
@@ -137,16 +137,24 @@ def pathfinder(
     )
 
 
-@functools.lru_cache(maxsize=32)
+# Functions of `_images`, as long as a task has them.
+_SHARED: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
 def _images(size: int, length: int, data_seed: int, data_dir: str | None):
     """Greys and classes by split and numbers; tasks of several stages share what is drawn."""
+    key = size, length, data_seed, data_dir
+    if (found := _SHARED.get(key)) is not None:
+        return found
 
     def draw(rng: np.random.Generator) -> Block:
         lines = drawn(rng, BLOCK, size, LOOKS[size], length)
         greys = painted(lines, size, LOOKS[size]).reshape(BLOCK, -1)
         return Block(greys, lines.connected.astype(np.uint8))
 
-    return drawn_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
+    found = drawn_blocks(draw, BLOCK, data_seed, f"pathfinder{size}_{length}", data_dir)
+    _SHARED[key] = found
+    return found
 
 
 def turned(

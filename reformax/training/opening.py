@@ -80,7 +80,7 @@ def models_of(settings: Settings) -> Models:
     built = {name: build(model, "train") for name, model in factories.items()}
     train = [built[id(stage.model)] for stage in settings.all_stages]
     evaluation.check_model(train[-1], settings.task)
-    for model, stage in zip(train, settings.all_stages, strict=True):
+    for model, stage in zip(train[:-1], settings.all_stages, strict=False):
         try:
             evaluation.check_model(model, stage.task)
         except SettingError as error:

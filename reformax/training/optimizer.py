@@ -45,6 +45,11 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     learning_rate: optax.Schedule
 
 
+def _rising(step, warmup_steps: int):
+    """The share of the peak that a linear warm-up has reached; `step` counts from 1."""
+    return jnp.minimum(1.0, step / max(warmup_steps, 1))
+
+
 @checked
 def rsqrt(constant: Positive = 0.1, warmup_steps: Size = 400) -> optax.Schedule:
     """Trax's `constant * linear_warmup * rsqrt_decay`: it peaks at constant / sqrt(warmup_steps).
@@ -54,8 +59,7 @@ def rsqrt(constant: Positive = 0.1, warmup_steps: Size = 400) -> optax.Schedule:
 
     def schedule(count):
         step = count + 1.0
-        warmup = jnp.minimum(1.0, step / warmup_steps)
-        return constant * warmup / jnp.sqrt(jnp.maximum(step, warmup_steps))
+        return constant * _rising(step, warmup_steps) / jnp.sqrt(jnp.maximum(step, warmup_steps))
 
     return schedule
 
@@ -81,7 +85,7 @@ def cosine(
         step = count + 1.0
         progress = jnp.clip((step - warmup_steps) / (steps - warmup_steps), 0.0, 1.0)
         decay = final_fraction + (1 - final_fraction) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
-        return max_value * jnp.where(step < warmup_steps, step / max(warmup_steps, 1), decay)
+        return max_value * _rising(step, warmup_steps) * decay
 
     return schedule
 
@@ -108,10 +112,9 @@ def trapezoid(
         )
 
     def schedule(count):
-        step = count + 1.0
-        rising = jnp.minimum(1.0, step / max(warmup_steps, 1))
         left = jnp.clip((steps - count) / (falling + 1), 0.0, 1.0) if falling else 1.0
-        return max_value * jnp.minimum(rising, final_fraction + (1 - final_fraction) * left)
+        decay = final_fraction + (1 - final_fraction) * left
+        return max_value * _rising(count + 1.0, warmup_steps) * decay
 
     return schedule
 

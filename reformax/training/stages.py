@@ -80,14 +80,15 @@ class Filled(NamedTuple):
     @property
     def program(self) -> tuple[Any, ...]:
         """What the compiled step goes by."""
-        masked = getattr(self.task, "document_mask", False)
-        return self.model, self.batch_size, self.length, masked
+        has_segments = getattr(self.task, "document_mask", False)
+        return self.model, self.batch_size, self.length, has_segments
 
 
 def end_of(stage: Stage, steps: int) -> int:
     """The last step of a stage of a run of so many."""
-    share = stage.until < 1
-    return math.floor(float(stage.until) * steps + 1e-6) if share else int(stage.until)
+    if stage.until < 1:
+        return math.floor(float(stage.until) * steps + 1e-6)  # 0.29 of 100 is 29
+    return int(stage.until)
 
 
 def filled(stages: Sequence[Stage], own: Filled) -> list[Filled]:

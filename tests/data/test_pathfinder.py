@@ -93,6 +93,7 @@ def test_a_task_of_pixels(tmp_path):
         again = kept.train_batch(0, 0, 5, 1030)
         np.testing.assert_array_equal(again.inputs, batch.inputs)
         np.testing.assert_array_equal(again.targets, batch.targets)
+        del kept  # tasks that live share their images
     assert [path.name for path in tmp_path.iterdir()] == ["pathfinder32_3_0_train_0.npz"]
     # Fewer greys of the same images, from the same file.
     for levels in (2, 5):

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 
-from reformax.training import checkpoint, interrupt, loop, mesh, optimizer, stages
+from reformax.training import checkpoint, dry_run, interrupt, loop, mesh, optimizer, stages
 from tests.training import tiny, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -506,6 +506,15 @@ def test_a_run_goes_on_within_stages(tmp_path):
     for _ in range(3):
         run(tmp_path / "cut", **given, max_minutes=1e-9)
     np.testing.assert_array_equal(params(tmp_path / "whole", 6), params(tmp_path / "cut", 6))
+
+
+def test_a_dry_run_has_a_line_for_each_program():
+    """Stages that differ in their data alone share theirs, and one without a step has none."""
+    given = [stages.Stage(until=n, task=known(str(n))) for n in (1, 2)]
+    given += [stages.Stage(until=4, length=8), stages.Stage(until=0.17, length=4)]
+    _, *lines = dry_run.report(**worker.arguments(stages=given))
+    sizes = [line.split(" tokens")[0] for line in lines]
+    assert sizes == ["to step 2, 8 x 16", "to step 4, 8 x 8", "to step 24, 8 x 16"]
 
 
 @pytest.mark.parametrize("share, steps, end", [(0.29, 100, 29), (0.7, 2600, 1820), (0.5, 3, 1)])
