@@ -9,8 +9,9 @@ and tokens/s, the median over the steps. Keys are a projection of their own, wit
 value, but where the name says so. Rows are in groups: `compared` has dense attention, windows and
 LSH attention, `linear_time` states of constant size and summaries, `hybrid` the delta rule in one
 or two of these layers, and `chosen` attentions that choose where to look, at some 1,000 of 4,096
-keys. --only names groups or rows, and --reversible takes configs/reformer_text_ten_minutes.gin.
-A folder of wheels is the text of `reformax.data.package_sources`.
+keys. --only names groups or rows, --seed another seed than 0, and --reversible takes
+configs/reformer_text_ten_minutes.gin. A folder of wheels is the text of
+`reformax.data.package_sources`.
 
 Each row is a process of its own. --at_once=3 has three on a GPU: they compile and evaluate side by
 side and train in turn, so that tokens/s are of one alone. --gpus=2 spreads them over two. With

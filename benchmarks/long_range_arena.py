@@ -162,8 +162,8 @@ SHARED = {
 
 def _for(steps: int) -> list[str]:
     """The settings of a run of so many steps."""
-    every = f"loop.train.eval_every={steps}"
-    return [f"steps={steps}", f"warmup_steps={max(1, steps // 10)}", every]
+    warmup = min(500, max(1, steps // 10))  # before the first of Pathfinder's stages ends
+    return [f"steps={steps}", f"warmup_steps={warmup}", f"loop.train.eval_every={steps}"]
 
 
 def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:

@@ -30,8 +30,9 @@ projections, and flash-linear-attention's MoBA and NSA. They get the same inputs
 against the same numbers: MoBA's means are rounded there, so some queries choose other blocks. A
 last table has the peers' times over ours.
 
-Each row is a process. All compile side by side, and then have the device alone in turn; peers are
-one process then, and Triton chooses among versions of their kernels alone. What takes more than
+Each row is a process. All compile side by side, at more than 65,536 tokens one after another, and
+then have the device alone in turn; peers are one process then, and Triton chooses among versions of
+their kernels alone. What takes more than
 `--limit` seconds to compile or to time is killed, recorded so, and the others go on; stderr says
 what each does, and since when. `--saved` adds each figure to a file, one JSON line each; what the
 file has of this machine and these sizes is in the tables and not measured again. `--plot` draws the
@@ -151,7 +152,8 @@ def measure_all(
         with_numbers = dict.fromkeys(peers[peer] for peer in first)
         asked = {n: of(run.numbers, n) for n in with_numbers}
         asked = Rows(asked, {n: of(run.ours, group, n) for n in ours}, known, group)
-        measure(asked, figures, run.folder, keep, run.at_once)
+        at_once = run.at_once if min(group) <= LONGEST_TOGETHER else 1
+        measure(asked, figures, run.folder, keep, at_once)
 
 
 def _line(known: Known | None) -> str:
@@ -164,7 +166,8 @@ def _result(known: Known | None) -> rows.Known | None:
 
 # Processes that compile a peer's versions of kernels, where it has many.
 COMPILERS = {"fla nsa": 8}
-# Peers are compiled side by side for lengths up to this one; together, more would not fit.
+# What is compiled side by side has lengths up to this one: XLA tries kernels out on whole arrays, so
+# that several longer ones would not fit.
 LONGEST_TOGETHER = 65536
 
 PEERS_OF = {
@@ -192,14 +195,15 @@ def print_tables(figures: Figures, shape: Shape, names: Sequence[str]) -> None:
 
 
 def draw(path: Path, lines: Sequence[dict]) -> None:
-    """Forward and gradient of each row by length."""
+    """Forward and gradient of each row by length, the better of calls waited for and queued."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
-    for part in ("forward", "gradient"):
+    for i, part in enumerate(("forward", "gradient")):
         of_part = panels.setdefault(f"{part}, ms", {})
         for line in lines:
             if "error" not in line and "64 heads" not in line["attention"]:
                 of_row = of_part.setdefault(line["attention"], {})
-                of_row[line["length"]] = line[f"{part}_ms"]
+                # Calls that are queued wait where memory is short.
+                of_row[line["length"]] = min(line[f"{part}_ms"], line["waited_ms"][i])
         panels[f"{part}, ms"] = {name: dict(sorted(x.items())) for name, x in of_part.items()}
     about = {f"{line['machine']}, {line['shape']}" for line in lines}
     plot(path, panels, title="; ".join(sorted(about)), xlabel="tokens of one sequence")

@@ -191,6 +191,8 @@ def _training(command: str, folder: Path, page: str) -> str:
         values["attention"] = "(@local.local(), %global_attention)"
     if "vocab_size=" in command and "vocabulary=" not in command:
         values["vocab_size"] = 290  # pieces of so small a text, and the 256 bytes
+    if "eval_stride=" in command:
+        values["loop.train.eval_stride"] = SMALL["length"]
     if "--checkpoint=average:5" in page:
         values |= AVERAGED
     flags = [f"--config='{name}={value}'" for name, value in values.items()]
@@ -198,10 +200,10 @@ def _training(command: str, folder: Path, page: str) -> str:
         flags.append("--config_file=without_download.gin")
     if modules & {"wmt", "text_pairs"}:
         flags.append("--data_dir=pairs")
-    elif "enwik8" in modules:
-        flags.append("--data_dir=enwik8.zip")
     elif "@package_sources" in command:
         flags.append("--config='package_sources.package_sources.wheels=\"wheels/list.txt\"'")
+    elif "enwik8" in modules:
+        flags.append("--data_dir=enwik8.zip")
     elif "FILE_OR_FOLDER" in command:
         flags.append("--data_dir=my_texts")
     return " ".join(flags)

@@ -359,12 +359,12 @@ def test_rows_are_spread_over_gpus(tmp_path, monkeypatch, capsys):
         long_range_arena.main(["--gpus=3", f"--runs={tmp_path}"])
 
 
-def test_rows_of_other_data_are_trained_again(tmp_path, monkeypatch, capsys):
-    """Which a home's '~' may stand before."""
+def test_rows_of_other_data_or_seeds_are_trained_again(tmp_path, monkeypatch, capsys):
+    """A home's '~' may stand before the data."""
     trained = []
 
-    def ask(python, function, *, name, data_dir, folder, **request):
-        trained.append((name, data_dir, folder))
+    def ask(python, function, *, name, parts, data_dir, folder, **request):
+        trained.append((name, data_dir, folder, parts[0][1][-1]))
         yield {"bits": 1.0, "n_targets": 10, "tokens_per_second": 1.0}
 
     monkeypatch.setattr(campaign, "ask", ask)
@@ -374,8 +374,16 @@ def test_rows_of_other_data_are_trained_again(tmp_path, monkeypatch, capsys):
     flags = ["--steps=3", f"--saved={tmp_path / 'saved'}", f"--runs={tmp_path}", "--only", "flash"]
     for data_dir in ("~/wheels", tmp_path / "wheels", "~/other", "~/other"):
         global_layers.main([f"--data_dir={data_dir}", *flags])
-    folders = {name: str(tmp_path / f"3_{name}" / "flash") for name in ("wheels", "other")}
-    assert trained == [("flash", str(tmp_path / x), folder) for x, folder in folders.items()]
+    for _ in range(2):
+        global_layers.main(["--data_dir=~/other", "--seed=1", *flags])
+    assert trained == [
+        ("flash", str(tmp_path / data), str(tmp_path / folder / "flash"), f"loop.train.seed={seed}")
+        for data, folder, seed in (
+            ("wheels", "3_wheels", 0),
+            ("other", "3_other", 0),
+            ("other", "3_other_seed1", 1),
+        )
+    ]
     args = argparse.Namespace(reversible=False, steps=3, tiny=False, data_dir=tmp_path / "wheels")
     assert "package_sources" in global_layers.config_of("flash", args)[1][-2]
 

@@ -24,11 +24,13 @@ Part = tuple[str, Sequence[str]]  # a config file, and settings that override it
 
 
 def flags(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]]) -> None:
-    """Adds --only, which names groups or rows, --at_once, --gpus, --limit, --saved and --runs."""
+    """Adds --only, of groups or rows, --seed, --at_once, --gpus, --limit, --saved and --runs."""
     rows = [row for rows in groups.values() for row in rows]
     choices = dict(nargs="+", choices=[*groups, *rows], default=list(groups))
     names = "; ".join(f"{group}: {', '.join(map(repr, rows))}" for group, rows in groups.items())
     parser.add_argument("--only", **choices, metavar="GROUP_OR_ROW", help=names)
+    text = "of initial values, batches, hashes and dropout (default: 0)"
+    parser.add_argument("--seed", type=command_line.natural, default=0, help=text)
     parser.add_argument("--at_once", type=command_line.positive, default=1, help="default: 1")
     parser.add_argument("--gpus", type=command_line.positive, default=1, help="default: 1")
     parser.add_argument("--limit", type=float, help="seconds of all rows")
@@ -58,6 +60,7 @@ def trained(
     """
     known: dict[str, Answer | Exception] = {}
     run = {**run, "data": args.data_dir and args.data_dir.name}
+    run |= {"seed": f"seed{args.seed}"} if args.seed else {}
     if args.saved and args.saved.exists():
         known = {x["row"]: x["trained"] for x in read(args.saved) if x["run"] == run}
     end = None if args.limit is None else time.monotonic() + args.limit
@@ -71,7 +74,9 @@ def trained(
         for gpu in _gpus(args.gpus) * args.at_once:
             free.put(gpu)
         train = functools.partial(_train, args=args, folder=folder.absolute(), end=end, free=free)
-        asked = {x: functools.partial(train, x, parts_of(x)) for x in names if x not in known}
+        seed = f"loop.train.seed={args.seed}"
+        parts = {x: [(file, [*own, seed]) for file, own in parts_of(x)] for x in names}
+        asked = {x: functools.partial(train, x, parts[x]) for x in names if x not in known}
         answers = ask_each(asked, args.at_once * args.gpus)
         for name in names:
             while name not in known:

@@ -48,9 +48,18 @@ def parser(
 
 def positive(text: str) -> int:
     """An integer of at least 1."""
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """An integer of at least 0."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: expected at least 1")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number}: expected at least {least}")
     return number
 
 
