@@ -71,6 +71,19 @@ def test_time_is_a_second_axis(drawn):
     assert clock.get_xticks()[3] == pytest.approx(20)
 
 
+def test_ticks_of_time_keep_their_distance(drawn):
+    """Between the steps 20 and 21 an evaluation takes a minute."""
+    found = [line | {"timing": {"seconds": 9.0 * line["step"]}} for line in lines()]
+    for line in found:
+        if line["step"] > 20:
+            line["timing"]["seconds"] += 60
+    curves.draw(found, "bits_per_dim", "mine", 1)
+    (clock,) = drawn[0].child_axes
+    shown = [label.get_text() for label in clock.get_xticklabels()]
+    assert shown == ["0", "1", "2", "3", "5", "6", "7"]
+    assert np.diff(clock.get_xticks()).min() > 2
+
+
 def test_a_record_of_nothing_has_a_figure(drawn):
     assert curves.draw([], "bits_per_dim", "mine", 1)[:4] == b"\x89PNG"
     assert drawn[0].get_lines() == [] and drawn[0].child_axes == []
