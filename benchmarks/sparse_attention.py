@@ -32,11 +32,11 @@ last table has the peers' times over ours.
 
 Each row is a process. All compile side by side, at more than 65,536 tokens one after another, and
 then have the device alone in turn; peers are one process then, and Triton chooses among versions of
-their kernels alone. What takes more than
-`--limit` seconds to compile or to time is killed, recorded so, and the others go on; stderr says
-what each does, and since when. `--saved` adds each figure to a file, one JSON line each; what the
-file has of this machine and these sizes is in the tables and not measured again. `--plot` draws the
-figures, or those that `--drawn` names; then nothing is measured.
+their kernels alone. What takes more than `--limit` seconds to compile or to time is killed,
+recorded so, and the others go on; stderr says what each does, and since when. `--saved` adds each
+figure to a file, one JSON line each; what the file has of this machine and these sizes is in the
+tables and not measured again. `--plot` draws the figures, or those that `--drawn` names; then
+nothing is measured.
 """
 
 from __future__ import annotations
