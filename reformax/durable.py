@@ -90,10 +90,10 @@ def open_file(path: Path) -> io.FileIO:
     """
     # Opening a pipe would wait for its other end.
     with explaining("read", path):
-        file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", 0)  # noqa: SIM115
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb", 0)
+    os.close(descriptor)
     raise NotRegular(f"{path} is no regular file: put the file itself there")
 
 
@@ -110,6 +110,8 @@ def write(path: Path, data: bytes) -> None:
       OSError: in one line; the file is as it was.
     """
     temporary = path.with_name(f"{path.name}.tmp")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
     with explaining("written", path):
         remove(temporary)
         try:

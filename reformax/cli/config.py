@@ -150,7 +150,8 @@ def _is_file(path: Path) -> bool:
 def _parse_overrides(overrides: Sequence[str], data_dir: str | None) -> None:
     for override in overrides:
         _check_macro(override)
-        _check_quotes(override)
+        _check_word(override)
+        _check_dots(override)
         # config_str begins with the imports of all files, under names that do not collide.
         imports = gin_text.imports(gin.config_str())
         imports += modules.missing(override, map(gin_text.bound_name, imports))
@@ -168,11 +169,30 @@ def _check_macro(override: str) -> None:
         raise ConfigError(f"--config={override!r}: no config file defines {name}{near}")
 
 
-def _check_quotes(override: str) -> None:
+def _check_word(override: str) -> None:
+    """Raises `ConfigError` for a word that is neither in quotes nor after an @."""
     name, value = gin_text.bare_word(override) or (None, None)
-    if name is not None:
-        line = f"{name}='{value}'"
-        raise ConfigError(f'--config={override!r}: a text stands in quotes: --config="{line}"')
+    if name is None:
+        return
+    if value.title() in gin_text.CONSTANTS:
+        raise ConfigError(f"--config={override!r}: expected {name}={value.title()}")
+    if reference := modules.reference(value):
+        raise ConfigError(
+            f"--config={override!r}: what a module has stands after an @: "
+            f"--config='{name}={reference}'"
+        )
+    line = f"{name}='{value}'"
+    raise ConfigError(f'--config={override!r}: a text stands in quotes: --config="{line}"')
+
+
+def _check_dots(override: str) -> None:
+    """Raises `ConfigError` for an argument without its function, such as 'lsh.n_hashes=2'."""
+    selector, argument = gin_text.argument_of(override) or (".", "")
+    if "." not in selector:
+        near = f"; did you mean {whole}?" if (whole := _settings().get(argument)) else ""
+        raise ConfigError(
+            f"--config={override!r}: a setting is module.function.argument=VALUE{near}"
+        )
 
 
 def _bind_data_dir(data_dir: str) -> None:
@@ -218,7 +238,8 @@ def _tasks_of_stages() -> Iterator[str]:
         own = "reformax.training.stages.Stage.task"
         scope = stage.config_key[0] if hasattr(stage, "config_key") else ""
         names = [f"{scope}/{own}"] * bool(scope) + [own]
-        yield from [name for name in names if _is_set(name)][:1]
+        nearest = [name for name in names if _is_set(name)][:1]
+        yield from [name for name in nearest if gin.query_parameter(name) is not None]
 
 
 def _is_set(parameter: str) -> bool:
@@ -242,9 +263,10 @@ def _task_of(parameter: str) -> tuple[str, str]:
             )
         macros.append(value)
         value = gin.query_parameter(f"{scope}/gin.macro.value")
+    name = parameter.replace("reformax.training.", "")
     raise ConfigError(
-        f"--data_dir is set, but loop.train.task is {shown(value)}: expected a task of files, such "
-        "as @text.text()"
+        f"--data_dir is set, but {name} is {shown(value)}: expected a task of files, such as "
+        "@text.text()"
     )
 
 
@@ -261,10 +283,16 @@ def _parse_with(parser, source: str, name: str | None = None) -> None:
             f"{last}: a file includes itself, or a value is nested too deeply"
         ) from None
     except tokenize.TokenError as error:
-        raise ConfigError(f"{error.args[0]}: {source.splitlines()[-1].strip()}") from None
+        line = source.splitlines()[-1].strip()
+        raise ConfigError(f"a bracket or a quote is open ({error.args[0]}): {line}") from None
     except SyntaxError as error:
         line = (error.text or source.splitlines()[-1]).strip()
-        raise ConfigError(f"{str(error.msg).rstrip('.')}: {line}".strip(": ")) from None
+        found = messages.find(error)
+        said = found.line if found else str(error.msg).rstrip(".")
+        if line.startswith(("from ", "import ")):
+            said = "expected one module in an import line"
+        file = f" ({error.filename}, line {error.lineno})" if error.filename else ""
+        raise ConfigError(f"{said}{file}: {line}".strip(": ")) from None
     finally:
         logging.disable(logging.NOTSET)
 
@@ -293,7 +321,8 @@ def _explain(error: Exception) -> str:
 def _choices(kind: str, names: dict[str, str]) -> list[str]:
     """The names that could have been meant; see `messages.Message.choices`."""
     if kind == "modules":
-        return [gin_text.bound_name(line) for line in gin_text.imports(gin.config_str())]
+        found = [gin_text.bound_name(line) for line in gin_text.imports(gin.config_str())]
+        return [name for name in found if name != "dynamic_registration"]
     if kind == "parameters":
         return _parameters(names["owner"])
     module = sys.modules.get(names["owner"])
@@ -508,18 +537,21 @@ def text() -> str:
 
 
 def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[str]:
-    """The overrides whose function this run has not called.
+    """The overrides whose function this run has not called, or whose macro nothing named.
 
     Args:
       overrides: bindings, as `parse` takes them.
       also_used: 'module.function.argument' names that were read without a call.
     """
-    targets = {override: gin_text.argument_of(override) for override in overrides}
-    return [
-        override
-        for override, target in targets.items()
-        if target and ".".join(target) not in also_used and not gin_text.sets(operative(), *target)
-    ]
+    text, found = operative(), []
+    for override in overrides:
+        if target := gin_text.argument_of(override):
+            used = ".".join(target) in also_used or gin_text.sets(text, *target)
+        else:
+            macro = gin_text.macro_of(override)
+            used = macro is None or macro in gin_text.macros(text)
+        found += [override] * (not used)
+    return found
 
 
 # Its settings by their names.

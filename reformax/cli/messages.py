@@ -58,6 +58,24 @@ TABLE = (
         r"^Unable to open file: (?P<name>.+?)\. Searched config paths",
         "no config file {name}",
     ),
+    Message(
+        r"malformed node or string.*\n?.*Failed to parse token '(?P<name>\w+)'",
+        "{name} is no value: a text stands in quotes, a function after an @, as in @lsh.lsh()",
+    ),
+    Message(
+        "Unable to parse value|Expected newline",
+        "expected one value: a number, a text in quotes, a list, or a function after an @, as in "
+        "@lsh.lsh()",
+    ),
+    Message(
+        "Couldn't parse statement, expected",
+        "expected NAME=VALUE",
+    ),
+    Message(
+        r"Expected '\)'",
+        "expected ')' after '(': arguments of @lsh.lsh() are settings of their own, as in "
+        "lsh.lsh.n_hashes = 4",
+    ),
     # Running what it describes.
     Message(
         "RESOURCE_EXHAUSTED",
@@ -116,8 +134,10 @@ def find(error: Exception) -> Found | None:
 
 
 def own_text(error: Exception) -> str:
-    """The error's text without gin's appendix, which says where the function was called from."""
-    return str(error).split("\n  In call to configurable")[0].strip()
+    """The error's text, and of gin's appendix the scope in which the function was called."""
+    text, *calls = str(error).split("\n  In call to configurable ")
+    scope = re.match(r"'(?P<name>\w+)' .* in scope '(?P<scope>[^']+)'", calls[0]) if calls else None
+    return text.strip() + (f" (of {scope['scope']}/{scope['name']})" if scope else "")
 
 
 def first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import pkgutil
 import sys
@@ -39,6 +40,21 @@ def import_line(name: str) -> str | None:
         if any(path.is_file() for path in (here / f"{name}.py", here / name / "__init__.py")):
             return f"import {name}"
     return None
+
+
+def reference(name: str) -> str | None:
+    """'@optimizer.adamw()' of 'optimizer.adamw', '@lsh.lsh()' of 'lsh', '@lm.ReformerLM'.
+
+    None if no module of this package has that.
+    """
+    module, _, attribute = name.rpartition(".")
+    module, attribute = module or name, attribute or name
+    if module not in (packages := _packages()):
+        return None
+    found = getattr(importlib.import_module(f"{packages[module]}.{module}"), attribute, None)
+    if not callable(found):
+        return None
+    return f"@{module}.{attribute}{'' if isinstance(found, type) else '()'}"
 
 
 def find_in_working_directory() -> None:

@@ -42,7 +42,8 @@ class AxialPositionalEncoding(Layer):
         super().__init__()
         if not shape or len(shape) != len(d_embs):
             raise SettingError(
-                f"shape {tuple(shape)} and d_embs {tuple(d_embs)}: expected as many sizes as axes"
+                f"shape {tuple(shape)} and d_embs {tuple(d_embs)}: expected as many sizes as axes, "
+                "of a model in pos_axial_shape and pos_d_axial_embs"
             )
         check_all(hints_of(AxialPositionalEncoding), locals())
         self._shape = tuple(shape)

@@ -86,7 +86,9 @@ class BlockStack(Layer):
     def __post_init__(self):
         self.blocks = tuple(Block(*block) for block in self.blocks)
         check_fields(self)
-        if not self.blocks or self.n_layers % len(self.blocks):
+        if not self.blocks:
+            raise SettingError("blocks is empty: give at least one, a model's attention_type an op")
+        if self.n_layers % len(self.blocks):
             raise SettingError(
                 f"n_layers is {self.n_layers}: expected a multiple of the {len(self.blocks)} "
                 "blocks of the cycle"

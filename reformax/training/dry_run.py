@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 
 from reformax import devices, memory
 from reformax.training import mesh as mesh_lib
-from reformax.training import opening
+from reformax.training import opening, starting_weights
 from reformax.training import step as step_lib
 from reformax.training.settings import Settings, build
-from reformax.training.stages import Filled
+from reformax.training.stages import Filled, naming
 
 MIB = 2**20
 
@@ -41,7 +41,8 @@ def needs(settings: Settings, stage: Filled, mesh: Mesh) -> Needs:
     )
     like = jax.eval_shape(init, key)
     placement = devices.placement(like, mesh)
-    batch = tuple(stage.task.train_batch(settings.seed, 0, stage.batch_size, stage.length))
+    with naming(stage):
+        batch = tuple(stage.task.train_batch(settings.seed, 0, stage.batch_size, stage.length))
     arguments = _shapes(like, placement), _shapes(batch, devices.over_tokens(mesh)), key
     step = opening.step_of(settings, model, mesh, like)
     compiled = step.trace(*arguments).lower().compile()
@@ -73,12 +74,16 @@ def report(**settings: Any) -> list[str]:
       **settings: those of `loop.train`.
 
     Raises:
-      SettingError: the devices do not fit the settings.
+      SettingError: the settings do not fit the devices or each other, or `init_from` holds no such
+        checkpoint.
     """
     settings = Settings(**settings)
     mesh = mesh_lib.make(settings.mesh)
     opening.check_sizes(settings, mesh)
-    opening.models_of(settings)
+    key = jax.random.PRNGKey(settings.seed)
+    opening.first_states(settings, opening.models_of(settings), key)
+    if settings.init_from is not None:
+        starting_weights.found(settings.init_from)
     lines = [f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each"]
     stages = settings.all_stages
     for stage, after in zip(stages, [*stages[1:], None], strict=True):

@@ -55,7 +55,8 @@ def changes(
     if found and not allowed:
         raise ValueError(
             f"the data is not that of checkpoint {step}: {described(found)}; point --data_dir to "
-            "the data as it was, begin in another output_dir, or go on with --allow_changed_data"
+            "the data as it was or set the task back, begin in another output_dir, or go on with "
+            "--allow_changed_data"
         )
     return found
 

@@ -94,11 +94,14 @@ def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1
     n = row_shares(mesh)
     parts = n * accumulate
     if batch_size < 1 or batch_size % parts:
-        micro = f" in accumulate={accumulate} micro-batches" if accumulate > 1 else ""
+        over = [f"over {n} devices"] * (n > 1)
+        over += [f"into accumulate={accumulate} micro-batches"] * (accumulate > 1)
+        fix = ", or show JAX fewer devices (CUDA_VISIBLE_DEVICES=0)" if n > 1 else ""
+        fix += ", or change accumulate" if accumulate > 1 else ""
         below = max(batch_size // parts, 1) * parts
         raise SettingError(
-            f"{name}={batch_size} cannot be divided over {n} devices{micro}: make it a multiple of "
-            f"{parts}, such as {below}, or show JAX fewer devices (CUDA_VISIBLE_DEVICES=0)"
+            f"{name}={batch_size} cannot be divided {' and '.join(over)}: make it a multiple of "
+            f"{parts}, such as {below}{fix}"
         )
 
 

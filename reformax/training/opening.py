@@ -28,6 +28,7 @@ from reformax.training.metrics import Record
 from reformax.training.placing import place
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import Settings, build
+from reformax.training.stages import naming
 
 
 class Models(NamedTuple):
@@ -81,20 +82,19 @@ def models_of(settings: Settings) -> Models:
     train = [built[id(stage.model)] for stage in settings.all_stages]
     evaluation.check_model(train[-1], settings.task)
     for model, stage in zip(train[:-1], settings.all_stages, strict=False):
-        try:
+        with naming(stage, ", or give the stage another task"):
             evaluation.check_model(model, stage.task)
-        except SettingError as error:
-            raise SettingError(f"{stage.name}: {error}, or give the stage another task") from None
     return Models(train, settings.built("eval"))
 
 
 def check_sizes(settings: Settings, mesh: Mesh) -> None:
     """Raises `SettingError` for batches that do not fit the devices."""
     for stage in settings.all_stages:
-        evaluation.check_mesh(stage.task, mesh)
-        mesh_lib.check_length("length", stage.length, mesh)
-        mesh_lib.check_batch_size("batch_size", stage.batch_size, mesh, settings.accumulate)
-        evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
+        with naming(stage):
+            evaluation.check_mesh(stage.task, mesh)
+            mesh_lib.check_length("length", stage.length, mesh)
+            mesh_lib.check_batch_size("batch_size", stage.batch_size, mesh, settings.accumulate)
+            evaluation.check_tokens(stage.batch_size, stage.length, "batch_size or length")
     sizes = settings.eval_sizes
     mesh_lib.check_length("eval_length", sizes["length"], mesh)
     evaluation.check_tokens(sizes["batch_size"], sizes["length"], "eval_batch_size or eval_length")
@@ -119,6 +119,12 @@ def keep_vocabulary(
         return None
     if settings.task.translation is not None:  # before minutes go into the vocabulary
         settings.task.translation.sentences(settings.eval_split)
+    if newest is not None and checkpoints.extra(newest).get("vocabulary") is None:
+        raise SettingError(
+            f"{checkpoints.folder.parent} was trained without a vocabulary of pieces, and the "
+            "config's task has one: set its vocab_size as it was, 256 for bytes, or give another "
+            "output_dir"
+        )
     fingerprint = vocabulary.keep_in(checkpoints.folder.parent, begun=begun)
     if newest is not None:
         checkpoints.check_vocabulary(newest, fingerprint)
@@ -141,6 +147,26 @@ def begin(
       SettingError: the state alone takes more memory than a device has.
     """
     settings, models, mesh, key = setup
+    init, like = first_states(settings, models, key)
+    n_params = sum(x.size for x in jax.tree.leaves(like.params))
+    _check_memory(setup, like, n_params)
+    if newest is None:
+        state, source = _first_state(setup, init, vocabulary)
+        return Begun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
+    state, info = checkpoints.restore(newest, like)
+    state = place(state, devices.placement(like, mesh))
+    data, changed = _data(settings, info.get("data", {}), info["step"])
+    return Begun(state, info["step"], info, data, changed, n_params)
+
+
+def first_states(
+    settings: Settings, models: Models, key: jax.Array
+) -> tuple[Callable[[jax.Array], step_lib.State], step_lib.State]:
+    """The function of a new run's first state, and the state's shapes.
+
+    Raises:
+      SettingError: the model of a stage has other parameters.
+    """
     inits = [
         step_lib.init_fn(
             model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
@@ -154,15 +180,7 @@ def begin(
                 f"{stage.name}.model has other parameters than model: give it the same "
                 "sizes, and attention with the same weights"
             )
-    n_params = sum(x.size for x in jax.tree.leaves(like.params))
-    _check_memory(setup, like, n_params)
-    if newest is None:
-        state, source = _first_state(setup, init, vocabulary)
-        return Begun(state, 0, {}, *_data(settings, {}, 0), n_params, source)
-    state, info = checkpoints.restore(newest, like)
-    state = place(state, devices.placement(like, mesh))
-    data, changed = _data(settings, info.get("data", {}), info["step"])
-    return Begun(state, info["step"], info, data, changed, n_params)
+    return init, like
 
 
 def _check_memory(setup: Setup, like, n_params: int) -> None:
@@ -183,7 +201,8 @@ def _check_memory(setup: Setup, like, n_params: int) -> None:
     )
     for stage in settings.all_stages:
         rows = stage.batch_size // (settings.accumulate * devices.row_shares(mesh))
-        evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
+        with naming(stage):
+            evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
 
 
 def _first_state(setup: Setup, init, vocabulary: str | None) -> tuple[step_lib.State, str]:
@@ -221,7 +240,7 @@ def _data(settings: Settings, kept: dict[str, str], step: int) -> tuple[dict[str
     """The data's fingerprints, and what changed since a checkpoint that has those of `kept`."""
     now = fingerprints.of(settings.task, ("train", settings.eval_split))
     for stage in settings.all_stages[:-1]:
-        key, fingerprint = f"train to step {stage.until}", getattr(stage.task, "fingerprint", None)
+        key, fingerprint = f"train of {stage.name}", getattr(stage.task, "fingerprint", None)
         asked = stage.task is not settings.task or key in kept
         if fingerprint is not None and asked and stage.until > step:
             now[key] = fingerprint("train")
@@ -275,7 +294,8 @@ def compiled(
     started, first = time.monotonic(), next(batches)
     now, start, flops = settings.stage_after(begun.step), begun.step, 0
     for stage, step in zip(settings.all_stages[now:], steps[now:], strict=True):
-        example = first if start == begun.step else tuple(batch(start))
+        with naming(stage):
+            example = first if start == begun.step else tuple(batch(start))
         traced = step.trace(begun.state, example, key)
         found = forecast.products(traced.jaxpr)
         forecast.check_step(found, mesh_lib.bytes_stored(begun.state, mesh), mesh.size)

@@ -5,12 +5,13 @@ Parameters, the optimizer's state and the learning rate's schedule are one over 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
-from reformax.declared import Bounds, Called, Size, check_fields
+from reformax.declared import Bounds, Called, SettingError, Size, check_fields
 
 
 @runtime_checkable
@@ -82,6 +83,17 @@ class Filled(NamedTuple):
         """What the compiled step goes by."""
         has_segments = getattr(self.task, "document_mask", False)
         return self.model, self.batch_size, self.length, has_segments
+
+
+@contextlib.contextmanager
+def naming(stage: Filled, fix: str = "") -> Iterator[None]:
+    """Errors of settings name the stage, and end in another way to mend them."""
+    try:
+        yield
+    except SettingError as error:
+        if not stage.name:
+            raise
+        raise SettingError(f"{stage.name}: {error}{fix}") from None
 
 
 def end_of(stage: Stage, steps: int) -> int:

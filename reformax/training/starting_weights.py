@@ -35,19 +35,7 @@ def read(
       ValueError: it is damaged or of another model; the line names the tensor and both shapes.
       OSError: it cannot be read.
     """
-    folder, step = user_path("init_from", init_from), None
-    if folder.parent.name == "checkpoints" and folder.name.isdecimal():
-        folder, step = folder.parent.parent, int(folder.name)
-    checkpoints = Checkpoints(folder)
-    steps = checkpoints.steps()
-    if not steps:
-        raise SettingError(
-            f"init_from={init_from} holds no checkpoint: give the folder of a run; python -m "
-            "reformax.convert makes one of weights of Trax and Hugging Face"
-        )
-    if step is None:
-        best = checkpoints.best_step()
-        step = steps[-1] if best is None else best
+    checkpoints, step = found(init_from)
     fix = "set init_from to a run of this model, or the model's sizes to those of that run"
     if names is None:
         fix += "; fresh_heads=True leaves the heads of an encoder or a language model out"
@@ -61,4 +49,29 @@ def read(
             f"{vocabulary}: copy its vocabulary.model into the output_dir of this run first"
         )
     params = jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, like)
-    return params, (str(folder), step)
+    return params, (str(checkpoints.folder.parent), step)
+
+
+def found(init_from: str | os.PathLike) -> tuple[Checkpoints, int]:
+    """The checkpoints of the run that `init_from` names, and the step of the one to begin with.
+
+    Raises:
+      SettingError: there is no such checkpoint.
+    """
+    folder, step = user_path("init_from", init_from), None
+    if folder.parent.name == "checkpoints" and folder.name.isdecimal():
+        folder, step = folder.parent.parent, int(folder.name)
+    checkpoints = Checkpoints(folder)
+    steps = checkpoints.steps()
+    if not steps:
+        raise SettingError(
+            f"init_from={init_from} holds no checkpoint: give the folder of a run; python -m "
+            "reformax.convert makes one of weights of Trax and Hugging Face"
+        )
+    if step is None:
+        best = checkpoints.best_step()
+        step = steps[-1] if best is None else best
+    if step not in steps:
+        there = ", ".join(map(str, steps))
+        raise SettingError(f"init_from={init_from} is no checkpoint: {folder} has {there}")
+    return checkpoints, step

@@ -317,5 +317,5 @@ def test_cannot_repeat_part_of_a_cycle():
         layers.ReversibleStack(plain.blocks(), 3)
     with pytest.raises(ValueError, match="n_layers is 0"):
         layers.ReversibleStack(plain.blocks(), 0)
-    with pytest.raises(ValueError, match="0 blocks"):
+    with pytest.raises(ValueError, match="blocks is empty: give at least one"):
         layers.ReversibleStack([], 2)

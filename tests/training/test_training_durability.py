@@ -332,3 +332,11 @@ def test_a_checkpoint_notes_what_was_not_tidied_up(tmp_path, monkeypatch):
     save(checkpoints, 2)
     assert len(checkpoints.notes) == 1 and "checkpoint 2 is saved" in checkpoints.notes[0]
     assert checkpoint.Checkpoints(tmp_path).steps() == [2]
+
+
+def test_files_that_are_no_files_are_told_by_name(tmp_path):
+    with pytest.raises(durable.NotRegular, match=f"^{tmp_path} is no regular file"):
+        durable.read(tmp_path)
+    path = tmp_path / "nowhere" / "a"
+    with pytest.raises(FileNotFoundError, match=f"^{path} cannot be written: there is no folder"):
+        durable.write(path, b"")

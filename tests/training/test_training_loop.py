@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 
+from reformax.declared import SettingError
 from reformax.training import checkpoint, dry_run, interrupt, loop, mesh, optimizer, stages
 from tests.training import tiny, worker
 
@@ -494,10 +495,10 @@ def test_a_run_goes_on_within_stages(tmp_path):
         run(tmp_path / "cut", **given, max_minutes=1e-9)
     over, now = given["stages"]
     for changed in (now.task._replace(fingerprint=lambda split: "other"), None):
-        told = "train to step 4 was hard train and is"
+        told = r"train of stages\[1\] was hard train and is"
         task = known("own") if changed is None else tiny.counting()
         with pytest.raises(ValueError, match=told):
-            other = replace(now, task=changed)
+            other = replace(now, task=changed, until=5)  # a later end is no other stage
             loop.train(
                 tmp_path / "cut",
                 **worker.arguments(**given) | {"stages": (over, other), "task": task},
@@ -515,6 +516,21 @@ def test_a_dry_run_has_a_line_for_each_program():
     _, *lines = dry_run.report(**worker.arguments(stages=given))
     sizes = [line.split(" tokens")[0] for line in lines]
     assert sizes == ["to step 2, 8 x 16", "to step 4, 8 x 8", "to step 24, 8 x 16"]
+
+
+def test_a_dry_run_refuses_what_a_run_would(tmp_path):
+    wider = stages.Stage(until=4, model=partial(tiny.TinyLM, d_model=9))
+    uneven = stages.Stage(until=4, batch_size=3)
+    nothing = tmp_path / "checkpoints/5"
+    run(tmp_path, steps=10)
+    for given, told in (
+        ({"stages": [wider]}, r"^stages\[0\].model has other parameters than model"),
+        ({"stages": [uneven], "accumulate": 2}, r"^stages\[0\]: batch_size=3 cannot be divided in"),
+        ({"init_from": "nowhere"}, "init_from=nowhere holds no checkpoint"),
+        ({"init_from": nothing}, f"init_from={nothing} is no checkpoint: {tmp_path} has 10"),
+    ):
+        with pytest.raises(SettingError, match=told):
+            dry_run.report(**worker.arguments(**given))
 
 
 @pytest.mark.parametrize("share, steps, end", [(0.29, 100, 29), (0.7, 2600, 1820), (0.5, 3, 1)])

@@ -156,7 +156,7 @@ def test_the_best_checkpoint_is_scored(folder, monkeypatch, capsys):
         (["--config=lop.train.steps=3"], 2, "lop is not the name of an imported module: lop.train"),
         (["--config=tiny.TinyLM.x.y=3"], 2, "tiny.TinyLM has no x: tiny.TinyLM.x.y=3"),
         (["--config=stepz=3"], 2, "no config file defines stepz; did you mean steps?"),
-        (["--config=loop.train.steps"], 2, "expected ':' or '=': loop.train.steps"),
+        (["--config=loop.train.steps"], 2, "expected NAME=VALUE: loop.train.steps"),
         (["--config=loop.train.steps=("], 2, "loop.train.steps=("),
         (["--config=loop.train.task=@tiny.countin()"], 2, "did you mean counting?"),
         (["--config=loop.train.steps=%stepz"], 2, "the config uses %stepz, which no"),
@@ -246,6 +246,10 @@ def test_the_folder_of_data_reaches_tasks_of_stages(folder):
     config.parse(["configs/staged.gin"], data_dir="mine.txt")
     found = config.bindings(loop.train, ("stages",))["stages"]
     assert [stage.task.name for stage in found] == ["text", "stdlib", "text"]
+    config.parse(["configs/staged.gin"], ["c/stages.Stage.task=None"], data_dir="mine.txt")
+    assert config.bindings(loop.train, ("stages",))["stages"][2].task is None
+    with pytest.raises(config.ConfigError, match="but c/stages.Stage.task is 3: expected a task"):
+        config.parse(["configs/staged.gin"], ["c/stages.Stage.task=3"], data_dir="mine.txt")
     kept = "text.text.data_dir = 'kept.txt'"
     config.parse(["configs/staged.gin"], [kept], data_dir="mine.txt")
     assert "kept.txt" in gin.config_str() and "mine.txt" not in gin.config_str()
@@ -292,6 +296,11 @@ def test_an_override_that_nothing_uses_is_told(folder, monkeypatch, capsys):
     code, out, _ = call(train.main, monkeypatch, capsys, *flags)
     assert code == 0 and out.count("note:") == 1
     assert "note: --config='optimizer.adam.b1=0.5' set something that this run did not use" in out
+    flags += ["--config=rate=0.5", "--output_dir=runs/other"]
+    with open("configs/run.gin", "a") as file:
+        file.write("\nrate = 0.1\n")
+    out = call(train.main, monkeypatch, capsys, *flags)[1]
+    assert out.count("note:") == 2 and "note: --config='rate=0.5' set something" in out
 
 
 @pytest.mark.parametrize("which", ["best", "average:5"])

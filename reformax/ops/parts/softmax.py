@@ -62,7 +62,9 @@ def masked_exp(
     logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], top: Float[Array, "*#d"]
 ) -> Float[Array, "*d"]:
     """The weights of a softmax before their division: `exp(logit - top)`, 0 where hidden."""
-    return jnp.where(mask, jnp.exp(jnp.where(mask, logits - top, 0.0)), 0.0)
+    below = jnp.where(mask, logits - top, 0.0)
+    # XLA may compute a logit twice, in two ways: one of 1e30 may then lie far above itself.
+    return jnp.where(mask, jnp.exp(jnp.where(below > 0, 0.0, below)), 0.0)
 
 
 def nonzero(total: Float[Array, "*d"]) -> Float[Array, "*d"]:
