@@ -166,8 +166,8 @@ def _result(known: Known | None) -> rows.Known | None:
 
 # Processes that compile a peer's versions of kernels, where it has many.
 COMPILERS = {"fla nsa": 8}
-# What is compiled side by side has lengths up to this one: XLA tries kernels out on whole arrays, so
-# that several longer ones would not fit.
+# Lengths up to this one are compiled side by side: XLA tries kernels out on whole arrays, so that
+# several longer ones would not fit.
 LONGEST_TOGETHER = 65536
 
 PEERS_OF = {

@@ -445,7 +445,7 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
     [
         (dict(n_layers=3, attention_type=(OPS["dense"],) * 2), "n_layers is 3: expected a mult"),
         (dict(n_layers=0), "n_layers is 0: expected at least 1"),
-        (dict(attention_type=()), "n_layers is 2: expected a multiple of the 0 blocks"),
+        (dict(attention_type=()), "blocks is empty: give at least one"),
         (dict(vocab_size=1), "vocab_size is 1: expected at least 2"),
         (dict(vocab_size=None), "vocab_size is None: expected a whole number of at least 2"),
         (dict(d_model=0), "d_model is 0: expected at least 1"),
