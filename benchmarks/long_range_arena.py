@@ -55,6 +55,7 @@ class Task(NamedTuple):
     drawn: bool = False  # what it draws can be kept in a folder
     easier: Sequence[Sequence[str]] = ()  # settings of what a curriculum begins with, in its order
     learning_rate: float = 1e-3
+    warmup: float = 0.1  # a share of the steps
     own: bool = False  # whether its config has an attention for it alone
 
 
@@ -69,6 +70,7 @@ PATHFINDER = Task(
     257,
     drawn=True,
     learning_rate=3e-4,
+    warmup=0.04,  # well within the first of its stages
     own=True,
 )
 TASKS = {
@@ -160,10 +162,10 @@ SHARED = {
 }
 
 
-def _for(steps: int) -> list[str]:
-    """The settings of a run of so many steps."""
-    warmup = min(500, max(1, steps // 10))  # before the first of Pathfinder's stages ends
-    return [f"steps={steps}", f"warmup_steps={warmup}", f"loop.train.eval_every={steps}"]
+def _for(steps: int, warmup: float) -> list[str]:
+    """The settings of a run of so many steps, of which a share is warm-up."""
+    warmup_steps = max(1, int(warmup * steps))
+    return [f"steps={steps}", f"warmup_steps={warmup_steps}", f"loop.train.eval_every={steps}"]
 
 
 def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
@@ -172,7 +174,7 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
     given = [*SIZES, *([] if args.tiny else ["dtype='bfloat16'"])]
     pooling = "last" if args.pooling == "cls" and CAUSAL in ROWS[name] else args.pooling
     given += [
-        *_for(args.steps),
+        *_for(args.steps, task.warmup),
         f"learning_rate={task.learning_rate}",
         "loop.train.checkpoint_minutes=None",
     ]
@@ -192,7 +194,7 @@ def parts_of(name: str, args: argparse.Namespace) -> list[campaign.Part]:
         runs = [[*of("TransformerMaskedLM"), *masked]]
     classes = [*of("TransformerEncoder"), f"encoder.TransformerEncoder.pooling={pooling!r}"]
     if args.curriculum:
-        sized = _for(max(2, args.steps * 2 // 3))
+        sized = _for(max(2, args.steps * 2 // 3), task.warmup)
         runs += [[*classes, *settings, *sized] for settings in task.easier]
     runs.append(classes)
     if args.pretrained:

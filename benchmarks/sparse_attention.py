@@ -152,7 +152,7 @@ def measure_all(
         with_numbers = dict.fromkeys(peers[peer] for peer in first)
         asked = {n: of(run.numbers, n) for n in with_numbers}
         asked = Rows(asked, {n: of(run.ours, group, n) for n in ours}, known, group)
-        at_once = run.at_once if min(group) <= LONGEST_TOGETHER else 1
+        at_once = run.at_once if max(group) <= LONGEST_TOGETHER else 1
         measure(asked, figures, run.folder, keep, at_once)
 
 

@@ -110,8 +110,6 @@ def write(path: Path, data: bytes) -> None:
       OSError: in one line; the file is as it was.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
     with explaining("written", path):
         remove(temporary)
         try:
@@ -121,6 +119,9 @@ def write(path: Path, data: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
+        except (FileNotFoundError, NotADirectoryError):
+            missing = f"{path} cannot be written: there is no folder {path.parent}"
+            raise FileNotFoundError(missing) from None
         except OSError:
             if os.path.lexists(temporary):
                 os.unlink(temporary)

@@ -52,7 +52,7 @@ def test_a_wrong_flag_or_setting_is_one_line(case, root):
         ("loop.train.optimizer=@optimizer.adamw", "expected an optimizer, such as"),
         ("steps=%steps", "the config's %steps needs itself: %steps -> %steps"),
         ("optimizer.adamw.learning_rate=@optimizer.adamw()", "needs itself"),
-        ("loop.train.length=2k", "Expected newline: loop.train.length=2k"),
+        ("loop.train.length=2k", "@lsh.lsh(): loop.train.length=2k"),
     ],
 )
 def test_what_a_setting_is_told(setting, message, root):

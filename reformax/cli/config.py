@@ -174,7 +174,7 @@ def _check_word(override: str) -> None:
     name, value = gin_text.bare_word(override) or (None, None)
     if name is None:
         return
-    if value.title() in gin_text.CONSTANTS:
+    if value.title() in ("True", "False"):
         raise ConfigError(f"--config={override!r}: expected {name}={value.title()}")
     if reference := modules.reference(value):
         raise ConfigError(
@@ -287,9 +287,10 @@ def _parse_with(parser, source: str, name: str | None = None) -> None:
         raise ConfigError(f"a bracket or a quote is open ({error.args[0]}): {line}") from None
     except SyntaxError as error:
         line = (error.text or source.splitlines()[-1]).strip()
-        found = messages.find(error)
+        of_python = str(error.filename).endswith(".py")  # a module that the config imports
+        found = None if of_python else messages.find(error)
         said = found.line if found else str(error.msg).rstrip(".")
-        if line.startswith(("from ", "import ")):
+        if line.startswith(("from ", "import ")) and not of_python:
             said = "expected one module in an import line"
         file = f" ({error.filename}, line {error.lineno})" if error.filename else ""
         raise ConfigError(f"{said}{file}: {line}".strip(": ")) from None
@@ -504,6 +505,9 @@ def described(function, argument: str):
     return _described(bound[argument])
 
 
+_described_macros: set[str] = set()  # gin does not note what is read and not called
+
+
 def _described(value):
     if isinstance(value, list | tuple):
         return type(value)(_described(item) for item in value)
@@ -513,6 +517,7 @@ def _described(value):
         return value
     scope, selector = value.config_key
     if selector == "gin.macro":
+        _described_macros.add(scope)
         return _described(gin.query_parameter(f"{scope}/gin.macro.value"))
     with gin.config_scope(scope or None):
         bound = gin.get_bindings(selector, resolve_references=False)
@@ -549,7 +554,7 @@ def unused(overrides: Sequence[str], also_used: Collection[str] = ()) -> list[st
             used = ".".join(target) in also_used or gin_text.sets(text, *target)
         else:
             macro = gin_text.macro_of(override)
-            used = macro is None or macro in gin_text.macros(text)
+            used = macro is None or macro in _described_macros or macro in gin_text.macros(text)
         found += [override] * (not used)
     return found
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-CONSTANTS = ("True", "False", "None")
-
 
 def imports(text: str) -> list[str]:
     """The import lines."""
@@ -33,7 +31,7 @@ def macro_of(override: str) -> str | None:
 def bare_word(override: str) -> tuple[str, str] | None:
     """('dtype', 'bfloat16') of 'dtype=bfloat16', which gin cannot read; None for other values."""
     match = re.fullmatch(r"\s*([\w./]+)\s*=\s*([A-Za-z_][\w.-]*)\s*", override)
-    return match.groups() if match and match[2] not in CONSTANTS else None
+    return match.groups() if match and match[2] not in ("True", "False", "None") else None
 
 
 def argument_of(override: str) -> tuple[str, str] | None:

@@ -61,20 +61,24 @@ TABLE = (
     Message(
         r"malformed node or string.*\n?.*Failed to parse token '(?P<name>\w+)'",
         "{name} is no value: a text stands in quotes, a function after an @, as in @lsh.lsh()",
+        kind=SyntaxError,
     ),
     Message(
         "Unable to parse value|Expected newline",
         "expected one value: a number, a text in quotes, a list, or a function after an @, as in "
         "@lsh.lsh()",
+        kind=SyntaxError,
     ),
     Message(
         "Couldn't parse statement, expected",
         "expected NAME=VALUE",
+        kind=SyntaxError,
     ),
     Message(
         r"Expected '\)'",
         "expected ')' after '(': arguments of @lsh.lsh() are settings of their own, as in "
         "lsh.lsh.n_hashes = 4",
+        kind=SyntaxError,
     ),
     # Running what it describes.
     Message(

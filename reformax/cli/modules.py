@@ -49,7 +49,7 @@ def reference(name: str) -> str | None:
     """
     module, _, attribute = name.rpartition(".")
     module, attribute = module or name, attribute or name
-    if module not in (packages := _packages()):
+    if module not in (packages := _packages()) or module == "stages":  # which stand in a list
         return None
     found = getattr(importlib.import_module(f"{packages[module]}.{module}"), attribute, None)
     if not callable(found):

@@ -29,11 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     config.parse(files, args.config, folders=configs.FOLDERS, data_dir=args.data_dir)
     config.refuse_flags(unknown)
     joining.join(args)
-    from reformax.training import dry_run, folder, loop  # after parsing: a wrong flag is told first
+    # After parsing: a wrong flag is told first.
+    from reformax.training import checkpoint, dry_run, folder, loop
 
     compilation_cache.use()
     if args.dry_run:
-        lines = dry_run.report(**config.bindings(loop.train))
+        begun = bool(checkpoint.Checkpoints(output_dir).steps())
+        lines = dry_run.report(begun=begun, **config.bindings(loop.train))
         if joining.first():
             print("\n".join(lines))
         return 0

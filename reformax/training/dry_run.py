@@ -67,10 +67,11 @@ def _shape(x: Any, placement: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
 
 
-def report(**settings: Any) -> list[str]:
+def report(*, begun: bool = False, **settings: Any) -> list[str]:
     """Lines on the devices, and on what the step of each stage of a run asks of one.
 
     Args:
+      begun: whether the run has a checkpoint, and so no need of `init_from`.
       **settings: those of `loop.train`.
 
     Raises:
@@ -82,7 +83,7 @@ def report(**settings: Any) -> list[str]:
     opening.check_sizes(settings, mesh)
     key = jax.random.PRNGKey(settings.seed)
     opening.first_states(settings, opening.models_of(settings), key)
-    if settings.init_from is not None:
+    if settings.init_from is not None and not begun:
         starting_weights.found(settings.init_from)
     lines = [f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each"]
     stages = settings.all_stages

@@ -93,7 +93,9 @@ def check_batch_size(name: str, batch_size: int, mesh: Mesh, accumulate: int = 1
     """Raises `SettingError` unless all shares get the same number of rows in every micro-batch."""
     n = row_shares(mesh)
     parts = n * accumulate
-    if batch_size < 1 or batch_size % parts:
+    if batch_size < 1:
+        raise SettingError(f"{name}={batch_size}: expected at least 1")
+    if batch_size % parts:
         over = [f"over {n} devices"] * (n > 1)
         over += [f"into accumulate={accumulate} micro-batches"] * (accumulate > 1)
         fix = ", or show JAX fewer devices (CUDA_VISIBLE_DEVICES=0)" if n > 1 else ""

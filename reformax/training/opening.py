@@ -89,7 +89,7 @@ def models_of(settings: Settings) -> Models:
 
 def check_sizes(settings: Settings, mesh: Mesh) -> None:
     """Raises `SettingError` for batches that do not fit the devices."""
-    for stage in settings.all_stages:
+    for stage in reversed(settings.all_stages):  # a stage is not to blame for the run's own values
         with naming(stage):
             evaluation.check_mesh(stage.task, mesh)
             mesh_lib.check_length("length", stage.length, mesh)
@@ -119,13 +119,15 @@ def keep_vocabulary(
         return None
     if settings.task.translation is not None:  # before minutes go into the vocabulary
         settings.task.translation.sentences(settings.eval_split)
-    if newest is not None and checkpoints.extra(newest).get("vocabulary") is None:
+    folder = checkpoints.folder.parent
+    without = newest is not None and checkpoints.extra(newest).get("vocabulary") is None
+    if without and not (folder / "vocabulary.model").exists():
+        size = "" if settings.task.translation is not None else ", vocab_size=256 for bytes"
         raise SettingError(
-            f"{checkpoints.folder.parent} was trained without a vocabulary of pieces, and the "
-            "config's task has one: set its vocab_size as it was, 256 for bytes, or give another "
-            "output_dir"
+            f"{folder} was trained without a vocabulary of pieces, and the config's task has one: "
+            f"give the task as it was{size}, or another output_dir"
         )
-    fingerprint = vocabulary.keep_in(checkpoints.folder.parent, begun=begun)
+    fingerprint = vocabulary.keep_in(folder, begun=begun)
     if newest is not None:
         checkpoints.check_vocabulary(newest, fingerprint)
     return fingerprint
@@ -199,7 +201,7 @@ def _check_memory(setup: Setup, like, n_params: int) -> None:
         **settings.eval_sizes,
         mesh=mesh,
     )
-    for stage in settings.all_stages:
+    for stage in reversed(settings.all_stages):
         rows = stage.batch_size // (settings.accumulate * devices.row_shares(mesh))
         with naming(stage):
             evaluation.check_features(rows, stage.length, n_features, "batch_size or length")
@@ -239,12 +241,14 @@ def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def _data(settings: Settings, kept: dict[str, str], step: int) -> tuple[dict[str, str], dict]:
     """The data's fingerprints, and what changed since a checkpoint that has those of `kept`."""
     now = fingerprints.of(settings.task, ("train", settings.eval_split))
+    known, compared = {x for name, x in kept.items() if name.startswith("train")}, dict(kept)
     for stage in settings.all_stages[:-1]:
         key, fingerprint = f"train of {stage.name}", getattr(stage.task, "fingerprint", None)
-        asked = stage.task is not settings.task or key in kept
-        if fingerprint is not None and asked and stage.until > step:
+        if fingerprint is not None and stage.until > step:
             now[key] = fingerprint("train")
-    return kept | now, fingerprints.changes(kept, now, step, settings.allow_changed_data)
+            # A stage may have another number, or begin with what the run has read before.
+            compared[key] = now[key] if now[key] in known or not known else kept.get(key, "none")
+    return kept | now, fingerprints.changes(compared, now, step, settings.allow_changed_data)
 
 
 def step_of(settings: Settings, model: Any, mesh: Mesh, state: Any):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,7 +36,8 @@ def read(
       ValueError: it is damaged or of another model; the line names the tensor and both shapes.
       OSError: it cannot be read.
     """
-    checkpoints, step = found(init_from)
+    folder, step = found(init_from)
+    checkpoints = Checkpoints(folder)
     fix = "set init_from to a run of this model, or the model's sizes to those of that run"
     if names is None:
         fix += "; fresh_heads=True leaves the heads of an encoder or a language model out"
@@ -49,11 +51,11 @@ def read(
             f"{vocabulary}: copy its vocabulary.model into the output_dir of this run first"
         )
     params = jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, like)
-    return params, (str(checkpoints.folder.parent), step)
+    return params, (str(folder), step)
 
 
-def found(init_from: str | os.PathLike) -> tuple[Checkpoints, int]:
-    """The checkpoints of the run that `init_from` names, and the step of the one to begin with.
+def found(init_from: str | os.PathLike) -> tuple[Path, int]:
+    """The folder of the run that `init_from` names, and the step of its checkpoint to begin with.
 
     Raises:
       SettingError: there is no such checkpoint.
@@ -74,4 +76,4 @@ def found(init_from: str | os.PathLike) -> tuple[Checkpoints, int]:
     if step not in steps:
         there = ", ".join(map(str, steps))
         raise SettingError(f"init_from={init_from} is no checkpoint: {folder} has {there}")
-    return checkpoints, step
+    return folder, step

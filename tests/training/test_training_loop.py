@@ -503,6 +503,10 @@ def test_a_run_goes_on_within_stages(tmp_path):
                 tmp_path / "cut",
                 **worker.arguments(**given) | {"stages": (over, other), "task": task},
             )
+    other = stages.Stage(until=5, task=known("easier"))
+    with pytest.raises(ValueError, match=r"train of stages\[2\] was none and is easier train"):
+        loop.train(tmp_path / "cut", **worker.arguments(**given) | {"stages": (over, now, other)})
+    run(tmp_path / "cut", **given | {"stages": [now]}, max_minutes=1e-9)  # of another number
     given["stages"][0] = replace(over, task=known("over"))  # which no step will read
     for _ in range(3):
         run(tmp_path / "cut", **given, max_minutes=1e-9)

@@ -64,7 +64,8 @@ def masked_exp(
     """The weights of a softmax before their division: `exp(logit - top)`, 0 where hidden."""
     below = jnp.where(mask, logits - top, 0.0)
     # XLA may compute a logit twice, in two ways: one of 1e30 may then lie far above itself.
-    return jnp.where(mask, jnp.exp(jnp.where(below > 0, 0.0, below)), 0.0)
+    below -= jax.lax.stop_gradient(jnp.maximum(below, 0.0))
+    return jnp.where(mask, jnp.exp(below), 0.0)
 
 
 def nonzero(total: Float[Array, "*d"]) -> Float[Array, "*d"]:
