@@ -176,13 +176,10 @@ def _check_word(override: str) -> None:
         return
     if value.title() in ("True", "False"):
         raise ConfigError(f"--config={override!r}: expected {name}={value.title()}")
+    quoted = f"""a text stands in quotes: --config="{name}='{value}'\""""
     if reference := modules.reference(value):
-        raise ConfigError(
-            f"--config={override!r}: what a module has stands after an @: "
-            f"--config='{name}={reference}'"
-        )
-    line = f"{name}='{value}'"
-    raise ConfigError(f'--config={override!r}: a text stands in quotes: --config="{line}"')
+        quoted = f"what a module has stands after an @: --config='{name}={reference}'; {quoted}"
+    raise ConfigError(f"--config={override!r}: {quoted}")
 
 
 def _check_dots(override: str) -> None:
