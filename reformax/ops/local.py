@@ -22,6 +22,8 @@ from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obst
 from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.orders import ChunkCount, ChunkSizes, PadChunks
 
+_FARTHEST = 2**30  # positions are below it
+
 
 class Settings(NamedTuple):
     """The hyperparameters of `local`, whose arguments they are."""
@@ -61,7 +63,8 @@ class Settings(NamedTuple):
 
     def first_key(self, now):
         """The first position that a query at `now` sees in decoding."""
-        chunk = (now // self.chunk_len - self.n_chunks_before) * self.chunk_len
+        before = min(self.n_chunks_before * self.chunk_len, _FARTHEST)
+        chunk = now // self.chunk_len * self.chunk_len - before
         return chunk if self.window is None else jnp.maximum(chunk, now - self.window + 1)
 
     def check(self) -> None:

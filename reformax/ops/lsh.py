@@ -314,6 +314,10 @@ def _seen(
       now: the newest position.
     """
     chunk_len, n_chunks_before, n_chunks_after = settings.chunks
+    if not settings.wrap:  # no further than the sequence
+        chunk_len = min(chunk_len, order.shape[-1])
+        most = -(-order.shape[-1] // chunk_len)
+        n_chunks_before, n_chunks_after = min(n_chunks_before, most), min(n_chunks_after, most)
     if settings.strictly_causal:
         reach = chunk_len * n_chunks_before
         place = own - reach + line(reach)

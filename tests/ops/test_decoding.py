@@ -153,6 +153,30 @@ def make_plan(op, x):
     return inputs.plan(op, x, causal=True, rng=KEY, train=False)
 
 
+@pytest.mark.parametrize(
+    "op, near, far",
+    [
+        (local.local, dict(n_chunks_before=3), dict(chunk_len=2**30, n_chunks_before=3)),
+        (lsh.lsh, dict(n_chunks_before=3), dict(n_chunks_before=4096)),
+        (lsh.lsh, dict(chunk_len=16), dict(chunk_len=2**30)),
+        (
+            functools.partial(lsh.lsh, strictly_causal=True, n_buckets=4),
+            dict(chunk_len=16),
+            dict(chunk_len=2**30, n_chunks_before=4096),
+        ),
+    ],
+    ids=["local", "chunks before", "chunk", "strict"],
+)
+def test_a_step_sees_no_further_than_the_sequence(op, near, far):
+    """Sizes of which a product would not fit into 32 bits are those that suffice."""
+    small = dict(chunk_len=4, n_chunks_before=1)
+    x = draw(op(**small | near), 2, 11)
+    one = np.ones(2, np.int32)
+    near, far = (run(op(**small | sizes), x, one, 1, 11) for sizes in (near, far))
+    for key, out in near.items():
+        np.testing.assert_allclose(far[key], out, rtol=1e-5, atol=1e-6)
+
+
 @over(row for row in DECODING if not row.holds_keys)
 def test_the_cache_does_not_grow(row):
     op = row.op()

@@ -25,7 +25,8 @@ class Band(NamedTuple):
     def shows(self, query, key) -> Bool[Array, "*d"]:
         """Whether positions `query` see positions `key`, which broadcast."""
         ahead = key - query
-        near = (jnp.abs(ahead) < self.window * self.dilation) & (ahead % self.dilation == 0)
+        reach = min(self.window * self.dilation, NOWHERE)
+        near = (jnp.abs(ahead) < reach) & (ahead % self.dilation == 0)
         return near & (ahead <= 0) if self.causal else near
 
 

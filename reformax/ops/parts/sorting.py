@@ -85,7 +85,7 @@ def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> 
     begins = jnp.pad(buckets[..., 1:] != buckets[..., :-1], ((0, 0),) * 3 + ((1, 0),))
     place = jnp.arange(buckets.shape[-1], dtype=jnp.int32)[None, None, None]
     start = lax.cummax(jnp.where(begins, place, 0), axis=buckets.ndim - 1)
-    first = jnp.maximum(start, place - reach)
+    first = jnp.maximum(start, place - min(reach, place.shape[-1]))
     return order._replace(first=_take(first, order.places))
 
 
