@@ -161,7 +161,7 @@ def remove(path: Path) -> None:
     """Deletes a file, a folder with all in it, or a link itself; it need not be there."""
     try:
         os.unlink(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except (IsADirectoryError, PermissionError):  # of a folder, on Linux and on macOS
         if path.is_symlink() or not path.is_dir():

@@ -40,6 +40,7 @@ from benchmarks import (
     recall,
     reversible,
     scaling,
+    sparse_attention,
     step,
     tables,
 )
@@ -315,6 +316,31 @@ def test_pathfinder_has_the_positions_of_its_grid(task, n_pixels):
     for part in (masked, classes):
         model = traced(*part)
         assert model.pos_type == "rotary" and math.prod(model.pos_axial_shape) == n_pixels
+
+
+@pytest.mark.parametrize("task, steps", [("pathfinder", 560), ("listops", 1400)])
+def test_the_warm_up_of_a_task_is_its_own(task, steps):
+    given = dict(task=task, steps=14_000, pretrained=False, curriculum=False, tiny=False)
+    given |= dict(pooling="mean", runs=None)
+    ((_, settings),) = long_range_arena.parts_of("flash", argparse.Namespace(**given))
+    assert f"warmup_steps={steps}" in settings
+
+
+@pytest.mark.parametrize("lengths, at_once", [([64, 1024], [None]), ([64, 128, 2**20], [None, 1])])
+def test_long_rows_are_compiled_one_after_another(lengths, at_once, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(sparse_attention, "measure", lambda *given: found.append(given[-1]))
+    shape = sparse_attention.SHAPES["tiny"]._replace(lengths=tuple(lengths))
+    figures = sparse_attention.Figures(shape, None)
+    run = sparse_attention.Run(shape, figures, 1, 9.0, tmp_path, True, None)
+    sparse_attention.measure_all(run, ["sinks"], None, {})
+    assert found == at_once
+
+
+def test_a_seed_below_0_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        global_layers.main(["--tiny", "--seed=-1"])
+    assert "argument --seed: -1: expected at least 0" in capsys.readouterr().err
 
 
 def test_a_curriculum_begins_with_short_lists():

@@ -75,7 +75,7 @@ def parse(
       ConfigError: a file, module, function, parameter or macro does not exist, or a line cannot be
         read.
     """
-    gin.clear_config()
+    _forget()
     modules.find_in_working_directory()
     with _includes_from(*(Path(f).absolute().parent for f in config_files), *folders):
         for config_file in config_files:
@@ -105,7 +105,7 @@ def parse_saved(
     Raises:
       ConfigError: as `parse` does; or the config names something that could run code.
     """
-    gin.clear_config()
+    _forget()
     if trusted:
         modules.find_in_working_directory()
     else:
@@ -113,6 +113,12 @@ def parse_saved(
     with _includes_from(*([Path(source).parent] if trusted else [])):
         _parse_with(gin.parse_config, text, source)
         _parse_overrides(overrides, data_dir)
+
+
+def _forget() -> None:
+    """Forgets what was parsed before, and what of it was read."""
+    gin.clear_config()
+    _described_macros.clear()
 
 
 @contextlib.contextmanager

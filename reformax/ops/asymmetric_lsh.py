@@ -59,6 +59,11 @@ class Settings(NamedTuple):
     impl: str
 
     @property
+    def chunks(self) -> ChunkSizes:
+        """The sizes of chunks."""
+        return ChunkSizes(self.chunk_len, self.n_chunks_before, self.n_chunks_after)
+
+    @property
     def hashing(self) -> Hashing:
         """The numbers of buckets; rotations are drawn."""
         factors = None if self.n_buckets == "auto" else bucket_factors(self.n_buckets)
@@ -148,8 +153,7 @@ def _plan(
 
 def _apply(settings: Settings, params, q, k, v, **call):
     del params
-    sizes = ChunkSizes(settings.chunk_len, settings.n_chunks_before, settings.n_chunks_after)
-    return asymmetric.attend(sizes, settings, q, k, v, **call)
+    return asymmetric.attend(settings.chunks, settings, q, k, v, **call)
 
 
 # Decoding. C is the capacity.
@@ -203,9 +207,10 @@ def _step(
     order, _, _ = inserted(order, of_keys, of_key, now)
     # Equal buckets stand by position, and the newest query stands behind them.
     before = (of_queries <= of_query) & (line(capacity) <= now)
-    chunk = (before.sum(axis=-1, keepdims=True) - 1) // settings.chunk_len
-    n_places = (settings.n_chunks_before + 1 + settings.n_chunks_after) * settings.chunk_len
-    place = (chunk - settings.n_chunks_before) * settings.chunk_len + line(n_places)
+    chunk_len, n_chunks_before, n_chunks_after = settings.chunks.within(capacity)
+    chunk = (before.sum(axis=-1, keepdims=True) - 1) // chunk_len
+    n_places = (n_chunks_before + 1 + n_chunks_after) * chunk_len
+    place = (chunk - n_chunks_before) * chunk_len + line(n_places)
     seen = jnp.take_along_axis(order, jnp.clip(place, 0, capacity - 1), axis=-1)
     exists = (place >= 0) & (place <= now)
     if settings.count_once and settings.n_hashes > 1:

@@ -313,11 +313,8 @@ def _seen(
       own: its place.
       now: the newest position.
     """
-    chunk_len, n_chunks_before, n_chunks_after = settings.chunks
-    if not settings.wrap:  # no further than the sequence
-        chunk_len = min(chunk_len, order.shape[-1])
-        most = -(-order.shape[-1] // chunk_len)
-        n_chunks_before, n_chunks_after = min(n_chunks_before, most), min(n_chunks_after, most)
+    sizes = settings.chunks if settings.wrap else settings.chunks.within(order.shape[-1])
+    chunk_len, n_chunks_before, n_chunks_after = sizes
     if settings.strictly_causal:
         reach = chunk_len * n_chunks_before
         place = own - reach + line(reach)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from reformax import devices, memory
 from reformax.training import mesh as mesh_lib
 from reformax.training import opening, starting_weights
 from reformax.training import step as step_lib
-from reformax.training.settings import Settings, build
+from reformax.training.settings import Settings
 from reformax.training.stages import Filled, naming
 
 MIB = 2**20
@@ -33,13 +32,15 @@ class Needs(NamedTuple):
     total: int
 
 
-def needs(settings: Settings, stage: Filled, mesh: Mesh) -> Needs:
-    """Compiles the step of a stage; nothing is computed."""
-    model, key = build(stage.model, "train"), jax.random.PRNGKey(settings.seed)
-    init = step_lib.init_fn(
-        model, settings.optimizer, (stage.batch_size, stage.length), settings.ema_decay > 0
-    )
-    like = jax.eval_shape(init, key)
+def needs(setup: opening.Setup, stage: Filled, model: Any, like: step_lib.State) -> Needs:
+    """Compiles the step of a stage; nothing is computed.
+
+    Args:
+      setup: the run's.
+      stage, model: the stage, and its model.
+      like: the shapes of the run's state.
+    """
+    settings, _, mesh, key = setup
     placement = devices.placement(like, mesh)
     with naming(stage):
         batch = tuple(stage.task.train_batch(settings.seed, 0, stage.batch_size, stage.length))
@@ -81,16 +82,16 @@ def report(*, begun: bool = False, **settings: Any) -> list[str]:
     settings = Settings(**settings)
     mesh = mesh_lib.make(settings.mesh)
     opening.check_sizes(settings, mesh)
-    key = jax.random.PRNGKey(settings.seed)
-    opening.first_states(settings, opening.models_of(settings), key)
+    models, key = opening.models_of(settings), jax.random.PRNGKey(settings.seed)
+    _, like = opening.first_states(settings, models, key)
     if settings.init_from is not None and not begun:
         starting_weights.found(settings.init_from)
     lines = [f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each"]
-    stages = settings.all_stages
-    for stage, after in zip(stages, [*stages[1:], None], strict=True):
+    setup, stages = opening.Setup(settings, models, mesh, key), settings.all_stages
+    for stage, model, after in zip(stages, models.train, [*stages[1:], None], strict=True):
         if after is not None and stage.program == after.program:
             continue  # the line of the stage after it is its own
-        found = needs(settings, stage, mesh)
+        found = needs(setup, stage, model, like)
         parts = {
             "parameters": found.params,
             "state": found.state,

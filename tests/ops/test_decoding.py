@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reformax.ops import dense, flash, local, lsh
+from reformax.ops import asymmetric_lsh, dense, flash, local, lsh
 from reformax.ops.parts import cache, dispatch
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
@@ -159,13 +159,14 @@ def make_plan(op, x):
         (local.local, dict(n_chunks_before=3), dict(chunk_len=2**30, n_chunks_before=3)),
         (lsh.lsh, dict(n_chunks_before=3), dict(n_chunks_before=4096)),
         (lsh.lsh, dict(chunk_len=16), dict(chunk_len=2**30)),
+        (asymmetric_lsh.asymmetric_lsh, dict(n_chunks_before=3), dict(n_chunks_before=4096)),
         (
             functools.partial(lsh.lsh, strictly_causal=True, n_buckets=4),
             dict(chunk_len=16),
             dict(chunk_len=2**30, n_chunks_before=4096),
         ),
     ],
-    ids=["local", "chunks before", "chunk", "strict"],
+    ids=["local", "chunks before", "chunk", "asymmetric", "strict"],
 )
 def test_a_step_sees_no_further_than_the_sequence(op, near, far):
     """Sizes of which a product would not fit into 32 bits are those that suffice."""

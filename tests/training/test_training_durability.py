@@ -340,3 +340,6 @@ def test_files_that_are_no_files_are_told_by_name(tmp_path):
     path = tmp_path / "nowhere" / "a"
     with pytest.raises(FileNotFoundError, match=f"^{path} cannot be written: there is no folder"):
         durable.write(path, b"")
+    path.parent.touch()  # no folder either
+    with pytest.raises(FileNotFoundError, match=f"^{path} cannot be written: there is no folder"):
+        durable.write(path, b"")

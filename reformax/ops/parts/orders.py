@@ -24,6 +24,12 @@ class ChunkSizes(NamedTuple):
     n_chunks_before: int
     n_chunks_after: int
 
+    def within(self, length: int) -> ChunkSizes:
+        """Sizes by which a query sees the same of so many positions, without a circle."""
+        chunk_len = min(self.chunk_len, length)
+        most = -(-length // chunk_len)
+        return ChunkSizes(chunk_len, *(min(n, most) for n in self[1:]))
+
     def cut(self, length: int, **options: Any) -> Chunks:
         """The `Chunks` of a sequence, with further `options` of theirs; one if it is shorter."""
         sizes = self._replace(chunk_len=min(self.chunk_len, length))
