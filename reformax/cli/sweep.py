@@ -9,8 +9,8 @@ FILE has lines of a config. A list stands for each of its values in turn, so
 
 is 3 x 2 runs, in folders such as n_hashes=2,learning_rate=0.001 of --output_dir. A value that is a
 list itself stands in a list of its own: [[1, 2]]. Each run is a `reformax train`, with the included
-files as --config_file and every other line as --config. All configs are read before the first run
-begins.
+files as --config_file and every other line as --config. Before the first run begins, the model and
+the task of each are built: a wrong value is told at once.
 
 The same command goes on after any interruption. A run that has finished with the same settings is
 left as it is, one that was interrupted goes on, one that failed is tried again. A run that fails is
@@ -34,9 +34,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from reformax import durable
-from reformax.cli import config, configs, flags, runs
+from reformax.cli import config, configs, errors, flags, runs
 from reformax.declared import PathName, SettingError
+from reformax.training import dry_run, loop
 from reformax.training.folder import make_output_dir
 from reformax.training.interrupt import Interrupt
 
@@ -58,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     statements = _read(file)
     files = [_found(name, file) for name in statements.includes]
     members = grid(statements, args.file)
-    fingerprints = [_fingerprint(files, m.overrides + args.config, args.data_dir) for m in members]
+    jax.config.update("jax_platforms", "cpu")  # an accelerator is for the runs, in their processes
+    fingerprints = [_checked(member, files, args) for member in members]
     folder = make_output_dir(args.output_dir or Path("runs") / file.stem)
     ended: dict[str, int] = {}
     with Interrupt() as interrupt:  # the run in progress acknowledges the signal
@@ -163,10 +167,21 @@ def _crc(value: Any) -> str:
     return f"{zlib.crc32(json.dumps(value).encode()):08x}"
 
 
-def _fingerprint(files: list[str], overrides: list[str], data_dir: str | None) -> str:
-    """A checksum of a run's config; raises `ConfigError` if that is wrong."""
+def _checked(member: Member, files: list[str], args) -> str:
+    """A checksum of a run's config.
+
+    Raises:
+      SettingError: a value of it is wrong; the line names the run.
+    """
     read = files or [str(configs.FOLDER / "quickstart.gin")]
-    config.parse(read, overrides, folders=configs.FOLDERS, data_dir=data_dir)
+    overrides = member.overrides + args.config
+    try:
+        config.parse(read, overrides, folders=configs.FOLDERS, data_dir=args.data_dir)
+        dry_run.check(**config.bindings(loop.train))
+    except Exception as error:
+        if (line := errors.one_line(error)) is None:
+            raise
+        raise SettingError(f"{member.name}: {line}") from None
     return _crc(config.text())
 
 

@@ -1,4 +1,4 @@
-"""What the steps of a run ask of a device's memory: they are compiled, and nothing is run."""
+"""Whether a run's settings fit, and what its steps ask of a device: no step is run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import devices, memory
+from reformax.training import evaluation, opening, starting_weights
 from reformax.training import mesh as mesh_lib
-from reformax.training import opening, starting_weights
 from reformax.training import step as step_lib
+from reformax.training.loss import vocabulary_of
 from reformax.training.settings import Settings
 from reformax.training.stages import Filled, naming
 
@@ -66,6 +67,23 @@ def _shapes(tree: Any, placement: Any) -> Any:
 
 def _shape(x: Any, placement: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
+
+
+def check(**settings: Any) -> None:
+    """Builds what the settings of `loop.train` name and traces the model; compiles nothing.
+
+    No device is asked, for the run may have others.
+
+    Raises:
+      Exception: the settings do not fit each other, or the model raises it.
+    """
+    settings = Settings(**settings)
+    models = opening.models_of(settings)
+    _, like = opening.first_states(settings, models, jax.random.PRNGKey(settings.seed))
+    task, split = settings.task, settings.eval_split
+    if vocabulary_of(task) is None:  # it would be learnt here, in minutes
+        task.n_targets(split)  # raises for an unknown split
+        evaluation.check_positions(models.eval, like.params, task, split, **settings.eval_sizes)
 
 
 def report(*, begun: bool = False, **settings: Any) -> list[str]:
