@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if joining.first():
             print("\n".join(lines))
         return 0
-    folder.make_output_dir(output_dir)
-    train = config.configured(loop.train)
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
     given |= {"progress": False} if args.quiet else {}
-    result = train(output_dir, config_text=config.operative, **given)
+    with folder.output_folder(output_dir):  # before the config's objects are built, in minutes
+        train = config.configured(loop.train)
+        result = train(output_dir, config_text=config.operative, **given)
     if joining.first():
         report.note_unused(args.config)
     return report.training(result, joining.first())

@@ -5,11 +5,40 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reformax import durable
 from reformax.declared import user_path
+from reformax.training import lock
+
+
+@contextmanager
+def output_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """The folder, made if need be. An error leaves no new folder in which no run has begun.
+
+    Raises:
+      OSError: nothing can be written there.
+    """
+    folder = user_path("output_dir", path)
+    made = [x for x in (folder, *folder.parents) if not os.path.exists(x)]
+    try:
+        yield make_output_dir(path)
+    except BaseException:
+        if made:
+            _unmake(folder, made)
+        raise
+
+
+def _unmake(folder: Path, made: list[Path]) -> None:
+    """Deletes a folder that has a lock at most, which nobody else holds, and those above it."""
+    with suppress(OSError):
+        if set(os.listdir(folder)) <= {lock.FILE}:
+            with lock.alone_in(folder, lambda _: None):
+                (folder / lock.FILE).unlink()
+            for path in made:
+                path.rmdir()
 
 
 def make_output_dir(path: str | os.PathLike) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reformax.declared import PathName, check
+from reformax.training.folder import output_folder
 from reformax.training.run import Run
 from reformax.training.schedule import Schedule
 from reformax.training.settings import Settings, takes_settings
@@ -15,7 +16,8 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
     """Trains a model on a task, from the latest checkpoint in `output_dir` if there is one.
 
     Args:
-      output_dir: gets checkpoints/, config.gin, metrics.jsonl, tensorboard/ and loss.png.
+      output_dir: gets checkpoints/, config.gin, metrics.jsonl, tensorboard/ and loss.png. It is
+        made if need be, and deleted where a run that cannot begin would leave it empty.
       **settings: the fields of `reformax.training.settings.Settings`. Six have no
         default: model, task, optimizer, steps, batch_size and length.
 
@@ -35,7 +37,7 @@ def train(output_dir: PathName, **settings) -> dict[str, Any]:
     """
     check("output_dir", output_dir, PathName)
     settings = Settings(**settings)
-    with Run(output_dir, settings) as run:
+    with output_folder(output_dir) as folder, Run(folder, settings) as run:
         schedule = Schedule(
             first=run.step,
             steps=settings.steps,

@@ -8,7 +8,6 @@ record is first cut back to that checkpoint.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from reformax.training import step as step_lib
 from reformax.training.callbacks import Callbacks
 from reformax.training.checkpoint import Checkpoints, NotSaved
 from reformax.training.decisions import Decisions, Moment
-from reformax.training.folder import make_output_dir, write_config
+from reformax.training.folder import write_config
 from reformax.training.interrupt import Interrupt
 from reformax.training.lock import alone_in
 from reformax.training.metrics import Bar, NoRecord, Record
@@ -53,15 +53,15 @@ class Run:
       callbacks: those of the settings; one that raised stops the run.
     """
 
-    def __init__(self, output_dir: str | os.PathLike, settings: Settings):
-        """Makes the folder and checks that devices, model and task fit; writes no file yet."""
+    def __init__(self, folder: Path, settings: Settings):
+        """Checks that devices, model and task fit; writes no file yet."""
         self._processes = Processes.of_jax()
         if not self._processes.first:  # which alone says anything
             settings = replace(settings, progress=False)
         self._settings, self._task = settings, settings.task
         self._mesh = mesh_lib.make(settings.mesh)
         opening.check_sizes(settings, self._mesh)
-        self.folder = make_output_dir(output_dir)
+        self.folder = folder
         together = self._processes.branch("checkpoints")
         self._checkpoints = Checkpoints(self.folder, settings.keep, together)
         self._models = opening.models_of(settings)

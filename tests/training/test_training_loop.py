@@ -659,9 +659,22 @@ BAD = [
 @pytest.mark.parametrize("settings, message", BAD)
 def test_bad_values_are_told_before_the_first_step(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message) as error:
-        run(tmp_path, **settings)
+        run(tmp_path / "runs/new", **settings)
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_start_leaves_what_was_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    for name in ("empty", "mine", "mine/new"):
+        with pytest.raises(ValueError, match="vocab_size=2"):
+            run(tmp_path / name, model={"vocab_size": 2})
+        (tmp_path / name / ".lock").unlink(missing_ok=True)
+    assert sorted(tmp_path.rglob("*")) == [
+        tmp_path / name for name in ("empty", "mine", "mine/notes.txt")
+    ]
 
 
 def test_a_split_that_does_not_exist_fails_before_the_first_step(tmp_path):

@@ -191,7 +191,7 @@ def test_a_mistake_is_one_line(folder, monkeypatch, capsys, flags, code, message
     assert got == code and message in err
     lines = [line for line in err.splitlines() if not line.startswith(("usage:", " "))]
     assert len(lines) == 1 and "error: " in lines[0]
-    assert not list(folder.rglob("metrics.jsonl"))
+    assert not (folder / "runs").exists()
 
 
 def test_a_traceback_is_shown_on_request_and_for_faults(folder, monkeypatch, capsys):
