@@ -32,6 +32,7 @@ from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obst
 from reformax.ops.parts.dropout import seed_words
 from reformax.ops.parts.masks import ids_or_ones, segment_pair
 from reformax.ops.parts.neighbours import first_marked, ids_at, rows_at
+from reformax.ops.parts.share import all_heads
 
 BUTTERFLY = butterfly()
 BlockSize = Annotated[Size | tuple[Size, Size], Called("a number of at least 1, or two")]
@@ -66,7 +67,8 @@ def block_sparse(
 
     Raises:
       ValueError: a block size below 1, a pattern that is no block mask, an unknown `impl`; at the
-        call, a mask whose shape is not the numbers of blocks.
+        call, a mask whose shape is not the numbers of blocks, or masks by head where devices share
+        the heads.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
@@ -85,6 +87,7 @@ def block_sparse(
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, layout_of, impl),
+        # Whether a function makes masks by head is known at the call, which refuses them.
         traits=Traits(
             cross=True, keeps_padding_out=True, heads_apart=given is None or given.ndim == 2
         ),
@@ -130,7 +133,13 @@ def _apply(
     rng,
 ):
     del params, plan
-    layout = layout_of(q.shape[1], k.shape[1], q.shape[2], causal, dropout)
+    n_heads = q.shape[2]
+    layout = layout_of(q.shape[1], k.shape[1], all_heads(rng, n_heads), causal, dropout)
+    if layout.n_masks not in (1, n_heads):  # a layout is one for all devices
+        raise SettingError(
+            f"pattern gives masks of {layout.n_masks} heads, {layout.mask.shape}, and devices "
+            "share the heads: use context=1, or a pattern of one mask for all heads"
+        )
     return _attend(layout, impl, q, k, v, segments, rng)
 
 

@@ -233,6 +233,11 @@ def test_cross_attention_is_that_of_one_device(op):
             "context=8 and op is block_sparse.*, which computes all heads together: use context=1",
         ),
         (
+            block_sparse.block_sparse(pattern=lambda *n_blocks: np.ones((8, *n_blocks), bool)),
+            8,
+            "pattern gives masks of 8 heads, .8, 1, 1., and devices share the heads: use context=1",
+        ),
+        (
             longformer.longformer(window=4, n_global=1),
             8,
             "context=8 and op is longformer.*, which computes all heads together: use context=1",
@@ -247,10 +252,10 @@ def test_cross_attention_is_that_of_one_device(op):
 def test_what_devices_cannot_share_is_told_in_one_line(op, n_heads, message):
     n_kv_heads = 2 if op.traits.choose_together else None
     layer = Attention(op, n_heads=n_heads, d_qk=4, d_v=4, causal=True, n_kv_heads=n_kv_heads)
-    x = jnp.ones((1, 16, 8))
+    x = jax.device_put(jnp.ones((1, 16, 8)), devices.over_tokens(CONTEXT))
     params = layer.init_params(jax.random.key(0), x.shape)
     with pytest.raises(SettingError, match=message) as error:
-        devices.on(CONTEXT, layer.apply)(params, x, rng=jax.random.key(0))
+        jax.jit(devices.on(CONTEXT, layer.apply))(params, x, rng=jax.random.key(0))
     assert "\n" not in str(error.value)
 
 
