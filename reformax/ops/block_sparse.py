@@ -115,6 +115,11 @@ def _layout(
             f"{n_queries} queries and of {block_k} in {n_keys} keys, or {(n_heads, *shape)}"
         )
     mask = mask[None] if mask.ndim == 2 else mask
+    # One block that holds all shows the same as a larger one.
+    block_q, block_k = (
+        min(size, -(-length // MIN_TILE) * MIN_TILE)
+        for size, length in ((block_q, n_queries), (block_k, n_keys))
+    )
     return Layout(mask, block_q, block_k, n_queries, n_keys, causal, dropout)
 
 

@@ -130,7 +130,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     def attend(params, q, k, v) -> Float[Array, "B T N V"]:
         length, n_heads = q.shape[1:3]
         real = jnp.ones((1, length), bool) if segments is None else segments != 0
-        far, chunk_len = None, settings.chunk_len if causal else length
+        far, chunk_len = None, min(settings.chunk_len, length) if causal else length
         if settings.rank:
             far = mixtures(settings, params, k, v, real, chunk_len)
 
@@ -285,7 +285,7 @@ def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Flo
 
 def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
     del q, plan, rng
-    rank, chunk_len = settings.rank, settings.chunk_len
+    rank, chunk_len = settings.rank, min(settings.chunk_len, capacity)
     ring = fill_ring(k, v, lengths, min(max(settings.window, rank and chunk_len), capacity))
     n_mixtures = -(-capacity // chunk_len) * rank
     empty = (jnp.zeros((*x.shape[:1], x.shape[2], n_mixtures, x.shape[3]), x.dtype) for x in (k, v))

@@ -313,7 +313,9 @@ def _seen(
       own: its place.
       now: the newest position.
     """
-    sizes = settings.chunks if settings.wrap else settings.chunks.within(order.shape[-1])
+    sizes = settings.chunks.within(order.shape[-1])
+    if settings.wrap:  # more chunks than there are go around
+        sizes = settings.chunks._replace(chunk_len=sizes.chunk_len)
     chunk_len, n_chunks_before, n_chunks_after = sizes
     if settings.strictly_causal:
         reach = chunk_len * n_chunks_before
@@ -324,7 +326,7 @@ def _seen(
         place = (own // chunk_len - n_chunks_before) * chunk_len + line(n_places)
         exists = (place >= 0) & (place <= now)
     if settings.wrap:
-        return _in_a_circle(order, place, now, settings.whole)
+        return _in_a_circle(order, place, now, chunk_len * settings.pad_chunks)
     return _take(order, jnp.clip(place, 0, order.shape[-1] - 1), axis=-1), exists
 
 

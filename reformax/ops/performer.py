@@ -37,6 +37,7 @@ from reformax.ops.parts.side_by_side import back, side_by_side
 from reformax.ops.parts.softmax import wide
 
 # Less would make quotients whose derivatives float32 cannot hold.
+FeatureCount = Annotated[int, Bounds(1, 2**16)]
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
 
 
@@ -85,7 +86,7 @@ class Cache(NamedTuple):
 @named
 def performer(
     *,
-    n_features: Size = 256,
+    n_features: FeatureCount = 256,
     seed: Seed | None = 0,
     epsilon: Epsilon = 1e-4,
     chunk_len: Size = 64,

@@ -66,7 +66,7 @@ def _init_cache(
     window: int, n_sinks: int, params, q, k, v, *, plan, lengths, capacity, rng
 ) -> band.Cache:
     del params, q, plan, rng
-    few: Int[Array, "B G"] = jnp.tile(jnp.arange(n_sinks)[None], (len(k), 1))
+    few: Int[Array, "B G"] = jnp.tile(jnp.arange(min(n_sinks, capacity))[None], (len(k), 1))
     return band.fill((Band(window, 1, True),), k, v, few, lengths, capacity)
 
 

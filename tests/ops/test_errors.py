@@ -347,7 +347,7 @@ def test_what_an_op_cannot_do():
             op(x(), x(), x(), causal=causal)
     op = block_sparse.block_sparse(block_size=(16, 24), impl="pallas_interpret")
     with pytest.raises(NotImplementedError, match=r"block_size=\(16, 24\): use impl='auto'"):
-        op(x(), x(), x())
+        op(*[x(2, 32, 2, 4)] * 3)
     with pytest.raises(ValueError, match="pattern is traced: expected an array of NumPy"):
         jax.jit(lambda mask: block_sparse.block_sparse(pattern=mask))(np.ones((2, 2), bool))
     # float32 is beyond cuDNN's attention, wherever this runs.

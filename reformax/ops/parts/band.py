@@ -67,6 +67,7 @@ def attend(
     Raises:
       NotImplementedError: `"pallas"` is asked for what it cannot do.
     """
+    bands = tuple(band.within(q.shape[1]) for band in bands)
     each = bands if len(set(bands)) > 1 else bands[:1]
     # A kernel drops by the numbers of the heads that it is given.
     others = dict(
@@ -151,7 +152,7 @@ def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Arr
     def some(q, k, v, heads):
         return _attend(band, q, k, v, few, ids, dropout, seed, heads)
 
-    n_seen = 3 * min(band.window, q.shape[1]) + (0 if few is None else few.shape[1])
+    n_seen = 3 * band.window + (0 if few is None else few.shape[1])
     if q.shape[0] * q.shape[1] * q.shape[2] * n_seen <= LOGITS_AT_A_TIME:
         return some(q, k, v, heads)
     each = (jnp.moveaxis(x, 2, 0)[..., None, :] for x in (q, k, v))

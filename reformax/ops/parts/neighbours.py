@@ -22,6 +22,10 @@ class Band(NamedTuple):
     dilation: int  # positions of a step
     causal: bool
 
+    def within(self, length: int) -> Band:
+        """The band that shows the same of so many positions."""
+        return self._replace(window=min(self.window, length), dilation=min(self.dilation, length))
+
     def shows(self, query, key) -> Bool[Array, "*d"]:
         """Whether positions `query` see positions `key`, which broadcast."""
         ahead = key - query
@@ -46,9 +50,8 @@ def ids_at(ids: Int[Array, "#B T"], few: Int[Array, "#B G"]) -> Int[Array, "#B G
 
 
 def first_where(real: Bool[Array, "B T"], n: int) -> Int[Array, "B G"]:
-    """The first `n` positions where `real` is True; `NOWHERE` for the missing ones."""
-    found = jnp.sort(jnp.where(real, jnp.arange(real.shape[1])[None], NOWHERE), axis=1)[:, :n]
-    return jnp.pad(found, ((0, 0), (0, n - found.shape[1])), constant_values=NOWHERE)
+    """The first `n` positions where `real` is True, all if there are fewer; else `NOWHERE`."""
+    return jnp.sort(jnp.where(real, jnp.arange(real.shape[1])[None], NOWHERE), axis=1)[:, :n]
 
 
 def first_marked(

@@ -1,0 +1,77 @@
+"""A size beyond the sequence computes what one of the sequence's length does, in its memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reformax.declared import LARGEST, SettingError
+from reformax.ops import block_sparse, long_short, longformer, lsh, performer, sinks
+from tests.ops import inputs
+from tests.ops.test_decoding import draw, run
+
+KEY = jax.random.key(3)
+LENGTH = 11
+CASES = [
+    (block_sparse.block_sparse, {}, "block_size"),
+    (lsh.lsh, dict(wrap=True, count_once=False), "chunk_len"),
+    (long_short.long_short, dict(window=3, rank=2), "chunk_len"),
+    (longformer.longformer, {}, "window"),
+    (longformer.longformer, dict(dilation=3), "window"),
+    (longformer.longformer, dict(window=2), "dilation"),
+    (sinks.sinks, dict(window=2), "n_sinks"),
+]
+KERNELS = [case for case in CASES if case[0] is not long_short.long_short and "wrap" not in case[1]]
+
+
+@pytest.mark.parametrize("op, options, name", CASES)
+def test_a_call_and_its_gradients(op, options, name):
+    check_call(op, options, name, LARGEST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op, options, name", KERNELS)
+def test_kernels(op, options, name):
+    # Blocks of kernels are multiples of 16.
+    check_call(op, options | dict(impl="pallas_interpret"), name, LARGEST - 15, 16)
+
+
+def check_call(op, options, name, size, enough=LENGTH):
+    one, other = (op(**options | {name: n}) for n in (enough, size))
+    x = draw(one, 2, LENGTH)
+
+    def loss(x, op):
+        return jnp.sum(jnp.sin(inputs.call(op, x, causal=True, rng=KEY, dropout=0.2)))
+
+    want, got = (jax.jit(jax.value_and_grad(loss), static_argnums=1)(x, f) for f in (one, other))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("op, options, name", CASES)
+def test_a_step(op, options, name):
+    one, other = (op(**options | {name: n}) for n in (LENGTH, LARGEST))
+    x, lengths = draw(one, 2, LENGTH), np.array([4, 2], np.int32)
+    want, got = (run(op, x, lengths, 4, LENGTH) for op in (one, other))
+    for key, out in want.items():
+        np.testing.assert_allclose(got[key], out, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "op, near, far",
+    [
+        (longformer.longformer, {}, {}),
+        (block_sparse.block_sparse, {}, {}),
+        (block_sparse.block_sparse, dict(block_size=LENGTH), dict(block_size=LARGEST)),
+    ],
+)
+def test_tokens_that_can_be_global(op, near, far):
+    one, other = op(n_global=LENGTH, **near), op(n_global=LARGEST, **far)
+    x, marks = draw(one, 2, LENGTH), np.zeros((2, LENGTH), np.int32)
+    marks[:, [1, 5]] = 1
+    want, got = (inputs.call(op, x, marks=marks) for op in (one, other))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_features_that_no_memory_holds_are_refused():
+    with pytest.raises(SettingError, match="n_features is 2147483647: expected at .* most 65,536"):
+        performer.performer(n_features=LARGEST)
