@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
-from reformax.declared import Positive, Size
+from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import ring, tiles
 from reformax.ops.parts.block_lists import Everything
@@ -28,13 +28,16 @@ from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.masks import segment_pair
 from reformax.ops.parts.share import Share
 
+# A mask's lowest logit, scaled, is still a number of float32.
+Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
+
 
 @named
 def flash(
     *,
     query_block_size: Size | None = None,
     key_block_size: Size | None = None,
-    scale: Positive | None = None,
+    scale: Scale | None = None,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention of each query to every visible key, in memory linear in the length.
@@ -51,7 +54,7 @@ def flash(
         for tests. `"auto"` takes the first of cuDNN, Pallas and XLA that computes the call.
 
     Raises:
-      ValueError: a size below 1, a scale that is not above 0, an unknown `impl`.
+      ValueError: a size below 1, a scale out of range, an unknown `impl`.
       NotImplementedError: at the call, when `"cudnn"` or `"pallas"` is asked for what it cannot do.
     """
     check_impl(impl, "cudnn", *KERNELS)

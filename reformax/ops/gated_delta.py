@@ -18,12 +18,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from reformax.declared import Positive, Size
+from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.normalization import length_normalize
 from reformax.ops.parts.recurrence_chunks import Inputs
 from reformax.ops.parts.recurrent import (
+    Span,
     layer_output,
     output_extras,
     output_params,
@@ -39,7 +40,7 @@ def gated_delta(
     *,
     normalized: bool = True,
     gated: bool = False,
-    memory: Positive | None = None,
+    memory: Span | None = None,
     conv_size: Size | None = None,
     chunk_len: Size = 64,
     impl: str = "auto",

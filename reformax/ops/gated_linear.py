@@ -14,11 +14,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from reformax.declared import Positive, Size
+from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.recurrence_chunks import Inputs
 from reformax.ops.parts.recurrent import (
+    Span,
     layer_output,
     output_extras,
     output_params,
@@ -34,8 +35,8 @@ def gated_linear(
     *,
     normalized: bool = True,
     gated: bool = True,
-    temperature: Positive = 16.0,
-    memory: Positive | None = None,
+    temperature: Span = 16.0,
+    memory: Span | None = None,
     conv_size: Size | None = None,
     chunk_len: Size = 64,
     impl: str = "auto",

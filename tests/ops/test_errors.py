@@ -1,6 +1,7 @@
 """What an op refuses: one line that names the argument, its value and the way out."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -33,7 +34,7 @@ from reformax.ops import (
     sinks,
 )
 from reformax.ops.base import given
-from tests.ops.inputs import draw
+from tests.ops.inputs import call, draw
 from tests.ops.rows import ROWS, over
 
 KEY = jax.random.key(0)
@@ -52,6 +53,9 @@ SIZES = [
     (gated_delta.gated_delta, dict(impl="triton"), "impl is 'triton': expected"),
     (performer.performer, dict(impl="triton"), "impl is 'triton': expected"),
     (gated_linear.gated_linear, dict(temperature=0.0), "temperature is 0.0: expected a number"),
+    (gated_linear.gated_linear, dict(temperature=1e-300), "temperature is 1e-300: expected a num"),
+    (gated_linear.gated_linear, dict(memory=1e38), "memory is 1e+38: expected a number"),
+    (gated_delta.gated_delta, dict(memory=1e-39), "memory is 1e-39: expected a number from 1e-6"),
     (gated_delta.gated_delta, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
     (linear.linear, dict(conv_size=0), "conv_size is 0: expected at least 1"),
     (lsh.lsh, dict(chunk_len=0), "chunk_len is 0: expected at least 1"),
@@ -165,7 +169,8 @@ SIZES = [
     ),
     (flash.flash, dict(query_block_size=0), "query_block_size is 0: expected at least 1"),
     (flash.flash, dict(key_block_size="sqrt"), "key_block_size is 'sqrt': expected a whole number"),
-    (flash.flash, dict(scale=0.0), "scale is 0.0: expected a number above 0, or None"),
+    (flash.flash, dict(scale=1e12), "scale is 1000000000000.0: expected a number from 1e-6 to"),
+    (flash.flash, dict(scale=0.0), "scale is 0.0: expected a number from 1e-6 to 1e6, or N"),
     (flash.flash, dict(impl="triton"), "impl is 'triton': expected 'auto', 'xla', 'cudnn', 'pall"),
     (dense.dense, dict(impl="cuda"), "impl is 'cuda': expected 'auto', 'xla' or 'cudnn'"),
 ]
@@ -178,6 +183,26 @@ def test_options(factory, options, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         factory(**options)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "factory, options",
+    [
+        (flash.flash, {"scale": (1e-6, 1e6)}),
+        (gated_linear.gated_linear, {"temperature": (1e-6, 1e12), "memory": (1e-6, 1e12)}),
+        (gated_delta.gated_delta, {"memory": (1e-6, 1e12)}),
+    ],
+)
+def test_numbers_at_their_bounds_are_those_of_float32(factory, options):
+    for values in itertools.product(*options.values()):
+        op = factory(**dict(zip(options, values, strict=True)))
+        arrays = draw(op)
+
+        def loss(x, op=op):
+            return jnp.sum(jnp.sin(call(op, x, causal=True)))
+
+        found = arrays.params, jax.value_and_grad(loss)(arrays)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(found)), values
 
 
 DENSE, FLASH, LSH, LOCAL = dense.dense(), flash.flash(), lsh.lsh(chunk_len=4), local.local()

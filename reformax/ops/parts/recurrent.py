@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from reformax.declared import Bounds
 from reformax.ops.base import Dims, Extra
 from reformax.ops.parts.containment import finite, is_finite
 from reformax.ops.parts.means import mean, quotient, with_ones
@@ -21,6 +22,8 @@ from reformax.ops.parts.short_convolution import Projected, convolve_next, convo
 from reformax.ops.parts.softmax import wide
 
 OUTPUT_GATE = "output_gate"
+# Of positions, or what is divided by them: float32 holds their quotients and the bias they make.
+Span = Annotated[float, Bounds(1e-6, 1e12, name="a number from 1e-6 to 1e12")]
 
 
 class Cache(NamedTuple):
