@@ -258,6 +258,7 @@ class _Canvas:
         inside = slice(self._reach + 1, side - self._reach - 1)
         self._owner[:, inside, inside] = 0
         self._last = 0
+        self._shares = np.linspace(0, 1, math.ceil(look.dash) + 1)  # a line's points to look at
 
     def keep(self, kept: Bool[np.ndarray, " n"], curves: Sequence[_Curve]) -> None:
         """Goes on with some of the images."""
@@ -326,12 +327,16 @@ class _Canvas:
         number: Int[np.ndarray, " n"],
     ) -> Bool[np.ndarray, "n w"]:
         """Whether no pixel of a line belongs to another dash than the curve's last one."""
-        row, number = np.arange(len(begins))[:, None], number[:, None]
-        way, free = ends - begins, np.True_
-        for share in np.linspace(0, 1, math.ceil(self._look.dash) + 1):
+        n, side = self._owner.shape[:2]
+        first, number = side * side * np.arange(n)[:, None], number[:, None]
+        owners, free = self._owner.reshape(-1), np.True_
+        # Rows and columns apart, and one index of both: NumPy is slow along an axis of two.
+        begins, ends = (np.ascontiguousarray(x.transpose(2, 0, 1)) for x in (begins, ends))
+        way = ends - begins
+        for share in self._shares:
             place = np.rint(begins + share * way).astype(int) + self._reach
-            y, x = np.moveaxis(np.clip(place, 0, self._owner.shape[1] - 1), -1, 0)
-            owner = self._owner[row, y, x]
+            y, x = np.minimum(np.maximum(place, 0), side - 1)
+            owner = owners[first + y * side + x]
             free = free & ((owner == 0) | (owner == number))
         return free
 
@@ -349,7 +354,8 @@ class _Canvas:
         aside = radius[..., None] * np.stack([ways[..., 1], -ways[..., 0]], axis=-1)
         room = (self._size - 1) / 2 - 1 - radius
         middle = (self._size - 1) / 2
-        inside = [(np.abs(begin + side - middle).max(-1) <= room) for side in (aside, -aside)]
+        far = [np.abs(begin + side - middle) for side in (aside, -aside)]
+        inside = [np.maximum(x[..., 0], x[..., 1]) <= room for x in far]
         return inside[0] | inside[1]
 
     def _own(self, dash: Float[np.ndarray, "n 2 2"], alive: np.ndarray, number: int) -> None:
@@ -357,19 +363,22 @@ class _Canvas:
         rows = np.flatnonzero(alive)
         if not len(rows):
             return
-        y, x, distance = _around(dash[rows], self._reach)
-        y, x = (np.clip(z + self._reach, 0, self._owner.shape[1] - 1) for z in (y, x))
+        widest = 2 * max(self._look.margins) + self._look.thickness / 2
+        # The middle is rounded by half a pixel.
+        y, x, distance = _around(dash[rows], math.ceil(self._look.dash / 2 + widest + 0.5))
+        side = self._owner.shape[1]
+        y, x = (np.clip(z + self._reach, 0, side - 1) for z in (y, x))
         near = distance <= (2 * self._margin[rows] + self._look.thickness / 2)[:, None, None]
-        at = rows[:, None, None], y, x
-        owner = self._owner[at]
-        self._owner[at] = np.where(near & (owner == 0), number, owner)
+        owners = self._owner.reshape(-1)
+        pixels = (side * side * rows[:, None, None] + side * y + x)[near]
+        owners[pixels[owners[pixels] == 0]] = number
 
 
 def _around(dash: Float[np.ndarray, "n 2 2"], reach: int):
-    """Rows and columns of the pixels up to `reach` around each line's middle, and distances."""
+    """Rows `[n, r, 1]` and columns `[n, 1, r]` around each line's middle, and distances."""
     begin, end = dash[:, 0], dash[:, 1]
     centre = np.rint((begin + end) / 2).astype(int)
-    steps = np.arange(-reach, reach + 1)
+    steps = np.arange(-reach, reach + 1)  # pixels up to `reach` away
     y = centre[:, 0, None, None] + steps[:, None]
     x = centre[:, 1, None, None] + steps[None]
     # Rows and columns apart: NumPy is slow in sums over an axis of two.
@@ -378,7 +387,6 @@ def _around(dash: Float[np.ndarray, "n 2 2"], reach: int):
     length = np.maximum(down**2 + right**2, 1e-9)
     share = np.clip((below * down + behind * right) / length, 0, 1)
     distance = np.sqrt((below - share * down) ** 2 + (behind - share * right) ** 2)
-    y, x = np.broadcast_arrays(y, x)
     return y, x, distance
 
 
