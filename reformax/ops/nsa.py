@@ -84,6 +84,15 @@ class Settings(NamedTuple):
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
         return choose(self.impl, **kernel_obstacles(q, k, v, **above))
 
+    def within(self, length: int) -> Settings:
+        """The settings that show the same of so many positions."""
+        stride = self.compress_stride
+        block_size = min(self.block_size, -(-length // stride) * stride)
+        span = self.compress_len
+        if self.compression == "mean":  # or weights have its length
+            span = min(span, (length // stride + 1) * stride)  # of which none is complete either
+        return self._replace(compress_len=span, block_size=block_size)
+
     @property
     def near(self) -> AttentionOp:
         """The attention of the window."""
@@ -309,6 +318,7 @@ def _plan(
     del causal, rng, train, length
     q, k, params = lax.stop_gradient((q, k, params))
     length = q.shape[1]
+    settings = settings.within(length)
     ids = ids_or_ones(segments, q)
     q, k = tokens_only(q, ids), tokens_only(k, ids)
     own = params["k"] if params else None
@@ -366,6 +376,7 @@ def _apply(
     settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng, extras
 ) -> Float[Array, "B T N V"]:
     del causal
+    settings = settings.within(q.shape[1])
     ids = ids_or_ones(segments, q)
     far = _summaries(settings, params, k, v, ids)
     (selected_k, selected_v), (near_k, near_v) = _own(settings, k, v, extras)
@@ -508,6 +519,7 @@ def _init_cache(
     settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extras
 ) -> Cache:
     del q, plan, rng
+    settings = settings.within(capacity)
     selected, near = _own(settings, k, v, extras)
     real = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
     found = _summaries(settings, params, tokens_only(k, real), tokens_only(v, real), real)
@@ -526,6 +538,7 @@ def _init_cache(
 
 
 def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extras):
+    settings = settings.within(cache.selected.keys.shape[2])
     new_selected, new_near = _own(settings, k, v, extras)
     memory = add_to_ring(cache.selected, *new_selected, position)
     near = add_to_ring(cache.near, *new_near, position)

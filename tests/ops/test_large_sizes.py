@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reformax.declared import LARGEST, SettingError
-from reformax.ops import block_sparse, long_short, longformer, lsh, performer, sinks
+from reformax.ops import block_sparse, long_short, longformer, lsh, nsa, performer, sinks
 from tests.ops import inputs
 from tests.ops.test_decoding import draw, run
 
@@ -36,6 +36,14 @@ def test_kernels(op, options, name):
     check_call(op, options | dict(impl="pallas_interpret"), name, LARGEST - 15, 16)
 
 
+@pytest.mark.parametrize("name", ["compress_len", "block_size"])
+def test_summaries_and_blocks(name):
+    options = dict(compress_len=4, compress_stride=2, block_size=4, window=2, n_selected=2)
+    options |= dict(compression="mean", own_projections=False)
+    check_call(nsa.nsa, options, name, LARGEST - 1, LENGTH + 1)
+    check_step(nsa.nsa, options, name, LARGEST - 1, LENGTH + 1)
+
+
 def check_call(op, options, name, size, enough=LENGTH):
     one, other = (op(**options | {name: n}) for n in (enough, size))
     x = draw(one, 2, LENGTH)
@@ -49,7 +57,11 @@ def check_call(op, options, name, size, enough=LENGTH):
 
 @pytest.mark.parametrize("op, options, name", CASES)
 def test_a_step(op, options, name):
-    one, other = (op(**options | {name: n}) for n in (LENGTH, LARGEST))
+    check_step(op, options, name, LARGEST)
+
+
+def check_step(op, options, name, size, enough=LENGTH):
+    one, other = (op(**options | {name: n}) for n in (enough, size))
     x, lengths = draw(one, 2, LENGTH), np.array([4, 2], np.int32)
     want, got = (run(op, x, lengths, 4, LENGTH) for op in (one, other))
     for key, out in want.items():
