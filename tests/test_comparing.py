@@ -139,7 +139,11 @@ def test_a_run_that_fails_is_reported_and_the_next_begins(swept, folder):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (BASE, "grid.gin imports __gin__.dynamic_registration: include a config that has"),
+        ("import numpy\nsteps = [1]", "grid.gin imports numpy: include a config that has"),
+        (
+            f"{GRID}loop.train.keep = [1, 1]",
+            "are the same run: a list has a value twice, or --config",
+        ),
         ("steps = 3", "grid.gin has no list: write the values to try as one"),
         ("steps = []", "grid.gin: steps is []: expected at least one value"),
         ("steps = [1", "steps = [1"),
@@ -156,6 +160,17 @@ def test_a_wrong_grid_is_told_before_anything_runs(swept, folder, text, message)
     code, out, err, begun = swept("grid.gin")
     assert code == 2 and not begun and message in err and err.count("\n") == 1
     assert not (folder / "runs").exists()
+
+
+def test_a_setting_of_the_command_does_not_stand_for_a_list(swept):
+    code, _, err, begun = swept("grid.gin", "--config=tiny.TinyLM.d_model=8")
+    assert (code, begun) == (2, []) and f"{NAMES[0]} and {NAMES[2]} are the same run" in err
+
+
+def test_imports_of_what_is_found_without_may_stand_in_a_grid(folder):
+    imports = "from __gin__ import dynamic_registration\nfrom reformax.ops import moba\n"
+    (folder / "grid.gin").write_text(imports + GRID)
+    assert len(sweep._read(folder / "grid.gin").values) == 3
 
 
 def test_no_file_is_told(swept):

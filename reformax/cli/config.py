@@ -78,9 +78,14 @@ def parse(
     _forget()
     modules.find_in_working_directory()
     with _includes_from(*(Path(f).absolute().parent for f in config_files), *folders):
+        new_macros = {}
         for config_file in config_files:
-            _parse_with(gin.parse_config_file, _find(config_file, folders))
+            path = _find(config_file, folders)
+            if not _is_in(path, folders):
+                new_macros |= dict.fromkeys(_new_macros(path), config_file)
+            _parse_with(gin.parse_config_file, path)
         _parse_overrides(overrides, data_dir)
+    _check_used(new_macros)
 
 
 def parse_saved(
@@ -144,6 +149,36 @@ def _find(config_file: str, folders: Sequence[str | Path]) -> str:
             return str(path.absolute())
     names = sorted({path.name for folder in folders for path in Path(folder).glob("*.gin")})
     raise ConfigError(f"no config file {config_file}{messages.nearest(config_file, names)}")
+
+
+def settings_of(config_file: str, folders: Sequence[str | Path]) -> list[str]:
+    """The names that a user's file sets itself; none of a file that stands in `folders`."""
+    path = _find(config_file, folders)
+    if _is_in(path, folders):
+        return []
+    return list(read_statements(Path(path).read_text(errors="replace"), path).values)
+
+
+def _is_in(path: str, folders: Sequence[str | Path]) -> bool:
+    return Path(path).parent in map(Path, folders)
+
+
+def _new_macros(path: str) -> list[str]:
+    """The macros that a file defines, and nothing that was parsed before or that it includes."""
+    statements = read_statements(Path(path).read_text(errors="replace"), path)
+    for name in statements.includes:
+        _parse_with(gin.parse_config_file, name)
+    known = gin_text.macros(gin.config_str())
+    return [name for name in statements.values if "." not in name and name not in known]
+
+
+def _check_used(new_macros: dict[str, str]) -> None:
+    """Raises `ConfigError` for a macro that nothing uses and that is called much as one in use."""
+    used = gin_text.macros_used(gin.config_str())
+    for name, config_file in new_macros.items():
+        near = messages.nearest(name, sorted(used - new_macros.keys()), most=0)
+        if name not in used and near:
+            raise ConfigError(f"{config_file} sets {name}, and nothing has %{name}{near}")
 
 
 def _is_file(path: Path) -> bool:

@@ -104,7 +104,9 @@ def parser():
     """The flags."""
     parser = flags.parser(__doc__)
     flags.add_run(parser)
-    parser.add_argument("--split", default="valid", choices=["train", "valid", "test"])
+    parser.add_argument(
+        "--split", default="valid", choices=["train", "valid", "test"], help="default: valid"
+    )
     parser.add_argument(
         "--length", type=flags.of(Size), help="context in tokens (default: the run's)"
     )
@@ -218,7 +220,8 @@ def _print(result: dict[str, Any], where: str, task) -> None:
     from reformax.training.loss import labels_of
 
     own = " of its own document" if getattr(task, "document_mask", False) else ""
-    context = f"at most {result['length']} tokens{own} (stride {result['stride']})"
+    sizes = f"in windows of {result['length']} (stride {result['stride']})"
+    context = f"the tokens before it{own} {sizes}"
     if task.translation is not None:
         context = "its source and the tokens before it"
     if labels_of(task) is not None:

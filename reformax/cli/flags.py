@@ -142,7 +142,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         default="best",
-        help="best, latest, a step, or average:5 for the mean of the last five checkpoints",
+        help="best, latest, a step, or average:5 for the mean of the last five checkpoints "
+        "(default: best)",
     )
     add_config(parser)
     add_trust(parser)
@@ -190,4 +191,6 @@ def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
     """Raises `SettingError` if one of these flags, which are None by default, was given."""
     for name in names:
         if getattr(args, name) is not None:
-            raise SettingError(f"--{name}={getattr(args, name)}: {why}, leave the flag out")
+            value = getattr(args, name)
+            given = "" if value is True else f"={value}"
+            raise SettingError(f"--{name}{given}: {why}, leave the flag out")

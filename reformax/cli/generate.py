@@ -65,21 +65,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _continue(args, saved)
 
 
+def _default(name: str, text: str = "") -> str:
+    """A flag's help."""
+    return f"{text} (default: {CONTINUE[name]})".strip()
+
+
 def parser():
     """The flags."""
     parser = flags.parser(__doc__)
     flags.add_run(parser)
     prompts.add_flags(parser)
-    parser.add_argument("--max_new_tokens", type=flags.of(Size), help="default: 500")
+    parser.add_argument("--max_new_tokens", type=flags.of(Size), help=_default("max_new_tokens"))
     parser.add_argument(
-        "--num_samples", type=flags.of(Samples), help="continuations of each prompt"
+        "--num_samples",
+        type=flags.of(Samples),
+        help=_default("num_samples", "continuations of each prompt"),
     )
     parser.add_argument(
-        "--temperature", type=flags.of(NonNegative), help="0 takes the most probable token"
+        "--temperature",
+        type=flags.of(NonNegative),
+        help=_default("temperature", "0 takes the most probable token"),
     )
-    parser.add_argument("--top_k", type=flags.of(Count), help="0 for all tokens")
-    parser.add_argument("--top_p", type=flags.of(TopP), help="1 for all tokens")
-    parser.add_argument("--seed", type=flags.of(AnySeed), help="of the draws")
+    parser.add_argument("--top_k", type=flags.of(Count), help=_default("top_k", "0 for all tokens"))
+    parser.add_argument("--top_p", type=flags.of(TopP), help=_default("top_p", "1 for all tokens"))
+    parser.add_argument("--seed", type=flags.of(AnySeed), help=_default("seed", "of the draws"))
     parser.add_argument(
         "--hash_seed", type=flags.of(AnySeed), default=0, help="of the hashes, as in evaluate.py"
     )

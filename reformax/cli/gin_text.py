@@ -22,6 +22,11 @@ def macros(text: str) -> list[str]:
     return re.findall(r"^([\w/]+) = ", text, re.MULTILINE)
 
 
+def macros_used(text: str) -> set[str]:
+    """The names of the macros that values refer to."""
+    return set(re.findall(r"%([\w/]+)", text))
+
+
 def macro_of(override: str) -> str | None:
     """The name that an override such as 'steps=10' sets; None if it sets an argument."""
     match = re.match(r"\s*([\w/]+)\s*=", override)

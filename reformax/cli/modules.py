@@ -42,6 +42,13 @@ def import_line(name: str) -> str | None:
     return None
 
 
+def is_found(module: str) -> bool:
+    """Whether a config may name what is in a module, 'reformax.ops.lsh', without its import."""
+    package, _, name = module.rpartition(".")
+    line = f"from {package} import {name}" if package else f"import {name}"
+    return import_line(name) == line
+
+
 def reference(name: str) -> str | None:
     """'@optimizer.adamw()' of 'optimizer.adamw', '@lsh.lsh()' of 'lsh', '@lm.ReformerLM'.
 

@@ -43,12 +43,19 @@ def read(args: argparse.Namespace, terminal: bytes | None = b"") -> list[bytes]:
 
     Raises:
       ValueError: a file or standard input that holds more than `MOST` bytes.
+      OSError: the file cannot be read.
     """
     if args.prompt is not None:
         return [os.fsencode(prompt) for prompt in args.prompt]
     if args.prompt_file not in (None, "-"):
-        with Path(args.prompt_file).open("rb") as file:
-            return [_content(file, args.prompt_file)]
+        try:
+            with Path(args.prompt_file).open("rb") as file:
+                return [_content(file, args.prompt_file)]
+        except OSError as error:
+            raise OSError(
+                f"--prompt_file={args.prompt_file} cannot be read ({error.strerror}): give a file "
+                "that is one prompt"
+            ) from None
     if terminal is not None and sys.stdin.isatty():
         return [terminal]
     return [_content(sys.stdin.buffer, "standard input")]

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
-def note_unused(overrides: Sequence[str], read: Collection[str] = (), file=None) -> None:
-    """Prints a note for each setting of --config that nothing used.
+def note_unused(
+    overrides: Sequence[str],
+    read: Collection[str] = (),
+    file=None,
+    files: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Prints a note for each setting of --config, and each file, that set what nothing used.
 
     Args:
       overrides: the settings, NAME=VALUE.
       read: settings that were read without a call: arguments of `loop.train`, or
         module.function.argument.
       file: gets the notes; None for stdout.
+      files: the user's config files, and the names that each sets.
     """
     from reformax.cli import config
 
     used = [name if "." in name else f"loop.train.{name}" for name in read]
     for override in config.unused(overrides, also_used=used):
-        print(f"note: --config={override!r} set something that this run did not use", file=file)
+        print(f"note: --config={override!r} sets something that this run does not use", file=file)
+    for config_file, names in (files or {}).items():
+        unused = config.unused([f"{name} =" for name in names], also_used=used)
+        told = {override.partition("=")[0].strip() for override in overrides}
+        if unused := [name for name in names if f"{name} =" in unused and name not in told]:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            found = f"{', '.join(unused[:3])}{more}"
+            print(f"note: {config_file} sets {found}, which this run does not use", file=file)
 
 
 def training(result: dict[str, Any], prints: bool = True) -> int:

@@ -19,12 +19,11 @@ from reformax import durable
 from reformax.cli import config, flags
 from reformax.declared import PathName, SettingError
 from reformax.training import curves, record_lines
+from reformax.training.folder import OF_WORDS
 
 LONGEST = 40  # letters of a setting in the table
 ABSENT = "-"
 METRICS = ("bits_per_dim", "bits_per_token", "bits_per_label")
-# Settings that change no figure of a run, and what they are of.
-LEFT_OUT = ("loop.train.config_text", "loop.train.progress")
 
 
 class Run(NamedTuple):
@@ -157,7 +156,7 @@ def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
             continue  # the same, or the same macro, which is a setting itself
         values = [one.get(one.get(name, name)[1:], one.get(name)) for one in settings]
         comparable = {v for v, used in zip(values, functions, strict=True) if function in used}
-        if len(comparable) > 1 and name not in LEFT_OUT:
+        if len(comparable) > 1 and name not in OF_WORDS:
             found[name] = [ABSENT if value is None else _cut(value) for value in values]
     return dict(zip(short_names(list(found)), found.values(), strict=True))
 

@@ -1,6 +1,7 @@
 """Trains a grid of settings, one run after the other: `reformax sweep FILE`.
 
-FILE has lines of a config. A list stands for each of its values in turn, so
+FILE has lines of a config, which may leave out the imports of this package. A list stands for each
+of its values in turn, so
 
     include 'quickstart.gin'
     steps = 200
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 import jax
 
 from reformax import durable
-from reformax.cli import config, configs, errors, flags, runs
+from reformax.cli import config, configs, errors, flags, modules, runs
 from reformax.declared import PathName, SettingError
 from reformax.training import dry_run, loop
 from reformax.training.folder import make_output_dir
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     members = grid(statements, args.file)
     jax.config.update("jax_platforms", "cpu")  # an accelerator is for the runs, in their processes
     fingerprints = [_checked(member, files, args) for member in members]
+    _check_apart(members, fingerprints)
     folder = make_output_dir(args.output_dir or Path("runs") / file.stem)
     ended: dict[str, int] = {}
     with Interrupt() as interrupt:  # the run in progress acknowledges the signal
@@ -107,10 +109,9 @@ def _read(file: Path) -> config.Statements:
     if not file.is_file():
         raise SettingError(f"no file {file}: give a file of settings, some of them lists")
     statements = config.read_statements(file.read_text(errors="replace"), str(file))
-    if statements.imports:
-        raise SettingError(
-            f"{file} imports {statements.imports[0]}: include a config that has the import"
-        )
+    for module in statements.imports:
+        if module != "__gin__.dynamic_registration" and not modules.is_found(module):
+            raise SettingError(f"{file} imports {module}: include a config that has the import")
     return statements
 
 
@@ -183,6 +184,17 @@ def _checked(member: Member, files: list[str], args) -> str:
             raise
         raise SettingError(f"{member.name}: {line}") from None
     return _crc(config.text())
+
+
+def _check_apart(members: list[Member], fingerprints: list[str]) -> None:
+    """Raises `SettingError` for two runs with one config."""
+    first: dict[str, str] = {}
+    for member, fingerprint in zip(members, fingerprints, strict=True):
+        if (other := first.setdefault(fingerprint, member.name)) is not member.name:
+            raise SettingError(
+                f"{other} and {member.name} are the same run: a list has a value twice, or "
+                "--config sets what a list stands for"
+            )
 
 
 def _finished(folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ Several processes, on one machine or many, train one run: each is given --coordi
 --num_processes and --process_id, or --distributed where Slurm or Open MPI starts them.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,19 +34,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     from reformax.training import checkpoint, dry_run, folder, loop
 
     compilation_cache.use()
+    own = {file: config.settings_of(file, configs.FOLDERS) for file in args.config_file or ()}
+
+    @functools.cache  # several processes compare their texts first
+    def note_unused(*read: str) -> None:
+        if joining.first():
+            report.note_unused(args.config, read, files=own)
+
     if args.dry_run:
         begun = bool(checkpoint.Checkpoints(output_dir).steps())
-        lines = dry_run.report(begun=begun, **config.bindings(loop.train))
+        settings = config.bindings(loop.train)
+        lines = dry_run.report(begun=begun, **settings)
+        note_unused(*settings)
         if joining.first():
             print("\n".join(lines))
         return 0
+
     given = {"allow_changed_data": True} if args.allow_changed_data else {}  # or the config's
     given |= {"progress": False} if args.quiet else {}
+
+    def config_text() -> str:
+        note_unused(*given)  # all that the config names is built by now
+        return config.operative()
+
     with folder.output_folder(output_dir):  # before the config's objects are built, in minutes
         train = config.configured(loop.train)
-        result = train(output_dir, config_text=config.operative, **given)
-    if joining.first():
-        report.note_unused(args.config)
+        result = train(output_dir, config_text=config_text, **given)
     return report.training(result, joining.first())
 
 

@@ -31,7 +31,9 @@ def document_pairs(
     """Name whether two documents belong together, class 1, or not, class 0.
 
     A line has five fields with tabs between them: the label, 0 or 1, the names of both documents
-    and their texts. A token is a byte plus 1; what is longer than a batch is cut.
+    and their texts. A quotation mark is a letter like others, as
+    Long Range Arena reads them. A token is a byte plus 1; what is
+    longer than a batch is cut.
 
     Args:
       data_dir: the folder of the files.
@@ -60,10 +62,11 @@ def document_pairs(
         pairs, classes = [], []
         before = csv.field_size_limit(_LONGEST)
         try:
-            for number, fields in enumerate(csv.reader(io.StringIO(text), delimiter="\t"), 1):
+            table = csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE)
+            for number, fields in enumerate(table, 1):
                 if len(fields) != _N_COLUMNS or fields[_LABEL] not in ("0", "1", "0.0", "1.0"):
                     raise SettingError(
-                        f"{path}, record {number}: expected a label, 0 or 1, two names and two "
+                        f"{path}, line {number}: expected a label, 0 or 1, two names and two "
                         "texts, with tabs between them"
                     )
                 pairs.append(tuple(fields[column].encode() for column in _TEXTS))

@@ -280,13 +280,8 @@ class PieceVocabulary:
                 f"text.text.vocabulary is {self._path}, which is not {path}: give the run's own, "
                 "or another output_dir"
             )
-        exact = self._model_type in ("bpe", "unigram")
-        learnt_here = self._path is None and self._text is not None
-        if learnt_here and (self.size > declared or (exact and self.size < declared)):
-            raise SettingError(
-                f"{path} has {self.size} pieces and the config vocab_size={declared}: set "
-                f"vocab_size={self.size}, or give another output_dir"
-            )
+        if self._path is None and self._text is not None:
+            check_kept(path, self._bytes, declared, {"model_type": self._model_type})
 
     def _warn_of_loss(self) -> None:
         if self._text is None:

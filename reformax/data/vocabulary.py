@@ -139,12 +139,7 @@ class SentencePieces:
         path = Path(folder) / FILE
         if begun:
             kept = load(folder)
-            exact = self._settings["model_type"] in ("unigram", "bpe")
-            if kept.size > self.size or (exact and kept.size < self.size):
-                raise SettingError(
-                    f"{path} has {kept.size} pieces and the config vocab_size={self.size}: "
-                    f"set vocab_size={kept.size}, or give another output_dir"
-                )
+            check_kept(path, kept.serialised, self.size, self._settings)
             self._bytes, self._pieces = kept._bytes, kept._pieces
         elif path.exists():
             if path.read_bytes() != self.serialised:
@@ -165,6 +160,36 @@ class SentencePieces:
         sentences = self._sentences()
         every = -(-len(sentences) // self._max_sentences)
         return learnt(itertools.islice(sentences, 0, None, every or 1), self.size, self._settings)
+
+
+def check_kept(path: Path, serialised: bytes, size: int, settings: Mapping[str, Any]) -> None:
+    """Raises `SettingError` unless a run's vocabulary is one that these settings give.
+
+    Args:
+      path: its file, for the error.
+      serialised: the model as sentencepiece writes it.
+      size: pieces that the config asks for.
+      settings: others of the config: model_type, and character_coverage if it has that.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(serialised)
+    spec, n_pieces = model.trainer_spec, len(model.pieces)
+    found = {"model_type": spec.ModelType.Name(spec.model_type).lower()}
+    if "character_coverage" in settings:  # which is kept in float32
+        found["character_coverage"] = float(f"{spec.character_coverage:.6g}")
+    for name, value in found.items():
+        if value != settings[name]:
+            raise SettingError(
+                f"{path} has {name}={value!r} and the config {settings[name]!r}: set {name} to "
+                "that, or give another output_dir"
+            )
+    exact = settings["model_type"] in ("unigram", "bpe")
+    if n_pieces > size or (exact and n_pieces < size):
+        raise SettingError(
+            f"{path} has {n_pieces} pieces and the config vocab_size={size}: set "
+            f"vocab_size={n_pieces}, or give another output_dir"
+        )
 
 
 def learnt(sentences: Iterable[str], size: int, settings: Mapping[str, Any]) -> bytes:

@@ -30,6 +30,8 @@ from typing import Any
 
 import jax
 
+from reformax.ops.base import AttentionOp
+
 
 class _NotInstalled(ModuleNotFoundError):
     def __init__(self, module: str, user: str):
@@ -285,7 +287,7 @@ class Layer(_Base):
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
             value = getattr(self, f"_{name}", getattr(self, name, parameter.default))
             parts = value if isinstance(value, tuple) else (value,)
-            plain = all(isinstance(part, (bool, int, float, str)) for part in parts)
+            plain = all(isinstance(part, (bool, int, float, str, AttentionOp)) for part in parts)
             if name != "name" and plain and value != parameter.default:
                 shown.append(f"{name}={value!r}")
         return f"{super().__repr__()}({', '.join(shown)})"

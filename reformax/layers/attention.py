@@ -338,6 +338,11 @@ class Attention(MultiHead):
                 f"rotary_grid is {tuple(self.rotary_grid)} and use_rotary is False: set "
                 "use_rotary=True or leave the grid out"
             )
+        if self.use_rotary and self.d_qk < 2:
+            raise SettingError(
+                f"use_rotary is True and d_qk is {self.d_qk}: expected 2 at least, for a pair of "
+                "features"
+            )
         if n_axes > self.d_qk // 2:
             raise SettingError(
                 f"rotary_grid has {n_axes} axes and d_qk is {self.d_qk}: expected {2 * n_axes} at "

@@ -244,6 +244,8 @@ class Model(Layer):
                 f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
                 f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
             )
+        if not cycle:
+            raise SettingError(f"{argument} is {cycle!r}: expected an op, or several")
         if self.next_value and causal and not any(op.traits.strict for op in cycle):
             raise SettingError(
                 f"next_value is True and no op of {argument} is strict: set next_value=False, or "

@@ -188,7 +188,7 @@ class AttentionOp:
           dropout_rate: refused above 0. flax's modules give it, and an rng by a name that is not
             read here; `reformax.flax.attention_fn` takes both.
           rng: the source of hashes and of dropout.
-          train: False selects the algorithm's settings for evaluation.
+          train: False selects the algorithm's settings for evaluation; `dropout` is as given.
           params: the algorithm's own weights, from its `init`.
           extras: the further projections that the algorithm reads, by name.
           marks: above 0 for tokens that an algorithm with the trait `marks` treats apart.

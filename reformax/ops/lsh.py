@@ -142,9 +142,10 @@ def lsh(
       n_hashes: hashing rounds in training.
       n_hashes_eval: rounds at evaluation; by default as many as in training.
       n_buckets: an even number, a sequence of even factors, or "auto". Each factor is hashed with
-        its own rotation and a bucket is their mixed-radix number: two factors a and b cost a + b in
-        place of a * b. "auto" makes about two buckets a chunk, above 128 in two factors. It counts
-        the chunks of the sequence, padding included; in decoding those of the capacity.
+        its own rotation and a bucket is their mixed-radix number, the first factor's digit the
+        least: two factors a and b cost a + b in place of a * b. "auto" makes about two buckets a
+        chunk, above 128 in two factors. It counts the chunks of the sequence, padding included; in
+        decoding those of the capacity.
       n_chunks_before: how many chunks before its own, in sorted order, a query sees.
       n_chunks_after: how many chunks after its own.
       count_once: True counts a key once however many rounds show it, as the paper's N_ij does

@@ -81,7 +81,7 @@ def by_position(
       params: its parameters.
       task: a language model's `reformax.data.base.Task`.
       split: 'train', 'valid' or 'test'.
-      batch_size: windows scored together; a multiple of the number of devices.
+      batch_size: windows scored together.
       length: of a window, in tokens.
       seed: of the hashes; the numbers are those of `evaluation.evaluate`.
       max_tokens, loss_chunk_len: as there.

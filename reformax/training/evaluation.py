@@ -301,7 +301,7 @@ def _totals(
 def _result(total: np.ndarray, task, split: str, whole: bool) -> dict[str, Any]:
     nats, weight, correct = total
     if whole and round(weight) != task.n_targets(split):
-        raise RuntimeError(
+        raise ValueError(
             f"task {task.name}: the batches of {split} hold {weight:.0f} targets and the split "
             f"{task.n_targets(split)}: eval_batches must give each target weight 1 once"
         )

@@ -13,6 +13,9 @@ from reformax import durable
 from reformax.declared import user_path
 from reformax.training import lock
 
+# Settings of what a run says: nothing that it computes goes by them.
+OF_WORDS = ("loop.train.config_text", "loop.train.progress")
+
 
 @contextmanager
 def output_folder(path: str | os.PathLike) -> Iterator[Path]:
@@ -56,19 +59,36 @@ def make_output_dir(path: str | os.PathLike) -> Path:
     return folder
 
 
-def write_config(folder: Path, text: str, say: Callable[[str], None]) -> None:
-    """Writes config.gin and says which settings changed since the last run in this folder."""
+def write_config(folder: Path, text: str, used: bool, say: Callable[[str], None]) -> str:
+    """Writes config.gin and says which settings changed since the last run in this folder.
+
+    Args:
+      folder: the run's.
+      text: its config.
+      used: whether anything is computed by it. Otherwise a config.gin that is there stays, for the
+        weights and the scores are of that.
+      say: gets the lines.
+
+    Returns:
+      What config.gin holds.
+    """
     path = folder / "config.gin"
     try:
         before = durable.read(path).decode(errors="replace")
     except FileNotFoundError:
-        before = text
+        before, used = text, True
     changes = [
         line
         for line in difflib.ndiff(before.splitlines(), text.splitlines())
-        if line[:2] in ("- ", "+ ") and line[2:].strip() and not line[2:].startswith("#")
+        if line[:2] in ("- ", "+ ")
+        and line[2:].strip()
+        and not line[2:].startswith(("#", *OF_WORDS))
     ]
     if changes:
-        say("settings changed since the last run in this folder (- before, + now):")
+        stays = "" if used else ", which no step is left to train with: config.gin stays"
+        say(f"settings changed since the last run in this folder (- before, + now){stays}:")
         say("\n".join(changes))
+    if not used:
+        return before
     durable.write(path, text.encode())
+    return text

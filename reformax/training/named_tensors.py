@@ -41,11 +41,14 @@ def as_tree(
     def shape(tree, name):
         return f"shape {tuple(tree[name].shape)}" if name in tree else "no such tensor"
 
-    for name in [*expected, *(name for name in tensors if name not in expected)]:
+    def is_of_optimizer(name):
+        return not name.startswith(prefix or "params.")
+
+    # The model's first, for an optimizer's are of the same shapes.
+    for name in sorted(dict.fromkeys([*expected, *tensors]), key=is_of_optimizer):
         there, here = shape(tensors, name), shape(expected, name)
         if there != here:
-            of_model = name.startswith(prefix or "params.")
-            other = "model" if of_model else "optimizer or ema_decay"
+            other = "optimizer or ema_decay" if is_of_optimizer(name) else "model"
             raise SettingError(
                 f"checkpoint {where} is of another {other}: {name} has "
                 f"{there} there and {here} in this config: {fix}"

@@ -183,8 +183,9 @@ class Run:
         if self._settings.config_text is None:
             return None
         text = self._settings.config_text()
-        self._processes.by_first(lambda: write_config(self.folder, text, self._say))
-        return text
+        used = self.step < self._settings.steps or self.score is None  # it evaluates then
+        write = partial(write_config, self.folder, text, used, self._say)
+        return self._processes.by_first(write)
 
     def _open_record(self, begun: opening.Begun) -> None:
         settings = self._settings

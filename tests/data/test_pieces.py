@@ -132,6 +132,14 @@ def test_another_vocabulary_is_not_taken(data, fails_in_one_line):
         text(str(data), vocab_size=500).vocabulary.keep_in(run, begun=True)
 
 
+def test_another_kind_of_pieces_is_not_taken(data, fails_in_one_line):
+    task_of("bpe", data)
+    with fails_in_one_line(ValueError, "has model_type='bpe' and the config 'unigram'"):
+        text(str(data), vocab_size=400, model_type="unigram").vocabulary.keep_in(
+            data.parent / "run", begun=True
+        )
+
+
 def test_a_sentencepiece_model_is_a_vocabulary_too(data):
     learnt = task_of("bpe", data)
     model = data.parent / "own.model"

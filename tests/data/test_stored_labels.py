@@ -72,20 +72,20 @@ def test_pictures_are_grey_pixels_of_files(tmp_path, fails_in_one_line):
 
 
 def test_pairs_are_read_from_tables(tmp_path, fails_in_one_line):
-    lines = '0.0\ta\tb\tfirst\tsecond\n1.0\tc\td\t"a ""quoted""\ttab"\tü\n'
+    lines = '0.0\ta\tb\tfirst\tsecond\n1.0\tc\td\t"of a "quotation\tü\n'
     for split in ("train", "eval", "test"):
         (tmp_path / f"new_aan_pairs.{split}.tsv").write_text(lines)
     task = document_pairs.document_pairs(str(tmp_path))
     assert task.kind == "pairs"
     for split in ("train", "valid", "test"):
         pairs, classes = rows_of(task, split, 20)
-        assert pairs == [(b"first", b"second"), (b'a "quoted"\ttab', "ü".encode())]
+        assert pairs == [(b"first", b"second"), (b'"of a "quotation', "ü".encode())]
         assert classes.tolist() == [0, 1]
     batch = task.train_batch(0, 0, 8, 3)
     assert batch.inputs.first.shape == batch.inputs.second.shape == (8, 3)
     for bad in ("2\ta\tb\tx\ty\n", "1\ta\tb\tx\n", "label\ta\tb\tx\ty\n"):
         (tmp_path / "bad.tsv").write_text(lines + bad)
-        with fails_in_one_line(ValueError, "bad.tsv, record 3: expected a label, 0 or 1"):
+        with fails_in_one_line(ValueError, "bad.tsv, line 3: expected a label, 0 or 1"):
             document_pairs.document_pairs(str(tmp_path), test="bad.tsv").n_targets("test")
     with fails_in_one_line(FileNotFoundError, "none.tsv does not exist: put it there, or set"):
         document_pairs.document_pairs(str(tmp_path), valid="none.tsv").n_targets("valid")

@@ -445,7 +445,7 @@ def test_the_cycle_runs_in_the_order_given(model_fn):
     [
         (dict(n_layers=3, attention_type=(OPS["dense"],) * 2), "n_layers is 3: expected a mult"),
         (dict(n_layers=0), "n_layers is 0: expected at least 1"),
-        (dict(attention_type=()), "blocks is empty: give at least one"),
+        (dict(attention_type=()), "attention_type is (): expected an op, or several"),
         (dict(vocab_size=1), "vocab_size is 1: expected at least 2"),
         (dict(vocab_size=None), "vocab_size is None: expected a whole number of at least 2"),
         (dict(d_model=0), "d_model is 0: expected at least 1"),

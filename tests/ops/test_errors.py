@@ -289,7 +289,7 @@ def test_an_op_refuses_what_its_traits_exclude(row):
     if not traits.bias:
         refused.append((inputs, dict(bias=x(1, 1, 8, 8)), f"bias is given, but {name} adds none"))
     if not traits.bidirectional:
-        refused.append((inputs, dict(causal=False), f"causal=False: {name} is causal only, set"))
+        refused.append((inputs, dict(causal=False), f"causal=False: {op} is causal only, set"))
     if not traits.causal:
         refused.append((inputs, dict(causal=True), f"causal=True: {name} cannot hide the future, "))
     if not traits.dropout:
@@ -335,6 +335,11 @@ def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
         (dict(train="no"), "train is 'no': expected True or False"),
         (dict(dropout="0.1", rng=KEY), "dropout is '0.1': expected a rate in [0, 1)"),
         (dict(dropout=0.1, rng=0), "rng is 0: expected a key, such as jax.random.key(0)"),
+        (
+            dict(dropout=0.1, rng=jax.random.split(jax.random.key(0))),
+            "rng has shape (2,) and dtype key<fry>: expected one key, such as jax.random.key(0)",
+        ),
+        (dict(rng=np.ones(3)), "rng has shape (3,) and dtype float64: expected one key, such as"),
         (dict(segments=[1, 1]), "segments is [1, 1]: expected an array"),
         (dict(bias=[[0.0]]), "bias is [[0.0]]: expected an array"),
         (dict(params={"w": x()}), "params has ['w']: dense reads []"),

@@ -183,7 +183,7 @@ def test_the_seed_reaches_the_model():
 
 
 def test_a_task_that_forgets_targets_is_told():
-    with pytest.raises(RuntimeError, match="53 targets and the split 54"):
+    with pytest.raises(ValueError, match="53 targets and the split 54"):
         score(TASK._replace(n_targets=lambda split: 54))
 
 

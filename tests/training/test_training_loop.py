@@ -607,10 +607,18 @@ def test_the_config_is_written_and_changes_are_told(tmp_path, capsys):
     settings = {"steps": 2, "progress": True}
     run(tmp_path, **settings, config_text=lambda: "a = 1\nb = 2\n")
     assert "settings changed" not in capsys.readouterr().out
+    # What no step is trained with is told, and not kept.
+    run(tmp_path, **settings, config_text=lambda: "a = 1\nb = 3\n")
+    assert "no step is left to train with" in capsys.readouterr().out
+    assert (tmp_path / "config.gin").read_text() == "a = 1\nb = 2\n"
+    settings["steps"] = 3
     run(tmp_path, **settings, config_text=lambda: "a = 1\nb = 3\n")
     out = capsys.readouterr().out
     assert "- b = 2\n+ b = 3" in out and "a = 1" not in out
     assert (tmp_path / "config.gin").read_text() == "a = 1\nb = 3\n"
+    # Whether progress is shown is no setting of what is trained.
+    run(tmp_path, **settings, config_text=lambda: "a = 1\nb = 3\nloop.train.progress = True\n")
+    assert "settings changed" not in capsys.readouterr().out
 
 
 def test_another_model_is_told_and_nothing_is_lost(tmp_path):

@@ -295,12 +295,31 @@ def test_an_override_that_nothing_uses_is_told(folder, monkeypatch, capsys):
     flags += ["--config=optimizer.adamw.b1=0.5", "--config=small/tiny.counting.noise=0.2"]
     code, out, _ = call(train.main, monkeypatch, capsys, *flags)
     assert code == 0 and out.count("note:") == 1
-    assert "note: --config='optimizer.adam.b1=0.5' set something that this run did not use" in out
+    assert "note: --config='optimizer.adam.b1=0.5' sets something that this run does not use" in out
     flags += ["--config=rate=0.5", "--output_dir=runs/other"]
     with open("configs/run.gin", "a") as file:
         file.write("\nrate = 0.1\n")
     out = call(train.main, monkeypatch, capsys, *flags)[1]
-    assert out.count("note:") == 2 and "note: --config='rate=0.5' set something" in out
+    assert out.count("note:") == 2 and "note: --config='rate=0.5' sets something" in out
+    # Before the first step, and in a dry run.
+    assert out.index("note:") < out.index("step 3: valid")
+    out = call(train.main, monkeypatch, capsys, *flags, "--dry_run")[1]
+    assert out.count("note:") == 2
+
+
+def test_a_misspelt_name_of_a_file_is_told(folder, monkeypatch, capsys):
+    Path("configs/mine.gin").write_text("include 'run.gin'\nstesp = 3\n")
+    flags = ["--config_file=configs/mine.gin", "--output_dir=runs/mine"]
+    code, _, err = call(train.main, monkeypatch, capsys, *flags)
+    assert code == 2 and not Path("runs/mine").exists()
+    assert (
+        err == "error: configs/mine.gin sets stesp, and nothing has %stesp; did you mean steps?\n"
+    )
+    # An argument of what nothing calls may be meant for another run.
+    Path("configs/mine.gin").write_text("include 'run.gin'\nsteps = 3\noptimizer.adam.b1 = 0.5\n")
+    code, out, _ = call(train.main, monkeypatch, capsys, *flags)
+    assert code == 0 and out.count("note:") == 1
+    assert "note: configs/mine.gin sets optimizer.adam.b1, which this run does not use" in out
 
 
 @pytest.mark.parametrize("which", ["best", "average:5"])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reformax.declared import Rate, check, shown
+from reformax.declared import Rate, Unsupported, check, shown
 from reformax.ops.parts.masks import segment_pair
 
 
@@ -22,7 +22,7 @@ def check_arguments(
 
     Raises:
       ValueError: a shape or a value that does not fit.
-      NotImplementedError: the op cannot do what is asked.
+      Unsupported: the op cannot do what is asked.
     """
     ids = segments if isinstance(segments, tuple) else (segments,)
     arrays = dict(q=q, k=k, v=v, bias=bias, marks=marks, rng=rng)
@@ -30,6 +30,11 @@ def check_arguments(
         if x is not None and not hasattr(x, "dtype"):
             hint = "a key, such as jax.random.key(0)" if name == "rng" else "an array"
             raise ValueError(f"{name} is {shown(x)}: expected {hint}")
+    if rng is not None and not _is_key(rng):
+        raise ValueError(
+            f"rng has shape {rng.shape} and dtype {rng.dtype}: expected one key, such as "
+            "jax.random.key(0)"
+        )
     for name, value in (("causal", causal), ("train", train)):
         if not isinstance(value, bool | np.bool_):
             raise ValueError(f"{name} is {shown(value)}: expected True or False")
@@ -37,11 +42,11 @@ def check_arguments(
     _check_shapes(op, q, k, v)
     keys = q if k is None else k
     if causal and not op.traits.causal:
-        raise NotImplementedError(
+        raise Unsupported(
             f"causal=True: {op.name} cannot hide the future, use an op whose traits say causal=True"
         )
     if not causal and not op.traits.bidirectional:
-        raise NotImplementedError(f"causal=False: {op.name} is causal only, set causal=True")
+        raise Unsupported(f"causal=False: {op} is causal only, set causal=True")
     _check_segments(op, segments, q, keys, "q" if k is None else "k")
     if bias is not None:
         _check_bias(op, bias, (q.shape[0], q.shape[2], q.shape[1], keys.shape[1]))
@@ -49,12 +54,19 @@ def check_arguments(
     if marks is not None:
         _check_marks(op, marks, q)
     if dropout and not op.traits.dropout:
-        raise NotImplementedError(
+        raise Unsupported(
             f"dropout is {dropout}: {op.name} makes no attention weights to drop, set it to 0"
         )
     if rng is None and (dropout > 0.0 or op.traits.random_plan):
         why = "dropout > 0" if dropout > 0.0 else f"{op.name}, which draws its plan at random,"
         raise ValueError(f"rng is None: {why} needs one, such as jax.random.key(0)")
+
+
+def _is_key(rng) -> bool:
+    """Whether an array is one key, of either of JAX's kinds."""
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return rng.ndim == 0
+    return rng.ndim == 1 and rng.dtype == jnp.uint32
 
 
 def _check_shapes(op, q, k, v) -> None:
@@ -83,7 +95,7 @@ def _check_shapes(op, q, k, v) -> None:
             "divisor of its heads"
         )
     if q.shape[1] != keys.shape[1] and not op.traits.cross:
-        raise NotImplementedError(
+        raise Unsupported(
             f"q and k have lengths {q.shape[1]} and {keys.shape[1]}, but {op.name} attends within "
             "one sequence: use an op whose traits say cross=True"
         )
@@ -92,7 +104,7 @@ def _check_shapes(op, q, k, v) -> None:
 def _check_segments(op, segments, q, keys, source: str) -> None:
     is_pair = isinstance(segments, tuple)
     if is_pair and not op.traits.cross:
-        raise NotImplementedError(
+        raise Unsupported(
             f"segments is a pair, but {op.name} attends within one sequence: pass one array"
         )
     if is_pair and (len(segments) != 2 or any(ids is None for ids in segments)):
@@ -118,7 +130,7 @@ def _check_segments(op, segments, q, keys, source: str) -> None:
 
 
 def _check_one_segment(op, ids) -> None:
-    """Raises `NotImplementedError` unless each row has one segment, besides padding.
+    """Raises `Unsupported` unless each row has one segment, besides padding.
 
     What a compiled function reads is not known yet: there booleans alone say so.
     """
@@ -129,7 +141,7 @@ def _check_one_segment(op, ids) -> None:
         if not np.any(several):
             return
         found = "several"
-    raise NotImplementedError(
+    raise Unsupported(
         f"segments of a row are {found}, but {op.name} does not tell them apart: leave rows "
         "unpacked, with booleans that are True at tokens"
     )
@@ -137,7 +149,7 @@ def _check_one_segment(op, ids) -> None:
 
 def _check_marks(op, marks, q) -> None:
     if not op.traits.marks:
-        raise NotImplementedError(
+        raise Unsupported(
             f"marks is given, but {op.name} treats no token apart: use an op whose traits say "
             "marks=True"
         )
@@ -193,7 +205,7 @@ def _of_init(op, dims) -> dict[str, tuple[int, ...]]:
 
 def _check_bias(op, bias, full: tuple[int, int, int, int]) -> None:
     if not op.traits.bias:
-        raise NotImplementedError(
+        raise Unsupported(
             f"bias is given, but {op.name} adds none: use an op whose traits say bias=True"
         )
     if not jnp.issubdtype(bias.dtype, jnp.floating):

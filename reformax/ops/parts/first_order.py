@@ -17,5 +17,6 @@ def first_order(inputs: Any) -> Any:
 def _refuse(primals, tangents):
     del primals, tangents
     raise NotImplementedError(
-        "this gradient has no second derivative: use impl='xla', of dense, local or LSH attention"
+        "this gradient has no second derivative: use dense or local attention with impl='xla', or, "
+        "for grad of grad alone, LSH attention with it"
     )
