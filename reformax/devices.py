@@ -122,9 +122,9 @@ def per_shard(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Call
 
 def first_row(n_rows: int) -> Any:
     """The number, among all rows, of the first one here: 0 outside of a shard of `n_rows`."""
-    if not set(ROWS) <= set(jax.sharding.get_abstract_mesh().manual_axes):
-        return 0
-    return lax.axis_index(ROWS) * n_rows
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = tuple(axis for axis in ROWS if axis in manual)
+    return lax.axis_index(axes) * n_rows if axes else 0
 
 
 # Weights, gradients and the optimizer's state.

@@ -16,7 +16,7 @@ from reformax.declared import Unsupported
 from reformax.layers import context
 from reformax.layers.attention import QKV, MultiHead, output
 from reformax.layers.matrices import Unnormed, affine
-from reformax.ops.parts.masks import tokens_of
+from reformax.ops.parts.masks import segments_of
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -64,8 +64,7 @@ class CrossAttention(MultiHead):
         memory_mask: Int[Array, "B S"] | None = None,
         rng=None,
     ) -> Float[Array, "B T D"]:
-        masks = mask, memory_mask
-        segments = None if mask is None else tuple(tokens_of(m).segments for m in masks)
+        segments = segments_of((mask, x), (memory_mask, memory))
         qkv = self.project(params, x, memory)
         plan = self.plan(params, qkv, segments, rng)
         return self.attend(params, qkv, plan, segments, rng)

@@ -158,7 +158,9 @@ class FeedForward(Layer):
         rate = rate_in(self.mode, self.hidden_dropout)
         narrow = pre.dtype in (jnp.bfloat16, jnp.float16)
         pays = narrow and LEAST_SIZE <= pre.size < MOST and self.activation in IN_KERNELS
-        chosen = choose(self.impl, pays, pallas=None) if pre.size else "xla"
+        of_float64 = f"inputs of {pre.dtype}" if pre.dtype == jnp.float64 else None
+        kernels = dict(pallas=of_float64, pallas_interpret=of_float64)
+        chosen = choose(self.impl, pays, **kernels) if pre.size else "xla"
         if chosen == "xla":
             hidden = self.activation(pre.astype(wide(pre.dtype)) + params["b1"][None, None])
             hidden = dropout(hidden, rate, rng, start=start).astype(pre.dtype)

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from reformax.declared import Unsupported
+from reformax.ops.parts.dispatch import compute_capability
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # The scaled maximum is below 2^TOP, and so is every number that rounds to it.
@@ -41,7 +42,13 @@ def quantize(x: Float[Array, "*d"], dtype: Any) -> Quantized:
     # The largest number is below 2^exponent. The product of two scales must have an inverse.
     _, exponent = jnp.frexp(largest)
     scale = jnp.ldexp(jnp.float32(1), jnp.clip(TOP[dtype] - exponent, -126, 60))
-    return Quantized((x * scale.astype(x.dtype)).astype(dtype), scale)
+    scaled = x.astype(_scaled_in(x.dtype))
+    return Quantized((scaled * scale.astype(scaled.dtype)).astype(dtype), scale)
+
+
+def _scaled_in(dtype: Any) -> Any:
+    """The dtype that holds numbers of another times their scale: float32 for float16."""
+    return jnp.promote_types(dtype, jnp.bfloat16)
 
 
 @jax.custom_vjp
@@ -85,8 +92,9 @@ def _contract(x: Quantized, y: Quantized, axes: tuple[int, int], dtype: Any) -> 
     if jax.default_backend() != "gpu":
         values = (z.astype(jnp.float32) for z in values)
     # XLA hands the factor behind an FP8 product to cuBLASLt, which scales before it rounds.
-    out = lax.dot_general(*values, (((of_x,), (of_y,)), ((), ())), preferred_element_type=dtype)
-    return out * (1 / (x.scale * y.scale)).astype(dtype)
+    axes, wide = (((of_x,), (of_y,)), ((), ())), _scaled_in(dtype)
+    out = lax.dot_general(*values, axes, preferred_element_type=wide)
+    return (out * (1 / (x.scale * y.scale)).astype(wide)).astype(dtype)
 
 
 def check_device() -> None:
@@ -94,7 +102,7 @@ def check_device() -> None:
     if jax.default_backend() != "gpu":
         return
     device = jax.local_devices()[0]
-    if float(getattr(device, "compute_capability", None) or 0) < 8.9:
+    if compute_capability(device) < 8.9:
         raise Unsupported(
             f"dtype is 'float8': the device {device.device_kind!r} does not multiply FP8 numbers, "
             "which takes an NVIDIA GPU of Ada, Hopper or later; use dtype='bfloat16'"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax import devices
+from reformax.declared import NonNegative, SettingError, check
 from reformax.layers._trax import Layer
 from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
 from reformax.ops.parts.normalization import length_normalize
@@ -35,6 +36,9 @@ class LayerNorm(Layer):
           one such GPU for many rows, and for a single one.
         """
         super().__init__()
+        check("epsilon", epsilon, NonNegative)
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+            raise SettingError(f"dtype is {dtype!r}: expected one of floats, such as 'bfloat16'")
         check_impl(impl, *KERNELS)
         self._epsilon = epsilon
         self._dtype = dtype

@@ -33,8 +33,9 @@ class ResidualStack(BlockStack):
     post_norm: bool = False
 
     def apply(self, params, x, segments=None, memory=None, memory_segments=None, rng=None):
+        self._check_memory(memory)
         mask = () if segments is None else (segments,)
-        masks = () if segments is None else (segments, memory_segments)
+        masks = segments, memory_segments
 
         # Between layers that are written out, what the next one reads the stream by stays with it.
         open_ends = not (self.remat or self.scan_layers)

@@ -47,7 +47,7 @@ from reformax.layers.coupling import (
 )
 from reformax.layers.matrices import Unnormed
 from reformax.layers.stacks import Block, BlockStack
-from reformax.ops.parts.masks import tokens_of
+from reformax.ops.parts.masks import segments_of, tokens_of
 
 GRID = 2.0**-12
 SlotCount = Annotated[int, Bounds(2, 256)]
@@ -156,14 +156,13 @@ class ReversibleStack(BlockStack):
 
     def _inputs(self, *inputs) -> tuple[Streams, Context]:
         streams, others = inputs[: self.n_streams], inputs[self.n_streams :]
-        segments, memory, memory_segments = (*others, None, None, None)[:3]
-        seen = {"attention": None, "cross_attention": None}
-        if segments is not None:
-            seen["attention"] = segments
-            if self._cross:
-                seen["cross_attention"] = (tokens_of(segments).segments, memory_segments)
+        segments, memory, memory_segments = *others, *[None] * (3 - len(others))
+        self._check_memory(memory)
+        seen = {"attention": segments, "cross_attention": None}
+        if self._cross:
+            seen["cross_attention"] = segments_of((segments, streams[0]), (memory_segments, memory))
         streams = tuple(map(self._residual, streams))
-        return streams, Context(memory if self._cross else None, seen)
+        return streams, Context(memory, seen)
 
     def _opened(self, streams: Streams) -> Streams:
         return self._coupling.opened(super()._opened(streams))

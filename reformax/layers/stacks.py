@@ -103,6 +103,10 @@ class BlockStack(Layer):
         n_others = 3 if self._cross else int(self.masked)
         super().__init__(n_in=self.n_streams + n_others, n_out=self.n_streams)
 
+    def _check_memory(self, memory) -> None:
+        if memory is not None and not self._cross:
+            raise SettingError("memory is given and no block has cross_attention: leave it out")
+
     def init_params(self, rng, shape, *shapes):
         params = {}
         for i, block in enumerate(self.blocks):

@@ -271,6 +271,8 @@ class SelfAttention(TraxAttention):
     Arguments are those of `TraxAttention`.
     """
 
+    share_qk: bool = False
+
     def _op(self):
         if self.chunk_len is not None:
             return local.local(

@@ -163,5 +163,6 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         order = circle.sequence_in_a_circle(n_batch, n_heads, n_places, sizes)
         if settings.self_score is not None:
             own_weight = circle.own_weight(settings.self_score, order, sizes)
-    chunks = sizes.cut(length, causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
+    options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
+    chunks = sizes.cut(length, circle=settings.wrap, **options)
     return chunked_attention(q, k, v, chunks, order, segments, rng, impl, own_weight)

@@ -231,6 +231,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     del params
     chunks = settings.chunks.cut(
         q.shape[1],
+        circle=settings.wrap,
         causal=causal,
         shared_qk=True,
         own=settings.own,

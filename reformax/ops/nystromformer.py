@@ -24,6 +24,7 @@ from reformax.declared import SettingError, Size
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_params, no_plan
 from reformax.ops.parts.containment import finite, is_finite
+from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.share import of_heads
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
@@ -48,7 +49,8 @@ def nystromformer(
       n_iterations: of the pseudo-inverse.
       conv_size: if set, values convolved over this many positions, by weights of each head, are
         added to the output, the paper's skip connection; an odd number.
-      impl: as in `flash.flash`, which attends to and from the landmarks.
+      impl: as in `flash.flash`, which attends to and from the landmarks; not `"cudnn"`, which takes
+        no values of float32 beside narrow queries.
 
     Raises:
       ValueError: a size below 1, an even `conv_size`, an unknown `impl`.
@@ -57,6 +59,7 @@ def nystromformer(
     """
     if conv_size is not None and conv_size % 2 == 0:
         raise SettingError(f"conv_size is {conv_size}: expected an odd number, for it has a middle")
+    check_impl(impl, *KERNELS)
     settings = dict(n_landmarks=n_landmarks, n_iterations=n_iterations)
     return AttentionOp(
         init=no_params if conv_size is None else functools.partial(_init, size=conv_size),
@@ -124,7 +127,9 @@ def landmark_groups(length: int, segments: Int[Array, "B T"] | None, n_landmarks
         order = jnp.argsort(segments == 0, axis=1, stable=True)  # tokens first, in their order
         n_tokens = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
     landmark = jnp.arange(n_landmarks + 1)[None]
-    ends = -(-landmark * n_tokens[:, None] // n_landmarks)
+    # landmark * n_tokens / n_landmarks, rounded up; of long rows int32 does not hold the product.
+    whole, rest = jnp.divmod(n_tokens[:, None], n_landmarks)
+    ends = landmark * whole - (-landmark * rest // n_landmarks)
     rank = ends[:, :-1, None] + jnp.arange(-(-length // n_landmarks))[None, None]
     index = jnp.take_along_axis(order[:, None], jnp.minimum(rank, length - 1), axis=2)
     return Groups(index, rank < ends[:, 1:, None])

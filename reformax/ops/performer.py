@@ -251,7 +251,8 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     values = with_ones(jnp.where(real, v, 0).astype(wide(v.dtype)))
     scale = jnp.where(real, keys.scale, -jnp.inf)
     top = scale.max(axis=1)
-    weights = keys.x * jnp.exp(scale - top[:, None])
+    # A row without a token has no top.
+    weights = keys.x * jnp.exp(scale - jnp.where(jnp.isfinite(top), top, 0)[:, None])
     return Cache(jnp.einsum("btnm,btnv->bnmv", weights, values), top, Shared(plan))
 
 

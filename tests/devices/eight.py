@@ -226,6 +226,15 @@ def test_kernels_outside_of_attention_are_those_of_one_device(sizes):
     assert_trees_close(got, jax.jit(run)(params, *inputs))
 
 
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_dropout_in_a_shard_map_of_ones_own_goes_by_the_batchs_rows(axis):
+    qkv = jax.random.normal(KEY, (3, BATCH, 16, 2, 4))
+    attend = partial(flash.flash(), causal=True, dropout=0.5, rng=KEY)
+    mesh, rows = jax.sharding.Mesh(np.array(jax.devices()), (axis,)), jax.P(axis)
+    shared = jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    np.testing.assert_allclose(shared(*qkv), attend(*qkv), atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("constructor", [TransformerLM, ReformerLM])
 def test_what_is_carried_becomes_the_mean_over_devices(constructor):

@@ -198,3 +198,47 @@ def test_layer_norm_is_float32_inside():
     assert out.dtype == jnp.bfloat16 and wide.dtype == jnp.float32
     np.testing.assert_allclose(wide, norm.apply(params, x.astype(np.float32)), atol=1e-5)
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("masked", ["stream", "memory"])
+@pytest.mark.parametrize("kind", [layers.ResidualStack, layers.ReversibleStack])
+def test_a_memory_and_its_reader_are_masked_apart(kind, masked):
+    """A sequence without a mask is as one of ones."""
+    x, memory, ones = stream(), stream(7), np.ones((2, 13), bool)
+    mask, of_memory = np.arange(13) < np.array([[13], [9]]), np.arange(7) < np.array([[4], [7]])
+    attention = layers.Attention(dense.dense(), n_heads=2, d_qk=4, d_v=4, causal=True, masked=True)
+    crossing = layers.CrossAttention(dense.dense(), n_heads=2, d_qk=4, d_v=4, masked=True)
+    stack = kind([(attention, layers.FeedForward(16), crossing)], 1, masked=True)
+    streams = (x,) * stack.n_streams
+    params = plain.init(stack, *(y.shape for y in streams), mask.shape, memory.shape, (2, 7))
+    if masked == "stream":
+        masks, full = (mask, None), (mask, np.ones((2, 7), bool))
+    else:
+        masks, full = (None, of_memory), (ones, of_memory)
+    got, want, without = (
+        jax.tree.leaves(stack.apply(params, *streams, one, memory, other, rng=RNG))
+        for one, other in (masks, full, (None, None))
+    )
+    assert_trees_close(got, want)
+    assert np.abs(got[0] - without[0]).max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", [layers.ResidualStack, layers.ReversibleStack])
+def test_a_memory_that_nothing_reads_is_told(kind):
+    stack = kind(plain.blocks([dense.dense()]), 1)
+    x = stream()
+    params = plain.init(stack, *[x.shape] * stack.n_streams)
+    with pytest.raises(ValueError, match="memory is given and no block has cross_attention"):
+        stack.apply(params, *[x] * stack.n_streams, None, x)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(epsilon=-1.0), "epsilon is -1.0: expected a number of at least 0"),
+        (dict(dtype="int8"), "dtype is 'int8': expected one of floats, such as 'bfloat16'"),
+    ],
+)
+def test_a_norm_of_what_is_none_is_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        layers.LayerNorm(**options)

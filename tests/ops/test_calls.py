@@ -7,7 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops import block_patterns, block_sparse, dense, flash, local, lsh, shared_qk
+from reformax.ops import (
+    block_patterns,
+    block_sparse,
+    dense,
+    flash,
+    local,
+    lsh,
+    nsa,
+    shared_qk,
+    sinks,
+    smyrf,
+)
+from reformax.ops.parts.arguments import check_arguments
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over
 
@@ -145,3 +157,34 @@ def test_an_op_shows_its_name_and_the_options_that_are_set():
     assert repr(block_sparse.block_sparse(pattern=block_patterns.butterfly())) == "block_sparse()"
     op = block_sparse.block_sparse(pattern=np.ones((2, 2), bool))
     assert repr(op) == "block_sparse(pattern=bool[2, 2])"
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        local.local(chunk_len=4, impl="xla"),
+        smyrf.smyrf(chunk_len=4, impl="xla"),
+        nsa.nsa(window=4, impl="xla"),
+    ],
+)
+def test_queries_of_another_dtype_have_gradients(op):
+    """Queries may be rounded and keys not: gradients have the dtypes of what they are of."""
+    x = inputs.draw(op, length=8)
+
+    def loss(q, k):
+        out = inputs.call(op, x._replace(q=q, k=k), causal=op.traits.causal, rng=KEY)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    narrow = x.q.astype(jnp.bfloat16)
+    got = jax.grad(loss, argnums=(0, 1))(narrow, x.k)
+    want = jax.grad(loss, argnums=(0, 1))(narrow.astype(jnp.float32), x.k)
+    assert [y.dtype for y in got] == [jnp.bfloat16, jnp.float32]
+    for y, z in zip(got, want, strict=True):
+        np.testing.assert_allclose(y.astype(jnp.float32), z, atol=3e-2)
+
+
+def test_one_segment_may_have_any_id():
+    for ids in ([[-1, -1, -1, 0]], [[0, 3, 3, 3]], [[-(2**31)] * 4]):
+        check_arguments(
+            sinks.sinks(), *X[:, :1, :4], causal=True, segments=np.array(ids), dropout=0, rng=None
+        )

@@ -1,5 +1,7 @@
 """Which implementation a call gets."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -63,3 +65,8 @@ def test_what_keeps_a_kernel_from_a_call():
     assert obstacles(x(), x(dtype="float32"), x()) == (mixed, mixed)
     assert obstacles(x(), None, x(136)) == ("head size 136, which is above 128", None)
     assert obstacles(x(dtype="float8_e5m2"), None, None) == ("dtype float8_e5m2", None)
+
+
+@pytest.mark.parametrize("found, want", [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
+def test_a_gpu_of_another_maker_has_no_such_number(found, want):
+    assert dispatch.compute_capability(types.SimpleNamespace(compute_capability=found)) == want

@@ -227,6 +227,12 @@ CALLS = [
     (LOCAL, (x(), x(), x()), dict(dropout=1.0), "dropout is 1.0: expected a rate in [0, 1)"),
     (LSH, (x(), None, x()), dict(dropout=-0.1), "dropout is -0.1: expected a rate in [0, 1)"),
     (DENSE, (x(), x(), x()), dict(segments=INTEGERS[:1]), "segments has shape (1, 8): expected"),
+    (
+        DENSE,
+        (x(), x(), x()),
+        dict(segments=np.full((2, 8), 2**32)),
+        "segments has ids up to 4294967296: expected integers of 32 bits",
+    ),
     (LSH, (x(), None, x()), dict(segments=INTEGERS[:, 1:]), "segments has shape (2, 7)"),
     (DENSE, (x(), x(2, 9, 2, 4), x(2, 9, 2, 4)), dict(segments=INTEGERS), "segments has shape"),
     (

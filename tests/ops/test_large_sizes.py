@@ -1,18 +1,36 @@
 """A size beyond the sequence computes what one of the sequence's length does, in its memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from reformax.declared import LARGEST, SettingError
-from reformax.ops import block_sparse, long_short, longformer, lsh, nsa, performer, sinks
+from reformax.ops import block_sparse, local, long_short, longformer, lsh, nsa, performer, sinks
 from tests.ops import inputs
 from tests.ops.test_decoding import draw, run
 
 KEY = jax.random.key(3)
 LENGTH = 11
+
+
+def limitless(n, **options):
+    """A window of all positions."""
+    return local.local(chunk_len=n, window=n, **options)
+
+
+def reaching(op, n, **options):
+    """As many chunks as may be seen."""
+    return op(chunk_len=4, n_chunks_before=min(n, 4096), **options)
+
+
 CASES = [
+    (limitless, {}, "n"),
+    (functools.partial(reaching, local.local), {}, "n"),
+    (functools.partial(reaching, lsh.lsh), dict(n_hashes=1), "n"),
+    (longformer.longformer, dict(window=2**20), "dilation"),
     (block_sparse.block_sparse, {}, "block_size"),
     (lsh.lsh, dict(wrap=True, count_once=False), "chunk_len"),
     (long_short.long_short, dict(window=3, rank=2), "chunk_len"),

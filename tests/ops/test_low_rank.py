@@ -315,3 +315,9 @@ def test_performers_sums_hold_keys_of_any_length():
             assert np.isfinite(y).all()
         # Each row is a mean of values, with weights above 0.
         assert np.abs(out).max() <= np.abs(v).max() + 1e-5
+
+
+def test_landmarks_of_a_long_row_cover_it():
+    groups = nystromformer.landmark_groups(2**20, None, 2560)
+    sizes = groups.real.sum(axis=-1)
+    assert sizes.sum() == 2**20 and sizes.min() == 409 and sizes.max() == 410

@@ -125,6 +125,9 @@ def _check_segments(op, segments, q, keys, source: str) -> None:
             continue
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"segments has dtype {ids.dtype}: expected integers")
+        known = np.zeros(0) if isinstance(ids, jax.core.Tracer) else np.asarray(ids)
+        if np.any(known.astype(np.int32) != known):
+            raise ValueError(f"segments has ids up to {known.max()}: expected integers of 32 bits")
         if not op.traits.packed:
             _check_one_segment(op, ids)
 
@@ -137,7 +140,9 @@ def _check_one_segment(op, ids) -> None:
     if isinstance(ids, jax.core.Tracer):
         found = "integers, which may be several"
     else:
-        several = (ids != 0) & (ids != np.max(ids, axis=1, keepdims=True))
+        ids = np.asarray(ids)
+        first = np.take_along_axis(ids, (ids != 0).argmax(axis=1)[:, None], axis=1)
+        several = (ids != 0) & (ids != first)
         if not np.any(several):
             return
         found = "several"

@@ -484,7 +484,7 @@ def _backward(chunks, segments, seed, q, k, v, d_out, statistics, order, head):
         d_logits = d_logits.astype(q.dtype)
         d_queries = jnp.einsum("bnclm,bncmh->bnclh", d_logits, keys, **f32)
         d_keys = jnp.einsum("bnclm,bnclh->bncmh", d_logits, queries, **f32)
-        (d_rows,) = keys_vjp(d_keys.astype(q.dtype))
+        (d_rows,) = keys_vjp(d_keys.astype(keys.dtype))
         if k is None:  # a query and its key are one vector
             # An empty border joins after the sum, which keeps the bits of short sequences.
             d_queries = d_queries if this.keys is None else _with_border(d_queries, chunks)

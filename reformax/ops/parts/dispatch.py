@@ -66,9 +66,17 @@ def gpu_obstacle() -> str | None:
     if jax.default_backend() != "gpu":
         return f"the backend {jax.default_backend()!r}"
     device = jax.local_devices()[0]
-    if float(getattr(device, "compute_capability", None) or 0) < 8.0:
+    if compute_capability(device) < 8.0:
         return f"the device {device.device_kind!r}, which is not an NVIDIA GPU of Ampere or later"
     return None
+
+
+def compute_capability(device: jax.Device) -> float:
+    """NVIDIA's number of a generation of GPUs, 9.0 for Hopper; 0 for devices of others."""
+    try:
+        return float(getattr(device, "compute_capability", 0))
+    except (TypeError, ValueError):  # such as gfx942
+        return 0.0
 
 
 def kernel_obstacles(

@@ -17,6 +17,6 @@ def first_order(inputs: Any) -> Any:
 def _refuse(primals, tangents):
     del primals, tangents
     raise NotImplementedError(
-        "this gradient has no second derivative: use dense or local attention with impl='xla', or, "
-        "for grad of grad alone, LSH attention with it"
+        "this gradient has no second derivative: use an op that has one with impl='xla', such as "
+        "dense.dense(impl='xla')"
     )

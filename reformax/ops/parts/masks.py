@@ -42,6 +42,17 @@ def segment_pair(
     return segments if isinstance(segments, tuple) else (segments, segments)
 
 
+def segments_of(*each: tuple[Segments | Tokens | None, Shaped[Array, "B _ *d"]]) -> Ids | None:
+    """The pair of segments of two sequences, given as (segments, x); None if neither has any.
+
+    A sequence without segments is one.
+    """
+    found = [(tokens_of(segments).segments, x) for segments, x in each]
+    if all(ids is None for ids, _ in found):
+        return None
+    return tuple(jnp.ones(x.shape[:2], bool) if ids is None else ids for ids, x in found)
+
+
 def segment_ids(segments: Segments | None) -> Segments | None:
     """Segments whose ids are integers, as ops read them."""
     return jax.tree.map(lambda ids: ids.astype(jnp.int32), segments)

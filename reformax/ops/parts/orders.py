@@ -30,10 +30,18 @@ class ChunkSizes(NamedTuple):
         most = -(-length // chunk_len)
         return ChunkSizes(chunk_len, *(min(n, most) for n in self[1:]))
 
-    def cut(self, length: int, **options: Any) -> Chunks:
-        """The `Chunks` of a sequence, with further `options` of theirs; one if it is shorter."""
-        sizes = self._replace(chunk_len=min(self.chunk_len, length))
-        return Chunks(length, *sizes, **options)
+    def cut(
+        self, length: int, circle: bool = False, window: int | None = None, **options: Any
+    ) -> Chunks:
+        """The `Chunks` of a sequence, with further `options` of theirs; one if it is shorter.
+
+        More chunks than there are go around a `circle`, and are left out elsewhere.
+        """
+        sizes = self.within(length)
+        if circle:
+            sizes = self._replace(chunk_len=sizes.chunk_len)
+        window = None if window is None else min(window, length)
+        return Chunks(length, *sizes, window=window, **options)
 
 
 class Chunks(NamedTuple):
