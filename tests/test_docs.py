@@ -5,6 +5,7 @@ A page's commands run in their order, in a copy of the checkout, each made small
 sizes in `pages.SMALLER`. Pages that install the package, rather than a checkout, run by `.ci/walk`.
 """
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import reformax.ops
+from reformax.training.settings import Settings
 from tests import forked, pages
 from tests.pages import PAGES, ROOT, blocks, commands, gin_files, page_name
 
@@ -162,6 +164,20 @@ def _slug(heading: str) -> str:
     """The anchor that MkDocs gives a heading."""
     plain = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def test_the_table_of_settings_has_all_with_their_defaults():
+    text = (ROOT / "docs/training.md").read_text().partition("| `loop.train.` |")[2]
+    found = {}
+    for row in text.partition("\n\n")[0].splitlines()[2:]:
+        names, defaults = (re.findall("`(.+?)`", cell) for cell in row.split(" | ")[:2])
+        values = re.findall(r"\(\)|[^, ]+", defaults[0]) if defaults else [None] * len(names)
+        found |= dict(zip(names, values, strict=True))
+    want = {
+        field.name: None if field.default is dataclasses.MISSING else repr(field.default)
+        for field in dataclasses.fields(Settings)
+    }
+    assert found == want
 
 
 RESULTS = {"results.md", "zoo_measured.md", "does_hashing_help.md", "performance.md", "scaling.md"}
