@@ -119,7 +119,9 @@ def write(path: Path, data: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, FileExistsError):
+            if path.parent.is_dir():  # the other one's file is whole, or will be
+                raise OSError(f"another process writes {path}: run one after the other") from None
             missing = f"{path} cannot be written: there is no folder {path.parent}"
             raise FileNotFoundError(missing) from None
         except OSError:

@@ -14,8 +14,9 @@ files as --config_file and every other line as --config. Before the first run be
 the task of each are built: a wrong value is told at once.
 
 The same command goes on after any interruption. A run that has finished with the same settings is
-left as it is, one that was interrupted goes on, one that failed is tried again. A run that fails is
-reported, and the next one begins. The last lines are those of `reformax runs`.
+left as it is, and so is one that was out of time (`max_minutes`); one that was interrupted goes on,
+one that failed is tried again. A run that fails is reported, and the next one begins. The last
+lines are those of `reformax runs`.
 
 Exit code 0: all have finished; 1: some have not; 2: FILE or the command is wrong; 143, 130 or 129:
 stopped by SIGTERM, SIGINT or SIGHUP, with the run in progress saved.

@@ -165,6 +165,8 @@ class Task(NamedTuple):
     borders: Callable[[str], Int64[np.ndarray, " d"]] | None = None
     # whether the inputs are `Documents`
     document_mask: bool = False
+    # whether steps take their examples in turn: step n begins with the n * batch_size-th
+    in_order: bool = False
 
     @property
     def kind(self) -> str:

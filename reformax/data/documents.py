@@ -131,8 +131,8 @@ def _no_text(piece: bytes) -> int:
 
 
 def _joined(rows: Iterator[bytes], path: Path, field: str) -> bytes:
-    """Documents with a border after each."""
-    documents = list(rows)
+    """Documents with a border after each. What is none within one becomes U+FFFD."""
+    documents = [row.replace(BORDER, "\ufffd".encode()) for row in rows]
     if not documents:
         raise ValueError(f"{path} has no row with text in {field!r}: give one that has")
     documents.append(b"")

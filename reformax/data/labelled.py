@@ -117,6 +117,7 @@ def labelled_task(
         fingerprint=made_by,
         train_rows=train_rows,
         labels=labels,
+        in_order=in_order,
     )
 
 

@@ -31,7 +31,7 @@ from reformax.data.base import (
     of_split,
     text_fingerprint,
 )
-from reformax.data.vocabulary import FILE, learnt
+from reformax.data.vocabulary import FILE, check_settings, check_size, learnt
 from reformax.data.vocabulary import fingerprint as hash_of
 from reformax.declared import SettingError, user_path
 
@@ -281,7 +281,9 @@ class PieceVocabulary:
                 "or another output_dir"
             )
         if self._path is None and self._text is not None:
-            check_kept(path, self._bytes, declared, {"model_type": self._model_type})
+            if isinstance(self._pieces, _SentencePieces):
+                check_settings(path, self._bytes, {"model_type": self._model_type})
+            check_size(path, self.size, declared, self._model_type)
 
     def _warn_of_loss(self) -> None:
         if self._text is None:

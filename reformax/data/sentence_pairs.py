@@ -83,6 +83,7 @@ def sentence_pairs(
         lambda split: len(pairs.encoded(split)[1].ids),
         translation,
         pairs.fingerprint,
+        in_order=True,
     )
 
 

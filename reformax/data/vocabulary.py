@@ -139,7 +139,9 @@ class SentencePieces:
         path = Path(folder) / FILE
         if begun:
             kept = load(folder)
-            check_kept(path, kept.serialised, self.size, self._settings)
+            if kept.serialised != self._bytes:
+                check_settings(path, kept.serialised, self._settings)
+                check_size(path, kept.size, self.size, self._settings["model_type"])
             self._bytes, self._pieces = kept._bytes, kept._pieces
         elif path.exists():
             if path.read_bytes() != self.serialised:
@@ -162,19 +164,17 @@ class SentencePieces:
         return learnt(itertools.islice(sentences, 0, None, every or 1), self.size, self._settings)
 
 
-def check_kept(path: Path, serialised: bytes, size: int, settings: Mapping[str, Any]) -> None:
-    """Raises `SettingError` unless a run's vocabulary is one that these settings give.
+def check_settings(path: Path, serialised: bytes, settings: Mapping[str, Any]) -> None:
+    """Raises `SettingError` unless a run's sentencepiece model was learnt by these settings.
 
     Args:
       path: its file, for the error.
       serialised: the model as sentencepiece writes it.
-      size: pieces that the config asks for.
-      settings: others of the config: model_type, and character_coverage if it has that.
+      settings: the config's model_type, and character_coverage if it has that.
     """
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto.FromString(serialised)
-    spec, n_pieces = model.trainer_spec, len(model.pieces)
+    spec = sentencepiece_model_pb2.ModelProto.FromString(serialised).trainer_spec
     found = {"model_type": spec.ModelType.Name(spec.model_type).lower()}
     if "character_coverage" in settings:  # which is kept in float32
         found["character_coverage"] = float(f"{spec.character_coverage:.6g}")
@@ -184,7 +184,14 @@ def check_kept(path: Path, serialised: bytes, size: int, settings: Mapping[str, 
                 f"{path} has {name}={value!r} and the config {settings[name]!r}: set {name} to "
                 "that, or give another output_dir"
             )
-    exact = settings["model_type"] in ("unigram", "bpe")
+
+
+def check_size(path: Path, n_pieces: int, size: int, model_type: str) -> None:
+    """Raises `SettingError` unless a run's vocabulary has the size that the config asks for.
+
+    Pieces of other types than 'unigram' and 'bpe' are fewer if the text has no more.
+    """
+    exact = model_type in ("unigram", "bpe")
     if n_pieces > size or (exact and n_pieces < size):
         raise SettingError(
             f"{path} has {n_pieces} pieces and the config vocab_size={size}: set "

@@ -23,7 +23,7 @@ class Sampler(NamedTuple):
       top_k: the number of most probable tokens to draw from; ties with the last of them stay. 0 for
         all.
       top_p: draws from the fewest most probable tokens whose probabilities, after top-k, add up to
-        this (nucleus sampling, Holtzman et al. 2020); 1 for all.
+        this, and ties with the last of them (nucleus sampling, Holtzman et al. 2020); 1 for all.
     """
 
     temperature: NonNegative = 1.0

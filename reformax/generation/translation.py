@@ -89,7 +89,8 @@ def translate(
       beam_size: 1 decodes greedily; see `beam`.
       length_penalty: alpha of the score.
       max_extra: tokens that a translation may have more than its source.
-      batch_tokens: source tokens of a batch, padding included; a batch has at least one sentence.
+      batch_tokens: about as many source tokens a batch, padding included; a batch has at least one
+        sentence.
       end: the token that ends a translation.
       hash_seed: of the hashes of LSH attention, as `seed` in `training.evaluation.evaluate`.
       progress: whether to show a bar on stderr, or lines where that is no terminal.

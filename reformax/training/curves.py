@@ -61,10 +61,10 @@ def draw(lines: Lines, metric: str, title: str, tokens_per_step: int) -> bytes:
     figure, axes = new_figure()
     train, found = losses(lines, metric), scores(lines, metric)
     add_losses(axes, train, "C0", "train, last {:.3f}")
-    for color, (name, curve) in zip(("C1", "C2", "C3"), found.items(), strict=False):
+    for i, (name, curve) in enumerate(found.items()):
         best = curve.values.argmin()
         label = f"{name}, best {curve.values[best]:.3f} at step {curve.steps[best]:,}"
-        axes.plot(*curve, "o-", ms=4, color=color, label=label)
+        axes.plot(*curve, "o-", ms=4, color=f"C{1 + i % 9}", label=label)
     tokens = f"{tokens_per_step:,} token{'s' * (tokens_per_step != 1)}"
     axes.set(xlabel=f"step of {tokens}", ylabel=metric.replace("_", " "), title=title)
     finish(axes, [train, *found.values()])

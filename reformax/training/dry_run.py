@@ -80,10 +80,15 @@ def check(**settings: Any) -> None:
     settings = Settings(**settings)
     models = opening.models_of(settings)
     _, like = opening.first_states(settings, models, jax.random.PRNGKey(settings.seed))
+    _check_evaluation(settings, models, like)
+
+
+def _check_evaluation(settings: Settings, models: opening.Models, like: Any, **mesh: Any) -> None:
     task, split = settings.task, settings.eval_split
     if vocabulary_of(task) is None:  # it would be learnt here, in minutes
         task.n_targets(split)  # raises for an unknown split
-        evaluation.check_positions(models.eval, like.params, task, split, **settings.eval_sizes)
+        sizes = settings.eval_sizes
+        evaluation.check_positions(models.eval, like.params, task, split, **sizes, **mesh)
 
 
 def report(*, begun: bool = False, **settings: Any) -> list[str]:
@@ -102,6 +107,7 @@ def report(*, begun: bool = False, **settings: Any) -> list[str]:
     opening.check_sizes(settings, mesh)
     models, key = opening.models_of(settings), jax.random.PRNGKey(settings.seed)
     _, like = opening.first_states(settings, models, key)
+    _check_evaluation(settings, models, like, mesh=mesh)
     if settings.init_from is not None and not begun:
         starting_weights.found(settings.init_from)
     lines = [f"{mesh_lib.words(mesh)}, {memory.words(memory.available())} of memory each"]

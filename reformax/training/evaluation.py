@@ -95,9 +95,11 @@ def check_positions(
       Exception: what the model raises.
     """
     longest = length
+    batches = task.eval_batches(
+        split, batch_size, length, stride
+    )  # refuses sizes that it cannot do
     if task.translation is not None and model.max_length is not None:
         # Pairs that are longer than a row are scored in longer rows.
-        batches = task.eval_batches(split, batch_size, length, stride)
         longest = max((batch.targets.shape[1] for batch in batches), default=length)
     n_rows = batch_size if mesh is None else mesh_lib.filled(batch_size, mesh)
     tokens = jax.ShapeDtypeStruct((n_rows, longest), jax.numpy.int32)
@@ -178,8 +180,8 @@ def evaluate(
       same of the whole split. None if abandoned.
 
     Raises:
-      ValueError: sizes or vocabularies that do not fit together.
-      RuntimeError: the task's batches did not hold each target of the split once.
+      ValueError: sizes or vocabularies that do not fit together, or the task's batches did not
+        hold each target of the split once.
     """
     mesh = fitting_mesh(model, task, batch_size, length, mesh)
     stride = length if stride is None else stride

@@ -295,8 +295,10 @@ def compiled(
     steps = [of_model[id(x)] for x in models.train]
     if begun.step >= settings.steps:
         return steps, batches
-    started, first = time.monotonic(), next(batches)
     now, start, flops = settings.stage_after(begun.step), begun.step, 0
+    started = time.monotonic()
+    with naming(settings.all_stages[now]):
+        first = next(batches)
     for stage, step in zip(settings.all_stages[now:], steps[now:], strict=True):
         with naming(stage):
             example = first if start == begun.step else tuple(batch(start))

@@ -7,6 +7,7 @@ value.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated
 
@@ -104,7 +105,7 @@ def trapezoid(
     Durations", section 3: between them the rate stays, until the last `decay_fraction` of the
     steps; 0 leaves the line out. It suits runs in stages, of which each is learnt at the same rate.
     """
-    falling = int(decay_fraction * steps)
+    falling = math.floor(decay_fraction * steps + 1e-6)  # 0.29 of 100 is 29
     if warmup_steps + falling > steps:
         raise SettingError(
             f"trapezoid.warmup_steps={warmup_steps} and decay_fraction={decay_fraction} overlap in "

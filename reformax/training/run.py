@@ -212,7 +212,8 @@ class Run:
     def _batch(self, step: int, rows: np.ndarray | None = None):
         """The batch of the step after `step`, of its stage's task and sizes, or some rows of it."""
         stage = self._settings.all_stages[self._settings.stage_after(step)]
-        asked = self._settings.seed, step, stage.batch_size, stage.length
+        number = self._settings.batch_number(step)
+        asked = self._settings.seed, number, stage.batch_size, stage.length
         if rows is not None and (train_rows := getattr(stage.task, "train_rows", None)):
             return tuple(train_rows(*asked, rows))
         return placing.take(tuple(stage.task.train_batch(*asked)), rows)

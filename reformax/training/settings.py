@@ -178,6 +178,21 @@ class Settings:
         """Which of `all_stages` has the step after `step`."""
         return sum(stage.until <= step for stage in self.all_stages[:-1])
 
+    def batch_number(self, step: int) -> int:
+        """The number by which the stage's task makes the batch after `step`: that of the steps.
+
+        A task that reads in order takes it times the size of a batch for its place. Behind larger
+        batches its numbers leap, so that no example comes again before all have come.
+        """
+        number = place = begin = 0
+        for stage in self.all_stages[: self.stage_after(step) + 1]:
+            if getattr(stage.task, "in_order", False):
+                number = max(number, -(-place // stage.batch_size))
+            end = min(stage.until, step)
+            number, begin = number + end - begin, end
+            place = number * stage.batch_size
+        return number
+
     @property
     def eval_sizes(self) -> dict[str, int]:
         """batch_size, length and stride of an evaluation."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reformax.data import files, tables
+from reformax.data import documents, files, tables
 from reformax.data.text import text
 
 TEXTS = [f"Document {i}:\nsome words of it, ünïcode.\n" for i in range(40)]
@@ -281,3 +281,11 @@ def test_flipped_bytes_of_tables_are_told_or_harmless(tmp_path):
                 text(str(path))
             except (ValueError, OSError) as error:
                 assert "\n" not in str(error)
+
+
+def test_a_row_is_one_document_whatever_it_holds(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [{"text": "one\0two"}, {"text": "three"}])
+    found = documents.read(path, "*", "text", raw=False)["train"]
+    assert bytes(found.data) == "one\ufffdtwo\0three\0".encode()
+    assert list(found.begins) == [0, 10]

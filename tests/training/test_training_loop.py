@@ -19,8 +19,10 @@ import numpy as np
 import optax
 import pytest
 
+from reformax.data.base import Task
 from reformax.declared import SettingError
 from reformax.training import checkpoint, dry_run, interrupt, loop, mesh, optimizer, stages
+from reformax.training.settings import Settings
 from tests.training import tiny, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,39 @@ def run(folder, **settings):
     """(result, record) of a run of the tiny model."""
     result = loop.train(folder, **worker.arguments(**settings))
     return result, worker.record(folder)
+
+
+def test_examples_in_turn_go_on_behind_other_batches():
+    """No example comes again before all have come; batches of one size count the steps."""
+
+    def numbers(*sizes, in_order=True):
+        task = Task(*tiny.counting(), in_order=in_order)
+        given = [stages.Stage(until=4 * (i + 1), batch_size=n) for i, n in enumerate(sizes)]
+        arguments = worker.arguments(steps=4 * len(sizes) + 4, batch_size=8, stages=given)
+        settings = Settings(**arguments | {"task": task})
+        sizes = [settings.all_stages[settings.stage_after(n)].batch_size for n in range(12)]
+        return [settings.batch_number(step) for step in range(12)], sizes
+
+    assert numbers(8, 8)[0] == numbers(32, 4, in_order=False)[0] == list(range(12))
+    for sizes in ((32, 4), (3, 32), (10, 6), (8, 16)):
+        found, batch_sizes = numbers(*sizes)
+        places = [
+            range(n * size, (n + 1) * size) for n, size in zip(found, batch_sizes, strict=True)
+        ]
+        read = [place for part in places for place in part]
+        assert len(set(read)) == len(read) and found == sorted(found)
+
+
+def test_what_an_evaluation_cannot_do_is_told_before_the_first_step(tmp_path):
+    def refuse(split, batch_size, length, stride):
+        raise SettingError(f"stride={stride} must be 16")
+
+    settings = worker.arguments(eval_stride=8)
+    settings["task"] = settings["task"]._replace(eval_batches=refuse)
+    for begin in (dry_run.check, dry_run.report, partial(loop.train, tmp_path / "run")):
+        with pytest.raises(SettingError, match="stride=8 must be 16"):
+            begin(**settings)
+    assert not (tmp_path / "run").exists()
 
 
 def start(folder, **settings):

@@ -173,9 +173,7 @@ class Writer(Reader):
             if again:
                 os.rename(old, named)
             raise
-        durable.sync_folder(self.folder)
-        if again:
-            self._remove(old)
+        durable.sync_folder(self.folder)  # `_prune` deletes the old one
 
     def _not_saved(self, step: int, cause: OSError, arrays: dict[str, Any]) -> NotSaved:
         needed = memory.size_of(arrays)
