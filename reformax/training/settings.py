@@ -179,10 +179,10 @@ class Settings:
         return sum(stage.until <= step for stage in self.all_stages[:-1])
 
     def batch_number(self, step: int) -> int:
-        """The number by which the stage's task makes the batch after `step`: that of the steps.
+        """What the stage's task is asked for the batch after `step` by: `step`, or more.
 
-        A task that reads in order takes it times the size of a batch for its place. Behind larger
-        batches its numbers leap, so that no example comes again before all have come.
+        A task that reads in order takes this times the batch's size for its place. Behind a stage
+        of larger batches it leaps, so that no example comes again before all have come.
         """
         number = place = begin = 0
         for stage in self.all_stages[: self.stage_after(step) + 1]:
