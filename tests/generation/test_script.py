@@ -153,7 +153,7 @@ def test_flags_are_heeded(run):
         assert text(more) != base, more
     assert text("--config=lm.ReformerLM.dtype='bfloat16'")
     _, _, err = run(*FLAGS, "--prompt=das ", "--config=loop.train.steps=9")
-    assert "note: --config='loop.train.steps=9' set something" in err
+    assert "note: --config='loop.train.steps=9' sets something" in err
 
 
 def test_a_model_of_numbers(run):
