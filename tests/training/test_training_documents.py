@@ -107,7 +107,7 @@ def test_a_run_keeps_its_mask(tmp_path, monkeypatch, capsys):
     code, _, err = run(train.main, *flags, "--config=steps=3", OFF)
     assert (code, err.count("\n")) == (1, 1) and ", document_mask=True and is " in err
     code, out, _ = run(evaluate_script.main, *own, "--by_position", "--split=train")
-    assert code == 0 and "at most 16 tokens of its own document (stride 16)" in out
+    assert code == 0 and "it of its own document in windows of 16 (stride 16)" in out
     bits = out.partition("bits_per_dim: ")[2].split()[0]
     code, out, err = run(evaluate_script.main, *own, OFF, "--split=train", "--allow_changed_data")
     assert code == 0 and "at most 16 tokens (stride 16)" in out
