@@ -110,5 +110,5 @@ def test_a_run_keeps_its_mask(tmp_path, monkeypatch, capsys):
     assert code == 0 and "it of its own document in windows of 16 (stride 16)" in out
     bits = out.partition("bits_per_dim: ")[2].split()[0]
     code, out, err = run(evaluate_script.main, *own, OFF, "--split=train", "--allow_changed_data")
-    assert code == 0 and "at most 16 tokens (stride 16)" in out
+    assert code == 0 and "the tokens before it in windows of 16 (stride 16)" in out
     assert out.partition("bits_per_dim: ")[2].split()[0] != bits
