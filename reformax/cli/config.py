@@ -154,18 +154,17 @@ def _find(config_file: str, folders: Sequence[str | Path]) -> str:
 def settings_of(config_file: str, folders: Sequence[str | Path]) -> list[str]:
     """The names that a user's file sets itself; none of a file that stands in `folders`."""
     path = _find(config_file, folders)
-    if _is_in(path, folders):
-        return []
-    return list(read_statements(Path(path).read_text(errors="replace"), path).values)
+    return [] if _is_in(path, folders) else list(statements_of(path).values)
 
 
 def _is_in(path: str, folders: Sequence[str | Path]) -> bool:
+    """Whether a file stands in one of `folders` itself."""
     return Path(path).parent in map(Path, folders)
 
 
 def _new_macros(path: str) -> list[str]:
     """The macros that a file defines, and nothing that was parsed before or that it includes."""
-    statements = read_statements(Path(path).read_text(errors="replace"), path)
+    statements = statements_of(path)
     for name in statements.includes:
         _parse_with(gin.parse_config_file, name)
     known = gin_text.macros(gin.config_str())
@@ -384,6 +383,11 @@ def read_statements(text: str, source: str) -> Statements:
     found = Statements([], [], {})
     _parse_with(functools.partial(_collect, found), text, source)
     return found
+
+
+def statements_of(path: str | Path) -> Statements:
+    """`read_statements` of a file."""
+    return read_statements(Path(path).read_text(errors="replace"), str(path))
 
 
 def _collect(found: Statements, file: _File) -> None:

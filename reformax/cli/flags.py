@@ -190,7 +190,6 @@ def with_defaults(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[st
 def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
     """Raises `SettingError` if one of these flags, which are None by default, was given."""
     for name in names:
-        if getattr(args, name) is not None:
-            value = getattr(args, name)
+        if (value := getattr(args, name)) is not None:
             given = "" if value is True else f"={value}"
             raise SettingError(f"--{name}{given}: {why}, leave the flag out")

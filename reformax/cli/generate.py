@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _default(name: str, text: str = "") -> str:
-    """A flag's help."""
+    """A flag's help, with its default."""
     return f"{text} (default: {CONTINUE[name]})".strip()
 
 

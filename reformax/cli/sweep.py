@@ -109,7 +109,7 @@ def parser() -> flags.Parser:
 def _read(file: Path) -> config.Statements:
     if not file.is_file():
         raise SettingError(f"no file {file}: give a file of settings, some of them lists")
-    statements = config.read_statements(file.read_text(errors="replace"), str(file))
+    statements = config.statements_of(file)
     for module in statements.imports:
         if module != "__gin__.dynamic_registration" and not modules.is_found(module):
             raise SettingError(f"{file} imports {module}: include a config that has the import")

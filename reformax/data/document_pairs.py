@@ -31,9 +31,8 @@ def document_pairs(
     """Name whether two documents belong together, class 1, or not, class 0.
 
     A line has five fields with tabs between them: the label, 0 or 1, the names of both documents
-    and their texts. A quotation mark is a letter like others, as
-    Long Range Arena reads them. A token is a byte plus 1; what is
-    longer than a batch is cut.
+    and their texts. A quotation mark is a letter like others, as Long Range Arena reads it. A token
+    is a byte plus 1; what is longer than a batch is cut.
 
     Args:
       data_dir: the folder of the files.

@@ -34,9 +34,6 @@ class ResidualStack(BlockStack):
 
     def apply(self, params, x, segments=None, memory=None, memory_segments=None, rng=None):
         self._check_memory(memory)
-        mask = () if segments is None else (segments,)
-        masks = segments, memory_segments
-
         # Between layers that are written out, what the next one reads the stream by stays with it.
         open_ends = not (self.remat or self.scan_layers)
 
@@ -45,7 +42,10 @@ class ResidualStack(BlockStack):
                 rngs = self._rngs(rng, this, i)
 
                 def layer(p, streams, memory, block=block, rngs=rngs):
-                    further = {"attention": mask, "cross_attention": (memory, *masks)}
+                    further = {
+                        "attention": (segments,),
+                        "cross_attention": (memory, segments, memory_segments),
+                    }
                     sublayers = {
                         name: _of(attention, *further[name], rng=rngs[name])
                         for name, attention in block.attentions.items()

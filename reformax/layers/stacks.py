@@ -87,7 +87,7 @@ class BlockStack(Layer):
         self.blocks = tuple(Block(*block) for block in self.blocks)
         check_fields(self)
         if not self.blocks:
-            raise SettingError("blocks is empty: give at least one, a model's attention_type an op")
+            raise SettingError("blocks is empty: give at least one")
         if self.n_layers % len(self.blocks):
             raise SettingError(
                 f"n_layers is {self.n_layers}: expected a multiple of the {len(self.blocks)} "

@@ -228,7 +228,9 @@ class Model(Layer):
         ]
 
     def _check_cycle(self, argument: str, cycle: Sequence[AttentionOp], causal: bool) -> None:
-        """Raises `SettingError` for a setting that no algorithm of the cycle would read."""
+        """Raises `SettingError` for no algorithm, or a setting that none of them would read."""
+        if not cycle:
+            raise SettingError(f"{argument} is {cycle!r}: expected an op, or several")
         if self.n_kv_heads is not None and all(op.traits.shared_qk for op in cycle):
             raise SettingError(
                 f"n_kv_heads is {self.n_kv_heads} and every op of {argument} makes its keys of the "
@@ -244,8 +246,6 @@ class Model(Layer):
                 f"pos_type is {self.pos_type!r} with pos_axial_shape {tuple(self.pos_axial_shape)} "
                 f"and no op of {argument} is local: leave the shape out, or set pos_type='rotary'"
             )
-        if not cycle:
-            raise SettingError(f"{argument} is {cycle!r}: expected an op, or several")
         if self.next_value and causal and not any(op.traits.strict for op in cycle):
             raise SettingError(
                 f"next_value is True and no op of {argument} is strict: set next_value=False, or "

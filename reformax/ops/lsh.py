@@ -315,9 +315,7 @@ def _seen(
       own: its place.
       now: the newest position.
     """
-    sizes = settings.chunks.within(order.shape[-1])
-    if settings.wrap:  # more chunks than there are go around
-        sizes = settings.chunks._replace(chunk_len=sizes.chunk_len)
+    sizes = settings.chunks.within(order.shape[-1], circle=settings.wrap)
     chunk_len, n_chunks_before, n_chunks_after = sizes
     if settings.strictly_causal:
         reach = chunk_len * n_chunks_before

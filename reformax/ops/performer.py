@@ -36,8 +36,8 @@ from reformax.ops.parts.share import rng_of
 from reformax.ops.parts.side_by_side import back, side_by_side
 from reformax.ops.parts.softmax import wide
 
-# Less would make quotients whose derivatives float32 cannot hold.
 FeatureCount = Annotated[int, Bounds(1, 2**16)]
+# Less would make quotients whose derivatives float32 cannot hold.
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
 
 

@@ -84,6 +84,7 @@ def check(**settings: Any) -> None:
 
 
 def _check_evaluation(settings: Settings, models: opening.Models, like: Any, **mesh: Any) -> None:
+    """Raises for an evaluation that the settings do not allow; `like` has the state's shapes."""
     task, split = settings.task, settings.eval_split
     if vocabulary_of(task) is None:  # it would be learnt here, in minutes
         task.n_targets(split)  # raises for an unknown split

@@ -95,9 +95,8 @@ def check_positions(
       Exception: what the model raises.
     """
     longest = length
-    batches = task.eval_batches(
-        split, batch_size, length, stride
-    )  # refuses sizes that it cannot do
+    # A task refuses sizes that it cannot do.
+    batches = task.eval_batches(split, batch_size, length, stride)
     if task.translation is not None and model.max_length is not None:
         # Pairs that are longer than a row are scored in longer rows.
         longest = max((batch.targets.shape[1] for batch in batches), default=length)

@@ -125,11 +125,18 @@ def _check_segments(op, segments, q, keys, source: str) -> None:
             continue
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"segments has dtype {ids.dtype}: expected integers")
-        known = np.zeros(0) if isinstance(ids, jax.core.Tracer) else np.asarray(ids)
-        if np.any(known.astype(np.int32) != known):
-            raise ValueError(f"segments has ids up to {known.max()}: expected integers of 32 bits")
+        if not np.can_cast(ids.dtype, np.int32):
+            _check_ids_fit(ids)
         if not op.traits.packed:
             _check_one_segment(op, ids)
+
+
+def _check_ids_fit(ids) -> None:
+    """Raises `ValueError` for wider ids that 32 bits do not hold, where they are known."""
+    if not isinstance(ids, jax.core.Tracer):
+        ids = np.asarray(ids)
+        if np.any(ids.astype(np.int32) != ids):
+            raise ValueError(f"segments has ids up to {ids.max()}: expected integers of 32 bits")
 
 
 def _check_one_segment(op, ids) -> None:

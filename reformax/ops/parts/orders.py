@@ -24,24 +24,23 @@ class ChunkSizes(NamedTuple):
     n_chunks_before: int
     n_chunks_after: int
 
-    def within(self, length: int) -> ChunkSizes:
-        """Sizes by which a query sees the same of so many positions, without a circle."""
+    def within(self, length: int, circle: bool = False) -> ChunkSizes:
+        """Sizes by which a query sees the same of so many positions.
+
+        More chunks than there are go around a `circle`, and are left out elsewhere.
+        """
         chunk_len = min(self.chunk_len, length)
+        if circle:
+            return self._replace(chunk_len=chunk_len)
         most = -(-length // chunk_len)
         return ChunkSizes(chunk_len, *(min(n, most) for n in self[1:]))
 
     def cut(
         self, length: int, circle: bool = False, window: int | None = None, **options: Any
     ) -> Chunks:
-        """The `Chunks` of a sequence, with further `options` of theirs; one if it is shorter.
-
-        More chunks than there are go around a `circle`, and are left out elsewhere.
-        """
-        sizes = self.within(length)
-        if circle:
-            sizes = self._replace(chunk_len=sizes.chunk_len)
+        """The `Chunks` of a sequence, with further `options` of theirs; one if it is shorter."""
         window = None if window is None else min(window, length)
-        return Chunks(length, *sizes, window=window, **options)
+        return Chunks(length, *self.within(length, circle), window=window, **options)
 
 
 class Chunks(NamedTuple):
