@@ -63,6 +63,30 @@ def test_rows_are_those_of_the_whole_batch(row):
     assert_trees_close((got, of_params), jax.jit(run)(*given))
 
 
+@over((row for row in ROWS if row.decodes), quick=one_of_each_kind)
+def test_steps_are_those_of_the_whole_batch(row):
+    """A loop of them: what a cache holds varies before a step as it does after it."""
+    op = row.op()
+    x = inputs.draw(op, batch=BATCH, length=9)
+
+    def run(arrays, params):
+        x = inputs.Inputs(*arrays, params)
+        prompt, new = (x.at(slice(None), part) for part in (slice(0, 8), slice(8, 9)))
+        n_rows = len(x.q)
+        plan = inputs.plan(op, prompt, causal=True, rng=KEY, train=False)
+        options = dict(plan=plan, lengths=jnp.full(n_rows, 8), capacity=9, rng=KEY)
+        cache = inputs.init_cache(op, prompt, **options)
+
+        def step(cache, position):
+            return inputs.step(op, new, cache, position=position)[::-1]
+
+        return jax.lax.scan(step, cache, jnp.full((1, n_rows), 8))[1]
+
+    specs = dict(in_specs=(ON_ROWS, Spec()), out_specs=Spec(None, "data"))
+    shards = jax.shard_map(run, mesh=Mesh(np.array(jax.devices()), "data"), **specs)
+    assert_trees_close(jax.jit(shards)(x[:4], x.params), jax.jit(run)(x[:4], x.params))
+
+
 @over((row for row in ROWS if row.in_kernel), quick=lambda row: False)
 def test_kernels_lower_for_a_gpu(row, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: None)
