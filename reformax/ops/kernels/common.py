@@ -268,7 +268,6 @@ def launch(
     Raises:
       NotImplementedError: it is to be interpreted in a `jax.shard_map` with `check_vma=True`.
     """
-
     if interpret and varying_axes(inputs):
         raise NotImplementedError(
             "impl='pallas_interpret' in a jax.shard_map: pass it check_vma=False, which JAX's "
