@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -30,6 +31,8 @@ ROWS = ("data", "fsdp")
 CONTEXT = "context"
 # Arrays of fewer numbers are whole on every device: to gather them would cost more than they do.
 LEAST_SPLIT = 2**16
+# What may vary from shard to shard.
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def on(mesh: Mesh | None, function: Callable[..., T]) -> Callable[..., T]:
@@ -125,6 +128,28 @@ def first_row(n_rows: int) -> Any:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     axes = tuple(axis for axis in ROWS if axis in manual)
     return lax.axis_index(axes) * n_rows if axes else 0
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The axes of a `jax.shard_map` along which arrays vary, as JAX knows where it checks that."""
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, _ARRAYS))
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def varying_as(like: Any, tree: T) -> T:
+    """`tree`, each array of which also varies along the `varying_axes` of `like`.
+
+    JAX asks for it of what a loop begins with, and of inputs beside others whose gradient is not
+    JAX's own. An input that was alike on all shards has the sum of their gradients. Numbers stay
+    as they are, and so does what is no array.
+    """
+    axes = varying_axes(like)
+
+    def vary(x: Any) -> Any:
+        missing = axes - varying_axes(x) if isinstance(x, _ARRAYS) else ()
+        return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(vary, tree) if axes else tree
 
 
 # Weights, gradients and the optimizer's state.

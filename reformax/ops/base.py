@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from reformax import devices
 from reformax.declared import checked
 from reformax.ops.parts.arguments import check_arguments, check_params
 from reformax.ops.parts.borders import Reach
@@ -244,15 +245,17 @@ def named(factory: Callable[..., AttentionOp]) -> Callable[..., AttentionOp]:
     It decorates every public function that returns an `AttentionOp`, and checks the options by
     their annotations. The op's `apply` reads zeros at padding and writes zeros there, whatever
     stands in the arrays; with the trait `keeps_padding_out` it sees to that by itself. Without the
-    trait `grouped`, its functions read keys and values of all heads. The same options give the same
-    op, for which all is compiled already.
+    trait `grouped`, its functions read keys and values of all heads. What they are given and return
+    varies along the same axes of a `jax.shard_map`. The same options give the same op, for which
+    all is compiled already.
     """
 
     def finish(op: AttentionOp, options: str) -> AttentionOp:
         op = dataclasses.replace(op, name=factory.__name__, options=options)
         if not op.traits.keeps_padding_out:
             op = dataclasses.replace(op, apply=functools.partial(_apply_to_tokens, op.apply))
-        return op if op.traits.grouped or op.traits.shared_qk else _of_all_heads(op)
+        op = op if op.traits.grouped or op.traits.shared_qk else _of_all_heads(op)
+        return _each(_alike, op, "plan", "apply", "init_cache", "step", "replace_value")
 
     return described(factory, finish)
 
@@ -293,17 +296,32 @@ def _of_all_heads(op: AttentionOp) -> AttentionOp:
     """`op` whose functions may be given keys and values of fewer heads, which they repeat."""
 
     def whole(function):
-        if function is None:
-            return None
-
         def call(params, q, k, *others, **options):
             k, *v = repeat_heads(q, k, *others[:1])
             return function(params, q, k, *v, *others[1:], **options)
 
-        return functools.wraps(function)(call)
+        return call
 
-    names = "plan", "apply", "init_cache", "step"
-    return dataclasses.replace(op, **{name: whole(getattr(op, name)) for name in names})
+    return _each(whole, op, "plan", "apply", "init_cache", "step")
+
+
+def _alike(function):
+    """`function`, whose arguments and results vary along the same axes of a `jax.shard_map`."""
+
+    def call(*arrays, **options):
+        everything = arrays, options
+        arrays, options = devices.varying_as(everything, everything)
+        return devices.varying_as(everything, function(*arrays, **options))
+
+    return call
+
+
+def _each(wrapped: Callable[[Callable], Callable], op: AttentionOp, *names: str) -> AttentionOp:
+    """`op` with some of its functions wrapped; it may lack some."""
+    functions = {name: getattr(op, name) for name in names}
+    return dataclasses.replace(
+        op, **{name: f and functools.wraps(f)(wrapped(f)) for name, f in functions.items()}
+    )
 
 
 def _apply_to_tokens(

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from reformax.declared import Size
+from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts import tiles
 from reformax.ops.parts.block_lists import MIN_TILE, Layout
@@ -175,7 +176,7 @@ def forward(
             return lax.fori_loop(np.int32(0), jnp.int32(count), one, found)
 
         shape = n_slots, group.n_batch, group.n_heads, query_size
-        found = Softmax.empty(shape, x.v.shape[3], x.dtype)
+        found = varying_as(x, Softmax.empty(shape, x.v.shape[3], x.dtype))
         if tiling.causal:
             # All queries of the chunk see the keys up to the position of the first of them.
             whole = tiling._replace(causal=False)

@@ -177,7 +177,7 @@ def _moved(settings: Settings, centroids, vectors, real) -> Float[Array, "N C H"
         return jnp.moveaxis(in_blocks(x, min(COUNTED, x.shape[1])), 1, 0)
 
     real = real.astype(centroids.dtype)
-    sums = jnp.zeros_like(centroids), jnp.zeros(centroids.shape[:2], centroids.dtype)
+    sums = jnp.zeros_like(centroids), jnp.zeros_like(centroids[..., 0])
     for x in vectors:
         sums, _ = lax.scan(add, sums, (chunks(_unit(x).astype(centroids.dtype)), chunks(real)))
     total, count = (sums[0], sums[1][..., None])

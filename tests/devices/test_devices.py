@@ -41,6 +41,12 @@ def test_eight_devices_compute_what_one_does(pytestconfig):
 
 
 @pytest.mark.slow
+def test_every_op_computes_in_shards_what_it_does_whole(pytestconfig):
+    part = f"--part={pytestconfig.getoption('--part')}"
+    on_eight_devices("-m", "", part, ROOT / "tests/ops/test_shards.py")
+
+
+@pytest.mark.slow
 def test_tests_of_one_device_pass_where_there_are_eight():
     """Those that build no mesh, and so get one of all devices."""
     on_eight_devices(*(ROOT / "tests/training" / f"test_training_{x}.py" for x in DEFAULT_MESH))

@@ -11,11 +11,14 @@ pytest.importorskip("flax")
 
 import flax.linen as nn
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as Spec
 
 from reformax.declared import SettingError
 from reformax.flax import attention_fn, linen
 from reformax.flax import nnx as our_nnx
 from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
+from tests.helpers import assert_trees_close
 
 X = np.random.default_rng(0).normal(size=(2, 12, 8)).astype(np.float32)
 CAUSAL = nn.make_causal_mask(jnp.ones((2, 12)))  # float32, as flax makes it
@@ -117,6 +120,23 @@ def test_a_module_around_an_op(op):
             rtol=1e-3,
             atol=1e-5,
         )
+
+
+def test_a_module_in_shards_of_the_batch():
+    """By `jax.shard_map` as it is: weights are whole on all shards, and so are their gradients."""
+    module = linen.Attention(flash.flash(), 2, causal=True, dropout_rate=0.5)
+    weights, rngs = module.init(jax.random.key(1), X), {"attention": jax.random.key(2)}
+    mesh = Mesh(np.array(jax.devices()[:2]), "data")
+
+    def loss(weights, x):
+        return jnp.sum(module.apply(weights, x, rngs=rngs) ** 2)
+
+    def in_shards(weights, x):
+        return jax.lax.psum(loss(weights, x), "data")
+
+    run, specs = jax.value_and_grad(in_shards), (Spec(), Spec("data"))
+    shards = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=Spec())
+    assert_trees_close(jax.jit(shards)(weights, X), jax.jit(jax.value_and_grad(loss))(weights, X))
 
 
 def test_hashes_dropout_and_modes_of_a_module():

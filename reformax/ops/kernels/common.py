@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.devices import varying_as, varying_axes
 from reformax.ops.parts import dropout
 from reformax.ops.parts.containment import tokens_only
 from reformax.ops.parts.softmax import Softmax, lowest, nonzero
@@ -263,11 +264,24 @@ def launch(
       interpret: whether to run anywhere, slowly.
       name: the kernel's, in profiles.
       aliases: which output, of all leaves, takes the place of which input.
+
+    Raises:
+      NotImplementedError: it is to be interpreted in a `jax.shard_map` with `check_vma=True`.
     """
+    if interpret and varying_axes(inputs):
+        raise NotImplementedError(
+            "impl='pallas_interpret' in a jax.shard_map: pass it check_vma=False, which JAX's "
+            "interpreter of kernels needs, or use impl='auto' or 'xla'"
+        )
+
+    def empty():
+        # Where JAX checks along which axes arrays vary, outputs do as inputs.
+        return varying_as(inputs, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape))
+
     return pl.pallas_call(
         kernel,
         grid=grid,
-        out_shape=out_shape,
+        out_shape=jax.eval_shape(empty),
         input_output_aliases=aliases or {},
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,

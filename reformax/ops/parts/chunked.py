@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from reformax.devices import varying_as
 from reformax.ops.parts.containment import finite, is_finite, marked, over_tokens
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.masks import Segments, segment_pair
@@ -442,7 +443,7 @@ def _forward(chunks, segments, seed, q, k, v, order, head):
         acc = acc * old[..., None] + here * new[..., None]
         return Softmax(acc, both, total * old + total_here * new)
 
-    nothing = Softmax.empty(q.shape[:3], v.shape[3], dtype)
+    nothing = varying_as((q, v), Softmax.empty(q.shape[:3], v.shape[3], dtype))
     acc, top, total = _scan_rounds(attend_round, nothing, chunks, order)
     return acc / nonzero(total)[..., None], top, total
 
@@ -496,5 +497,5 @@ def _backward(chunks, segments, seed, q, k, v, d_out, statistics, order, head):
         dv = dv + this.by_key(_sum_windows(d_values, chunks))
         return dq, dk, dv
 
-    nothing = [None if x is None else jnp.zeros(x.shape, dtype) for x in (q, k, v)]
-    return _scan_rounds(attend_round, tuple(nothing), chunks, order)
+    nothing = tuple(None if x is None else jnp.zeros(x.shape, dtype) for x in (q, k, v))
+    return _scan_rounds(attend_round, varying_as((q, v), nothing), chunks, order)

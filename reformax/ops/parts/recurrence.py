@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from reformax.devices import varying_as
 from reformax.ops.parts import recurrence_chunks as chunks
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite, is_finite
@@ -75,6 +76,7 @@ def recurrence(
     """
     check_impl(impl, *KERNELS)
     x = Inputs(q, k, v, log_decay, beta)
+    x = varying_as(x, x)
     obstacles = kernel_obstacles(q, k, v)
     impl = choose(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
     return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), strict, impl, x, segments)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from reformax.devices import varying_as
 from reformax.ops.parts import chunk_products
 from reformax.ops.parts.chunk_products import decayed_products, decayed_products_vjp
 from reformax.ops.parts.containment import finite
@@ -161,7 +162,7 @@ def states_and_values(x: Chunks) -> tuple[Float[Array, "C B N H V"], Float[Array
     old = jnp.broadcast_to(x.old, (*values.shape[:2], *x.old.shape[-3:]))
     chunks = x.kept(), x.to_new(x.k), solved.reads, values, old
     state = jnp.zeros((*x.k.shape[1:3], x.k.shape[-1], x.v.shape[-1]), values.dtype)
-    return lax.scan(write, state, chunks)[1]
+    return lax.scan(write, varying_as(values, state), chunks)[1]
 
 
 def prefix(

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
+from reformax.devices import varying_as
 from reformax.ops.parts.blocks import (
     Block,
     Group,
@@ -255,7 +256,8 @@ class Results(NamedTuple):
 def no_results(x: Inputs) -> Results:
     """Results with no rows written."""
     statistic = jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), x.dtype)
-    return Results(jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype), statistic, statistic)
+    out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.v.dtype)
+    return varying_as(x, Results(out, statistic, statistic))
 
 
 def summary(
@@ -303,7 +305,7 @@ def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
             )
 
         shape = group.n_batch, group.n_heads, tiling.query_size
-        state = Softmax.empty(shape, x.v.shape[3], x.dtype)
+        state = varying_as(x, Softmax.empty(shape, x.v.shape[3], x.dtype))
         state = visits.loop(tiling, group, i, key_block, state)
         return results.with_rows(state, group, queries)
 
@@ -368,14 +370,14 @@ def backward(
             dq = jnp.einsum("bnqk,bnkh->bnqh", ds, k, **f32)
             return add_rows(dq_all, dq * tiling.scale, group, queries), d_bias, dk, dv
 
-        zeros = (jnp.zeros(y.shape, x.dtype) for y in (k, v))
+        zeros = varying_as(x, [jnp.zeros(y.shape, x.dtype) for y in (k, v)])
         *sums, dk, dv = visits.loop(tiling, group, j, query_block, (*sums, *zeros))
         dk_all = put_rows(dk_all, dk * tiling.scale, group, keys)
         return *sums, dk_all, put_rows(dv_all, dv, group, keys)
 
     d_bias = None if x.bias is None else jnp.zeros(x.bias.shape, x.dtype)
     dq = jnp.zeros(x.q.shape, x.dtype)
-    written = dq, d_bias, jnp.zeros_like(x.k), jnp.zeros_like(x.v)
+    written = varying_as(x, (dq, d_bias, jnp.zeros_like(x.k), jnp.zeros_like(x.v)))
     sizes = groups(tiling, n_batch, n_heads, visits.start.shape[0] > 1)
     n_blocks = visits.start.shape[1]
     dq, d_bias, dk, dv = over_groups(sizes, n_batch, n_heads, n_blocks, key_block, written)
