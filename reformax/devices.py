@@ -11,6 +11,7 @@ none, or it is of one device, nothing here does anything.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -22,8 +23,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Int
 
 T, U = TypeVar("T"), TypeVar("U")
+# Axes of a mesh.
+Axes = str | tuple[str, ...] | None
 AXES = ("data", "fsdp", "context")
 # The axes that rows are split over.
 ROWS = ("data", "fsdp")
@@ -46,6 +50,11 @@ def on(mesh: Mesh | None, function: Callable[..., T]) -> Callable[..., T]:
             return function(*args, **options)
 
     return call
+
+
+def nowhere() -> contextlib.AbstractContextManager:
+    """A context with no mesh in use, in which constants can be computed while a shard is traced."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def current() -> AbstractMesh | None:
@@ -82,7 +91,7 @@ def by_rows(function: Callable[..., T], rows: tuple, whole: tuple = ()) -> T:
 
     Args:
       function: reads and returns trees of arrays whose first axis is that of the rows, and treats
-        rows alike; `first_row` is the number of its first one.
+        rows alike; by `row_axes` it knows which of them are here.
       rows: trees of such arrays. Their number is a multiple of the devices that share them.
       whole: trees of arrays that every device has whole.
     """
@@ -123,11 +132,20 @@ def per_shard(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Call
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def first_row(n_rows: int) -> Any:
-    """The number, among all rows, of the first one here: 0 outside of a shard of `n_rows`."""
+def row_axes() -> Axes:
+    """Within a shard, the axes whose devices have other rows; outside of one there are none."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    axes = tuple(axis for axis in ROWS if axis in manual)
-    return lax.axis_index(axes) * n_rows if axes else 0
+    return tuple(axis for axis in ROWS if axis in manual)
+
+
+def first(n: int, axes: Axes) -> Int[Array, ""] | int:
+    """The number, among those of all devices along `axes`, of the first of n here."""
+    return lax.axis_index(axes) * n if axes else 0
+
+
+def total(x: Array, axes: Axes) -> Array:
+    """The sum of `x` over the devices along `axes`."""
+    return lax.psum(x, axes) if axes else x
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

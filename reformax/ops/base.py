@@ -28,9 +28,10 @@ from reformax.declared import checked
 from reformax.ops.parts.arguments import check_arguments, check_params
 from reformax.ops.parts.borders import Reach
 from reformax.ops.parts.containment import over_tokens, tokens_only
-from reformax.ops.parts.given_masks import with_mask
+from reformax.ops.parts.given_masks import checked_mask, with_mask
 from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.masks import Segments, segment_ids, segment_pair
+from reformax.ops.parts.placement import Call, placement
 
 T = TypeVar("T")
 # Values of options that are what they are equal to: a sequence may hold 2 or 2.0.
@@ -210,11 +211,11 @@ class AttentionOp:
         checked = dict(segments=segments, bias=bias, rng=rng, extras=extras, marks=marks)
         check_arguments(self, *(q, k, v), **call, train=train, **checked)
         check_params(self, params, q, v)
+        if mask is not None:
+            mask = checked_mask(self, mask, q, q if k is None else k)
         segments = segment_ids(segments)
-        keys = q if k is None else k
-        segments, bias = with_mask(self, mask, q, keys, segments, bias, causal)
-        arrays = params, q, k, v, segments, bias, extras, marks, rng
-        return _compiled(self)(*arrays, **call, train=train)
+        x = Call(params, q, k, v, segments, mask, bias, extras, marks, rng)
+        return _compiled(self)(x, **call, train=train)
 
 
 @functools.lru_cache(maxsize=256)
@@ -227,7 +228,17 @@ def _compiled(op: AttentionOp) -> Callable[..., Float[Array, "B T N V"]]:
     return jax.jit(functools.partial(_attend, op), static_argnames=settings)
 
 
-def _attend(op, params, q, k, v, segments, bias, extras, marks, rng, *, causal, dropout, train):
+def _attend(op: AttentionOp, x: Call, **settings: Any) -> Float[Array, "B T N V"]:
+    where = placement(op, x)
+    attend = functools.partial(_attend_here, op, **settings)
+    return attend(x) if where is None else where.on_each(attend, x)
+
+
+def _attend_here(
+    op: AttentionOp, x: Call, *, causal: bool, dropout: float, train: bool
+) -> Float[Array, "B T N V"]:
+    params, q, k, v, segments, mask, bias, extras, marks, rng = x
+    segments, bias = with_mask(op, mask, q, q if k is None else k, segments, bias, causal)
     options = dict(segments=segments, causal=causal, rng=rng, train=train) | given(marks=marks)
     plan = op.plan(params, q, k, **options)
     masks = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)

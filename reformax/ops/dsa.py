@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from reformax import devices
 from reformax.declared import NonNegative, Size
 from reformax.ops.base import AttentionOp, Dims, Traits, named
 from reformax.ops.parts.auxiliary import with_loss
@@ -41,6 +42,7 @@ from reformax.ops.parts.dispatch import KERNELS, MAX_HEAD_SIZE, check_impl, choo
 from reformax.ops.parts.dropout import dropout_mask, seed_words
 from reformax.ops.parts.masks import ids_or_ones
 from reformax.ops.parts.query_chunks import by_chunks, joined, positions
+from reformax.ops.parts.share import row_axes
 from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
 
 # The largest number that the indexer reads. A score is a product of three such numbers.
@@ -207,7 +209,8 @@ def _apply(
     n_batch, length, n_heads, _ = q.shape
     ids = ids_or_ones(segments, q)
     index, index_keys = _index_queries(params, q), _index_keys(params, k)
-    factor = settings.index_loss / jnp.maximum(jnp.sum(ids != 0), 1).astype(index_keys.dtype)
+    n_tokens = devices.total(jnp.sum(ids != 0), row_axes(rng))
+    factor = settings.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
     impl = settings.choose(q, k, v)
     if impl != "xla":
         from reformax.ops.kernels import dsa as kernel

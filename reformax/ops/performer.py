@@ -20,9 +20,11 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from reformax import devices
 from reformax.carried import Carried, becoming
 from reformax.declared import Bounds, Seed, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
@@ -60,9 +62,9 @@ class Settings(NamedTuple):
         if self.seed is None or self.redraw is not None:
             rng = jax.random.wrap_key_data(plan, impl="threefry2x32")
             return orthogonal_directions(rng, self.n_features, size)
-        with jax.ensure_compile_time_eval():
+        with devices.nowhere(), jax.ensure_compile_time_eval():
             rng = jax.random.key(self.seed, impl="threefry2x32")
-            return orthogonal_directions(rng, self.n_features, size)
+            return np.asarray(orthogonal_directions(rng, self.n_features, size))
 
     def features(self, plan: Any, *vectors: Float[Array, "B T N H"]) -> list[Features]:
         """The features of queries or keys, whose products are made `exp(q . k / sqrt(H))`."""

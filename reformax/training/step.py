@@ -93,24 +93,23 @@ def step_fn(
     """
     gradient = jax.grad(partial(_mean_loss, model, loss_chunk_len, label_smoothing), has_aux=True)
     schedule = getattr(optimizer, "learning_rate", None)
-    n_parts = accumulate * mesh.size  # each device says what its part would carry on
-
     def step(state: State, batch, key):
         rng = jax.random.fold_in(key, state.step)
         # A batch without targets has loss and gradient 0, not 0 / 0.
-        total_weight = jnp.maximum(jnp.sum(batch[2]), jnp.finfo(jnp.float32).tiny)
+        weight = jnp.maximum(jnp.sum(batch[2]) / accumulate, jnp.finfo(jnp.float32).tiny)
         if accumulate == 1:
-            grads, (nats, correct) = gradient(state.params, batch, rng, total_weight)
+            grads, (nats, correct) = gradient(state.params, batch, rng, weight)
         else:
             grads, (nats, correct) = _accumulated(
-                gradient, accumulate, state.params, batch, rng, total_weight
+                gradient, accumulate, state.params, batch, rng, weight
             )
         grads = devices.stored(grads)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's
             before, gradients = trained(state.params), trained(grads)
             updates, opt_state = optimizer.update(gradients, state.opt_state, before)
             params = optax.apply_updates(before, updates)
-        params = merged(advanced(state.params, grads, n_parts), params)
+        # Each device says what its part would carry on.
+        params = merged(advanced(state.params, grads, mesh.size), params)
         done = state.step + 1
         ema = state.ema
         if ema is not None:
@@ -119,7 +118,7 @@ def step_fn(
             averaged = jax.tree.map(
                 lambda old, new: decay * old + (1 - decay) * new, trained(ema), trained(params)
             )
-            ema = merged(advanced(ema, grads, n_parts), averaged)
+            ema = merged(advanced(ema, grads, mesh.size), averaged)
         metrics = {"nats": nats, "accuracy": correct, "grad_norm": _norm(gradients)}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
@@ -130,29 +129,33 @@ def step_fn(
     return jax.jit(devices.on(mesh, step), donate_argnums=0, out_shardings=placements)
 
 
-def _mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, total_weight):
-    """(loss, (nats, accuracy)), each divided by `total_weight`."""
+def _mean_loss(model, loss_chunk_len, label_smoothing, params, batch, rng, weight):
+    """(loss, (nats, accuracy)), each divided by `weight`."""
     inputs, targets, weights = batch
     features = model.features(params, inputs, rng=rng)
     sums = loss_lib.cross_entropy(
         model.logits, params, features, targets, weights, loss_chunk_len, label_smoothing
     )
-    means = sums.nats / total_weight, sums.correct / total_weight
-    return sums.loss / total_weight, means
+    return sums.loss / weight, (sums.nats / weight, sums.correct / weight)
 
 
-def _accumulated(gradient, n: int, params, batch, rng, total_weight):
-    """The sum of `gradient` over n micro-batches, one after the other."""
+def _accumulated(gradient, n: int, params, batch, rng, weight):
+    """The mean of `gradient` over n micro-batches, one after the other.
+
+    `weight` is a micro-batch's share of the batch's, so this is the gradient of the whole; what a
+    layer adds to the loss as a mean counts once.
+    """
     # Row i goes to micro-batch i % n: each one stays spread over all devices.
     micros = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, n, *x.shape[1:]), 0, 1), batch)
 
     def add_micro(sums, numbered):
         index, micro = numbered
-        part = gradient(params, micro, jax.random.fold_in(rng, index), total_weight)
+        part = gradient(params, micro, jax.random.fold_in(rng, index), weight)
         return jax.tree.map(jnp.add, sums, part), None
 
     zeros = (jax.tree.map(jnp.zeros_like, params), (jnp.zeros(()), jnp.zeros(())))
-    return jax.lax.scan(add_micro, zeros, (jnp.arange(n), micros))[0]
+    sums, _ = jax.lax.scan(add_micro, zeros, (jnp.arange(n), micros))
+    return jax.tree.map(lambda x: x / n, sums)
 
 
 def _norm(tree: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from reformax.declared import SettingError
 from reformax.generation import generate, translate
 from reformax.layers import LayerNorm
 from reformax.models import Reformer, ReformerLM, Transformer, TransformerLM, TransformerMaskedLM
-from reformax.ops import block_sparse, dense, flash, local, lsh, memory_efficient, shared_qk
+from reformax.ops import block_sparse, dense, dsa, flash, local, lsh, memory_efficient, shared_qk
 from reformax.ops.block_patterns import local_global
 from reformax.training import dry_run, loop, loss
 from reformax.training import mesh as mesh_lib
@@ -91,6 +91,7 @@ LANGUAGE = {
     "shared": (TransformerLM, dict(attention_type=shared_qk.shared_qk())),
     "sparse": (TransformerLM, dict(attention_type=windows())),
     "hidden tokens": (TransformerMaskedLM, dict(attention_type=flash.flash())),
+    "own loss": (TransformerLM, dict(attention_type=dsa.dsa(top_k=8, d_index=4))),
 }
 DOCUMENTS = {
     "documents": (
@@ -172,10 +173,14 @@ def on_one(name):
     return step_on(mesh_lib.make(devices=jax.devices()[:1]), name)
 
 
-# Every model shares rows, weights and sequences at once. These do so apart too, on more devices.
-CASES = [(name, ALL) for name in LANGUAGE | DOCUMENTS | PAIRS if name != "reformer exact"]
+# Models share rows, weights and sequences at once. These do so apart too, on more devices.
+CASES = [
+    (name, ALL)
+    for name in LANGUAGE | DOCUMENTS | PAIRS
+    if name not in ("reformer exact", "own loss")
+]
 CASES += [(name, DATA) for name in ("reformer", "dense")]
-CASES += [(name, BOTH) for name in ("reformer", "dense", "translating transformer")]
+CASES += [(name, BOTH) for name in ("reformer", "dense", "own loss", "translating transformer")]
 CASES += [
     (name, CONTEXT)
     for name in (

@@ -58,8 +58,6 @@ def test_rows_are_those_of_the_whole_batch(row):
     """With dropout and segments; what all shards have gets the sum of their gradients."""
     run, shards, given = call_of(row)
     got, of_params = jax.jit(shards)(*given)
-    if row.own_loss:  # a mean over a shard's tokens, of which all have as many
-        of_params = jax.tree.map(lambda x: x / N, of_params)
     assert_trees_close((got, of_params), jax.jit(run)(*given))
 
 

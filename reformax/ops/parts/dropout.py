@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.ops.parts.share import Share
+from reformax.ops.parts.share import Share, row_axes
 
 
 def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
@@ -35,7 +35,7 @@ def seed_words(rng: PRNGKeyArray | Share, n_rows: int) -> Int[Array, 6]:
     """
     share = rng if isinstance(rng, Share) else Share(rng)
     of_key = share.position if share.key_position is None else share.key_position
-    here = devices.first_row(n_rows), share.head, share.position, of_key
+    here = devices.first(n_rows, row_axes(rng)), share.head, share.position, of_key
     here = jnp.stack([jnp.asarray(x, jnp.int32) for x in here]).astype(jnp.uint32)
     return jnp.concatenate([jax.random.bits(share.rng, (2,), jnp.uint32), here])
 

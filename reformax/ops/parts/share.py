@@ -2,7 +2,7 @@
 
 Dropout belongs to a weight's head and positions in the whole call, and hashes to a head. Who has a
 part of the arrays therefore draws what belongs to it, if he knows where it begins. `Share` says so
-in the place of an rng. Of rows, `devices.first_row` knows.
+in the place of an rng. Of rows, `devices.row_axes` knows too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from reformax import devices
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("rng", "head", "position", "key_position"),
-    meta_fields=("n_heads", "axis"),
+    meta_fields=("n_heads", "axis", "rows"),
 )
 @dataclasses.dataclass(frozen=True)
 class Share:
@@ -33,6 +35,7 @@ class Share:
       key_position: the first position of keys, where it is another than that of queries.
       axis: the mesh axis whose devices each have a stretch of the sequences, as many positions one
         as the other; None: the arrays are whole sequences. For an op with the trait `stretches`.
+      rows: the mesh axes whose devices each have other rows; None: those of `devices.row_axes`.
     """
 
     rng: PRNGKeyArray | None
@@ -41,6 +44,12 @@ class Share:
     n_heads: int | None = None
     key_position: Int[Array, ""] | int | None = None
     axis: str | None = None
+    rows: devices.Axes = None
+
+
+def row_axes(rng: PRNGKeyArray | Share | None) -> devices.Axes:
+    """The mesh axes whose devices each have other rows of the whole call."""
+    return (rng.rows if isinstance(rng, Share) else None) or devices.row_axes()
 
 
 def rng_of(rng: PRNGKeyArray | Share | None) -> PRNGKeyArray | None:

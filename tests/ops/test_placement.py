@@ -1,0 +1,125 @@
+"""Every op of arrays whose types say where they lie, on a mesh as `jax.make_mesh` makes it.
+
+Over all devices that there are: `tests/devices/test_devices.py` runs these tests on eight.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from reformax.carried import trained
+from reformax.declared import Unsupported
+from reformax.ops import dsa, flash, local, lsh, memory_efficient, performer
+from tests.helpers import assert_trees_close
+from tests.ops import inputs
+from tests.ops.rows import ROWS, one_of_each_kind, over
+
+KEY = jax.random.key(0)
+N = len(jax.devices())
+BATCH, LENGTH, HEADS = 8, 23, 4
+MESH = jax.make_mesh((-(-N // 2), min(N, 2)), ("batch", "tensor"))
+
+
+def lie(tree, *axes):
+    return jax.device_put(tree, NamedSharding(MESH, Spec(*axes)))
+
+
+@over((row for row in ROWS if not row.in_kernel), quick=one_of_each_kind)
+def test_rows_and_heads_are_computed_where_they_lie(row):
+    """With dropout and segments, outputs and gradients; weights are whole on every device."""
+    op = row.op()
+    x = inputs.draw(op, batch=BATCH, length=LENGTH, n_heads=HEADS)
+    random = np.random.default_rng(1)
+    ids = np.sort(random.integers(1, 4, (BATCH, LENGTH)))[:, ::-1]
+    ids = np.where(np.arange(LENGTH) < LENGTH - 3, ids, 0)
+    ids = jnp.asarray(ids if op.traits.packed else ids != 0)
+    options = dict(causal=row.causal(), dropout=row.dropout(0.3), rng=KEY)
+
+    @jax.jit
+    def run(arrays, ids, params, d_out):
+        def attend(arrays, params):
+            return inputs.call(op, inputs.Inputs(*arrays, params), segments=ids, **options)
+
+        out, vjp = jax.vjp(attend, arrays, params)
+        of_arrays, of_params = vjp(d_out.astype(out.dtype))
+        return (out, of_arrays), trained(of_params)
+
+    d_out = random.normal(size=x.q.shape[:3] + x.v.shape[3:]).astype(np.float32)
+    whole = run(x[:4], ids, x.params, d_out)
+    axes = "batch", None, "tensor" if op.traits.heads_apart else None
+    (got, of_params) = run(lie(x[:4], *axes), lie(ids, "batch"), lie(x.params), lie(d_out, *axes))
+    assert got[0].sharding.spec[: len(axes)] == axes
+    assert_trees_close(jax.device_get((got, of_params)), jax.device_get(whole))
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+@pytest.mark.parametrize(
+    "op", [lsh.lsh(chunk_len=8), flash.flash(), performer.performer(seed=1)], ids=repr
+)
+def test_a_mesh_may_be_in_use(op, in_use):
+    """`jax.set_mesh` gives every array of a function a type that says where it lies."""
+    x = inputs.draw(op, batch=BATCH, length=LENGTH)
+    want = inputs.call(op, x, causal=True, rng=KEY)
+    call = jax.jit(lambda *arrays: inputs.call(op, inputs.Inputs(*arrays), causal=True, rng=KEY))
+    arrays = lie(x[:4], ("batch", "tensor"))
+    if in_use:
+        with jax.set_mesh(MESH):
+            got = call(*arrays)
+    else:
+        got = call(*arrays)
+    assert_trees_close(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize(
+    "shape", [(BATCH, LENGTH), (BATCH, HEADS, LENGTH, LENGTH), (1, 1, 1, LENGTH)]
+)
+def test_masks_and_biases_are_split_as_they_need(shape):
+    op = memory_efficient.memory_efficient()
+    x = inputs.draw(op, batch=BATCH, length=LENGTH, n_heads=HEADS)
+    random = np.random.default_rng(2)
+    mask = random.random(shape) < 0.8
+    options = dict(mask=mask, bias=random.normal(size=(1, HEADS, LENGTH, 1)).astype(np.float32))
+    ids = np.where(np.arange(LENGTH) < LENGTH - 3, 1, 0) + np.zeros((BATCH, 1), np.int32)
+    want = op(*x[:3], segments=ids, **options)
+    got = op(*lie(x[:3], "batch", None, "tensor"), segments=lie(ids), **options)
+    assert_trees_close(np.asarray(got), np.asarray(want))
+
+
+def test_few_heads_of_keys_serve_heads_of_queries_on_several_devices():
+    op = flash.flash()
+    x = inputs.draw(op, batch=BATCH, length=LENGTH, n_heads=HEADS, n_kv_heads=1)
+    want = op(*x[:3], causal=True)
+    got = op(lie(x.q, "batch", None, "tensor"), *lie(x[1:3], "batch"), causal=True)
+    assert_trees_close(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize(
+    "op, axes, message",
+    [
+        (flash.flash(), (None, "batch"), "q has its positions split over 'batch': split its rows"),
+        (flash.flash(), (None, None, None, "batch"), "q has its features split over 'batch'"),
+        (
+            dsa.dsa(),
+            (None, None, "tensor"),
+            "q has its heads split over 'tensor' and op is dsa.*, which computes them together",
+        ),
+    ],
+)
+def test_what_an_op_cannot_divide_is_told_in_one_line(op, axes, message):
+    x = inputs.draw(op, batch=BATCH, length=24, n_heads=HEADS, d_qk=8, d_v=8)
+    x = inputs.Inputs(*lie(x[:4], *axes), x.params)
+    with pytest.raises(Unsupported, match=message) as told:
+        inputs.call(op, x, causal=True, rng=KEY)
+    assert "\n" not in str(told.value)
+
+
+def test_dropout_is_that_of_the_whole_call():
+    op = local.local(chunk_len=8)
+    x = inputs.draw(op, batch=BATCH, length=LENGTH, n_heads=HEADS)
+    options = dict(causal=True, dropout=0.5, rng=KEY)
+    want = inputs.call(op, x, **options)
+    got = op(*lie(x[:3], ("batch", "tensor")), **options)
+    assert_trees_close(np.asarray(got), np.asarray(want))
