@@ -5,8 +5,9 @@
 Logits at position t there are those of token t + 1: `encode` reads tokens as they are, while
 `apply` shifts them right and puts token 0 in front, as the models were trained in Trax.
 
-Since version 5 `transformers` leaves out `lm_head.bias`, which the Reformer's files have and which
-version 4 added. The logits here add it.
+A Reformer's logits add `lm_head.decoder.bias`, which version 4 of `transformers` keeps as
+`lm_head.bias` too. Versions 5.0 to 5.23 have the latter alone and leave it out; in 5.24 the two are
+apart, and only the former counts. The logits here add it, and files that are written have both.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from reformax.declared import shown
 
 CONFIG, SAFETENSORS, TORCH = "config.json", "model.safetensors", "pytorch_model.bin"
 TOKENIZER = "tokenizer.json"
+_DECODER_BIAS = "lm_head.decoder.bias"
 _MAX_JSON, _MAX_VOCABULARY = 2**24, 2**28
 # Those that NumPy has, too; `tables.check` takes those of floating point.
 _DTYPES = ("F64", "F32", "F16", "BF16", *(f"{k}{n}" for k in "IU" for n in (8, 16, 32, 64)), "BOOL")
@@ -206,12 +208,12 @@ def read(path: str | Path) -> Checkpoint:
         if twice := tensors.keys() & part.keys():
             raise ValueError(f"{file} holds {shown(min(twice))}, which another file of it has too")
         tensors |= part
+    tensors = known.without_copies(tensors, str(path))
     if tensors.get("lm_head.bias", np.zeros(1)).any():
         notes.append(
-            "lm_head.bias is not zero: transformers 5 leaves it out of its logits, and this model "
-            "adds it, as transformers 4 did"
+            "lm_head.bias is not zero: transformers 5.0 to 5.23 leave it out of their logits, and 5.24 "
+            "adds lm_head.decoder.bias alone; this model adds it, as transformers 4 did"
         )
-    tensors = known.without_copies(tensors, str(path))
     params = tables.read(known.table(spec), tensors, str(path))
     return Checkpoint(spec, params, config, notes, _vocabulary(folder / TOKENIZER))
 
@@ -349,16 +351,15 @@ def _from_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
-    """The tensors without what older versions added: constants, and a copy of the bias."""
+    """The tensors without constants of older versions; the bias that counts under one name."""
+    del where
     tensors = {
         name: array
         for name, array in tensors.items()
         if not name.endswith(("mask_value_float16", "mask_value_float32"))
     }
-    copy = tensors.pop("lm_head.decoder.bias", None)
-    if copy is not None and not np.array_equal(copy, tensors.setdefault("lm_head.bias", copy)):
-        raise ValueError(f"{where}: lm_head.decoder.bias and lm_head.bias differ: one was changed")
-    return tensors
+    bias = tensors.pop(_DECODER_BIAS, None)
+    return tensors if bias is None else tensors | {"lm_head.bias": bias}
 
 
 def write(
@@ -385,7 +386,10 @@ def write(
     config = config_of(spec, like)
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tables.write(table(spec), params), folder / SAFETENSORS, metadata={"format": "pt"})
+    tensors = tables.write(table(spec), params)
+    if "lm_head.bias" in tensors:
+        tensors[_DECODER_BIAS] = tensors["lm_head.bias"]
+    save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if vocabulary is not None and vocabulary.lstrip()[:1] == b"{":
         (folder / TOKENIZER).write_bytes(vocabulary)
