@@ -317,9 +317,14 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
         # A view may repeat what is stored, up to any size.
         dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         stored = tensor.untyped_storage().nbytes() if dense else -1
-        if tensor.numel() * tensor.element_size() > stored or tensor.is_complex():
+        odd = tensor.is_complex() or tensor.is_quantized
+        if tensor.numel() * tensor.element_size() > stored or odd:
             raise ValueError(f"{path} has {shown(name)} of {tensor.dtype}, which is no plain array")
-    return {name: tensor.float().numpy() for name, tensor in state.items()}
+    # NumPy lacks bfloat16; `tables.check` says of what is not of floating point.
+    return {
+        name: (x.float() if x.is_floating_point() else x).detach().numpy()
+        for name, x in state.items()
+    }
 
 
 def _check_not_packed(path: Path) -> None:
