@@ -211,8 +211,8 @@ def read(path: str | Path) -> Checkpoint:
     tensors = known.without_copies(tensors, str(path))
     if tensors.get("lm_head.bias", np.zeros(1)).any():
         notes.append(
-            "lm_head.bias is not zero: transformers 5.0 to 5.23 leave it out of their logits, and 5.24 "
-            "adds lm_head.decoder.bias alone; this model adds it, as transformers 4 did"
+            "lm_head.bias is not zero: transformers 5.0 to 5.23 leave it out of their logits, and "
+            "5.24 adds lm_head.decoder.bias alone; this model adds it, as transformers 4 did"
         )
     params = tables.read(known.table(spec), tensors, str(path))
     return Checkpoint(spec, params, config, notes, _vocabulary(folder / TOKENIZER))

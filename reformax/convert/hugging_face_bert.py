@@ -21,7 +21,7 @@ from reformax.convert.hugging_face_config import (
     size_of_head,
 )
 from reformax.convert.spec import Op, Spec
-from reformax.convert.tables import Tensor
+from reformax.convert.tables import Tensor, renamed
 from reformax.declared import Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
@@ -164,11 +164,12 @@ def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, n
 
     Older files name a norm's weights gamma and beta.
     """
-    named = {
-        name.replace(".gamma", ".weight").replace(".beta", ".bias"): array
-        for name, array in tensors.items()
-        if not name.startswith(_NOT_READ)
-    }
+
+    def new(name: str) -> str:
+        return name.replace(".gamma", ".weight").replace(".beta", ".bias")
+
+    kept = {name: array for name, array in tensors.items() if not name.startswith(_NOT_READ)}
+    named = renamed(kept, new, where)
     copies = (
         ("cls.predictions.decoder.weight", f"{EMBEDDINGS}.word_embeddings.weight"),
         ("cls.predictions.decoder.bias", "cls.predictions.bias"),

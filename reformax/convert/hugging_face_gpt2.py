@@ -22,7 +22,7 @@ from reformax.convert.hugging_face_config import (
     size_of_head,
 )
 from reformax.convert.spec import Op, Spec
-from reformax.convert.tables import Tensor
+from reformax.convert.tables import Tensor, renamed
 from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
@@ -200,11 +200,16 @@ def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, n
 
     Files of `GPT2Model`, as the published ones, lack the prefix of names.
     """
-    named = {
-        name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name: array
+
+    def full(name: str) -> str:
+        return name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name
+
+    kept = {
+        name: array
         for name, array in tensors.items()
         if not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
+    named = renamed(kept, full, where)
     copy, table = named.pop("lm_head.weight", None), named.get(f"{PREFIX}wte.weight")
     if copy is not None and table is not None and not np.array_equal(copy, table):
         raise ValueError(f"{where}: lm_head.weight and wte.weight differ, and GPT-2's are one")

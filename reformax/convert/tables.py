@@ -110,6 +110,17 @@ def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:
     }
 
 
+def renamed(
+    tensors: Mapping[str, np.ndarray], name_of: Callable[[str], str], where: str
+) -> dict[str, np.ndarray]:
+    """The tensors by other names; raises `ValueError` where two of them become one."""
+    found: dict[str, str] = {}
+    for name in tensors:
+        if (other := found.setdefault(name_of(name), name)) != name:
+            raise ValueError(f"{where} has {other} and {name}, two names of one tensor: leave one")
+    return {new: tensors[name] for new, name in found.items()}
+
+
 def check(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str) -> None:
     """Raises `ValueError` unless the tensors are those of the table, as `read` says."""
     expected = {tensor.name: tuple(tensor.shape) for tensor in table}

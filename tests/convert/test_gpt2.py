@@ -153,6 +153,12 @@ def test_tensors_of_another_model(name, array, message, tmp_path):
     assert f"transformer.{name} {message}" in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_a_tensor_with_and_without_the_prefix(tmp_path):
+    twice = tensors() | {"wte.weight": np.zeros((V, D), np.float32)}
+    with pytest.raises(ValueError, match=r"transformer.wte.weight.*, two names of one tensor"):
+        hugging_face.read(saved(tmp_path, arrays=twice))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

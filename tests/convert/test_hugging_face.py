@@ -266,7 +266,7 @@ def test_what_older_versions_wrote_besides(tmp_path):
 
 
 def test_the_bias_of_the_decoder_counts(tmp_path):
-    """Since transformers 5.24 it is trained and saved apart from `lm_head.bias`, which is unused."""
+    """transformers 5.24 trains and saves it apart from `lm_head.bias`, which it does not use."""
     tensors = weights("factored")
     tensors["lm_head.decoder.bias"] = tensors["lm_head.bias"] + 1
     read = hugging_face.read(saved(tmp_path, "factored", tensors=tensors))
