@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from reformax.convert import tables
 from reformax.convert.hugging_face_config import (
     ACTIVATIONS,
     Field,
@@ -186,7 +187,6 @@ def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, n
             f"{where} is of another model: {_TYPES} has shape {types.shape} and {_POSITIONS} "
             f"{positions.shape}"
         )
-    floats = (types.dtype.kind, positions.dtype.kind)
-    if set(floats) <= set("fV"):  # `tables.check` says of others what is wrong
-        named[_POSITIONS] = positions.astype(np.float32) + types[0].astype(np.float32)
+    tables.check_floats({_TYPES: types, _POSITIONS: positions}, where)
+    named[_POSITIONS] = positions.astype(np.float32) + types[0].astype(np.float32)
     return named
