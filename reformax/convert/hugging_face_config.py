@@ -196,9 +196,7 @@ def learnt_positions(d_model: int, d_head: int, n_positions: int) -> dict[str, A
 
 def activation_of(spec: Spec, kept: str | None) -> str:
     """The name of a model's activation there; `kept` if that is one of its names."""
-    activation = spec.arguments["ff_activation"]
-    activation = activation if isinstance(activation, str) else "gelu_tanh"
-    names = [name for name, ours in ACTIVATIONS.items() if ours == activation]
+    names = [n for n, ours in ACTIVATIONS.items() if ours == spec.arguments["ff_activation"]]
     return kept if kept in names else names[0]
 
 

@@ -225,10 +225,9 @@ def model_of(spec: Spec, mode: str = "eval"):
     _check(spec)
     a = spec.arguments
     activations = {"relu": tl.Relu, "gelu": tl.Gelu, "gelu_tanh": tl.FastGelu, "silu": tl.Swish}
-    activation = a["ff_activation"] if isinstance(a["ff_activation"], str) else "gelu_tanh"
     names = ("vocab_size", "d_model", "d_ff", "n_layers", "n_heads", "dropout")
     options = {name: a[name] for name in names}
-    options |= {"mode": mode, "ff_activation": activations[activation]}
+    options |= {"mode": mode, "ff_activation": activations[a["ff_activation"]]}
     shape = a["pos_axial_shape"]
     if len(shape) == 1:
         options["max_len"] = shape[0]

@@ -278,3 +278,26 @@ def test_a_spec_survives_its_gin_file(spec_of, tmp_path):
     default = {"ReformerLM": 2, "TransformerLM": 3}[spec.model]
     shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 4)))
     assert len(shapes["stack"]) == default
+
+
+@pytest.mark.parametrize(
+    "function, name",
+    [("jax.nn.relu", "relu"), ("jax.nn.gelu", "gelu_tanh"), ("jax.nn.tanh", None)],
+)
+def test_an_activation_that_is_a_function_has_its_name(function, name, tmp_path):
+    """The model takes any function; other formats and a written config have names."""
+    from reformax.cli import config
+
+    text = GIN + f"import jax\nlm.ReformerLM.ff_activation = @{function}\n"
+    (tmp_path / "a.gin").write_text(text)
+    config.parse([str(tmp_path / "a.gin")])
+    if name is None:
+        with pytest.raises(ValueError, match="ff_activation is tanh: expected one of relu, gelu,"):
+            Spec.of_config()
+        return
+    spec = Spec.of_config()
+    assert spec.arguments["ff_activation"] == name
+    assert f"ff_activation = '{name}'" in spec.gin()
+    assert Spec.make("ReformerLM", [], vocab_size=9, ff_activation=jax.nn.relu) == Spec.make(
+        "ReformerLM", [], vocab_size=9, ff_activation="relu"
+    )
