@@ -95,7 +95,8 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     require(a["pos_type"] == "axial", f"pos_type is {a['pos_type']!r}", "'axial'")
     shape = tuple(a["pos_axial_shape"])
     require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
-    d, d_head = a["d_model"], a["d_model"] // a["n_heads"]
+    d, n_heads = a["d_model"], a["n_heads"]
+    require(d % n_heads == 0, f"d_model is {d}", f"a multiple of n_heads, {n_heads}")
     wanted = dict(
         attention_bias=True,
         tie_embeddings=True,
@@ -103,14 +104,11 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
         n_kv_heads=None,
         post_norm=False,
         embedding_norm=False,
-        d_attention_key=d_head,
-        d_attention_value=d_head,
+        d_attention_key=d // n_heads,
+        d_attention_value=d // n_heads,
     )
     for name, value in wanted.items():
-        size = (
-            name.startswith("d_attention") and a[name] is None and a["d_model"] % a["n_heads"] == 0
-        )
-        require(size or a[name] == value, f"{name} is {a[name]}", str(value))
+        require(a[name] == value, f"{name} is {a[name]}", str(value))
     for op in spec.attention:
         require(op.name in ("dense", "flash"), f"the attention is {op.name}", "dense or flash")
         scale = op.option("scale") if op.name == "flash" else None

@@ -91,7 +91,7 @@ class Spec(NamedTuple):
         arguments.pop("mode", None)
         spec = cls.make(model.__name__, attention, **arguments)
         spec.build()  # checks the arguments
-        return spec
+        return spec._replace(arguments=_with_sizes(spec.arguments))
 
     @property
     def module(self) -> str:
@@ -141,6 +141,13 @@ class Spec(NamedTuple):
         """The longest sequence that the positions hold; None if there is no bound."""
         shape = self.arguments["pos_axial_shape"]
         return math.prod(shape) if shape else None
+
+
+def _with_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with the sizes of heads, which other formats have as numbers."""
+    size = arguments["d_model"] // arguments["n_heads"]
+    names = "d_attention_key", "d_attention_value"
+    return {**arguments, **{name: size for name in names if arguments[name] is None}}
 
 
 def _activation_name(given: Any) -> Any:

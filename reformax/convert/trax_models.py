@@ -140,7 +140,9 @@ def _check(spec: Spec) -> None:
     require(not a["post_norm"], "post_norm is True", "False")
     kinds = {op.name for op in spec.attention}
     require(kinds <= {"dense", "flash"}, "attention_type is not dense", "dense")
-    size = a["d_model"] // a["n_heads"]
+    d, n_heads = a["d_model"], a["n_heads"]
+    require(d % n_heads == 0, f"d_model is {d}", f"a multiple of n_heads, {n_heads}")
+    size = d // n_heads
     for name in ("d_attention_key", "d_attention_value"):
         require(a[name] == size, f"{name} is {a[name]}", f"d_model / n_heads, {size}")
     one_axis = len(a["pos_axial_shape"]) == 1

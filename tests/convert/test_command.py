@@ -301,3 +301,19 @@ def test_an_activation_that_is_a_function_has_its_name(function, name, tmp_path)
     assert Spec.make("ReformerLM", [], vocab_size=9, ff_activation=jax.nn.relu) == Spec.make(
         "ReformerLM", [], vocab_size=9, ff_activation="relu"
     )
+
+
+def test_sizes_of_heads_that_a_config_leaves_to_the_model(tmp_path):
+    """None is d_model / n_heads, which other formats have as a number."""
+    from reformax.cli import config
+
+    sizes = "lm.ReformerLM.d_attention_key = None\nlm.ReformerLM.d_attention_value = None\n"
+    (tmp_path / "a.gin").write_text(GIN + sizes)
+    config.parse([str(tmp_path / "a.gin")])
+    spec = Spec.of_config()
+    assert [spec.arguments[f"d_attention_{x}"] for x in ("key", "value")] == [4, 4]
+    assert trax_models.write_params(tmp_path / "a.pkl.gz", spec, random_params(spec), 32).exists()
+    (tmp_path / "b.gin").write_text(GIN + sizes + "lm.ReformerLM.n_heads = 3\n")
+    config.parse([str(tmp_path / "b.gin")])
+    with pytest.raises(ValueError, match="d_model is 8: expected a multiple of n_heads, 3"):
+        Spec.of_config()

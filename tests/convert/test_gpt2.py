@@ -167,6 +167,10 @@ def test_a_tensor_with_and_without_the_prefix(tmp_path):
         (dict(tie_embeddings=False), "tie_embeddings is False, expected True"),
         (dict(post_norm=True), "post_norm is True, expected False"),
         (dict(n_kv_heads=1), "n_kv_heads is 1, expected None"),
+        (
+            dict(n_heads=3, d_attention_key=2, d_attention_value=2),
+            "d_model is 8, expected a multiple of n_heads, 3",
+        ),
         ([Op("local", {})], "the attention is local, expected dense or flash"),
         ([Op("flash", dict(scale=2.0))], "flash's scale is 2.0, expected None"),
     ],

@@ -378,3 +378,11 @@ def test_a_model_that_trax_does_not_have(spec, message):
     with pytest.raises(ValueError, match="Trax has no such ReformerLM") as raised:
         trax_models.table(Spec.make("ReformerLM", [Op("dense", {})], **SIZES | spec))
     assert message in str(raised.value)
+
+
+def test_heads_that_do_not_divide_the_stream():
+    """Trax's TransformerLM has heads of d_model / n_heads."""
+    uneven = dict(n_heads=3, d_attention_key=2, d_attention_value=2)
+    spec = TRANSFORMER._replace(arguments={**TRANSFORMER.arguments, **uneven})
+    with pytest.raises(ValueError, match="d_model is 8, expected a multiple of n_heads, 3"):
+        trax_models.table(spec)
