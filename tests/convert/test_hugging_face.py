@@ -161,6 +161,7 @@ def test_a_model_trained_here_goes_there(tmp_path):
         (dict(attention_bias=True), "attention_bias is True"),
         (dict(n_slots=6), "n_slots is 6, expected None"),
         (dict(n_kv_heads=1), "n_kv_heads is 1, expected None"),
+        (dict(first_token=5), "first_token is 5, expected 0"),
         (dict(d_attention_value=9), "d_attention_value is 9, expected d_attention_key, 64"),
         ([Op("dense", {})], "the attention is dense"),
         ([Op("local", dict(window=3))], "local's window is 3, expected None"),
