@@ -113,7 +113,7 @@ def parser():
     parser.add_argument(
         "--length",
         type=flags.of(Size),
-        help="to Trax: length of the input signature (default: two chunks)",
+        help="to Trax: length of the input signature (default: two chunks, or all axial positions)",
     )
     flags.add_trust(parser)
     flags.add_traceback(parser)
@@ -186,9 +186,9 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
         hugging_face.write(path, source.spec, source.params, like, source.vocabulary)
         return []
     if kind == "trax":
-        from reformax.convert import check, trax_models
+        from reformax.convert import trax_models
 
-        length = length or check.trax_length(source.spec) or check.length_for(source.spec)
+        length = length or trax_models.length_of(source.spec)
         trax_models.write_params(path, source.spec, source.params, length)
         return trax_models.notes(source.spec) if source.kind != "trax" else []
     from reformax.convert import run_folder

@@ -78,22 +78,10 @@ def against_params(spec: Spec, params: Any, other: Any, what: str) -> Comparison
     return _comparison(ours, theirs, f"{what}, {inputs.shape[1]} tokens")
 
 
-def trax_length(spec: Spec) -> int | None:
-    """A length that Trax's model accepts; None if it has none up to `MAX_LENGTH`."""
-    shape = spec.arguments["pos_axial_shape"]
-    chunk_lens = [op.option("chunk_len") for op in spec.attention if op.name in ("local", "lsh")]
-    multiple = math.lcm(*chunk_lens)
-    length = 2 * multiple if chunk_lens else min(64, spec.max_length() or 64)
-    if len(shape) > 1:  # Trax's axial positions accept one length only
-        length = math.prod(shape)
-    fits = length <= MAX_LENGTH and not length % multiple
-    return length if fits and length <= (spec.max_length() or length) else None
-
-
 def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None:
-    """Compares with Trax's own model and the weights of a file; None if `trax_length` is None."""
-    length = trax_length(spec)
-    if length is None:
+    """Compares with Trax's own model and the weights of a file; None if inputs are too long."""
+    length = trax_models.length_of(spec)
+    if length > MAX_LENGTH:
         return None
     spec = _with_bucket_counts(spec, length)
     model = trax_models.model_of(spec)
