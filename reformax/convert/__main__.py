@@ -46,9 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Reads, writes and checks; returns the exit code."""
     args = parser().parse_args(argv)
     source_path, target_path = user_path("from", args.source), user_path("to", args.target)
-    empty = target_path.is_dir() and not any(target_path.iterdir())
+    to_trax = target_path.name.endswith(".pkl.gz")
+    empty = not to_trax and target_path.is_dir() and not any(target_path.iterdir())
     if target_path.exists() and not empty:
         raise ValueError(f"--to={target_path} exists: give another name, or delete it")
+    above = next(parent for parent in target_path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise ValueError(f"--to={target_path} is in {above}, which is no folder: give another name")
     source = _read(source_path, args)
     import jax
 
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     check_finite(source.params, f"--from={source_path}")
     kind = "run" if source.kind != "run" else "hugging_face"
-    kind = "trax" if target_path.name.endswith(".pkl.gz") else kind
+    kind = "trax" if to_trax else kind
     _check_flags(args, source.kind, kind)
     _check_target(kind, source)
     with _aside(target_path) as path:

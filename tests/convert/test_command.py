@@ -170,10 +170,13 @@ def test_what_trax_lacks_is_refused_before_anything_is_written(
         ("empty", "run", "config.json does not exist"),
         ("model.pkl.gz", "run", "say what model it is with --config_file=FILE.gin"),
         ("empty", "full", "full exists: give another name"),
+        ("empty", "empty.pkl.gz", "empty.pkl.gz exists: give another name"),
+        ("empty", "full/file/a/b", "full/file, which is no folder: give another name"),
     ],
 )
 def test_errors_in_one_line(source, target, message, tmp_path, run):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.pkl.gz").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     (tmp_path / "model.pkl.gz").touch()
