@@ -219,12 +219,17 @@ def read(path: str | Path) -> Checkpoint:
 
 
 def _vocabulary(path: Path) -> bytes | None:
-    """The file, if there is one, of at most 256 MiB."""
+    """The file, if there is one: a JSON object of at most 256 MiB."""
     if not path.exists():
         return None
     if (size := files.check_ordinary(path)) > _MAX_VOCABULARY:
         raise ValueError(f"{path} has {size:,} bytes: expected at most {_MAX_VOCABULARY:,}")
-    return path.read_bytes()
+    content, found = path.read_bytes(), None
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(content)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no object of JSON: copy it again, or delete it")
+    return content
 
 
 def read_config(path: Path) -> dict[str, Any]:

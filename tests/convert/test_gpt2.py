@@ -153,6 +153,14 @@ def test_tensors_of_another_model(name, array, message, tmp_path):
     assert f"transformer.{name} {message}" in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 10**5, "words", "\udcff"])
+def test_a_tokenizer_that_was_half_copied(content, tmp_path):
+    folder = saved(tmp_path)
+    (folder / "tokenizer.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="tokenizer.json is no object of JSON: copy it again"):
+        hugging_face.read(folder)
+
+
 def test_a_tensor_with_and_without_the_prefix(tmp_path):
     twice = tensors() | {"wte.weight": np.zeros((V, D), np.float32)}
     with pytest.raises(ValueError, match=r"transformer.wte.weight.*, two names of one tensor"):
