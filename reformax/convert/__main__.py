@@ -1,7 +1,8 @@
 """Converts a checkpoint: `reformax convert --from=PATH --to=PATH`.
 
-    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead or GPT2LMHeadModel,
-                                         with config.json, and tokenizer.json if it is there
+    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, GPT2LMHeadModel or
+                                         BertForMaskedLM, with config.json, and tokenizer.json if it
+                                         is there
     --from=model.pkl.gz --config_file=FILE.gin    trax.models.ReformerLM or TransformerLM; the gin
                                          file says which model, as for train.py
     --from=RUN                           a folder of train.py or of this command

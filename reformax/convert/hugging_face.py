@@ -196,6 +196,7 @@ def read(path: str | Path) -> Checkpoint:
       ValueError: the model is none of `FORMATS`, a file is damaged, or tensors do not fit
         config.json.
       OSError: a file does not exist.
+      ImportError: the tensors are in a file of PyTorch, which is not installed.
     """
     path = Path(path).expanduser()
     folder = path if path.is_dir() else path.parent
