@@ -124,6 +124,8 @@ def translate(
     if end >= model.vocab_size:
         raise SettingError(f"end is {end}: expected a token below {model.vocab_size}")
     sources = [_source(model, f"sources[{i}]", source) for i, source in enumerate(sources)]
+    if isinstance(params, Prepared) and mesh is not None:
+        raise SettingError("mesh is given and the weights are prepared already: give it to prepare")
     ready = params if isinstance(params, Prepared) else prepare(model, params, mesh)
     params, weights, mesh = ready
     shares = 1 if mesh is None else devices.row_shares(mesh)

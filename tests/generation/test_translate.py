@@ -196,6 +196,8 @@ def test_weights_may_be_prepared_once():
     want = generation.translate(model, params, some, max_extra=EXTRA)
     for _ in range(2):
         assert generation.translate(model, ready, some, max_extra=EXTRA) == want
+    with pytest.raises(ValueError, match="mesh is given and the weights are prepared already"):
+        generation.translate(model, ready, some, mesh=jax.make_mesh((1,), ("data",)))
 
 
 class Letters:
