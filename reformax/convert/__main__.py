@@ -1,7 +1,8 @@
 """Converts a checkpoint: `reformax convert --from=PATH --to=PATH`.
 
-    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead or GPT2LMHeadModel,
-                                         with config.json, and tokenizer.json if it is there
+    --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, GPT2LMHeadModel or
+                                         BertForMaskedLM, with config.json, and tokenizer.json if it
+                                         is there
     --from=model.pkl.gz --config_file=FILE.gin    trax.models.ReformerLM or TransformerLM; the gin
                                          file says which model, as for train.py
     --from=RUN                           a folder of train.py or of this command
@@ -46,9 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Reads, writes and checks; returns the exit code."""
     args = parser().parse_args(argv)
     source_path, target_path = user_path("from", args.source), user_path("to", args.target)
-    empty = target_path.is_dir() and not any(target_path.iterdir())
+    to_trax = target_path.name.endswith(".pkl.gz")
+    empty = not to_trax and target_path.is_dir() and not any(target_path.iterdir())
     if target_path.exists() and not empty:
         raise ValueError(f"--to={target_path} exists: give another name, or delete it")
+    above = next(parent for parent in target_path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise ValueError(f"--to={target_path} is in {above}, which is no folder: give another name")
     source = _read(source_path, args)
     import jax
 
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     check_finite(source.params, f"--from={source_path}")
     kind = "run" if source.kind != "run" else "hugging_face"
-    kind = "trax" if target_path.name.endswith(".pkl.gz") else kind
+    kind = "trax" if to_trax else kind
     _check_flags(args, source.kind, kind)
     _check_target(kind, source)
     with _aside(target_path) as path:
@@ -113,7 +118,7 @@ def parser():
     parser.add_argument(
         "--length",
         type=flags.of(Size),
-        help="to Trax: length of the input signature (default: two chunks)",
+        help="to Trax: length of the input signature (default: two chunks, or all axial positions)",
     )
     flags.add_trust(parser)
     flags.add_traceback(parser)
@@ -186,9 +191,9 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
         hugging_face.write(path, source.spec, source.params, like, source.vocabulary)
         return []
     if kind == "trax":
-        from reformax.convert import check, trax_models
+        from reformax.convert import trax_models
 
-        length = length or check.trax_length(source.spec) or check.length_for(source.spec)
+        length = length or trax_models.length_of(source.spec)
         trax_models.write_params(path, source.spec, source.params, length)
         return trax_models.notes(source.spec) if source.kind != "trax" else []
     from reformax.convert import run_folder

@@ -78,22 +78,10 @@ def against_params(spec: Spec, params: Any, other: Any, what: str) -> Comparison
     return _comparison(ours, theirs, f"{what}, {inputs.shape[1]} tokens")
 
 
-def trax_length(spec: Spec) -> int | None:
-    """A length that Trax's model accepts; None if it has none up to `MAX_LENGTH`."""
-    shape = spec.arguments["pos_axial_shape"]
-    chunk_lens = [op.option("chunk_len") for op in spec.attention if op.name in ("local", "lsh")]
-    multiple = math.lcm(*chunk_lens)
-    length = 2 * multiple if chunk_lens else min(64, spec.max_length() or 64)
-    if len(shape) > 1:  # Trax's axial positions accept one length only
-        length = math.prod(shape)
-    fits = length <= MAX_LENGTH and not length % multiple
-    return length if fits and length <= (spec.max_length() or length) else None
-
-
 def against_trax(spec: Spec, params: Any, path: str | Path) -> Comparison | None:
-    """Compares with Trax's own model and the weights of a file; None if `trax_length` is None."""
-    length = trax_length(spec)
-    if length is None:
+    """Compares with Trax's own model and the weights of a file; None if inputs are too long."""
+    length = trax_models.length_of(spec)
+    if length > MAX_LENGTH:
         return None
     spec = _with_bucket_counts(spec, length)
     model = trax_models.model_of(spec)
@@ -178,8 +166,10 @@ def against_transformers(spec: Spec, params: Any, folder: str | Path) -> Compari
     inputs = random_inputs(spec, length_for(spec))
     with torch.no_grad():
         theirs = model(torch.tensor(inputs.astype(np.int64)), use_cache=False).logits
-        if spec.model == "ReformerLM" and model.lm_head.decoder.bias is None:
-            theirs = theirs + model.lm_head.bias
+        if spec.model == "ReformerLM":  # versions differ in which bias of a file they add, if any
+            added = model.lm_head.decoder.bias
+            theirs = theirs - (0 if added is None else added)
+            theirs = theirs + torch.tensor(np.asarray(params["logits"]["b"]))
     ours = logits_of(spec, rotations)(params, inputs)
     what = f"transformers {transformers.__version__}, {inputs.shape[1]} tokens"
     return _comparison(ours, theirs.numpy(), what)

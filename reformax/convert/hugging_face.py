@@ -5,8 +5,9 @@
 Logits at position t there are those of token t + 1: `encode` reads tokens as they are, while
 `apply` shifts them right and puts token 0 in front, as the models were trained in Trax.
 
-Since version 5 `transformers` leaves out `lm_head.bias`, which the Reformer's files have and which
-version 4 added. The logits here add it.
+A Reformer's logits add `lm_head.decoder.bias`, which version 4 of `transformers` keeps as
+`lm_head.bias` too. Versions 5.0 to 5.23 have the latter alone and leave it out; in 5.24 the two are
+apart, and only the former counts. The logits here add it, and files that are written have both.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from reformax.declared import shown
 
 CONFIG, SAFETENSORS, TORCH = "config.json", "model.safetensors", "pytorch_model.bin"
 TOKENIZER = "tokenizer.json"
+_DECODER_BIAS = "lm_head.decoder.bias"
 _MAX_JSON, _MAX_VOCABULARY = 2**24, 2**28
 # Those that NumPy has, too; `tables.check` takes those of floating point.
 _DTYPES = ("F64", "F32", "F16", "BF16", *(f"{k}{n}" for k in "IU" for n in (8, 16, 32, 64)), "BOOL")
@@ -194,6 +196,7 @@ def read(path: str | Path) -> Checkpoint:
       ValueError: the model is none of `FORMATS`, a file is damaged, or tensors do not fit
         config.json.
       OSError: a file does not exist.
+      ImportError: the tensors are in a file of PyTorch, which is not installed.
     """
     path = Path(path).expanduser()
     folder = path if path.is_dir() else path.parent
@@ -206,23 +209,28 @@ def read(path: str | Path) -> Checkpoint:
         if twice := tensors.keys() & part.keys():
             raise ValueError(f"{file} holds {shown(min(twice))}, which another file of it has too")
         tensors |= part
+    tensors = known.without_copies(tensors, str(path))
     if tensors.get("lm_head.bias", np.zeros(1)).any():
         notes.append(
-            "lm_head.bias is not zero: transformers 5 leaves it out of its logits, and this model "
-            "adds it, as transformers 4 did"
+            "lm_head.bias is not zero: transformers 5.0 to 5.23 leave it out of their logits, and "
+            "5.24 adds lm_head.decoder.bias alone; this model adds it, as transformers 4 did"
         )
-    tensors = known.without_copies(tensors, str(path))
     params = tables.read(known.table(spec), tensors, str(path))
     return Checkpoint(spec, params, config, notes, _vocabulary(folder / TOKENIZER))
 
 
 def _vocabulary(path: Path) -> bytes | None:
-    """The file, if there is one, of at most 256 MiB."""
+    """The file, if there is one: a JSON object of at most 256 MiB."""
     if not path.exists():
         return None
     if (size := files.check_ordinary(path)) > _MAX_VOCABULARY:
         raise ValueError(f"{path} has {size:,} bytes: expected at most {_MAX_VOCABULARY:,}")
-    return path.read_bytes()
+    content, found = path.read_bytes(), None
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(content)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no object of JSON: copy it again, or delete it")
+    return content
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -315,9 +323,14 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
         # A view may repeat what is stored, up to any size.
         dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         stored = tensor.untyped_storage().nbytes() if dense else -1
-        if tensor.numel() * tensor.element_size() > stored or tensor.is_complex():
+        odd = tensor.is_complex() or tensor.is_quantized
+        if tensor.numel() * tensor.element_size() > stored or odd:
             raise ValueError(f"{path} has {shown(name)} of {tensor.dtype}, which is no plain array")
-    return {name: tensor.float().numpy() for name, tensor in state.items()}
+    # NumPy lacks bfloat16; `tables.check` says of what is not of floating point.
+    return {
+        name: (x.float() if x.is_floating_point() else x).detach().numpy()
+        for name, x in state.items()
+    }
 
 
 def _check_not_packed(path: Path) -> None:
@@ -349,16 +362,15 @@ def _from_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
-    """The tensors without what older versions added: constants, and a copy of the bias."""
+    """The tensors without constants of older versions; the bias that counts under one name."""
+    del where
     tensors = {
         name: array
         for name, array in tensors.items()
         if not name.endswith(("mask_value_float16", "mask_value_float32"))
     }
-    copy = tensors.pop("lm_head.decoder.bias", None)
-    if copy is not None and not np.array_equal(copy, tensors.setdefault("lm_head.bias", copy)):
-        raise ValueError(f"{where}: lm_head.decoder.bias and lm_head.bias differ: one was changed")
-    return tensors
+    bias = tensors.pop(_DECODER_BIAS, None)
+    return tensors if bias is None else tensors | {"lm_head.bias": bias}
 
 
 def write(
@@ -385,7 +397,10 @@ def write(
     config = config_of(spec, like)
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tables.write(table(spec), params), folder / SAFETENSORS, metadata={"format": "pt"})
+    tensors = tables.write(table(spec), params)
+    if "lm_head.bias" in tensors:
+        tensors[_DECODER_BIAS] = tensors["lm_head.bias"]
+    save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if vocabulary is not None and vocabulary.lstrip()[:1] == b"{":
         (folder / TOKENIZER).write_bytes(vocabulary)

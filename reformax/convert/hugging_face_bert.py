@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from reformax.convert import tables
 from reformax.convert.hugging_face_config import (
     ACTIVATIONS,
     Field,
@@ -21,7 +22,7 @@ from reformax.convert.hugging_face_config import (
     size_of_head,
 )
 from reformax.convert.spec import Op, Spec
-from reformax.convert.tables import Tensor
+from reformax.convert.tables import Tensor, renamed
 from reformax.declared import Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
@@ -164,11 +165,12 @@ def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, n
 
     Older files name a norm's weights gamma and beta.
     """
-    named = {
-        name.replace(".gamma", ".weight").replace(".beta", ".bias"): array
-        for name, array in tensors.items()
-        if not name.startswith(_NOT_READ)
-    }
+
+    def new(name: str) -> str:
+        return name.replace(".gamma", ".weight").replace(".beta", ".bias")
+
+    kept = {name: array for name, array in tensors.items() if not name.startswith(_NOT_READ)}
+    named = renamed(kept, new, where)
     copies = (
         ("cls.predictions.decoder.weight", f"{EMBEDDINGS}.word_embeddings.weight"),
         ("cls.predictions.decoder.bias", "cls.predictions.bias"),
@@ -185,7 +187,6 @@ def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, n
             f"{where} is of another model: {_TYPES} has shape {types.shape} and {_POSITIONS} "
             f"{positions.shape}"
         )
-    floats = (types.dtype.kind, positions.dtype.kind)
-    if set(floats) <= set("fV"):  # `tables.check` says of others what is wrong
-        named[_POSITIONS] = positions.astype(np.float32) + types[0].astype(np.float32)
+    tables.check_floats({_TYPES: types, _POSITIONS: positions}, where)
+    named[_POSITIONS] = positions.astype(np.float32) + types[0].astype(np.float32)
     return named

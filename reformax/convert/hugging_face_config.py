@@ -196,9 +196,7 @@ def learnt_positions(d_model: int, d_head: int, n_positions: int) -> dict[str, A
 
 def activation_of(spec: Spec, kept: str | None) -> str:
     """The name of a model's activation there; `kept` if that is one of its names."""
-    activation = spec.arguments["ff_activation"]
-    activation = activation if isinstance(activation, str) else "gelu_tanh"
-    names = [name for name, ours in ACTIVATIONS.items() if ours == activation]
+    names = [n for n, ours in ACTIVATIONS.items() if ours == spec.arguments["ff_activation"]]
     return kept if kept in names else names[0]
 
 
@@ -265,7 +263,7 @@ def config_of(spec: Spec, like: Mapping[str, Any] | None = None) -> dict[str, An
     shape, d_embs = list(arguments["pos_axial_shape"]), list(arguments["pos_d_axial_embs"])
     _require(len(shape) < 3, f"pos_axial_shape is {tuple(shape)}", "one or two axes")
     other = {"attention_bias": False, "next_value": False, "n_slots": None, "n_kv_heads": None}
-    other |= {"tie_embeddings": False, "embedding_norm": False}
+    other |= {"tie_embeddings": False, "embedding_norm": False, "first_token": 0}
     for name, value in other.items():
         _require(arguments[name] == value, f"{name} is {arguments[name]}", str(value))
     d_head = arguments["d_attention_key"]

@@ -22,7 +22,7 @@ from reformax.convert.hugging_face_config import (
     size_of_head,
 )
 from reformax.convert.spec import Op, Spec
-from reformax.convert.tables import Tensor
+from reformax.convert.tables import Tensor, renamed
 from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
@@ -95,7 +95,8 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
     require(a["pos_type"] == "axial", f"pos_type is {a['pos_type']!r}", "'axial'")
     shape = tuple(a["pos_axial_shape"])
     require(len(shape) == 1, f"pos_axial_shape is {shape}", "one axis")
-    d, d_head = a["d_model"], a["d_model"] // a["n_heads"]
+    d, n_heads = a["d_model"], a["n_heads"]
+    require(d % n_heads == 0, f"d_model is {d}", f"a multiple of n_heads, {n_heads}")
     wanted = dict(
         attention_bias=True,
         tie_embeddings=True,
@@ -103,14 +104,11 @@ def config_of(spec: Spec, like: Mapping[str, Any]) -> dict[str, Any]:
         n_kv_heads=None,
         post_norm=False,
         embedding_norm=False,
-        d_attention_key=d_head,
-        d_attention_value=d_head,
+        d_attention_key=d // n_heads,
+        d_attention_value=d // n_heads,
     )
     for name, value in wanted.items():
-        size = (
-            name.startswith("d_attention") and a[name] is None and a["d_model"] % a["n_heads"] == 0
-        )
-        require(size or a[name] == value, f"{name} is {a[name]}", str(value))
+        require(a[name] == value, f"{name} is {a[name]}", str(value))
     for op in spec.attention:
         require(op.name in ("dense", "flash"), f"the attention is {op.name}", "dense or flash")
         scale = op.option("scale") if op.name == "flash" else None
@@ -200,11 +198,16 @@ def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, n
 
     Files of `GPT2Model`, as the published ones, lack the prefix of names.
     """
-    named = {
-        name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name: array
+
+    def full(name: str) -> str:
+        return name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name
+
+    kept = {
+        name: array
         for name, array in tensors.items()
         if not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
+    named = renamed(kept, full, where)
     copy, table = named.pop("lm_head.weight", None), named.get(f"{PREFIX}wte.weight")
     if copy is not None and table is not None and not np.array_equal(copy, table):
         raise ValueError(f"{where}: lm_head.weight and wte.weight differ, and GPT-2's are one")

@@ -56,7 +56,9 @@ class Spec(NamedTuple):
         unknown = set(arguments) - set(defaults)
         if unknown:
             raise ValueError(f"{model} has no argument {', '.join(sorted(unknown))}")
-        return cls(model, tuple(attention), defaults | arguments)
+        arguments = defaults | arguments
+        arguments["ff_activation"] = _activation_name(arguments["ff_activation"])
+        return cls(model, tuple(attention), arguments)
 
     @classmethod
     def of_config(cls) -> Spec:
@@ -89,7 +91,7 @@ class Spec(NamedTuple):
         arguments.pop("mode", None)
         spec = cls.make(model.__name__, attention, **arguments)
         spec.build()  # checks the arguments
-        return spec
+        return spec._replace(arguments=_with_sizes(spec.arguments))
 
     @property
     def module(self) -> str:
@@ -131,10 +133,6 @@ class Spec(NamedTuple):
         prefix = f"{self.module}.{self.model}"
         lines.append(f"{prefix}.attention_type = ({', '.join(cycle)},)")
         for name, value in self.arguments.items():
-            if callable(value):
-                if value is not base.ACTIVATIONS["gelu_tanh"]:
-                    raise ValueError(f"{name} is {value!r}: give one of {_names(base.ACTIVATIONS)}")
-                continue  # the default
             settings[f"{prefix}.{name}"] = value
         lines += [f"{name} = {value!r}" for name, value in settings.items()]
         return "\n".join(lines) + "\n"
@@ -143,6 +141,26 @@ class Spec(NamedTuple):
         """The longest sequence that the positions hold; None if there is no bound."""
         shape = self.arguments["pos_axial_shape"]
         return math.prod(shape) if shape else None
+
+
+def _with_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with the sizes of heads, which other formats have as numbers."""
+    size = arguments["d_model"] // arguments["n_heads"]
+    names = "d_attention_key", "d_attention_value"
+    return {**arguments, **{name: size for name in names if arguments[name] is None}}
+
+
+def _activation_name(given: Any) -> Any:
+    """The name of an activation that is given as a function, or as a config's reference to one."""
+    plain = isinstance(given, config.Reference) and not given.arguments
+    function = given.function if plain else given
+    if isinstance(function, str):
+        return function
+    for name, known in base.ACTIVATIONS.items():
+        if function is known:
+            return name
+    what = getattr(function, "__name__", None) or shown(function)
+    raise ValueError(f"ff_activation is {what}: expected one of {_names(base.ACTIVATIONS)}")
 
 
 def _changed(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,12 +110,28 @@ def write(table: Sequence[Tensor], params: Any) -> dict[str, np.ndarray]:
     }
 
 
+def renamed(
+    tensors: Mapping[str, np.ndarray], name_of: Callable[[str], str], where: str
+) -> dict[str, np.ndarray]:
+    """The tensors by other names; raises `ValueError` where two of them become one."""
+    found: dict[str, str] = {}
+    for name in tensors:
+        if (other := found.setdefault(name_of(name), name)) != name:
+            raise ValueError(f"{where} has {other} and {name}, two names of one tensor: leave one")
+    return {new: tensors[name] for new, name in found.items()}
+
+
 def check(table: Sequence[Tensor], tensors: Mapping[str, np.ndarray], where: str) -> None:
     """Raises `ValueError` unless the tensors are those of the table, as `read` says."""
     expected = {tensor.name: tuple(tensor.shape) for tensor in table}
     check_shapes(expected, {name: np.shape(x) for name, x in tensors.items()}, where)
-    for name in expected:
-        kind = np.asarray(tensors[name]).dtype
+    check_floats(tensors, where)
+
+
+def check_floats(tensors: Mapping[str, np.ndarray], where: str) -> None:
+    """Raises `ValueError` for the first tensor that is not of floating point."""
+    for name, array in tensors.items():
+        kind = np.asarray(array).dtype
         if kind.kind not in "fV" and kind.name != "bfloat16":
             raise ValueError(f"{where}: {name} has dtype {kind}: expected floating point")
 

@@ -7,6 +7,7 @@ differ, and `model_of` makes Trax's model.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,9 @@ def _check(spec: Spec) -> None:
         for name, value in _wanted(op).items():
             what = f"{op.name}'s {name} is {op.option(name)!r}"
             require(op.option(name) == value, what, repr(value))
+    length = length_of(spec)
+    fits = length % _chunks(spec) == 0 and length <= (spec.max_length() or length)
+    require(fits, f"positions are {spec.max_length()}", f"a multiple of chunks of {_chunks(spec)}")
     if spec.model == "ReformerLM":
         require(a["n_slots"] is None, f"n_slots is {a['n_slots']}", "None")
         require(not a["attention_bias"], "attention_bias is True", "False")
@@ -140,7 +144,9 @@ def _check(spec: Spec) -> None:
     require(not a["post_norm"], "post_norm is True", "False")
     kinds = {op.name for op in spec.attention}
     require(kinds <= {"dense", "flash"}, "attention_type is not dense", "dense")
-    size = a["d_model"] // a["n_heads"]
+    d, n_heads = a["d_model"], a["n_heads"]
+    require(d % n_heads == 0, f"d_model is {d}", f"a multiple of n_heads, {n_heads}")
+    size = d // n_heads
     for name in ("d_attention_key", "d_attention_value"):
         require(a[name] == size, f"{name} is {a[name]}", f"d_model / n_heads, {size}")
     one_axis = len(a["pos_axial_shape"]) == 1
@@ -180,6 +186,34 @@ def notes(spec: Spec) -> list[str]:
     return found
 
 
+def length_of(spec: Spec) -> int:
+    """A length of inputs that Trax's model reads: the grid of axial positions, or two chunks."""
+    shape, chunks = spec.arguments["pos_axial_shape"], _chunks(spec)
+    if len(shape) > 1:
+        return math.prod(shape)
+    most = spec.max_length() or math.inf
+    if chunks == 1:
+        return min(64, most)
+    return 2 * chunks if 2 * chunks <= most else chunks
+
+
+def _chunks(spec: Spec) -> int:
+    """The number that lengths are multiples of."""
+    ops = [op for op in spec.attention if op.name in ("local", "lsh")]
+    return math.lcm(*(op.option("chunk_len") for op in ops))
+
+
+def _check_length(spec: Spec, length: int) -> None:
+    """Raises `ValueError` for a length of inputs that Trax's model does not read."""
+    chunks, most = _chunks(spec), spec.max_length()
+    if len(spec.arguments["pos_axial_shape"]) > 1 and length != most:
+        raise ValueError(f"length is {length}: expected {most}, the grid of axial positions")
+    if most is not None and length > most:
+        raise ValueError(f"length is {length}: expected at most {most}, as many as positions")
+    if length % chunks:
+        raise ValueError(f"length is {length}: expected a multiple of the chunks', {chunks}")
+
+
 def read_params(path: str | Path, spec: Spec) -> Any:
     """The parameters of `spec` from a checkpoint of `trax.models.ReformerLM` or `TransformerLM`.
 
@@ -210,8 +244,10 @@ def write_params(path: str | Path, spec: Spec, params: Any, length: int) -> Path
       length: tokens of the file's input signature, `[1, length]`.
 
     Raises:
-      ValueError: Trax has no such model.
+      ValueError: Trax has no such model, or it does not read inputs of this length.
     """
+    _check(spec)
+    _check_length(spec, length)
     weights = list(tables.write(table(spec), params).values())
     signature = ShapeDtype((1, length), np.int32)
     model = model_of(spec)
@@ -225,10 +261,9 @@ def model_of(spec: Spec, mode: str = "eval"):
     _check(spec)
     a = spec.arguments
     activations = {"relu": tl.Relu, "gelu": tl.Gelu, "gelu_tanh": tl.FastGelu, "silu": tl.Swish}
-    activation = a["ff_activation"] if isinstance(a["ff_activation"], str) else "gelu_tanh"
     names = ("vocab_size", "d_model", "d_ff", "n_layers", "n_heads", "dropout")
     options = {name: a[name] for name in names}
-    options |= {"mode": mode, "ff_activation": activations[activation]}
+    options |= {"mode": mode, "ff_activation": activations[a["ff_activation"]]}
     shape = a["pos_axial_shape"]
     if len(shape) == 1:
         options["max_len"] = shape[0]

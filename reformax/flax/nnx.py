@@ -17,8 +17,8 @@ class Attention(nnx.Module):
     """Multi-head attention around any algorithm: projections, heads, dropout on the weights.
 
     Weights have the names of flax's own module: `query`, `key`, `value`, `out`. `key` is None where
-    the algorithm makes its keys of the queries. `eval()` and `train()` of a model set
-    `deterministic`: nothing is dropped, and the algorithm uses its settings for evaluation.
+    the algorithm makes its keys of the queries. `eval()` and `train()` of a model, and `nnx.view`,
+    set `deterministic`: nothing is dropped, and the algorithm uses its settings for evaluation.
 
     Args:
       op: the algorithm, such as `lsh.lsh()`.
@@ -104,3 +104,12 @@ class Attention(nnx.Module):
             train=not deterministic,
         )
         return self.out(attended)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """What `nnx.view(model, deterministic=...)` calls.
+
+        Args:
+          deterministic: whether nothing is dropped; None: as before.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,21 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from reformax import devices, memory
-from reformax.declared import AnySeed, SettingError, Size, check
+from reformax.declared import (
+    AnySeed,
+    Bounds,
+    Count,
+    SettingError,
+    Size,
+    check_all,
+    hints_of,
+    shown,
+)
 from reformax.generation.sampling import Sampler
 
 # The most new tokens that one call computes: the host waits once for all of them.
 BLOCK = 64
+Block = Annotated[int, Bounds(1, BLOCK)]
 
 
 class _Draws(NamedTuple):
@@ -80,16 +90,16 @@ def stream(
     model,
     params,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    max_new_tokens: Size,
     *,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    seed: int = 0,
-    hash_seed: int = 0,
-    end: int | None = None,
-    max_length: int | None = None,
-    every: int = BLOCK,
+    seed: AnySeed = 0,
+    hash_seed: AnySeed = 0,
+    end: Count | None = None,
+    max_length: Size | None = None,
+    every: Block = BLOCK,
     mesh: Mesh | None = None,
 ) -> Iterator[np.ndarray]:
     """Continues prompts and hands out the tokens as they come.
@@ -125,7 +135,11 @@ def stream(
     if mesh is not None and len(prompts) < shares and mesh.shape["fsdp"] == 1:
         mesh, shares = None, 1  # some devices would have no row
     tokens, lengths = _padded(prompts, model.vocab_size, shares)
-    _check(model, max_new_tokens, every, end, seed=seed, hash_seed=hash_seed)
+    settings = dict(max_new_tokens=max_new_tokens, max_length=max_length, end=end, every=every)
+    check_all(hints_of(stream), settings | dict(seed=seed, hash_seed=hash_seed))
+    max_new_tokens = int(max_new_tokens)  # `rounded` takes no whole numbers of NumPy
+    if end is not None and end >= model.vocab_size:
+        raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
     sampler = Sampler(temperature, top_k, top_p).check()
     capacity = _capacity(int(lengths.max()), max_new_tokens, max_length, model.max_length)
     n_prompt = min(rounded(int(lengths.max())), capacity - 1)
@@ -147,16 +161,6 @@ def stream(
     )
     blocks = _blocks(model, mesh, params, start, draws, max_new_tokens, every)
     return (block[: len(prompts)] for block in blocks)
-
-
-def _check(model, max_new_tokens: int, every: int, end: int | None, **seeds: int) -> None:
-    check("max_new_tokens", max_new_tokens, Size)
-    if not 1 <= every <= BLOCK:
-        raise SettingError(f"every is {every}: expected 1 to {BLOCK}")
-    for name, value in seeds.items():
-        check(name, value, AnySeed)
-    if end is not None and not 0 <= end < model.vocab_size:
-        raise SettingError(f"end is {end}: expected a token below {model.vocab_size}, or None")
 
 
 def _blocks(
@@ -230,15 +234,10 @@ def _padded(
 
     Empty prompts at the end make their number a multiple of `shares`.
     """
-    rows = [np.asarray(prompt) for prompt in prompts]
+    rows = [as_tokens(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("prompts is empty: expected at least one prompt, which may be empty")
     for i, row in enumerate(rows):
-        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
-            raise ValueError(
-                f"prompts[{i}] has shape {row.shape} and dtype {row.dtype}: expected a sequence of "
-                "token numbers"
-            )
         if row.size and not (row.min() >= 0 and row.max() < vocab_size):
             raise SettingError(
                 f"prompts[{i}] has tokens from {row.min()} to {row.max()}: expected 0 to "
@@ -249,6 +248,20 @@ def _padded(
     for row, prompt in zip(tokens, rows, strict=False):
         row[: len(prompt)] = prompt
     return tokens, lengths
+
+
+def as_tokens(name: str, tokens: Sequence[int]) -> Int[np.ndarray, " n"]:
+    """Tokens as an array; raises `ValueError` for what is no sequence of whole numbers."""
+    try:
+        row = np.asarray(tokens)
+    except ValueError:  # sequences of several lengths
+        raise SettingError(f"{name} is {shown(tokens)}: expected token numbers alone") from None
+    if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+        raise ValueError(
+            f"{name} has shape {row.shape} and dtype {row.dtype}: expected a sequence of token "
+            "numbers"
+        )
+    return row
 
 
 def rounded(length: int) -> int:

@@ -19,8 +19,18 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from reformax import devices
-from reformax.declared import Beams, Extra, NonNegative, SettingError, Size, check_all, hints_of
-from reformax.generation import beam
+from reformax.declared import (
+    AnySeed,
+    Beams,
+    Extra,
+    NonNegative,
+    SettingError,
+    Size,
+    check_all,
+    hints_of,
+    shown,
+)
+from reformax.generation import beam, decoding
 from reformax.progress import Progress
 
 # Batches dispatched before the first one's result is waited for.
@@ -76,7 +86,7 @@ def translate(
     max_extra: Extra = 50,
     batch_tokens: Size = 4096,
     end: int = 1,
-    hash_seed: int = 0,
+    hash_seed: AnySeed = 0,
     progress: bool = False,
     mesh: Mesh | None = None,
 ) -> list[Hypothesis]:
@@ -108,10 +118,14 @@ def translate(
         length_penalty=length_penalty,
         max_extra=max_extra,
         batch_tokens=batch_tokens,
+        end=end,
+        hash_seed=hash_seed,
     )
-    sources = [np.asarray(source, np.int32) for source in sources]
-    for i, source in enumerate(sources):
-        _check_source(model, f"sources[{i}]", source)
+    if end >= model.vocab_size:
+        raise SettingError(f"end is {end}: expected a token below {model.vocab_size}")
+    sources = [_source(model, f"sources[{i}]", source) for i, source in enumerate(sources)]
+    if isinstance(params, Prepared) and mesh is not None:
+        raise SettingError("mesh is given and the weights are prepared already: give it to prepare")
     ready = params if isinstance(params, Prepared) else prepare(model, params, mesh)
     params, weights, mesh = ready
     shares = 1 if mesh is None else devices.row_shares(mesh)
@@ -173,11 +187,12 @@ def _on_host(found: beam.Hypotheses) -> Iterator[Hypothesis]:
         yield Hypothesis(tokens[:length].tolist(), float(log_p), float(score))
 
 
-def _check_source(model, name: str, source: np.ndarray) -> None:
-    """Raises `ValueError` for a source that the model cannot read."""
+def _source(model, name: str, source: Sequence[int]) -> Int[np.ndarray, " S"]:
+    """A source as an array; raises `ValueError` for one that the model cannot read."""
+    source = decoding.as_tokens(name, source)
     if not source.size or source.min() < 0 or source.max() >= model.source_vocab_size:
         raise SettingError(
-            f"{name} is {source.tolist()}: expected one or more tokens below the model's "
+            f"{name} is {shown(source.tolist())}: expected one or more tokens below the model's "
             f"vocabulary, {model.source_vocab_size}"
         )
     if model.max_length is not None and len(source) > model.max_length:
@@ -185,6 +200,7 @@ def _check_source(model, name: str, source: np.ndarray) -> None:
             f"{name} has {len(source)} tokens: the model's positions hold {model.max_length}, "
             "shorten it"
         )
+    return source.astype(np.int32)
 
 
 def check_options(**options: float) -> None:
@@ -212,7 +228,7 @@ def translate_lines(
             sources.append(vocabulary.encode(lines[i]))
         except ValueError as error:
             raise ValueError(f"line {first_line + i}: {error}") from None
-        _check_source(model, f"line {first_line + i}", np.asarray(sources[-1], np.int32))
+        _source(model, f"line {first_line + i}", sources[-1])
     results = [Line("", 0, 0.0, 0.0)] * len(lines)
     translated = translate(model, params, sources, **options)
     for i, source, found in zip(indices, sources, translated, strict=True):

@@ -104,14 +104,14 @@ def inputs_of(config: dict, length: int, seed: int) -> tuple[np.ndarray, np.ndar
 
 
 def logits_of(model, tokens: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """The model's logits without `lm_head.bias`, which depends on the version."""
+    """The model's logits without their bias, which depends on the version."""
     import torch
 
     mask = None if real.all() else torch.tensor(real)
     with torch.no_grad():
         logits = model(torch.tensor(tokens), attention_mask=mask).logits
         if model.lm_head.decoder.bias is not None:
-            logits = logits - model.lm_head.bias
+            logits = logits - model.lm_head.decoder.bias
     return logits.numpy()
 
 

@@ -148,9 +148,15 @@ POSITIONS = "bert.embeddings.position_embeddings.weight"
     [
         (TYPES, None, f"is of another model: expected {TYPES} and {POSITIONS}"),
         (TYPES, np.zeros((2, 7)), f"{TYPES} has shape (2, 7) and {POSITIONS} (11, 8)"),
+        (TYPES, np.zeros((2, 8), np.int32), f"{TYPES} has dtype int32: expected floating point"),
         (POSITIONS, np.zeros((11, 8), np.int32), f"{POSITIONS} has dtype int32: expected float"),
         ("bert.encoder.layer.0.output.dense.bias", None, "no such tensor there and shape (8,)"),
         ("bert.encoder.layer.2.output.dense.bias", np.zeros(8), "and no such tensor here"),
+        (
+            "bert.embeddings.LayerNorm.gamma",
+            np.zeros(8),
+            "LayerNorm.weight, two names of one tensor",
+        ),
         ("cls.predictions.decoder.weight", np.zeros((V, D)), "differ, and BERT's are one"),
     ],
 )

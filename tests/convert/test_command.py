@@ -170,10 +170,13 @@ def test_what_trax_lacks_is_refused_before_anything_is_written(
         ("empty", "run", "config.json does not exist"),
         ("model.pkl.gz", "run", "say what model it is with --config_file=FILE.gin"),
         ("empty", "full", "full exists: give another name"),
+        ("empty", "empty.pkl.gz", "empty.pkl.gz exists: give another name"),
+        ("empty", "full/file/a/b", "full/file, which is no folder: give another name"),
     ],
 )
 def test_errors_in_one_line(source, target, message, tmp_path, run):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.pkl.gz").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     (tmp_path / "model.pkl.gz").touch()
@@ -278,3 +281,42 @@ def test_a_spec_survives_its_gin_file(spec_of, tmp_path):
     default = {"ReformerLM": 2, "TransformerLM": 3}[spec.model]
     shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0), (1, 4)))
     assert len(shapes["stack"]) == default
+
+
+@pytest.mark.parametrize(
+    "function, name",
+    [("jax.nn.relu", "relu"), ("jax.nn.gelu", "gelu_tanh"), ("jax.nn.tanh", None)],
+)
+def test_an_activation_that_is_a_function_has_its_name(function, name, tmp_path):
+    """The model takes any function; other formats and a written config have names."""
+    from reformax.cli import config
+
+    text = GIN + f"import jax\nlm.ReformerLM.ff_activation = @{function}\n"
+    (tmp_path / "a.gin").write_text(text)
+    config.parse([str(tmp_path / "a.gin")])
+    if name is None:
+        with pytest.raises(ValueError, match="ff_activation is tanh: expected one of relu, gelu,"):
+            Spec.of_config()
+        return
+    spec = Spec.of_config()
+    assert spec.arguments["ff_activation"] == name
+    assert f"ff_activation = '{name}'" in spec.gin()
+    assert Spec.make("ReformerLM", [], vocab_size=9, ff_activation=jax.nn.relu) == Spec.make(
+        "ReformerLM", [], vocab_size=9, ff_activation="relu"
+    )
+
+
+def test_sizes_of_heads_that_a_config_leaves_to_the_model(tmp_path):
+    """None is d_model / n_heads, which other formats have as a number."""
+    from reformax.cli import config
+
+    sizes = "lm.ReformerLM.d_attention_key = None\nlm.ReformerLM.d_attention_value = None\n"
+    (tmp_path / "a.gin").write_text(GIN + sizes)
+    config.parse([str(tmp_path / "a.gin")])
+    spec = Spec.of_config()
+    assert [spec.arguments[f"d_attention_{x}"] for x in ("key", "value")] == [4, 4]
+    assert trax_models.write_params(tmp_path / "a.pkl.gz", spec, random_params(spec), 32).exists()
+    (tmp_path / "b.gin").write_text(GIN + sizes + "lm.ReformerLM.n_heads = 3\n")
+    config.parse([str(tmp_path / "b.gin")])
+    with pytest.raises(ValueError, match="d_model is 8: expected a multiple of n_heads, 3"):
+        Spec.of_config()

@@ -153,6 +153,20 @@ def test_tensors_of_another_model(name, array, message, tmp_path):
     assert f"transformer.{name} {message}" in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 10**5, "words", "\udcff"])
+def test_a_tokenizer_that_was_half_copied(content, tmp_path):
+    folder = saved(tmp_path)
+    (folder / "tokenizer.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="tokenizer.json is no object of JSON: copy it again"):
+        hugging_face.read(folder)
+
+
+def test_a_tensor_with_and_without_the_prefix(tmp_path):
+    twice = tensors() | {"wte.weight": np.zeros((V, D), np.float32)}
+    with pytest.raises(ValueError, match=r"transformer.wte.weight.*, two names of one tensor"):
+        hugging_face.read(saved(tmp_path, arrays=twice))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -161,6 +175,10 @@ def test_tensors_of_another_model(name, array, message, tmp_path):
         (dict(tie_embeddings=False), "tie_embeddings is False, expected True"),
         (dict(post_norm=True), "post_norm is True, expected False"),
         (dict(n_kv_heads=1), "n_kv_heads is 1, expected None"),
+        (
+            dict(n_heads=3, d_attention_key=2, d_attention_value=2),
+            "d_model is 8, expected a multiple of n_heads, 3",
+        ),
         ([Op("local", {})], "the attention is local, expected dense or flash"),
         ([Op("flash", dict(scale=2.0))], "flash's scale is 2.0, expected None"),
     ],

@@ -505,11 +505,15 @@ def torch_files():
         "a sparse tensor": ({"a": plain.to_sparse()}, "which is no plain array"),
         "complex numbers": ({"a": plain.to(torch.complex64)}, "which is no plain array"),
         "no memory": ({"a": torch.ones(3, device="meta")}, "which is no plain array"),
+        "quantized": (
+            {"a": torch.quantize_per_tensor(plain, 0.1, 0, torch.quint8)},
+            "which is no plain array",
+        ),
     }
 
 
 ROWS_OF_TORCH = ["a list", "a tensor", "a number", "a name that is a number", "a view of 4 TB"]
-ROWS_OF_TORCH += ["a sparse tensor", "complex numbers", "no memory"]
+ROWS_OF_TORCH += ["a sparse tensor", "complex numbers", "no memory", "quantized"]
 
 
 @pytest.mark.parametrize("row", ROWS_OF_TORCH)
@@ -519,6 +523,21 @@ def test_a_file_of_pytorch_that_is_no_model(row, tmp_path):
     (saved(tmp_path, "factored") / "model.safetensors").unlink()
     torch.save(content, tmp_path / "pytorch_model.bin")
     bounded(lambda: hugging_face.read(tmp_path), message)
+
+
+def test_parameters_of_pytorch_are_read_and_integers_are_not(tmp_path):
+    """A dict of `named_parameters()` asks for gradients; safetensors refuse integers too."""
+    torch = pytest.importorskip("torch")
+    folder = saved(tmp_path, "factored")
+    want = hugging_face.read(folder).params["embedding"]
+    (folder / "model.safetensors").unlink()
+    tensors = {name: torch.tensor(array) for name, array in weights("factored").items()}
+    torch.save(
+        {k: torch.nn.Parameter(x) for k, x in tensors.items()}, tmp_path / "pytorch_model.bin"
+    )
+    np.testing.assert_array_equal(hugging_face.read(folder).params["embedding"], want)
+    torch.save({k: x.int() for k, x in tensors.items()}, tmp_path / "pytorch_model.bin")
+    bounded(lambda: hugging_face.read(folder), "has dtype int32: expected floating point")
 
 
 def test_a_packed_file_of_pytorch_is_refused(tmp_path):

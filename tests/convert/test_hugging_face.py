@@ -86,6 +86,8 @@ def test_a_round_trip_gives_the_identical_arrays_and_config(name, tmp_path):
     from safetensors.numpy import load_file
 
     before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("there", "back"))
+    copy = after.pop("lm_head.decoder.bias")  # the name that transformers 5.24 reads
+    np.testing.assert_array_equal(copy, before["lm_head.bias"])
     assert before.keys() == after.keys()
     for key, array in before.items():
         assert (after[key].dtype, after[key].shape) == (array.dtype, array.shape)
@@ -159,6 +161,7 @@ def test_a_model_trained_here_goes_there(tmp_path):
         (dict(attention_bias=True), "attention_bias is True"),
         (dict(n_slots=6), "n_slots is 6, expected None"),
         (dict(n_kv_heads=1), "n_kv_heads is 1, expected None"),
+        (dict(first_token=5), "first_token is 5, expected 0"),
         (dict(d_attention_value=9), "d_attention_value is 9, expected d_attention_key, 64"),
         ([Op("dense", {})], "the attention is dense"),
         ([Op("local", dict(window=3))], "local's window is 3, expected None"),
@@ -261,9 +264,14 @@ def test_what_older_versions_wrote_besides(tmp_path):
     }
     read = hugging_face.read(saved(tmp_path, "factored", tensors=more))
     assert any("lm_head.bias is not zero" in note for note in read.notes)
-    more["lm_head.decoder.bias"] = tensors["lm_head.bias"] + 1
-    with pytest.raises(ValueError, match="lm_head.decoder.bias and lm_head.bias differ"):
-        hugging_face.read(saved(tmp_path, "factored", tensors=more))
+
+
+def test_the_bias_of_the_decoder_counts(tmp_path):
+    """transformers 5.24 trains and saves it apart from `lm_head.bias`, which it does not use."""
+    tensors = weights("factored")
+    tensors["lm_head.decoder.bias"] = tensors["lm_head.bias"] + 1
+    read = hugging_face.read(saved(tmp_path, "factored", tensors=tensors))
+    np.testing.assert_array_equal(read.params["logits"]["b"], tensors["lm_head.decoder.bias"])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
@@ -301,6 +309,8 @@ def test_live(name, tmp_path):
     hugging_face.write(tmp_path / "back", read.spec, read.params, read.config)
     back = transformers.ReformerModelWithLMHead.from_pretrained(tmp_path / "back").eval()
     for key, tensor in model.state_dict().items():
+        if key == "lm_head.bias":  # where it is apart from the decoder's, it has no use
+            tensor = model.state_dict().get("lm_head.decoder.bias", tensor)
         assert torch.equal(tensor, back.state_dict()[key]), key
     np.testing.assert_array_equal(fixture.logits_of(back, tokens, real), theirs)
 
@@ -329,3 +339,15 @@ def test_a_torch_file_where_torch_is_missing(tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ImportError, match="pip install torch"):
         hugging_face.read(tmp_path)
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs torch and transformers")
+@pytest.mark.parametrize("name", ["lm_head.bias", "lm_head.decoder.bias"])
+def test_live_a_folder_with_one_name_of_the_bias_is_converted(name, tmp_path):
+    """The check of logits passes whichever name a version of transformers reads."""
+    from reformax.convert import __main__ as command
+
+    tensors = weights("factored")
+    tensors[name] = tensors.pop("lm_head.bias")
+    folder = saved(tmp_path / "there", "factored", tensors=tensors)
+    assert command.main([f"--from={folder}", f"--to={tmp_path / 'run'}"]) == 0

@@ -378,3 +378,51 @@ def test_a_model_that_trax_does_not_have(spec, message):
     with pytest.raises(ValueError, match="Trax has no such ReformerLM") as raised:
         trax_models.table(Spec.make("ReformerLM", [Op("dense", {})], **SIZES | spec))
     assert message in str(raised.value)
+
+
+def test_heads_that_do_not_divide_the_stream():
+    """Trax's TransformerLM has heads of d_model / n_heads."""
+    uneven = dict(n_heads=3, d_attention_key=2, d_attention_value=2)
+    spec = TRANSFORMER._replace(arguments={**TRANSFORMER.arguments, **uneven})
+    with pytest.raises(ValueError, match="d_model is 8, expected a multiple of n_heads, 3"):
+        trax_models.table(spec)
+
+
+@pytest.mark.parametrize(
+    "name, length, message",
+    [
+        ("lsh", 8, "length is 8: expected 32, the grid of axial positions"),
+        ("dense", 41, "length is 41: expected at most 40, as many as positions"),
+        ("sinusoidal", 10, "length is 10: expected a multiple of the chunks', 4"),
+    ],
+)
+def test_a_length_that_trax_does_not_read(name, length, message, tmp_path):
+    spec = REFORMERS[name]
+    with pytest.raises(ValueError) as raised:
+        trax_models.write_params(tmp_path / "a.pkl.gz", spec, random_params(spec), length)
+    assert str(raised.value) == message and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "sizes, chunk_len, length",
+    [
+        (dict(pos_axial_shape=(64, 128), pos_d_axial_embs=(3, 5)), 64, 8192),
+        (dict(pos_axial_shape=(100,), pos_d_axial_embs=(8,)), 64, 64),
+        (dict(pos_type="none", pos_axial_shape=(), pos_d_axial_embs=()), 3000, 6000),
+    ],
+)
+def test_the_length_of_a_file_is_one_that_trax_reads(sizes, chunk_len, length, tmp_path):
+    """Whether or not it is compared with Trax's own model, which takes long at large ones."""
+    cycle = [Op("local", dict(chunk_len=chunk_len))]
+    spec = Spec.make("ReformerLM", cycle, **SIZES | AXIAL | sizes)
+    assert trax_models.length_of(spec) == length
+    trax_models.write_params(tmp_path / "a.pkl.gz", spec, random_params(spec), length)
+    assert trax_files.read(tmp_path / "a.pkl.gz").input_signature.shape == (1, length)
+
+
+def test_positions_that_chunks_do_not_divide():
+    for shape in ((9, 10), (40,)):
+        sizes = dict(pos_axial_shape=shape, pos_d_axial_embs=(8,) if len(shape) == 1 else (3, 5))
+        cycle = [Op("local", dict(chunk_len=64))]
+        with pytest.raises(ValueError, match="expected a multiple of chunks of 64"):
+            trax_models.table(Spec.make("ReformerLM", cycle, **SIZES | AXIAL | sizes))

@@ -155,6 +155,16 @@ def test_hashes_dropout_and_modes_of_a_module():
     assert np.abs(apply(weights, X, rngs=rngs) - THEIRS.apply(weights, X)).max() > 1e-3
 
 
+def test_a_view_for_evaluation_drops_nothing():
+    """As that of flax's own modules, and as `eval()`, which changes the model itself."""
+    module = our_nnx.Attention(flash.flash(), 2, 8, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    view = nnx.view(module, deterministic=True)
+    assert view.deterministic and not module.deterministic
+    np.testing.assert_array_equal(view(X), view(X))
+    assert not np.array_equal(module(X), view(X))
+    assert not nnx.view(view, deterministic=False).deterministic
+
+
 def test_what_a_module_refuses():
     with_weights = dataclasses.replace(dense.dense(), init=lambda rng, dims: jnp.ones(3))
     with_extras = dataclasses.replace(dense.dense(), extras=lambda dims: {})

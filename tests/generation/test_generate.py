@@ -150,6 +150,17 @@ def test_errors(model, params):
     assert message(prompts=[[0.5]]).startswith("prompts[0] has shape (1,) and dtype float64")
     assert message(prompts=["text"]).startswith("prompts[0] has shape () and dtype <U4")
     assert message(end=16).startswith("end is 16: expected a token below 16")
+    assert message(prompts=[[[1], [2, 3]]]) == (
+        "prompts[0] is [[1], [2, 3]]: expected token numbers alone"
+    )
+    assert message(end=1.5) == "end is 1.5: expected a whole number of at least 0, or None"
+    assert (
+        message(every=2.5) == "every is 2.5: expected a whole number of at least 1 and at most 64"
+    )
+    assert message(every=65) == "every is 65: expected at least 1 and at most 64"
+    assert message(max_length="64") == (
+        "max_length is '64': expected a whole number of at least 1, or None"
+    )
     assert message(temperature=-1).startswith("temperature is -1")
     assert message(max_length=11) == (
         "max_new_tokens is 5: with a prompt of 7 tokens that is 12, above max_length, 11: ask for "
@@ -165,6 +176,15 @@ def test_errors(model, params):
     )
     training = ReformerLM(**OPTIONS | dict(mode="train"))
     assert "decoding needs causal=True and mode='eval'" in message(model=training)
+
+
+def test_numbers_of_numpy_are_numbers(model, params):
+    numbers = dict(end=np.int64(15), every=np.int32(2), seed=np.uint8(3))
+    rows = generation.generate(model, params, PROMPTS, np.int64(5), **numbers)
+    want = generation.generate(
+        model, params, PROMPTS, 5, **{name: int(x) for name, x in numbers.items()}
+    )
+    assert [row.tolist() for row in rows] == [row.tolist() for row in want]
 
 
 def test_all_of_axial_positions_can_be_filled():

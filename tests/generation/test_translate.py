@@ -196,6 +196,8 @@ def test_weights_may_be_prepared_once():
     want = generation.translate(model, params, some, max_extra=EXTRA)
     for _ in range(2):
         assert generation.translate(model, ready, some, max_extra=EXTRA) == want
+    with pytest.raises(ValueError, match="mesh is given and the weights are prepared already"):
+        generation.translate(model, ready, some, mesh=jax.make_mesh((1,), ("data",)))
 
 
 class Letters:
@@ -257,6 +259,14 @@ def test_scores():
         (dict(max_extra=0), "max_extra is 0"),
         (dict(batch_tokens=0), "batch_tokens is 0"),
         (dict(sources=[[3], []]), r"sources\[1\] is \[\]: expected one or more tokens"),
+        (dict(end=99), "end is 99: expected a token below 11"),
+        (dict(end=1.5), "end is 1.5: expected a whole number"),
+        (dict(hash_seed="a"), "hash_seed is 'a': expected a whole number of 64 bits"),
+        (dict(sources=[[3.7]]), r"sources\[0\] has shape \(1,\) and dtype float64: expected a seq"),
+        (dict(sources=[[True]]), r"sources\[0\] has shape \(1,\) and dtype bool: expected a seq"),
+        (dict(sources=[[[3], [4]]]), r"sources\[0\] has shape \(2, 1\) and dtype int64: expected"),
+        (dict(sources=["ab"]), r"sources\[0\] has shape \(\) and dtype <U2: expected a sequence"),
+        (dict(sources=[np.array([2**32 + 3])]), r"sources\[0\] is \[4294967299\]: expected one"),
         (dict(sources=[[11]]), r"sources\[0\] is \[11\]: .* vocabulary, 11"),
     ],
 )
