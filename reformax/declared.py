@@ -108,6 +108,8 @@ class Called(NamedTuple):
 
 Size = Annotated[int, Bounds(1, LARGEST)]
 Count = Annotated[int, Bounds(0, LARGEST)]
+# Of weights of their own that ops have: more take all memory before anything says so.
+Width = Annotated[int, Bounds(1, 2**16)]
 VocabSize = Annotated[int, Bounds(2, LARGEST)]
 # The weights of a model are drawn layer by layer.
 Depth = Annotated[int, Bounds(1, 10_000)]

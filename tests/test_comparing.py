@@ -216,6 +216,23 @@ def test_the_table_has_what_differs_and_the_best(tmp_path, capsys):
     assert (tmp_path / "runs.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize(
+    "other, columns",
+    [
+        ("n = 4\na.A.n = 4\na.B.n = %n\n", {"n": ["2", "4"]}),
+        ("a.A.n = 4\na.B.n = 2\n", {"n": ["2", "4"]}),
+        ("n = 4\na.A.n = 8\na.B.n = %n\n", {"n": ["2", "4"], "A.n": ["2", "8"]}),
+        ("n = 2\na.A.n = 4\na.B.n = %n\n", {"n": ["2", "4"]}),
+        ("n = 4\na.A.n = %n\na.B.n = %n\n", {"n": ["2", "4"]}),
+    ],
+)
+def test_a_macro_and_its_use_are_one_difference(other, columns):
+    texts = ("n = 2\na.A.n = %n\na.B.n = %n\n", other)
+    found = [statements(f"steps = 9\n{text}").values for text in texts]
+    settings = [{name: repr(value) for name, value in values.items()} for values in found]
+    assert runs.differences(settings) == columns
+
+
 def test_a_folder_without_runs_is_told(tmp_path):
     with pytest.raises(ValueError, match="has no metrics.jsonl, nor has a folder in it: give"):
         runs.main([str(tmp_path)])

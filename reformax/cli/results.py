@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,8 @@ class Files:
         if not self._writes:
             return
         try:
-            durable.write(self._folder / name, data)
+            with _alone_in(self._folder):
+                durable.write(self._folder / name, data)
             self._failed.pop(name, None)
         except OSError as error:
             self._failed[name] = str(error)
@@ -65,3 +69,14 @@ class Files:
             print(f"error: {why}; the result is printed above{old}", file=sys.stderr)
             return 1
         return 0
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Holds a lock of the folder, for which others that write results in it wait."""
+    with ExitStack() as held:
+        with suppress(OSError):  # without locks or a folder `durable.write` says what is wrong
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield

@@ -157,8 +157,21 @@ def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
         values = [one.get(one.get(name, name)[1:], one.get(name)) for one in settings]
         comparable = {v for v, used in zip(values, functions, strict=True) if function in used}
         if len(comparable) > 1 and name not in OF_WORDS:
-            found[name] = [ABSENT if value is None else _cut(value) for value in values]
-    return dict(zip(short_names(list(found)), found.values(), strict=True))
+            found[name] = values
+    names = [name for name in found if not _is_told(name, found, settings)]
+    columns = ([ABSENT if value is None else _cut(value) for value in found[x]] for x in names)
+    return dict(zip(short_names(names), columns, strict=True))
+
+
+def _is_told(
+    macro: str, found: dict[str, list[str | None]], settings: Sequence[dict[str, str]]
+) -> bool:
+    """Whether a setting that is this macro in some run has a column with all that it says."""
+    uses = {name for one in settings for name, value in one.items() if value == f"%{macro}"}
+    return any(
+        all(own in (None, its) for own, its in zip(found[macro], found[use], strict=True))
+        for use in uses & found.keys()
+    )
 
 
 def short_names(names: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from reformax.convert import hugging_face_bert, hugging_face_config, hugging_face_gpt2, tables
 from reformax.convert.spec import Op, Spec
-from reformax.convert.tables import Tensor
+from reformax.convert.tables import Tensor, layer_norm
 from reformax.data import files
 from reformax.declared import shown
 
@@ -126,7 +126,7 @@ def _reformer(spec: Spec) -> list[Tensor]:
     for layer, block, repeat, op in spec.layers():
         path = ("stack", f"block_{block}")
         rows += _block(f"reformer.encoder.layers.{layer}", path, repeat, op, arguments)
-    rows += _norm("reformer.encoder.layer_norm", ("norm",), 2 * d)
+    rows += layer_norm("reformer.encoder.layer_norm", ("norm",), 2 * d)
     sizes = (vocab, 2 * d)
     rows.append(
         Tensor("lm_head.decoder.weight", ("logits", "w"), sizes, None, np.transpose, np.transpose)
@@ -160,7 +160,7 @@ def _block(
     projections = {"w_q": "query_key", "w_v": "value"}
     if op.name == "local":
         projections = {"w_q": "query", "w_k": "key", "w_v": "value"}
-    rows = _norm(f"{name}.attention.layer_norm", (*path, "attention_norm"), d, repeat)
+    rows = layer_norm(f"{name}.attention.layer_norm", (*path, "attention_norm"), d, repeat)
     for weight, projection in projections.items():
         tensor = f"{name}.attention.self_attention.{projection}.weight"
         rows.append(Tensor(tensor, (*attention, weight), (n * h, d), repeat, split, joined))
@@ -174,19 +174,12 @@ def _block(
             lambda x: x.reshape(n * h, d).T,
         )
     )
-    rows += _norm(f"{name}.feed_forward.layer_norm", (*path, "feed_forward_norm"), d, repeat)
+    rows += layer_norm(f"{name}.feed_forward.layer_norm", (*path, "feed_forward_norm"), d, repeat)
     for i, part, sizes in ((1, "dense", (d_ff, d)), (2, "output", (d, d_ff))):
         tensor, weight = f"{name}.feed_forward.{part}.dense", (*feed_forward, f"w{i}")
         rows.append(Tensor(f"{tensor}.weight", weight, sizes, repeat, np.transpose, np.transpose))
         rows.append(Tensor(f"{tensor}.bias", (*feed_forward, f"b{i}"), sizes[:1], repeat))
     return rows
-
-
-def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None) -> list[Tensor]:
-    return [
-        Tensor(f"{name}.{there}", (*path, here), (size,), repeat)
-        for there, here in (("weight", "scale"), ("bias", "bias"))
-    ]
 
 
 def read(path: str | Path) -> Checkpoint:

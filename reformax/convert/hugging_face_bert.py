@@ -22,7 +22,7 @@ from reformax.convert.hugging_face_config import (
     size_of_head,
 )
 from reformax.convert.spec import Op, Spec
-from reformax.convert.tables import Tensor, renamed
+from reformax.convert.tables import Tensor, layer_norm, renamed
 from reformax.declared import Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
@@ -91,19 +91,21 @@ def table(spec: Spec) -> list[Tensor]:
     rows = [
         Tensor(f"{EMBEDDINGS}.word_embeddings.weight", ("embedding",), (vocab, d)),
         Tensor(_POSITIONS, ("positions", "axis_0"), (a["pos_axial_shape"][0], d)),
-        *_norm(f"{EMBEDDINGS}.LayerNorm", ("embedding_norm",), d),
+        *layer_norm(f"{EMBEDDINGS}.LayerNorm", ("embedding_norm",), d),
     ]
     for layer, block, repeat, _ in spec.layers():
         name, path = f"bert.encoder.layer.{layer}", ("stack", f"block_{block}")
         rows += _attention(f"{name}.attention", (*path, "attention"), d, a["n_heads"], repeat)
-        rows += _norm(f"{name}.attention.output.LayerNorm", (*path, "attention_norm"), d, repeat)
+        rows += layer_norm(
+            f"{name}.attention.output.LayerNorm", (*path, "attention_norm"), d, repeat
+        )
         into, out = (*path, "feed_forward"), (*path, "feed_forward_norm")
         rows += _linear(f"{name}.intermediate.dense", into, ("w1", "b1"), (d_ff, d), repeat)
         rows += _linear(f"{name}.output.dense", into, ("w2", "b2"), (d, d_ff), repeat)
-        rows += _norm(f"{name}.output.LayerNorm", out, d, repeat)
+        rows += layer_norm(f"{name}.output.LayerNorm", out, d, repeat)
     head = "cls.predictions"
     rows += _linear(f"{head}.transform.dense", ("hidden",), ("w", "b"), (d, d))
-    rows += _norm(f"{head}.transform.LayerNorm", ("head_norm",), d)
+    rows += layer_norm(f"{head}.transform.LayerNorm", ("head_norm",), d)
     return [*rows, Tensor(f"{head}.bias", ("logits", "b"), (vocab,))]
 
 
@@ -150,13 +152,6 @@ def _linear(
     return [
         Tensor(f"{name}.weight", w, sizes, repeat, np.transpose, np.transpose),
         Tensor(f"{name}.bias", b, sizes[:1], repeat),
-    ]
-
-
-def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None) -> list[Tensor]:
-    return [
-        Tensor(f"{name}.{there}", (*path, here), (size,), repeat)
-        for there, here in (("weight", "scale"), ("bias", "bias"))
     ]
 
 

@@ -22,7 +22,7 @@ from reformax.convert.hugging_face_config import (
     size_of_head,
 )
 from reformax.convert.spec import Op, Spec
-from reformax.convert.tables import Tensor, renamed
+from reformax.convert.tables import Tensor, layer_norm, renamed
 from reformax.declared import Count, Depth, NonNegative, Positive, Rate, Size, VocabSize
 
 FIELDS = {
@@ -149,14 +149,14 @@ def table(spec: Spec) -> list[Tensor]:
     ]
     for layer, block, repeat, _ in spec.layers():
         name, path = f"{PREFIX}h.{layer}", ("stack", f"block_{block}")
-        rows += _norm(f"{name}.ln_1", (*path, "attention_norm"), d, repeat)
+        rows += layer_norm(f"{name}.ln_1", (*path, "attention_norm"), d, repeat)
         rows += _attention(f"{name}.attn", (*path, "attention"), d, a["n_heads"], repeat)
-        rows += _norm(f"{name}.ln_2", (*path, "feed_forward_norm"), d, repeat)
+        rows += layer_norm(f"{name}.ln_2", (*path, "feed_forward_norm"), d, repeat)
         for i, part, sizes in ((1, "c_fc", (d, d_ff)), (2, "c_proj", (d_ff, d))):
             for letter, kind, shape in (("w", "weight", sizes), ("b", "bias", sizes[1:])):
                 weight = (*path, "feed_forward", f"{letter}{i}")
                 rows.append(Tensor(f"{name}.mlp.{part}.{kind}", weight, shape, repeat))
-    return [*rows, *_norm(f"{PREFIX}ln_f", ("norm",), d)]
+    return [*rows, *layer_norm(f"{PREFIX}ln_f", ("norm",), d)]
 
 
 def _attention(name: str, path: tuple[str, ...], d: int, n: int, repeat: int) -> list[Tensor]:
@@ -184,13 +184,6 @@ def _attention(name: str, path: tuple[str, ...], d: int, n: int, repeat: int) ->
             rows.append(Tensor(f"{name}.c_attn.{kind}", weight, sizes, repeat, read, write, part))
     rows.append(Tensor(f"{name}.c_proj.weight", (*path, "w_o"), (d, d), repeat, heads, flat))
     return [*rows, Tensor(f"{name}.c_proj.bias", (*path, "b_o"), (d,), repeat)]
-
-
-def _norm(name: str, path: tuple[str, ...], size: int, repeat: int | None = None) -> list[Tensor]:
-    return [
-        Tensor(f"{name}.{there}", (*path, here), (size,), repeat)
-        for there, here in (("weight", "scale"), ("bias", "bias"))
-    ]
 
 
 def without_copies(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:

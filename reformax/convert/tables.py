@@ -42,6 +42,16 @@ class Tensor(NamedTuple):
     part: tuple[int, int] = (0, 1)
 
 
+def layer_norm(
+    name: str, path: tuple[str, ...], size: int, repeat: int | None = None
+) -> list[Tensor]:
+    """The scale and the bias of a layer norm, by PyTorch's names."""
+    return [
+        Tensor(f"{name}.{there}", (*path, here), (size,), repeat)
+        for there, here in (("weight", "scale"), ("bias", "bias"))
+    ]
+
+
 def axial(name: str, shape: Sequence[int], d_embs: Sequence[int], leading: int = 0) -> list[Tensor]:
     """The tables of axial positions, one for each axis, which has length 1 along the others there.
 

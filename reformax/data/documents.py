@@ -7,6 +7,7 @@ the option to train on its bytes as they are.
 from __future__ import annotations
 
 import codecs
+import fnmatch
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,13 +58,13 @@ def read(path: Path, pattern: str, field: str, raw: bool) -> Mapping[str, files.
     Args:
       path: a file; a folder, whose files are joined by `files.read_folder`; or a folder that
         `datasets` saved.
-      pattern: the names of a folder's files to take.
+      pattern: the names of files to take. What is read whole matches, or this is '*'.
       field: the field of a table's rows that is text. Each text ends in `BORDER`.
       raw: take files as they are: no table, nothing unpacked, nothing refused, and documents are
         files alone.
 
     Raises:
-      ValueError: a file is empty, damaged or no text, or too much; or no file matches.
+      ValueError: a file is empty, damaged or no text, or too much; or none matches.
       OSError: a file or a folder cannot be read.
       ImportError: a package that reads such tables is not there.
     """
@@ -81,6 +82,7 @@ def read(path: Path, pattern: str, field: str, raw: bool) -> Mapping[str, files.
             return data
         return _joined(rows(file, field, files.most_unpacked(file.stat().st_size)), file, field)
 
+    _check_pattern(path, pattern, raw)
     if not path.is_dir():
         found = {"train": files.Joined(content(path), _FIRST)}
     elif not raw and (path / _DATASETS).is_file():
@@ -92,6 +94,17 @@ def read(path: Path, pattern: str, field: str, raw: bool) -> Mapping[str, files.
             _check_no_pairs(path)
         found = {"train": files.read_folder(path, pattern, content)}
     return found if raw else {s: files.Joined(x.data, _begins(x)) for s, x in found.items()}
+
+
+def _check_pattern(path: Path, pattern: str, raw: bool) -> None:
+    """Raises `SettingError` for a pattern that would choose nothing of what is read whole."""
+    by_datasets = not raw and any((path / name).is_file() for name in (_DATASETS, _DATASET))
+    if by_datasets and pattern != "*" or not (path.is_dir() or fnmatch.fnmatch(path.name, pattern)):
+        what = "a folder that `datasets` saved" if by_datasets else "a file that does not match it"
+        raise SettingError(
+            f"pattern is {pattern!r}, and {path} is {what}: set text.text.pattern='*', or give a "
+            "folder of files"
+        )
 
 
 def _begins(text: files.Joined) -> Int64[np.ndarray, " d"]:

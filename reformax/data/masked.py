@@ -63,8 +63,9 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
         if given != length:
             raise SettingError(f"length={given} must be {length}, masked.masked.length")
 
-    def draws(rng: np.random.Generator, shape: int | tuple[int, int]):
+    def draws(of_rows: np.random.Generator, shape: int | tuple[int, int]):
         """What decides whether a token is chosen, and the token that may take its place."""
+        rng = np.random.Generator(of_rows.bit_generator.jumped())  # not the numbers of the rows
         return rng.random(shape), rng.integers(1, task.vocab_size, size=shape)
 
     def hidden(tokens: Int[np.ndarray, "B T"], draw, others, real) -> Batch:
@@ -77,9 +78,7 @@ def masked(task: Rows, length: Size, rate: Share = 0.15, mask_id: Size | None = 
     def train_batch(seed: int, step: int, batch_size: int, given: int) -> Batch:
         check_length(given)
         tokens = task.train_batch(seed, step, batch_size, length).inputs
-        # Not the numbers that chose the rows.
-        rng = np.random.Generator(generator(seed, step).bit_generator.jumped())
-        return hidden(tokens, *draws(rng, tokens.shape), np.True_)
+        return hidden(tokens, *draws(generator(seed, step), tokens.shape), np.True_)
 
     def eval_batches(split: str, batch_size: int, given: int, stride: int) -> Iterator[Batch]:
         check_sizes(batch_size=batch_size)

@@ -31,10 +31,11 @@ from reformax.data.base import (
     of_split,
     text_fingerprint,
 )
-from reformax.data.vocabulary import FILE, check_settings, check_size, learnt
+from reformax.data.vocabulary import FILE, check_settings, check_size, learnt, settings_of
 from reformax.data.vocabulary import fingerprint as hash_of
 from reformax.declared import SettingError, user_path
 
+BYTES = 256  # the size of a text's vocabulary without pieces
 _BORDER = b"\0"
 _BLOCK = 2**14  # bytes of text that are encoded as one
 _TOGETHER = 2**24  # bytes of text whose ids are Python integers until they are joined
@@ -64,6 +65,7 @@ class _SentencePieces:
 
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=serialised)
         self.size = self._pieces.get_piece_size()
+        self.model_type = settings_of(serialised)["model_type"]
         self.end = self._pieces.eos_id()
         self.mask = None
 
@@ -101,6 +103,7 @@ class _Tokenizer:
         self._tokenizer.no_padding()
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = 1 + max(known.values())
+        self.model_type = type(self._tokenizer.model).__name__.lower()
         self.end = next((known[name] for name in _ENDS if name in known), -1)
         self.mask = next((known[name] for name in _MASKS if name in known), None)
 
@@ -134,20 +137,22 @@ class PieceVocabulary:
         size: int,
         text: UInt8[np.ndarray, " n"] | None = None,
         path: str | os.PathLike | None = None,
-        model_type: str = "bpe",
+        model_type: str | None = None,
     ):
         """Stores the settings; reads a file, but learns nothing yet.
 
         Args:
-          size: pieces of a vocabulary that is learnt. That of a file has its own.
+          size: pieces of a vocabulary that is learnt. A file has as many; `BYTES` leaves that open.
           text: the bytes to learn from.
           path: a file with a vocabulary. It may be gone once the run keeps its own copy.
-          model_type: sentencepiece's kind of model.
+          model_type: 'bpe', 'unigram', 'char' or 'word'. None: a file's own, and 'bpe' is learnt.
 
         Raises:
           ValueError: the file is too large, or no vocabulary.
         """
-        self.size, self._text, self._model_type = size, text, model_type
+        self.size, self._text, self._model_type = size, text, model_type or "bpe"
+        asked = {"vocab_size": None if size == BYTES else size, "model_type": model_type}
+        self._asked = {name: value for name, value in asked.items() if value is not None}
         self._path = None if path is None else user_path("text.text.vocabulary", path)
         self._bytes: bytes | None = None
         self._pieces: _SentencePieces | _Tokenizer | None = None
@@ -159,7 +164,8 @@ class PieceVocabulary:
 
         Raises:
           ValueError: the run has begun and its vocabulary is missing, damaged or not the config's;
-            or it has not begun and another one lies in its folder.
+            or it has not begun and another one lies in its folder, or the config's file is of
+            another size or kind than the config says.
           FileNotFoundError: the config's file is not there, and the run has not begun.
         """
         path = Path(folder) / FILE
@@ -167,6 +173,7 @@ class PieceVocabulary:
             self._take_kept(path)
         else:
             made = self._made()
+            self._check_file()
             if path.exists() and path.read_bytes() != made:
                 raise ValueError(
                     f"{path} is not the vocabulary of this text and these settings, and the run "
@@ -262,6 +269,16 @@ class PieceVocabulary:
             settings = _LOSSLESS | {"model_type": self._model_type}
             self._take(learnt(_sentences(self._text), self.size, settings), Path(FILE))
         return self._bytes
+
+    def _check_file(self) -> None:
+        """Raises `SettingError` if the config's file is not what the config says beside it."""
+        found = {"vocab_size": self.size, "model_type": self._codec.model_type}
+        for name, asked in self._asked.items():
+            if self._path is not None and asked != found[name]:
+                raise SettingError(
+                    f"text.text.{name} is {asked!r}, and {self._path} has {found[name]!r}: set it "
+                    "to that, or leave it out"
+                )
 
     def _take(self, serialised: bytes, path: Path) -> None:
         self._pieces, self._bytes = _codec(serialised, path), serialised

@@ -10,7 +10,7 @@ from jaxtyping import UInt8
 
 from reformax.data import documents, files
 from reformax.data.base import Task, Windows, byte_language_model, split_borders
-from reformax.data.pieces import PieceVocabulary, piece_language_model
+from reformax.data.pieces import BYTES, PieceVocabulary, piece_language_model
 from reformax.data.vocabulary import ModelType
 from reformax.declared import Bounds, Name, PathName, SettingError, Size, VocabSize, checked
 
@@ -26,9 +26,9 @@ def text(
     field: Name = "text",
     raw: bool = False,
     max_held_out: Size = MAX_HELD_OUT,
-    vocab_size: VocabSize = 256,
+    vocab_size: VocabSize = BYTES,
     vocabulary: PathName | None = None,
-    model_type: ModelType = "bpe",
+    model_type: ModelType | None = None,
     offset: Offset = 0,
     windows: Windows = "anywhere",
     document_mask: bool = False,
@@ -46,15 +46,16 @@ def text(
     Args:
       data_dir: a file or a folder. Text, plain or .gz, .xz or .zip; .jsonl, plain or packed;
         .parquet; .arrow; or a folder that `datasets` saved, whose own splits are kept.
-      pattern: the names of a folder's files to take, such as '*.txt' or '*.md'.
+      pattern: the names of files to take, such as '*.txt' or '*.md'.
       field: the field of a table's rows that is their text.
       raw: train on the bytes of files as they are, whatever they hold.
       max_held_out: the most bytes of valid and of test.
       vocab_size: 256 for bytes. Otherwise the pieces of a sentencepiece model that is learnt from
         the training text, 256 of which are bytes, so that no text is unknown.
       vocabulary: a file with a vocabulary to take instead: tokenizer.json of Hugging Face's
-        `tokenizers`, or a sentencepiece model.
-      model_type: 'bpe', 'unigram', 'char' or 'word', where pieces are learnt.
+        `tokenizers`, or a sentencepiece model. It has as many pieces as a `vocab_size` other than
+        256 says, and the `model_type`, if that is given.
+      model_type: of pieces: 'bpe', 'unigram', 'char' or 'word'; None: 'bpe' where they are learnt.
       offset: a byte's id is the byte plus this, for models that reserve the first ids.
       windows: where training windows begin: 'anywhere', uniformly; or by 'documents', from their
         begins where they fit, as `reformax.data.base.document_starts` says.
@@ -76,7 +77,12 @@ def text(
     texts = {split: files.as_array(x.data) for split, x in found.items()}
     splits = split_text(texts, str(path), max_held_out)
     borders = split_borders({split: x.begins for split, x in found.items()}, splits)
-    if vocabulary is None and vocab_size in (256, 256 + offset):
+    if vocabulary is None and vocab_size in (BYTES, BYTES + offset):
+        if model_type is not None:
+            raise SettingError(
+                f"model_type is {model_type!r}: bytes are no pieces, leave it out, or set "
+                "vocab_size to 260 or more"
+            )
         return byte_language_model("text", splits, offset, borders, windows, document_mask)
     if vocabulary is None and vocab_size < 260:
         raise SettingError(

@@ -172,18 +172,24 @@ def check_settings(path: Path, serialised: bytes, settings: Mapping[str, Any]) -
       serialised: the model as sentencepiece writes it.
       settings: the config's model_type, and character_coverage if it has that.
     """
+    found = settings_of(serialised)
+    for name, value in settings.items():
+        if value != found[name]:
+            raise SettingError(
+                f"{path} has {name}={found[name]!r} and the config {value!r}: set {name} to that, "
+                "or give another output_dir"
+            )
+
+
+def settings_of(serialised: bytes) -> dict[str, Any]:
+    """The model_type and the character_coverage that a sentencepiece model was learnt by."""
     from sentencepiece import sentencepiece_model_pb2
 
     spec = sentencepiece_model_pb2.ModelProto.FromString(serialised).trainer_spec
-    found = {"model_type": spec.ModelType.Name(spec.model_type).lower()}
-    if "character_coverage" in settings:  # which is kept in float32
-        found["character_coverage"] = float(f"{spec.character_coverage:.6g}")
-    for name, value in found.items():
-        if value != settings[name]:
-            raise SettingError(
-                f"{path} has {name}={value!r} and the config {settings[name]!r}: set {name} to "
-                "that, or give another output_dir"
-            )
+    return {
+        "model_type": spec.ModelType.Name(spec.model_type).lower(),
+        "character_coverage": float(f"{spec.character_coverage:.6g}"),  # kept in float32
+    }
 
 
 def check_size(path: Path, n_pieces: int, size: int, model_type: str) -> None:

@@ -170,7 +170,7 @@ def _blocks(
     # The next call donates the state, so copies of it are handed out.
     ready, done = jnp.copy(state.token)[:, None], jnp.copy(state.done)
     left = n_new - 1
-    params = _prepare(model, mesh, params)
+    params = for_decoding(model, mesh, params)
     while left:
         n = min(every, left)
         state, block = _go_on(model, mesh, params, state, draws, jnp.int32(n))
@@ -182,7 +182,8 @@ def _blocks(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _prepare(model, mesh, params) -> Any:
+def for_decoding(model, mesh, params) -> Any:
+    """The weights as a model's steps take them, on the devices of a mesh."""
     return devices.on(mesh, model.for_decoding)(params)
 
 

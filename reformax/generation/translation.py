@@ -7,7 +7,6 @@ same number of rows, empty ones included. So the order of the sentences changes 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -68,12 +67,7 @@ def prepare(model, params, mesh: Mesh | None = None) -> Prepared:
     """Puts the weights on the device, or on those of a mesh, for many calls of `translate`."""
     mesh = devices.whole_sequences(mesh)
     _, params = devices.placed(mesh, (), jax.device_put(params) if mesh is None else params)
-    return Prepared(params, _for_decoding(model, mesh, params), mesh)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _for_decoding(model, mesh, params) -> Any:
-    return devices.on(mesh, model.for_decoding)(params)
+    return Prepared(params, decoding.for_decoding(model, mesh, params), mesh)
 
 
 def translate(

@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.declared import NonNegative, Size
+from reformax.declared import NonNegative, Size, Width
 from reformax.ops.base import AttentionOp, Dims, Traits, named
 from reformax.ops.parts.auxiliary import with_loss
 from reformax.ops.parts.block_lists import Everything
@@ -72,8 +72,8 @@ class Settings(NamedTuple):
 def dsa(
     *,
     top_k: Size = 2048,
-    n_index_heads: Size = 4,
-    d_index: Size = 64,
+    n_index_heads: Width = 4,
+    d_index: Width = 64,
     index_loss: NonNegative = 1.0,
     impl: str = "auto",
 ) -> AttentionOp:

@@ -18,7 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from reformax.declared import Size
+from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.normalization import length_normalize
@@ -41,7 +41,7 @@ def gated_delta(
     normalized: bool = True,
     gated: bool = False,
     memory: Span | None = None,
-    conv_size: Size | None = None,
+    conv_size: Width | None = None,
     chunk_len: Size = 64,
     impl: str = "auto",
 ) -> AttentionOp:

@@ -16,7 +16,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.declared import Size
+from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.means import quotient, with_ones
@@ -29,7 +29,7 @@ from reformax.ops.parts.softmax import wide
 
 @named
 def linear(
-    *, conv_size: Size | None = None, chunk_len: Size = 64, impl: str = "auto"
+    *, conv_size: Width | None = None, chunk_len: Size = 64, impl: str = "auto"
 ) -> AttentionOp:
     """Attention with the weights `(elu(q) + 1) . (elu(k) + 1)`, divided by their sum.
 

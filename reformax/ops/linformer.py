@@ -12,26 +12,28 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from reformax.declared import SettingError, Size
+from reformax.declared import Bounds, SettingError, Width
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
 from reformax.ops.parts.chunk_products import product
 from reformax.ops.parts.containment import finite
 from reformax.ops.parts.share import of_heads
 
+Longest = Annotated[int, Bounds(1, 2**24)]
+
 
 @named
 def linformer(
     *,
-    n_projected: Size = 256,
+    n_projected: Width = 256,
     share: Literal["none", "heads", "values"] = "heads",
-    max_length: Size | None = None,
+    max_length: Longest | None = None,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention to `n_projected` learned mixtures of the keys and of the values.

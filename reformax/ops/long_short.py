@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.declared import Count, Size
+from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
 from reformax.ops.parts.cache import (
     KeyValues,
@@ -40,6 +40,7 @@ from reformax.ops.parts.query_chunks import in_blocks, joined
 from reformax.ops.parts.share import of_heads
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
+Rank = Annotated[int, Bounds(0, 2**16)]
 # Queries and keys whose logits are in memory at a time.
 LOGITS_AT_A_TIME = 2**28
 
@@ -71,7 +72,7 @@ class Cache(NamedTuple):
 
 @named
 def long_short(
-    *, window: Size = 128, rank: Count = 8, chunk_len: Size = 128, dual_norm: bool = True
+    *, window: Size = 128, rank: Rank = 8, chunk_len: Size = 128, dual_norm: bool = True
 ) -> AttentionOp:
     """Attention to a window and to learned summaries of what is outside of it.
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.declared import Called, SettingError, Size
+from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
 from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, positions_by_slot
@@ -67,6 +67,8 @@ class Settings(NamedTuple):
             raise SettingError(
                 f"compression is {self.compression!r}: expected {' or '.join(map(repr, names))}"
             )
+        if self.compression == "mlp":
+            check("compress_len", self.compress_len, Width)
         for name in ("compress_len", "block_size"):
             if getattr(self, name) % self.compress_stride:
                 raise SettingError(
@@ -114,7 +116,7 @@ class Settings(NamedTuple):
 def nsa(
     *,
     compress_len: Size = 32,
-    compress_stride: Size = 16,
+    compress_stride: Width = 16,
     block_size: Size = 64,
     n_selected: Size = 16,
     window: Size = 512,

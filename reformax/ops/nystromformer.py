@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from reformax.declared import SettingError, Size
+from reformax.declared import Bounds, SettingError, Size, Width
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Dims, Traits, named, no_params, no_plan
 from reformax.ops.parts.containment import finite, is_finite
@@ -28,13 +28,15 @@ from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.share import of_heads
 from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
 
+Iterations = Annotated[int, Bounds(1, 1024)]  # each is written out
+
 
 @named
 def nystromformer(
     *,
     n_landmarks: Size = 64,
-    n_iterations: Size = 6,
-    conv_size: Size | None = None,
+    n_iterations: Iterations = 6,
+    conv_size: Width | None = None,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention by way of `n_landmarks` means of consecutive tokens.

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax import devices
 from reformax.carried import Carried, becoming
-from reformax.declared import Bounds, Seed, SettingError, Size
+from reformax.declared import Bounds, Seed, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.parts.cache import Shared
 from reformax.ops.parts.containment import finite
@@ -38,7 +38,6 @@ from reformax.ops.parts.share import rng_of
 from reformax.ops.parts.side_by_side import back, side_by_side
 from reformax.ops.parts.softmax import wide
 
-FeatureCount = Annotated[int, Bounds(1, 2**16)]
 # Less would make quotients whose derivatives float32 cannot hold.
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
 
@@ -88,7 +87,7 @@ class Cache(NamedTuple):
 @named
 def performer(
     *,
-    n_features: FeatureCount = 256,
+    n_features: Width = 256,
     seed: Seed | None = 0,
     epsilon: Epsilon = 1e-4,
     chunk_len: Size = 64,

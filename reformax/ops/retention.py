@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from reformax.declared import Size
+from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_plan
 from reformax.ops.parts.dispatch import KERNELS, check_impl
 from reformax.ops.parts.recurrence_chunks import Inputs
@@ -33,7 +33,7 @@ def retention(
     *,
     normalized: bool = True,
     gated: bool = True,
-    conv_size: Size | None = None,
+    conv_size: Width | None = None,
     chunk_len: Size = 64,
     impl: str = "auto",
 ) -> AttentionOp:

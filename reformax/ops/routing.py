@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.carried import Carried, becoming
-from reformax.declared import Bounds, Size
+from reformax.declared import Bounds, Size, Width
 from reformax.ops.base import AttentionOp, Dims, Traits, named
 from reformax.ops.parts.block_lists import InOrder
 from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
@@ -69,7 +69,7 @@ class Clusters(NamedTuple):
 @named
 def routing(
     *,
-    n_clusters: Size = 16,
+    n_clusters: Width = 16,
     cluster_size: Size | None = None,
     decay: Decay = 0.999,
     shared_qk: bool = False,

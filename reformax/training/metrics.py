@@ -65,7 +65,7 @@ class Record:
         """Draws loss.png from all lines so far."""
         with self._beside_plot:
             title = self._plot_path.absolute().parent.name
-            drawn = curves.draw(self.lines, self._metric, title, self._tokens_per_step)
+            drawn = curves.draw(list(self.lines), self._metric, title, self._tokens_per_step)
             durable.write(self._plot_path, drawn)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from reformax.training.metrics import Record
 from reformax.training.placing import place
 from reformax.training.record_lines import RecordLines
 from reformax.training.settings import Settings, build
-from reformax.training.stages import naming
+from reformax.training.stages import Filled, naming
 
 
 class Models(NamedTuple):
@@ -269,7 +269,7 @@ def compiled(
     setup: Setup,
     begun: Begun,
     batches: Iterator,
-    batch: Callable[[int], Any],
+    batch: Callable[[Filled, int], Any],
     say: Callable[[str], None],
     note: Callable[[str], None],
 ) -> tuple[list, Iterator]:
@@ -280,7 +280,7 @@ def compiled(
     Args:
       setup, begun: the run's.
       batches: those of the steps to come.
-      batch: gives the batch of the step after so many.
+      batch: gives the batch of a stage for the step after so many.
       say: gets what a step takes.
       note: gets what a user must know.
 
@@ -301,7 +301,7 @@ def compiled(
         first = next(batches)
     for stage, step in zip(settings.all_stages[now:], steps[now:], strict=True):
         with naming(stage):
-            example = first if start == begun.step else tuple(batch(start))
+            example = first if start == begun.step else tuple(batch(stage, start))
         traced = step.trace(begun.state, example, key)
         found = forecast.products(traced.jaxpr)
         forecast.check_step(found, mesh_lib.bytes_stored(begun.state, mesh), mesh.size)

@@ -19,7 +19,7 @@ from reformax import durable
 
 
 class RecordLines:
-    """The lines of a run, as a sequence.
+    """The lines of a run, in memory as their text.
 
     A line that cannot be written, as on a full disk, stays in memory and is written with a later
     one, or with the next checkpoint.
@@ -51,31 +51,27 @@ class RecordLines:
         noted = noted if _is_mark(noted) else None
         found = _read(path)
         kept = _whole_start(found, noted)
-        note = None
         if kept is None:
-            kept, note = self._salvage(found, step, noted, scored)
-        self._data, self._crc = bytearray(), 0
-        self._lines: list[dict[str, Any]] = []
+            kept = self._salvage(found, step, noted, scored)
+        self._data, self._crc, self._n_lines = bytearray(), 0, 0
         self._lock = threading.Lock()
         for text in kept:
-            self._add(text, json.loads(text))
-        if note is not None:
-            self._add(_text(note), note)
+            self._add(text)
         if found != self._data or not path.exists() or path.is_symlink():
             durable.write(path, bytes(self._data))
         self._descriptor: int | None = self._open()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._lines)
+        return map(json.loads, self._data.splitlines())
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return self._n_lines
 
     def append(self, line: dict[str, Any]) -> None:
         """Adds a line, which other programs see at once."""
         text = _text(line)
         with self._lock:
-            self._add(text, line)
+            self._add(text)
             failing = self._descriptor is None
             try:
                 if failing:
@@ -91,7 +87,7 @@ class RecordLines:
 
     def mark(self) -> dict[str, int]:
         """The number of lines so far, their bytes and their CRC-32, for a checkpoint to note."""
-        return {"lines": len(self._lines), "size": len(self._data), "crc32": self._crc}
+        return {"lines": self._n_lines, "size": len(self._data), "crc32": self._crc}
 
     def sync(self) -> None:
         """Returns when the disk has every line so far; called from any thread.
@@ -126,8 +122,8 @@ class RecordLines:
                 self._say(f"note: {line}; its last lines are missing")
             self._give_up_file()
 
-    def _add(self, text: bytes, line: dict[str, Any]) -> None:
-        self._lines.append(line)
+    def _add(self, text: bytes) -> None:
+        self._n_lines += 1
         self._data += text
         self._crc = zlib.crc32(text, self._crc)
 
@@ -150,7 +146,7 @@ class RecordLines:
 
     def _salvage(
         self, found: bytes, step: int, noted: dict[str, int] | None, scored: bool
-    ) -> tuple[list[bytes], dict[str, Any] | None]:
+    ) -> list[bytes]:
         """The lines up to `step` one by one, and a line that tells of those lost, if any."""
         kept, unreadable, last = [], 0, {}
         *texts, torn = found.split(b"\n")  # a killed run was writing what follows the last newline
@@ -171,14 +167,14 @@ class RecordLines:
             n_kept -= 1
         lost = unreadable if noted is None else max(noted["lines"] - n_kept, unreadable)
         if step == 0 or lost == told or (noted is None and not lost):
-            return kept, None
+            return kept
         aside = self._set_aside(found) if found else None
         what = f"{lost} lines up to step {step} are lost" if lost else "lines have changed"
         self._say(
             f"note: {self._path} is not what the checkpoint of step {step} noted: {what}, "
             f"{n_kept} are kept" + (f"; the file as it was is {aside}" if aside else "")
         )
-        return kept, {"step": step, "split": "note", "lost_lines": lost}
+        return [*kept, _text({"step": step, "split": "note", "lost_lines": lost})]
 
     def _set_aside(self, found: bytes) -> Path:
         path, n = self._path.with_name(f"{self._path.name}.damaged"), 1

@@ -38,6 +38,7 @@ from reformax.training.prefetch import prefetch
 from reformax.training.processes import Processes
 from reformax.training.scores import Scores
 from reformax.training.settings import Settings
+from reformax.training.stages import Filled
 from reformax.training.step_log import IN_FLIGHT, StepLog
 
 
@@ -209,9 +210,8 @@ class Run:
             partial(self.callbacks.call, "on_step"),
         )
 
-    def _batch(self, step: int, rows: np.ndarray | None = None):
-        """The batch of the step after `step`, of its stage's task and sizes, or some rows of it."""
-        stage = self._settings.all_stages[self._settings.stage_after(step)]
+    def _batch(self, stage: Filled, step: int, rows: np.ndarray | None = None):
+        """The batch of the step after `step`, which is in this stage, or some rows of it."""
         number = self._settings.batch_number(step)
         asked = self._settings.seed, number, stage.batch_size, stage.length
         if rows is not None and (train_rows := getattr(stage.task, "train_rows", None)):
@@ -223,7 +223,7 @@ class Run:
         rows = devices.over_tokens(self._mesh)
         for step in range(self.step, self._settings.steps):
             stage = self._settings.all_stages[self._settings.stage_after(step)]
-            yield placing.place_batch(partial(self._batch, step), stage.batch_size, rows)
+            yield placing.place_batch(partial(self._batch, stage, step), stage.batch_size, rows)
 
     def _with_way_back(self, error: FloatingPointError) -> FloatingPointError:
         good = self._checkpoints.steps()

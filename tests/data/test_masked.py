@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from reformax.data import listops, reverse, text
+from reformax.data import base, labelled, listops, reverse, text
 from reformax.data.masked import masked
 from reformax.models import TransformerMaskedLM
 from reformax.training import evaluation
@@ -51,6 +51,21 @@ def test_an_evaluation_hides_the_same_tokens_in_any_batches(both, batch_size):
     np.testing.assert_array_equal(inputs[:9], whole.inputs)
     rows = next(own.eval_batches("valid", 9, 32, 32)).inputs
     np.testing.assert_array_equal(whole.targets, rows)
+
+
+def test_what_drew_the_rows_does_not_choose_their_tokens():
+    """A row of `stdlib_packages` is drawn by a generator of its number, as its choice is."""
+
+    def examples(split, numbers):
+        drawn = [base.philox(2**63, 2**32 * base.SPLITS.index(split) + n).random() for n in numbers]
+        return np.array([[1 + int(10 * x), 1] for x in drawn]), np.zeros(len(numbers))
+
+    sizes = dict.fromkeys(base.SPLITS, 400)
+    options = dict(vocab_size=11, labels=base.Labels(1), sizes=sizes, made_by=str)
+    task = masked(labelled.labelled_task("drawn", examples=examples, **options), 2, rate=0.5)
+    (batch,) = task.eval_batches("valid", 400, 2, 2)
+    is_low, chosen = batch.targets[:, 0] <= 5, batch.weights[:, 0] > 0
+    assert abs((is_low == chosen).sum() - 200) < 5 * np.sqrt(100)
 
 
 def test_a_document_mask_is_refused(tmp_path):

@@ -149,6 +149,33 @@ def test_a_sentencepiece_model_is_a_vocabulary_too(data):
     assert (ids_of(task, "valid") == ids_of(learnt, "valid")).all()
 
 
+@pytest.mark.parametrize("kind", ["unigram", "tokenizers"])
+def test_what_is_said_beside_a_file_is_what_it_has(kind, data, fails_in_one_line):
+    task_of(kind, data)
+    has = {"vocab_size": 400, "model_type": "bpe" if kind == "tokenizers" else kind}
+    file, folder = data.parent / "file", data.parent / "other"
+    folder.mkdir()
+    (data.parent / "run" / vocabulary.FILE).rename(file)
+    for same in ({}, {"vocab_size": 256}, has):
+        text(str(data), vocabulary=str(file), **same).vocabulary.keep_in(folder, begun=False)
+    (folder / vocabulary.FILE).unlink()
+    for name, value, shown in (("vocab_size", 401, 401), ("model_type", "word", "'word'")):
+        other = text(str(data), vocabulary=str(file), **has | {name: value}).vocabulary
+        match = f"text.text.{name} is {shown}, and .*file has {has[name]!r}: set it to that, or le"
+        with fails_in_one_line(ValueError, match):
+            other.keep_in(folder, begun=False)
+        assert not list(folder.iterdir())
+        # A run that began goes on with what it keeps, whatever its config said.
+        (folder / vocabulary.FILE).write_bytes(file.read_bytes())
+        other.keep_in(folder, begun=True)
+        (folder / vocabulary.FILE).unlink()
+
+
+def test_bytes_have_no_kind_of_pieces(data, fails_in_one_line):
+    with fails_in_one_line(ValueError, "model_type is 'bpe': bytes are no pieces, leave it out"):
+        text(str(data), model_type="bpe")
+
+
 def test_what_gives_no_text_back_is_told(data, caplog):
     path = tokenizer_json(data.parent / "lower.json", lower=True)
     with caplog.at_level(logging.WARNING):

@@ -135,6 +135,20 @@ def test_folder_without_a_match(tmp_path, fails_in_one_line):
         text(str(tmp_path), pattern="*.txt")
 
 
+def test_a_pattern_of_what_is_read_whole(tmp_path, content, fails_in_one_line):
+    path = write(tmp_path / "a.md")
+    assert content(text(str(path), pattern="*.md")) == LINES
+    match = r"pattern is '\*\.txt', and .*a.md is a file that does not match it: set text.text.pat"
+    with fails_in_one_line(ValueError, match):
+        text(str(path), pattern="*.txt")
+    match = "state is a folder that `datasets` saved: set text.text.pattern='\\*', or give a folder"
+    write(tmp_path / "state" / "state.json", b"{}")
+    with fails_in_one_line(ValueError, match):
+        text(str(tmp_path / "state"), pattern="*.txt")
+    write(tmp_path / "state" / "a.txt")
+    assert content(text(str(tmp_path / "state"), pattern="*.txt", raw=True)) == LINES
+
+
 def test_folder_of_empty_files(tmp_path, fails_in_one_line):
     write(tmp_path / "a.txt", b"")
     with fails_in_one_line(ValueError, "0 bytes are too few"):

@@ -8,7 +8,24 @@ import numpy as np
 import pytest
 
 from reformax.declared import LARGEST, SettingError
-from reformax.ops import block_sparse, local, long_short, longformer, lsh, nsa, performer, sinks
+from reformax.ops import (
+    block_sparse,
+    dsa,
+    gated_delta,
+    gated_linear,
+    linear,
+    linformer,
+    local,
+    long_short,
+    longformer,
+    lsh,
+    nsa,
+    nystromformer,
+    performer,
+    retention,
+    routing,
+    sinks,
+)
 from tests.ops import inputs
 from tests.ops.test_decoding import draw, run
 
@@ -102,6 +119,29 @@ def test_tokens_that_can_be_global(op, near, far):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_features_that_no_memory_holds_are_refused():
-    with pytest.raises(SettingError, match="n_features is 2147483647: expected at .* most 65,536"):
-        performer.performer(n_features=LARGEST)
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        (performer.performer, "n_features"),
+        (dsa.dsa, "d_index"),
+        (dsa.dsa, "n_index_heads"),
+        *((op, "conv_size") for op in (linear.linear, gated_linear.gated_linear)),
+        *((op, "conv_size") for op in (gated_delta.gated_delta, retention.retention)),
+        (nystromformer.nystromformer, "conv_size"),
+        (linformer.linformer, "n_projected"),
+        (long_short.long_short, "rank"),
+        (routing.routing, "n_clusters"),
+        (nsa.nsa, "compress_len"),
+        (nsa.nsa, "compress_stride"),
+    ],
+)
+def test_weights_that_no_memory_holds_are_refused(op, name):
+    with pytest.raises(SettingError, match=rf"^{name} is 2147483647: expected at .* most 65,536"):
+        op(**{name: LARGEST})
+
+
+def test_lengths_and_iterations_that_never_end_are_refused():
+    with pytest.raises(SettingError, match="^max_length is 2147483647: .* at most 16,777,216"):
+        linformer.linformer(max_length=LARGEST)
+    with pytest.raises(SettingError, match="^n_iterations is 2147483647: .* at most 1,024"):
+        nystromformer.nystromformer(n_iterations=LARGEST)

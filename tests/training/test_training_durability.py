@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -238,6 +239,21 @@ def test_a_line_that_cannot_be_written_is_written_later(tmp_path, monkeypatch):
     assert len(path.read_text().splitlines()) == 7
     mark = lines.mark()
     assert mark["lines"] == 7 and mark["size"] == path.stat().st_size
+    lines.close()
+
+
+def test_a_record_is_in_memory_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    wanted = [{"step": step, "split": "train", "bits": step / 7} for step in range(4000)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in wanted))
+    tracemalloc.start()
+    try:
+        lines = RecordLines(path, 5000)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert list(lines) == wanted and len(lines) == 4000
+    assert held < 1.5 * path.stat().st_size
     lines.close()
 
 

@@ -6,6 +6,8 @@ import math
 import os
 import shutil
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import gin
 import jax
@@ -245,6 +247,23 @@ def test_a_folder_for_reading_is_told_before_the_work(run, monkeypatch):
         "note: run cannot be written (Read-only file system): the result will be printed alone",
         "error: the work begins",
     ]
+
+
+def test_results_of_several_at_once_are_all_written(tmp_path, monkeypatch):
+    """The last one stays; none finds the file of another half written."""
+    sync = os.fsync
+    monkeypatch.setattr(durable.os, "fsync", lambda x: (time.sleep(0.002), sync(x)))
+
+    def write(number):
+        files = results.Files(tmp_path)
+        for step in range(10):
+            files.write_json("result.json", [number, step])
+        return files.exit_code()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(write, range(4))) == [0] * 4
+    assert json.loads((tmp_path / "result.json").read_text())[1] == 9
+    assert os.listdir(tmp_path) == ["result.json"]
 
 
 SIZES = dict(d_model=8, d_ff=12, d_attention_key=4, d_attention_value=4, n_heads=2, n_layers=1)
