@@ -93,6 +93,7 @@ def step_fn(
     """
     gradient = jax.grad(partial(_mean_loss, model, loss_chunk_len, label_smoothing), has_aux=True)
     schedule = getattr(optimizer, "learning_rate", None)
+
     def step(state: State, batch, key):
         rng = jax.random.fold_in(key, state.step)
         # A batch without targets has loss and gradient 0, not 0 / 0.
