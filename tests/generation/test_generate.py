@@ -81,7 +81,7 @@ def test_a_seed_reproduces_the_text(model, params):
 
     np.testing.assert_array_equal(text(1), text(1))
     assert np.mean(text(1) == text(2)) < 0.5
-    # Rows of one prompt differ, and so do draws where the logits have no say; and handing tokens out
+    # Rows of one prompt differ, and so do draws of a row; and handing tokens out
     # one by one changes nothing.
     options = dict(temperature=1e4, max_length=64)
     same = np.array(generation.generate(model, params, [[3]] * 3, 20, **options))
