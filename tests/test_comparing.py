@@ -126,6 +126,15 @@ def test_a_sweep_trains_each_and_leaves_what_has_finished(swept, folder):
     assert swept("grid.gin", "--config=steps=6", "--quiet")[3] == []
 
 
+def test_flags_of_a_sweep_are_its_runs(folder, monkeypatch, capsys):
+    commands = []
+    monkeypatch.setattr(sweep, "_run", lambda command, _: commands.append(command))
+    monkeypatch.setattr(sweep, "_checked", lambda member, *_: member.name)
+    flags = "--quiet", "--data_dir=data", "--config=steps=6"
+    call(lambda: sweep.main(["grid.gin", *flags]), monkeypatch, capsys)
+    assert len(commands) == 4 and all({*flags} <= {*command} for command in commands)
+
+
 def test_a_run_that_fails_is_reported_and_the_next_begins(swept, folder):
     text = GRID.replace("[0.1, 0.2]", "0.1").replace("[4, 6]", "6")
     (folder / "bad.gin").write_text(f"{text}tiny.counting.poison_step = [1, -1]\n")

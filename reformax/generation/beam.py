@@ -131,7 +131,7 @@ def _extend(model, task: _Task, state: _State, logits: Float[Array, "B K V"]) ->
     log_p, parents = (jnp.take_along_axis(x, kept, axis=1) for x in (log_p, parents))
     # At a source's limit the beginnings are hypotheses as they are.
     unfinished = _best_of(task, tokens, log_p, count)
-    best = _better(best, unfinished, (count == task.limits) & ~state.done)
+    best = _better(best, unfinished, count == task.limits)
     reachable = log_p.max(axis=1) / task.penalty(task.limits)
     return _State(
         count=count,

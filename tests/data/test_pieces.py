@@ -263,3 +263,13 @@ def test_errors_name_the_argument(data, tmp_path, monkeypatch, fails_in_one_line
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with fails_in_one_line(ImportError, r"pip install 'reformax\[tokenizers\]'"):
         text(str(data), vocabulary=str(tmp_path / "bad.json"))
+
+
+def test_a_tokenizer_that_cuts_and_fills_does_neither_here(data):
+    path = tokenizer_json(data.parent / "cuts.json")
+    whole = pieces.PieceVocabulary(256, path=path).encode("one line, and one more")
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=99)
+    tokenizer.save(str(path))
+    assert pieces.PieceVocabulary(256, path=path).encode("one line, and one more") == whole

@@ -172,3 +172,20 @@ def test_an_empty_line_of_a_test_set_stays():
 def test_errors_name_the_argument(call, message, fails_in_one_line):
     with fails_in_one_line(ValueError, message):
         call()
+
+
+def test_a_seed_decides_which_pairs_share_a_row():
+    def rows(seed):
+        """The pairs of each row of an epoch and more."""
+        batch = TASK.train_batch(seed, 0, 300, 40)
+        return {row.tobytes() for row in batch.inputs.source}
+
+    assert rows(1) == rows(1) and len(rows(1) & rows(2)) < len(rows(1)) / 2
+
+
+def test_a_fingerprint_tells_where_lines_end():
+    def found(*sources):
+        sides = list(sources), ["x"] * len(sources)
+        return make({"train": sides}).fingerprint("train")
+
+    assert found("ab", "c") == found("ab", "c") != found("a", "bc")

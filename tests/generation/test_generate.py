@@ -81,9 +81,11 @@ def test_a_seed_reproduces_the_text(model, params):
 
     np.testing.assert_array_equal(text(1), text(1))
     assert np.mean(text(1) == text(2)) < 0.5
-    # Rows of one prompt differ; and handing tokens out one by one changes nothing.
-    same = np.array(generation.generate(model, params, [[3]] * 3, 20, temperature=5, max_length=64))
-    assert len({tuple(row) for row in same}) == 3
+    # Rows of one prompt differ, and so do draws of a row; and handing tokens out
+    # one by one changes nothing.
+    options = dict(temperature=1e4, max_length=64)
+    same = np.array(generation.generate(model, params, [[3]] * 3, 20, **options))
+    assert len({tuple(row) for row in same}) == 3 and min(len(set(row)) for row in same) > 5
     blocks = list(generation.stream(model, params, PROMPTS, 20, seed=1, every=3, max_length=64))
     assert [block.shape[1] for block in blocks] == [1, 3, 3, 3, 3, 3, 3, 1]
     np.testing.assert_array_equal(np.concatenate(blocks, axis=1), text(1))
@@ -102,6 +104,7 @@ def test_new_lengths_seeds_and_settings_compile_nothing(model, params):
         ([[1] * 33, [], []], 5, dict(hash_seed=3, top_p=0.5, temperature=1)),
     ]:
         generation.generate(model, params, prompts, n, **options, **more)
+    generation.generate(model, params, PROMPTS, 9)  # 16 tokens have room for 64
     assert (decoding._start._cache_size(), decoding._go_on._cache_size()) == before
 
 
@@ -112,6 +115,11 @@ def test_a_row_ends(model, params):
     for row, whole in zip(ended, rows, strict=True):
         n = list(whole).index(end) + 1 if end in whole else 40
         np.testing.assert_array_equal(row, whole[:n])
+    # A row that has ended repeats its end for as long as another goes on.
+    options = dict(seed=3, max_length=64, end=end)
+    blocks = list(generation.stream(model, params, PROMPTS, 40, **options))
+    assert max(map(len, ended)) > len(ended[0])
+    assert np.all(np.concatenate(blocks, axis=1)[0, len(ended[0]) :] == end)
     # When all have ended, no more is computed.
     same, options = [PROMPTS[0]] * 3, dict(temperature=0, max_length=64)
     first = int(generation.generate(model, params, same, 1, **options)[0][0])

@@ -64,8 +64,14 @@ def test_equal_logits_are_left_in_together():
     assert np.isfinite(Sampler(top_k=2).logits(logits)).tolist() == [
         [False, True, True, True, False]
     ]
-    alone = np.isfinite(Sampler(top_p=1e-6).logits(logits))
-    assert alone.sum() == 3
+    for top_p in (1e-6, 1e-50):  # the latter is 0 in float32
+        assert np.isfinite(Sampler(top_p=top_p).logits(logits)).sum() == 3
+
+
+def test_the_top_k_stay_where_the_first_has_all_of_the_probability():
+    logits = np.array([[0.0, -30.0, -31.0, -32.0]], np.float32)
+    kept = np.isfinite(Sampler(top_k=3, top_p=1.0).logits(logits))
+    assert kept.tolist() == [[True, True, True, False]]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +91,9 @@ def test_errors(options, message):
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-42, 1e-300])
+@pytest.mark.parametrize("temperature", [1e-30, 2e-38, 1e-42, 1e-300])
 def test_a_tiny_temperature_takes_the_most_probable(temperature):
-    logits = jnp.array([[1.0, -2.0, 3.0, 2.9], [-1e4, 5.0, 0.0, -3.0]])
+    logits = jnp.array([[1.0, 29.0, 30.0, -2.0], [-1e4, 5.0, 0.0, -3.0]])
     keys = jax.random.split(jax.random.key(0), 2)
     sampler = Sampler(jnp.float32(temperature), jnp.int32(0), jnp.float32(1.0))
     assert sampler.draw(logits, keys).tolist() == [2, 1]

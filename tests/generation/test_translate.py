@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 import math
+from itertools import pairwise
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from reformax import generation
-from reformax.generation import scores, translation
+from reformax.generation import beam, scores, translation
 from reformax.models import Reformer, Transformer
 from reformax.ops import dense, local, lsh
 from tests.layers import plain
@@ -99,14 +101,13 @@ def greedy(name, source, end):
     return tokens, log_p
 
 
-def searched(name, source, n_beams, alpha):
+def searched(log_p_after, limit, end, n_beams, alpha):
     """The search as `beam` describes it, up to the limit, without stopping early."""
-    limit, end = len(source) + EXTRA, end_of(name)
     beams, found, path = [([], 0.0)], [], []
     for n in range(1, limit + 1):
         candidates = []
         for tokens, log_p in beams:
-            p = next_log_p(name, source, tokens)
+            p = log_p_after(tokens)
             candidates += [([*tokens, v], log_p + p[v]) for v in range(len(p))]
             if path is not None and tokens == path:
                 follow = [*path, int(p.argmax())]
@@ -155,9 +156,43 @@ def test_the_search_is_the_one_written_out(name, alpha):
     some = sources((3, 6, 9))
     found = translated(name, some, beam_size=3, length_penalty=alpha)
     for source, got in zip(some, found, strict=True):
-        score, log_p, tokens = searched(name, source, 3, alpha)
+        after, limit = functools.partial(next_log_p, name, source), len(source) + EXTRA
+        score, log_p, tokens = searched(after, limit, end_of(name), 3, alpha)
         assert got.tokens == tokens
         assert (got.score, got.log_p) == pytest.approx((score, log_p), abs=1e-4)
+
+
+class Chain:
+    """A model of which each row has logits of its own, by the last token alone."""
+
+    def prefill(self, params, tables, source, capacity, rng):
+        return tables[:, 0], (), ()
+
+    def beams(self, decoding, beam_size, capacity):
+        return decoding
+
+    def select(self, decoding, parents):
+        return decoding
+
+    def step(self, tables, last, decoding, memory):
+        row = jnp.arange(len(last)) // (len(last) // len(tables))
+        return tables[row, last], decoding
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_the_search_is_the_one_written_out_where_any_token_may_end(alpha):
+    n_rows, n_tokens, limit, end = 300, 6, 6, 1
+    tables = 2 * np.random.default_rng(0).normal(size=(n_rows, n_tokens, n_tokens))
+    log_p = np.asarray(jax.nn.log_softmax(tables))
+    limits, options = np.full(n_rows, limit), dict(beam_size=3, capacity=limit)
+    arrays = log_p, np.ones((n_rows, 1), int), limits, np.float32(alpha), end, RNG
+    found = beam.compiled_search(Chain(), None, None, *arrays, **options)
+    for i, table in enumerate(log_p.astype(np.float64)):
+        score, *_ = searched(lambda x, t=table: t[x[-1] if x else 0], limit, end, 3, alpha)
+        tokens = [0, *found.tokens[i, : found.lengths[i]].tolist()]  # equals may differ in order
+        total = sum(table[last, token] for last, token in pairwise(tokens))
+        want = score, total / penalty(len(tokens) - 1, alpha)
+        assert (found.scores[i], found.scores[i]) == pytest.approx(want, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import resource
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +180,15 @@ def test_the_moving_average_is_what_is_scored(tmp_path):
     np.testing.assert_array_equal(average["w"], state().params["w"] + 1)
 
 
+def test_a_sum_of_checkpoints_loses_no_digit(tmp_path):
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=3)
+    for step, w in ((1, 2.0**24), (2, 1.0), (3, 1.0)):  # in float32 the ones would be lost
+        checkpoints.save(step, State(jnp.int32(step), {"w": jnp.full(2, w)}, (), None))
+    checkpoints.wait()
+    like = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    assert restore_average(checkpoints, 3, like)[0]["w"][0] == np.float32((2**24 + 2) / 3)
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -205,6 +215,15 @@ def test_damage_is_told_with_the_way_back(tmp_path, harm, which):
     checkpoints.tidy(said.append)
     assert checkpoints.steps() == [1] and (checkpoints.folder / "damaged.2").is_dir()
     assert len(said) == 1 and "checkpoint 2 is damaged" in said[0] and "step 1" in said[0]
+
+
+def test_one_that_is_whole_says_nothing_of_another(tmp_path):
+    checkpoints = saved(tmp_path, [1, 2])
+    arrays = (checkpoints.folder / "1" / "arrays").rglob("*")
+    change(max(filter(Path.is_file, arrays), key=lambda path: path.stat().st_size))
+    assert checkpoints.newest_whole() == 2
+    with pytest.raises(ValueError, match="checkpoint .*/1 is damaged"):
+        checkpoints.restore(1, jax.eval_shape(state))
 
 
 def test_damage_of_the_only_checkpoint(tmp_path):

@@ -298,12 +298,28 @@ def test_a_file_has_its_old_content_or_its_new_one(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=r"config\.gin.* cannot be written \(Input/output error"):
             durable.write(path, b"new")
         assert path.read_bytes() == b"old" and elsewhere.read_text() == "kept"
-        (tmp_path / "config.gin.tmp").unlink(missing_ok=True)
+        assert sorted(os.listdir(tmp_path)) == ["config.gin", "elsewhere"]
     calls.events.clear()
     durable.write(path, b"new")
     names = [name for name, _ in calls.events if name != "unlink"]
     assert names == ["open", "fsync", "replace", "open", "fsync"] and path.read_bytes() == b"new"
     assert sorted(os.listdir(tmp_path)) == ["config.gin", "elsewhere"]
+
+
+def test_a_file_system_that_flushes_names_by_itself_will_do(tmp_path, monkeypatch):
+    fsync, error = os.fsync, errno.EINVAL
+
+    def of_files_alone(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(error, os.strerror(error))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    durable.write(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    error = errno.EIO
+    with pytest.raises(OSError, match=r"file cannot be written \(Input/output error"):
+        durable.write(tmp_path / "file", b"newer")
 
 
 def test_links_by_temporary_names_are_removed_themselves(tmp_path):

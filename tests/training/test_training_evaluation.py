@@ -180,6 +180,11 @@ def test_the_seed_reaches_the_model():
 
     noisy = Noisy(mode="eval")
     assert bits(0) == bits(0) != bits(1)
+    # The bits by position are of the same numbers.
+    sizes = dict(batch_size=2, length=9)  # which divides the split
+    (band,) = by_position.by_position(noisy, PARAMS, TASK, **sizes, seed=1).windows
+    whole = evaluate(noisy, PARAMS, TASK, **sizes, seed=1)["bits_per_dim"]
+    assert band.bits == pytest.approx(whole, rel=1e-5)
 
 
 def test_a_task_that_forgets_targets_is_told():

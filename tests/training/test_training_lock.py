@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,25 @@ def test_a_killed_process_leaves_the_folder_free(tmp_path):
     for _ in range(2):
         with lock.alone_in(tmp_path):
             pass
+
+
+def test_the_holder_is_the_last_one_alone(tmp_path):
+    (tmp_path / ".lock").write_text("process 1 on " + "a" * 99)
+    with lock.alone_in(tmp_path):
+        holder = (tmp_path / ".lock").read_text()
+    assert holder == f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def test_a_lock_deleted_while_it_is_taken_is_none(tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def late(*args):
+        (tmp_path / ".lock").unlink()
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(lock.Lost, match=r"\.lock was deleted"), lock.alone_in(tmp_path):
+        pytest.fail("locked")
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):

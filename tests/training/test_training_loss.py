@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +170,18 @@ def test_bad_chunk_len_is_told():
 def test_bits_per_dim():
     assert loss.bits_per_dim(3 * math.log(2), 2) == pytest.approx(1.5)
     assert math.isnan(loss.bits_per_dim(1.0, 0.0))
+
+
+def test_bits_per_byte_are_of_the_bytes_of_the_split():
+    sizes = {"train": (10, 20), "valid": (10, 50)}
+    pieces = SimpleNamespace(
+        translation=None,
+        vocabulary=object(),
+        n_targets=lambda split: sizes[split][0],
+        n_bytes=lambda split: sizes[split][1],
+    )
+    found = loss.bits_of(pieces, "valid", 2.0)
+    assert found == {"bits_per_token": 2.0, "bits_per_byte": pytest.approx(0.4)}
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.5])

@@ -82,6 +82,7 @@ def test_trapezoid_rises_stays_and_falls():
     assert float(schedule(100)) == float(schedule(5000)) == pytest.approx(0.2)
     exact = optimizer.trapezoid(1.0, 100, 0, decay_fraction=0.29)  # 0.29 * 100 is below 29
     assert exact(70) == 1 and exact(71) < 1
+    optimizer.trapezoid(1.0, 10, 8, decay_fraction=0.2)  # nothing lies between the two
     flat = optimizer.trapezoid(1.0, 10, 0, decay_fraction=0)
     assert {float(flat(count)) for count in (0, 8, 9, 10, 99)} == {1.0}
 

@@ -1,13 +1,14 @@
-"""A step in several micro-batches is that of the whole batch."""
+"""A step in micro-batches is that of the whole batch; what a step draws, averages and tells."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from reformax.models import TransformerLM
 from reformax.ops import dsa, local
-from reformax.training import mesh, step
+from reformax.training import mesh, optimizer, step
 from tests.helpers import assert_trees_close
 
 SMALL = dict(vocab_size=7, d_model=8, d_ff=12, n_heads=2, n_layers=1, dropout=0.0)
@@ -39,3 +40,46 @@ def test_a_batch_without_targets_changes_nothing():
     state, metrics = run(init(jax.random.key(0)), batch, jax.random.key(1))
     assert_trees_close(state.params, init(jax.random.key(0)).params)
     assert metrics["nats"] == 0.0
+
+
+class Noise:
+    """A model whose logits are noise, the same in each row, and a number that it learns."""
+
+    def init_params(self, rng, shape):
+        return {"w": jnp.ones(())}
+
+    def features(self, params, tokens, rng):
+        noise = jax.random.normal(rng, (1, tokens.shape[1], 7))
+        return params["w"] * jnp.broadcast_to(noise, (*tokens.shape, 7))
+
+    def logits(self, params, features, dtype="float32"):
+        return features.astype(dtype)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_step_and_micro_batch_has_its_own_randomness(accumulate):
+    one, tokens = mesh.make(devices=jax.devices()[:1]), np.tile(TOKENS[:1], (4, 1))
+    run = step.step_fn(Noise(), optax.sgd(0.0), one, accumulate=accumulate)
+    state, key = step.first_state({"w": jnp.ones(())}, optax.sgd(0.0), False), jax.random.key(1)
+    for number in range(2):
+        own = jax.random.fold_in(key, number)
+        keys = [own] if accumulate == 1 else [jax.random.fold_in(own, i) for i in range(2)]
+        noise = jnp.stack([jax.random.normal(x, (9, 7)) for x in keys])
+        want = -jax.nn.log_softmax(noise)[:, np.arange(9), tokens[0]].mean()
+        state, metrics = run(state, (tokens, tokens, np.ones((4, 9), np.float32)), key)
+        assert metrics["nats"] == pytest.approx(float(want), rel=1e-5)
+
+
+def test_the_moving_average_and_the_rate_are_those_of_the_step():
+    rates = jnp.array([0.5, 0.25, 0.125])
+    sgd = optimizer.Optimizer(*optax.sgd(lambda count: rates[count]))
+    sgd.learning_rate = lambda count: rates[count]
+    run = step.step_fn(Noise(), sgd, mesh.make(devices=jax.devices()[:1]), ema_decay=0.2)
+    state, batch = step.first_state({"w": jnp.ones(())}, sgd, True), (TOKENS, TOKENS)
+    average = 1.0
+    for t, rate in enumerate(rates, start=1):
+        state, metrics = run(state, (*batch, np.ones((4, 9), np.float32)), jax.random.key(1))
+        decay = min(0.2, (1 + t) / (10 + t))
+        average = decay * average + (1 - decay) * float(state.params["w"])
+        assert metrics["learning_rate"] == rate
+        assert float(state.ema["w"]) == pytest.approx(average, rel=1e-6)

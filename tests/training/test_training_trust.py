@@ -79,7 +79,9 @@ HOSTILE = {
 # What is refused although it does no harm by itself.
 REFUSED = {
     "training": f"{HEAD}loop.train.task = @loop.train()",
-    "a private name": f"{HEAD}from reformax.models import lm\nloop.train.task = @lm._x()",
+    "a private name": f"{HEAD}from reformax.models import packing\n"
+    "loop.train.task = @packing._begins()",
+    "a private module": f"{HEAD}from optax._src import base\nloop.train.task = @base.identity()",
     "a method": f"{HEAD}from reformax.models import lm\n"
     "loop.train.task = @lm.ReformerLM.init_params()",
     "a download": f"{HEAD}from reformax.data import prepared\nloop.train.task = @prepared.load()",
@@ -87,10 +89,13 @@ REFUSED = {
     "loop.train.task = @hugging_face.write()",
     "a class of data": f"{HEAD}from reformax.data import vocabulary\n"
     "loop.train.task = @vocabulary.SentencePieces()",
-    "a layer by a model's import": f"{HEAD}from reformax.models import lm\n"
-    "loop.train.task = @lm.LayerNorm()",
+    "a layer by a model's import": f"{HEAD}from reformax.models import backbone\n"
+    "loop.train.task = @backbone.LayerNorm()",
     "an unpickler": f"{HEAD}import pickle\nloop.train.model = @pickle.load",
     "a binding": f"{HEAD}import numpy\nnumpy.load.allow_pickle = True",
+}
+# What is not there, so that nothing has to be refused.
+MISSING = {
     "a name that no import binds": f"{HEAD}loop.train.task = @os.mkdir()",
     "a name that is there later": f"{HEAD}import reformax\n"
     "loop.train.task = @reformax.convert.nothing.write()\nfrom reformax.convert import spec",
@@ -138,6 +143,13 @@ def test_code_of_a_config_does_not_run(text, folder):
 
 @pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
 def test_other_names_are_refused(text, folder):
+    with pytest.raises(config.ConfigError, match="--trust_config") as error:
+        config.parse_saved(text, "run/config.gin")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", MISSING.values(), ids=MISSING)
+def test_names_that_are_not_there_are_told(text, folder):
     with pytest.raises(config.ConfigError) as error:
         config.parse_saved(text, "run/config.gin")
     assert "\n" not in str(error.value)
