@@ -62,6 +62,7 @@ class Placement(NamedTuple):
 
     def specs(self, x: Call) -> Call:
         """Where each array of a call lies."""
+
         def of_pairs(pairs: Array) -> Spec:
             axes = zip((self.rows, self.heads), pairs.shape[:2], strict=True)
             return Spec(*(None if n == 1 else axis for axis, n in axes))
