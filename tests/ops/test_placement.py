@@ -96,6 +96,7 @@ def test_few_heads_of_keys_serve_heads_of_queries_on_several_devices():
     assert_trees_close(np.asarray(got), np.asarray(want))
 
 
+@pytest.mark.skipif(N < 4, reason="an axis of one device splits nothing")
 @pytest.mark.parametrize(
     "op, axes, message",
     [
