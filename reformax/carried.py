@@ -48,6 +48,18 @@ def becoming(weight: Carried, after: Float[Array, "*d"]) -> Float[Array, "*d"]:
     return _becoming(weight.value, jax.lax.stop_gradient(after))
 
 
+def in_parts(params: Any, n_parts: int) -> Any:
+    """The tree as parts read it whose changes are summed: what is carried becomes their mean."""
+
+    def part(x):
+        if not is_carried(x):
+            return x
+        fixed = jax.lax.stop_gradient(x.value)
+        return Carried(fixed + (x.value - fixed) / n_parts)
+
+    return jax.tree.map(part, params, is_leaf=is_carried)
+
+
 def is_carried(x: Any) -> bool:
     """Whether a node of a tree is a `Carried`."""
     return isinstance(x, Carried)

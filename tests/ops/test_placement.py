@@ -96,6 +96,7 @@ def test_few_heads_of_keys_serve_heads_of_queries_on_several_devices():
     assert_trees_close(np.asarray(got), np.asarray(want))
 
 
+@pytest.mark.skipif(N < 4, reason="an axis of one device splits nothing")
 @pytest.mark.parametrize(
     "op, axes, message",
     [
@@ -124,3 +125,62 @@ def test_dropout_is_that_of_the_whole_call():
     want = inputs.call(op, x, **options)
     got = op(*lie(x[:3], ("batch", "tensor")), **options)
     assert_trees_close(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize("only", range(3), ids="qkv".__getitem__)
+def test_any_array_of_a_call_may_lie_on_the_mesh(only):
+    op = flash.flash()
+    arrays = list(inputs.draw(op, batch=BATCH, length=LENGTH, n_heads=HEADS)[:3])
+    want = op(*arrays, causal=True)
+    arrays[only] = lie(arrays[only], "batch")
+    assert_trees_close(np.asarray(op(*arrays, causal=True)), np.asarray(want))
+
+
+def test_rows_are_counted_along_the_axes_that_they_are_split_over():
+    """An axis of the name `data` says nothing of rows that are whole along it."""
+    mesh = jax.make_mesh((min(N, 2), -(-N // 2)), ("data", "rest"))
+    op = dsa.dsa(top_k=4, n_index_heads=2, d_index=4)
+    x = inputs.draw(op, batch=BATCH, length=LENGTH)
+    options = dict(causal=True, dropout=0.3, rng=KEY)
+
+    @jax.jit
+    def run(params, arrays):
+        def loss(params):
+            out = inputs.call(op, inputs.Inputs(*arrays, params), **options)
+            return jnp.sum(out**2), out
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    place = NamedSharding(mesh, Spec())
+    got = run(x.params, jax.device_put(x[:4], place))
+    assert_trees_close(jax.device_get(got), jax.device_get(run(x.params, x[:4])))
+
+
+def test_positions_may_be_split_over_an_axis_of_one_device():
+    mesh = jax.make_mesh((N, 1), ("batch", "context"))
+    op = flash.flash()
+    x = inputs.draw(op, batch=BATCH, length=LENGTH)
+    got = op(*jax.device_put(x[:3], NamedSharding(mesh, Spec("batch", "context"))))
+    assert got.sharding.spec[:2] == ("batch", "context")
+    assert_trees_close(np.asarray(got), np.asarray(op(*x[:3])))
+
+
+def test_an_axis_that_is_split_may_be_mapped_over():
+    op = flash.flash()
+    some = np.random.default_rng(0).normal(size=(2, BATCH, LENGTH, 2, 4)).astype(np.float32)
+    call = jax.vmap(lambda x: op(x, x, x, causal=True))
+    assert_trees_close(np.asarray(call(lie(some, "tensor", "batch"))), np.asarray(call(some)))
+
+
+@pytest.mark.parametrize("axes", [("batch",), (("batch", "tensor"),), ("batch", None, "tensor")])
+def test_what_is_carried_becomes_the_mean_over_devices(axes):
+    op = performer.performer(redraw=2)
+    x = inputs.draw(op, batch=BATCH, length=LENGTH, n_heads=HEADS)
+
+    @jax.jit
+    @jax.grad
+    def change(params, arrays):
+        return jnp.sum(inputs.call(op, inputs.Inputs(*arrays, params)) ** 2)
+
+    got = change(lie(x.params), lie(x[:4], *axes))["steps"].value
+    assert got == 1

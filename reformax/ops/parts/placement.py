@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
+from reformax.carried import in_parts
 from reformax.declared import Unsupported
 from reformax.ops.parts.heads import repeat_heads
 from reformax.ops.parts.masks import Segments
@@ -39,21 +40,28 @@ class Call(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The axes of a mesh over which rows and heads are split."""
+    """The axes of a mesh over which queries are split; of positions and features, into one."""
 
     mesh: AbstractMesh
-    rows: devices.Axes
-    heads: devices.Axes
+    queries: Spec
+
+    @property
+    def rows(self) -> devices.Axes:
+        """The axes that rows are split over."""
+        return self.queries[0]
+
+    @property
+    def heads(self) -> devices.Axes:
+        """The axes that heads are split over."""
+        return self.queries[2]
 
     @property
     def n_shares_of_heads(self) -> int:
         """The number of shares that heads are split into."""
-        axes = (self.heads,) if isinstance(self.heads, str) else self.heads or ()
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+        return _n_shares(self.mesh, self.heads)
 
     def specs(self, x: Call) -> Call:
         """Where each array of a call lies."""
-        features = Spec(self.rows, None, self.heads)
 
         def of_pairs(pairs: Array) -> Spec:
             axes = zip((self.rows, self.heads), pairs.shape[:2], strict=True)
@@ -64,13 +72,13 @@ class Placement(NamedTuple):
 
         return Call(
             params=each(Spec(), x.params),
-            q=features,
-            k=each(features, x.k),
-            v=features,
+            q=self.queries,
+            k=each(self.queries, x.k),
+            v=self.queries,
             segments=each(Spec(self.rows), x.segments),
             mask=jax.tree.map(lambda y: of_pairs(y) if y.ndim == 4 else Spec(self.rows), x.mask),
             bias=jax.tree.map(of_pairs, x.bias),
-            extras=each(features, x.extras),
+            extras=each(self.queries, x.extras),
             marks=each(Spec(self.rows), x.marks),
             rng=each(Spec(), x.rng),
         )
@@ -82,37 +90,51 @@ class Placement(NamedTuple):
             k, v = repeat_heads(x.q, x.k, x.v)
             x = x._replace(k=k, v=v)
 
+        n_shares = self.n_shares_of_heads * _n_shares(self.mesh, self.rows)
+        x = x._replace(params=in_parts(x.params, n_shares))
+
         def of_device(x: Call) -> Array:
             head = devices.first(x.q.shape[2], self.heads)
-            share = Share(x.rng, head=head, n_heads=n_heads, rows=self.rows)
+            share = Share(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
             return attend(x._replace(rng=share))
 
         specs = self.specs(x)
         x = jax.tree.map(lambda y, spec: reshard(y, NamedSharding(self.mesh, spec)), x, specs)
-        options = dict(mesh=self.mesh, axis_names=frozenset(self.mesh.explicit_axes))
-        return jax.shard_map(of_device, in_specs=(specs,), out_specs=specs.v, **options)(x)
+        explicit = frozenset(self.mesh.explicit_axes)
+        # None are all but those that `jax.vmap` has taken away, which JAX alone knows.
+        axes = explicit if len(explicit) < len(self.mesh.axis_names) else frozenset()
+        options = dict(mesh=self.mesh, axis_names=axes, in_specs=(specs,), out_specs=self.queries)
+        return jax.shard_map(of_device, **options)(x)
+
+
+def _n_shares(mesh: AbstractMesh, axes: devices.Axes) -> int:
+    """The number of shares of what is split over axes of a mesh."""
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def placement(op: Any, x: Call) -> Placement | None:
-    """Where the type of queries says that they lie; None: it does not say.
+    """Where the type of queries says that they lie, on the mesh of any array of the call.
+
+    None: no array is on a mesh with explicit axes.
 
     Raises:
       Unsupported: positions or features are split, or heads that `op` computes together.
     """
-    mesh = jax.typeof(x.q).sharding.mesh
-    if not mesh.explicit_axes:
+    meshes = (jax.typeof(y).sharding.mesh for y in jax.tree.leaves(x))
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if mesh is None:
         return None
     for name, y in dict(q=x.q, k=x.k, v=x.v).items():
         _, positions, _, features = (None,) * 4 if y is None else jax.typeof(y).sharding.spec
         for what, axes in dict(positions=positions, features=features).items():
-            if axes is not None:
+            if _n_shares(mesh, axes) > 1:
                 raise Unsupported(
                     f"{name} has its {what} split over {axes!r}: split its rows or heads, with "
                     "jax.sharding.reshard"
                 )
-    rows, _, heads, _ = jax.typeof(x.q).sharding.spec
-    found = Placement(mesh, rows, heads)
-    split = f"q has its heads split over {heads!r}"
+    found = Placement(mesh, jax.typeof(x.q).sharding.spec)
+    split = f"q has its heads split over {found.heads!r}"
     fix = "split its rows, with jax.sharding.reshard"
     n, n_kv_heads = found.n_shares_of_heads, x.v.shape[2]
     if n > 1 and not op.traits.heads_apart:

@@ -49,7 +49,8 @@ class Share:
 
 def row_axes(rng: PRNGKeyArray | Share | None) -> devices.Axes:
     """The mesh axes whose devices each have other rows of the whole call."""
-    return (rng.rows if isinstance(rng, Share) else None) or devices.row_axes()
+    told = rng.rows if isinstance(rng, Share) else None
+    return devices.row_axes() if told is None else told
 
 
 def rng_of(rng: PRNGKeyArray | Share | None) -> PRNGKeyArray | None:
