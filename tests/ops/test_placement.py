@@ -102,11 +102,10 @@ def test_few_heads_of_keys_serve_heads_of_queries_on_several_devices():
     [
         (flash.flash(), (None, "batch"), "q has its positions split over 'batch': split its rows"),
         (flash.flash(), (None, None, None, "batch"), "q has its features split over 'batch'"),
-        pytest.param(
+        (
             dsa.dsa(),
             (None, None, "tensor"),
             "q has its heads split over 'tensor' and op is dsa.*, which computes them together",
-            marks=pytest.mark.skipif(N == 1, reason="one device has all heads"),
         ),
     ],
 )
