@@ -65,16 +65,22 @@ def current() -> AbstractMesh | None:
     return mesh
 
 
+def n_shares(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
+    """The number of shares of what is split over axes of a mesh."""
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
 def row_shares(mesh: Mesh | AbstractMesh | None = None) -> int:
     """The number of shares that rows are split into, by default on the mesh in use."""
     mesh = current() if mesh is None else mesh
-    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    return 1 if mesh is None else n_shares(mesh, ROWS)
 
 
 def n_stretches(mesh: Mesh | AbstractMesh | None = None) -> int:
     """The number of devices that share a sequence, likewise."""
     mesh = current() if mesh is None else mesh
-    return 1 if mesh is None else mesh.shape[CONTEXT]
+    return 1 if mesh is None else n_shares(mesh, CONTEXT)
 
 
 def whole_sequences(mesh: Mesh | None) -> Mesh | None:
@@ -128,7 +134,7 @@ def by_positions(
 
 def per_shard(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
     """`jax.shard_map` of `function` over all axes of the mesh in use."""
-    # A kernel's outputs do not say along which axes they are alike, which the check asks for.
+    # JAX's interpreter of kernels does not pass the check, nor do gradients of layers.
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

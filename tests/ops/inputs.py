@@ -3,8 +3,10 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from reformax.carried import trained
 from reformax.ops.base import AttentionOp, Dims, given
 
 
@@ -65,6 +67,33 @@ def draw(
 
 def call(op: AttentionOp, x: Inputs, **options):
     return op(x.q, x.k, x.v, params=x.params, **given(extras=x.extras), **options)
+
+
+def with_gradients(row, rng, options=None, **sizes):
+    """A call of a row's op with its gradients, as a function of arrays, and these arrays.
+
+    They are the gradient of the output, `Inputs` of such `sizes` without weights, segments of
+    packed rows, and the weights. It has dropout where the op has that. `options` are the op's.
+    Changes of what is carried are left out.
+    """
+    op = row.op(**options or {})
+    x = draw(op, **sizes)
+    random, (n_batch, length) = np.random.default_rng(1), x.q.shape[:2]
+    d_out = random.normal(size=(*x.q.shape[:3], x.v.shape[3])).astype(np.float32)
+    ids = np.sort(random.integers(1, 4, (n_batch, length)))[:, ::-1]
+    ids = np.where(np.arange(length) < length - 3, ids, 0)
+    ids = jnp.asarray(ids if op.traits.packed else ids != 0)
+    options = dict(causal=row.causal(), dropout=row.dropout(0.3), rng=rng)
+
+    def run(d_out, arrays, ids, params):
+        def attend(arrays, params):
+            return call(op, Inputs(*arrays, params), segments=ids, **options)
+
+        out, vjp = jax.vjp(attend, arrays, params)
+        of_arrays, of_params = vjp(d_out.astype(out.dtype))
+        return (out, of_arrays), trained(of_params)
+
+    return run, (d_out, x[:4], ids, x.params)
 
 
 def plan(op: AttentionOp, x: Inputs, *, segments=None, **options):

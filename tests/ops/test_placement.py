@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from reformax.carried import trained
 from reformax.declared import Unsupported
 from reformax.ops import dsa, flash, local, lsh, memory_efficient, performer
 from tests.helpers import assert_trees_close
@@ -30,27 +29,12 @@ def lie(tree, *axes):
 @over((row for row in ROWS if not row.in_kernel), quick=one_of_each_kind)
 def test_rows_and_heads_are_computed_where_they_lie(row):
     """With dropout and segments, outputs and gradients; weights are whole on every device."""
-    op = row.op()
-    x = inputs.draw(op, batch=BATCH, length=LENGTH, n_heads=HEADS)
-    random = np.random.default_rng(1)
-    ids = np.sort(random.integers(1, 4, (BATCH, LENGTH)))[:, ::-1]
-    ids = np.where(np.arange(LENGTH) < LENGTH - 3, ids, 0)
-    ids = jnp.asarray(ids if op.traits.packed else ids != 0)
-    options = dict(causal=row.causal(), dropout=row.dropout(0.3), rng=KEY)
-
-    @jax.jit
-    def run(arrays, ids, params, d_out):
-        def attend(arrays, params):
-            return inputs.call(op, inputs.Inputs(*arrays, params), segments=ids, **options)
-
-        out, vjp = jax.vjp(attend, arrays, params)
-        of_arrays, of_params = vjp(d_out.astype(out.dtype))
-        return (out, of_arrays), trained(of_params)
-
-    d_out = random.normal(size=x.q.shape[:3] + x.v.shape[3:]).astype(np.float32)
-    whole = run(x[:4], ids, x.params, d_out)
-    axes = "batch", None, "tensor" if op.traits.heads_apart else None
-    (got, of_params) = run(lie(x[:4], *axes), lie(ids, "batch"), lie(x.params), lie(d_out, *axes))
+    sizes = dict(batch=BATCH, length=LENGTH, n_heads=HEADS)
+    run, (d_out, arrays, ids, params) = inputs.with_gradients(row, KEY, **sizes)
+    whole = jax.jit(run)(d_out, arrays, ids, params)
+    axes = "batch", None, "tensor" if row.op().traits.heads_apart else None
+    given = lie(d_out, *axes), lie(arrays, *axes), lie(ids, "batch"), lie(params)
+    got, of_params = jax.jit(run)(*given)
     assert got[0].sharding.spec[: len(axes)] == axes
     assert_trees_close(jax.device_get((got, of_params)), jax.device_get(whole))
 

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
-from reformax.carried import trained
 from reformax.ops import dense, flash, linear, local
 from reformax.ops.parts import dispatch
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
@@ -27,30 +26,14 @@ ON_ROWS = Spec("data")
 
 def call_of(row, **options):
     """A call of a row's op with its gradients: whole, in shards, and what it takes."""
-    op = row.op(**options)
-    x = inputs.draw(op, batch=BATCH, length=LENGTH)
-    random = np.random.default_rng(1)
-    d_out = random.normal(size=(*x.q.shape[:3], x.v.shape[3])).astype(np.float32)
-    ids = np.sort(random.integers(1, 4, (BATCH, LENGTH)))[:, ::-1]
-    ids = np.where(np.arange(LENGTH) < LENGTH - 3, ids, 0)
-    ids = jnp.asarray(ids if op.traits.packed else ids != 0)
-    options = dict(causal=row.causal(), dropout=row.dropout(0.3), rng=KEY)
-
-    def run(d_out, arrays, ids, params):
-        def attend(arrays, params):
-            return inputs.call(op, inputs.Inputs(*arrays, params), segments=ids, **options)
-
-        out, vjp = jax.vjp(attend, arrays, params)
-        of_arrays, of_params = vjp(d_out.astype(out.dtype))
-        return (out, of_arrays), trained(of_params)
-
+    run, given = inputs.with_gradients(row, KEY, options, batch=BATCH, length=LENGTH)
     shards = jax.shard_map(
         run,
         mesh=Mesh(np.array(jax.devices()), "data"),
         in_specs=(ON_ROWS, ON_ROWS, ON_ROWS, Spec()),
         out_specs=(ON_ROWS, Spec()),
     )
-    return run, shards, (d_out, x[:4], ids, x.params)
+    return run, shards, given
 
 
 @over((row for row in ROWS if not row.in_kernel), quick=one_of_each_kind)

@@ -7,7 +7,6 @@ which loops, scatters and kernels cannot say. A call of an algorithm therefore b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax import devices
 from reformax.carried import in_parts
 from reformax.declared import Unsupported
-from reformax.ops.parts.heads import repeat_heads
+from reformax.ops.parts.heads import divides_a_choice, repeat_heads
 from reformax.ops.parts.masks import Segments
 from reformax.ops.parts.share import Share
 
@@ -58,7 +57,7 @@ class Placement(NamedTuple):
     @property
     def n_shares_of_heads(self) -> int:
         """The number of shares that heads are split into."""
-        return _n_shares(self.mesh, self.heads)
+        return devices.n_shares(self.mesh, self.heads)
 
     def specs(self, x: Call) -> Call:
         """Where each array of a call lies."""
@@ -90,8 +89,8 @@ class Placement(NamedTuple):
             k, v = repeat_heads(x.q, x.k, x.v)
             x = x._replace(k=k, v=v)
 
-        n_shares = self.n_shares_of_heads * _n_shares(self.mesh, self.rows)
-        x = x._replace(params=in_parts(x.params, n_shares))
+        n_parts = self.n_shares_of_heads * devices.n_shares(self.mesh, self.rows)
+        x = x._replace(params=in_parts(x.params, n_parts))
 
         def of_device(x: Call) -> Array:
             head = devices.first(x.q.shape[2], self.heads)
@@ -105,12 +104,6 @@ class Placement(NamedTuple):
         axes = explicit if len(explicit) < len(self.mesh.axis_names) else frozenset()
         options = dict(mesh=self.mesh, axis_names=axes, in_specs=(specs,), out_specs=self.queries)
         return jax.shard_map(of_device, **options)(x)
-
-
-def _n_shares(mesh: AbstractMesh, axes: devices.Axes) -> int:
-    """The number of shares of what is split over axes of a mesh."""
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def placement(op: Any, x: Call) -> Placement | None:
@@ -128,7 +121,7 @@ def placement(op: Any, x: Call) -> Placement | None:
     for name, y in dict(q=x.q, k=x.k, v=x.v).items():
         _, positions, _, features = (None,) * 4 if y is None else jax.typeof(y).sharding.spec
         for what, axes in dict(positions=positions, features=features).items():
-            if _n_shares(mesh, axes) > 1:
+            if devices.n_shares(mesh, axes) > 1:
                 raise Unsupported(
                     f"{name} has its {what} split over {axes!r}: split its rows or heads, with "
                     "jax.sharding.reshard"
@@ -139,7 +132,7 @@ def placement(op: Any, x: Call) -> Placement | None:
     n, n_kv_heads = found.n_shares_of_heads, x.v.shape[2]
     if n > 1 and not op.traits.heads_apart:
         raise Unsupported(f"{split} and op is {op}, which computes them together: {fix}")
-    if op.traits.choose_together and n_kv_heads % n and n_kv_heads < x.q.shape[2]:
+    if op.traits.choose_together and divides_a_choice(n, x.q.shape[2], n_kv_heads):
         raise Unsupported(
             f"{split} and op is {op}, whose heads of queries choose together for each of "
             f"{n_kv_heads} heads of keys: {fix}"
