@@ -53,9 +53,9 @@ from benchmarks.harness.output import Table, plot
 from reformax.cli import errors
 from reformax.declared import SettingError, Unsupported
 from reformax.ops import AttentionOp, asymmetric_lsh, lsh, smyrf
-from reformax.ops.parts.masks import except_self, visibility
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.masking.masks import except_self, visibility
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax.reference import reference_attention
 from reformax.training.evaluation import evaluate
 from reformax.training.loss import metric_name
 

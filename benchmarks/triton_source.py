@@ -25,8 +25,8 @@ from benchmarks.harness import command_line, rows
 from benchmarks.harness.calls import N_QUEUED, attempt
 from benchmarks.harness.output import Table
 from benchmarks.harness.rows import KEY
-from reformax.ops.kernels import chunked
-from reformax.ops.parts.orders import ChunkSizes, Order
+from reformax.ops.kernels.triton import chunked
+from reformax.ops.softmax.orders import ChunkSizes, Order
 
 PALLAS, TRITON = "Pallas", "Triton"
 REPEATS = 5

@@ -132,6 +132,34 @@ def test_imports_run_one_way(part):
         assert not wrong, f"{name(path)} may not import {sorted(wrong)}"
 
 
+# The rooms of ops, and which others each may import. None imports an op or the contract in
+# `base.py`; kernels are imported by function, when `impl` chooses them.
+ROOMS = {
+    "numerics": set(),
+    "masking": set(),
+    "calls": {"masking"},
+    "sharding": {"masking", "calls"},
+    "softmax": {"numerics", "masking", "calls", "sharding", "kernels"},
+    "hashing": {"numerics", "masking", "calls", "sharding", "softmax", "kernels"},
+    "recurrence": {"numerics", "masking", "calls", "sharding", "softmax", "kernels"},
+    "decoding": {"numerics", "masking", "calls", "softmax", "kernels"},
+    "kernels": {"numerics", "masking", "calls", "softmax", "hashing", "recurrence"},
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_of_ops_imports_no_op_and_the_rooms_below_it_alone(room):
+    for path in python_files(f"reformax/ops/{room}"):
+        inner = [n.split(".")[2] for n in imports_of(path) if n.startswith("reformax.ops.")]
+        wrong = set(inner) - {room} - ROOMS[room]
+        assert not wrong, f"{name(path)} may not import {sorted(wrong)}"
+
+
+def test_every_room_of_ops_has_a_rule():
+    folders = {p.parent.name for p in (ROOT / "reformax/ops").glob("*/__init__.py")}
+    assert folders == set(ROOMS)
+
+
 def test_every_part_of_the_package_has_a_rule():
     parts = {p.relative_to(PACKAGE).parts[0] for p in python_files("reformax")}
     assert parts == set(MAY_IMPORT)

@@ -13,7 +13,7 @@ from reformax.convert import run_folder
 from reformax.convert.spec import Op, Spec
 from reformax.declared import SettingError
 from reformax.ops import dense, dsa, linear, linformer, nsa, routing, shared_qk
-from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.numerics.normalization import length_normalize
 from tests.convert.test_command import random_params
 from tests.ops.rows import ROWS, Shape, except_self
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax.carried import advanced, merged, trained
 from reformax.declared import SettingError, Unsupported
 from reformax.ops.base import AttentionOp, Dims
-from reformax.ops.parts.normalization import length_normalize
+from reformax.ops.numerics.normalization import length_normalize
 
 # Columns of the matrix of attention that a call computes: as values they have a head's usual size.
 COLUMNS = 64

@@ -27,7 +27,7 @@ from benchmarks.harness.calls import (
 from benchmarks.harness.output import Table
 from benchmarks.harness.processes import ask
 from reformax.ops import AttentionOp, flash, memory_efficient
-from reformax.ops.parts.orders import Order
+from reformax.ops.softmax.orders import Order
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-5}
 # A vector between two buckets may fall in either, and moves what lies between them by one place.

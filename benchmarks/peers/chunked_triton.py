@@ -1,9 +1,9 @@
 """Attention within neighbouring chunks in Triton's own language, called by jax-triton.
 
-The function of `reformax.ops.kernels.chunked`, from the same inputs and by the same plan: a kernel
-for each round and pass, rows read and written where they are in the sequence, a softmax carried
-over the rounds, one writer for each row. All sizes are constants of the compiled kernel. Names are
-those of `kernels.chunk_programs`.
+The function of `reformax.ops.kernels.triton.chunked`, from the same inputs and by the same plan: a
+kernel for each round and pass, rows read and written where they are in the sequence, a softmax
+carried over the rounds, one writer for each row. All sizes are constants of the compiled kernel.
+Names are those of `kernels.chunk_programs`.
 
 With `TRITON_INTERPRET=1` set before Triton is imported, `interpret=True` runs the kernels on a CPU.
 """
@@ -22,10 +22,10 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from reformax.ops.kernels import chunked
-from reformax.ops.kernels.chunk_programs import Inputs, Program, Tiles
-from reformax.ops.kernels.common import LOG2_E, LOWEST, power_of_two, query_rows
-from reformax.ops.kernels.packed_chunks import PackedChunks
+from reformax.ops.kernels.triton import chunked
+from reformax.ops.kernels.triton.chunk_programs import Inputs, Program, Tiles
+from reformax.ops.kernels.triton.common import LOG2_E, LOWEST, power_of_two, query_rows
+from reformax.ops.kernels.triton.packed_chunks import PackedChunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _queries(start, c: tl.constexpr):
     return first, last
 
 
-# Dropout, as `ops.parts.dropout` draws it.
+# Dropout, as `ops.softmax.dropout` draws it.
 
 
 @triton.jit

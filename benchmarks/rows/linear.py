@@ -37,7 +37,7 @@ from reformax.ops import (
     performer,
     retention,
 )
-from reformax.ops.parts.random_features import orthogonal_directions
+from reformax.ops.recurrence.random_features import orthogonal_directions
 
 # Of the largest number of each array or 1.
 TOLERANCE = {"bfloat16": 5e-2, "float32": 1e-3}

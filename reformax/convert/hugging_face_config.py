@@ -32,8 +32,8 @@ from reformax.declared import (
     shown,
 )
 from reformax.ops import lsh
-from reformax.ops.parts.circle import SELF_SCORE
-from reformax.ops.parts.hashing import bucket_factors
+from reformax.ops.hashing.angular import bucket_factors
+from reformax.ops.hashing.circle import SELF_SCORE
 
 ACTIVATIONS = {
     "relu": "relu",

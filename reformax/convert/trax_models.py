@@ -18,7 +18,7 @@ from reformax.convert import tables, trax_files
 from reformax.convert.spec import Op, Spec
 from reformax.convert.tables import Tensor
 from reformax.layers._trax import ShapeDtype, tl, trax
-from reformax.ops.parts.circle import SELF_SCORE
+from reformax.ops.hashing.circle import SELF_SCORE
 
 
 def table(spec: Spec) -> list[Tensor]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from reformax.flax import heads_of, seen, source_of
 from reformax.ops.base import AttentionOp
-from reformax.ops.parts.masks import Segments
+from reformax.ops.masking.masks import Segments
 
 
 class Attention(nnx.Module):

@@ -29,9 +29,9 @@ from reformax.layers.matrices import Unnormed, affine, check_input, products, tu
 from reformax.layers.positions import rotary
 from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
-from reformax.ops.parts.arguments import check_arguments
-from reformax.ops.parts.cache import take_rows
-from reformax.ops.parts.masks import row_lengths, segment_ids, tokens_of
+from reformax.ops.calls.arguments import check_arguments
+from reformax.ops.decoding.cache import take_rows
+from reformax.ops.masking.masks import row_lengths, segment_ids, tokens_of
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
@@ -496,7 +496,7 @@ class Attention(MultiHead):
           cache: from `prefill` or the step before.
           position: of each row.
           origins: in beam search, the beam whose cache has each position of a beam's past
-            (`ops.parts.cache.ring_decoding`). Algorithms without the trait `beams` ignore it:
+            (`ops.decoding.cache.ring_decoding`). Algorithms without the trait `beams` ignore it:
             their caches are reordered.
           added: a stream that the output is added to.
         """

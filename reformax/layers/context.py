@@ -6,9 +6,9 @@ a stretch of each sequence, and there are three ways to what lies in the others:
 * **Heads for positions** (Ulysses, Jacobs et al. 2023). An all-to-all gives each device the whole
   sequence and a share of the heads, and another one takes the result back. Whatever an algorithm
   does with a sequence, such as to sort it, it does so within a device.
-* **Borders** (`ops.parts.borders`). An algorithm that sees no further than a `Reach` reads the ends
-  of the neighbouring stretches.
-* **A ring** (`ops.parts.ring`). Where many heads would be of zeros, keys and values go round. The
+* **Borders** (`ops.sharding.borders`). An algorithm that sees no further than a `Reach` reads the
+  ends of the neighbouring stretches.
+* **A ring** (`ops.softmax.ring`). Where many heads would be of zeros, keys and values go round. The
   algorithm has the trait `stretches`.
 """
 
@@ -28,9 +28,9 @@ from jaxtyping import Array, Float
 from reformax import devices
 from reformax.declared import SettingError
 from reformax.ops.base import AttentionOp, no_plan
-from reformax.ops.parts import borders
-from reformax.ops.parts.heads import divides_a_choice, repeat_heads
-from reformax.ops.parts.share import Share
+from reformax.ops.calls.heads import divides_a_choice, repeat_heads
+from reformax.ops.sharding import borders
+from reformax.ops.sharding.shard import Share
 
 T = TypeVar("T")
 STRETCH = Spec(devices.ROWS, devices.CONTEXT)  # [B, t, ...]

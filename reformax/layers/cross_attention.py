@@ -16,7 +16,7 @@ from reformax.declared import Unsupported
 from reformax.layers import context
 from reformax.layers.attention import QKV, MultiHead, output
 from reformax.layers.matrices import Unnormed, affine
-from reformax.ops.parts.masks import segments_of
+from reformax.ops.masking.masks import segments_of
 
 
 @dataclasses.dataclass(eq=False, repr=False)

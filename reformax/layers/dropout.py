@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import Rate, check_all, hints_of
 from reformax.layers._trax import Layer
-from reformax.ops.parts.dropout import dropout_bits, seed_words
-from reformax.ops.parts.softmax import wide
+from reformax.ops.numerics.precision import wide
+from reformax.ops.softmax.dropout import dropout_bits, seed_words
 
 # Two columns this far apart share a hash of 32 bits: the left one takes the upper 16, the right one
 # the lower. Hashing is half of a kernel's arithmetic. A power of two.

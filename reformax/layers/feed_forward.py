@@ -16,9 +16,9 @@ from reformax.layers._trax import Layer
 from reformax.layers.dropout import check_rng, dropout, rate_in
 from reformax.layers.float8 import product
 from reformax.layers.matrices import IN_KERNELS, Unnormed, affine, check_input, turned
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.softmax import wide
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose
+from reformax.ops.numerics.precision import wide
+from reformax.ops.softmax.dropout import seed_words
 
 glorot = jax.nn.initializers.glorot_uniform()
 

@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from reformax import devices
-from reformax.ops.parts.dispatch import choose
-from reformax.ops.parts.softmax import wide
+from reformax.ops.calls.dispatch import choose
+from reformax.ops.numerics.precision import wide
 
 if TYPE_CHECKING:
     from reformax.layers.layer_norm import LayerNorm

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Positive, SettingError, Size, check_all, hints_of
 from reformax.layers._trax import Layer
 from reformax.layers.matrices import check_input
-from reformax.ops.parts.softmax import wide
+from reformax.ops.numerics.precision import wide
 
 # The standard deviation of fresh embeddings: more than one layer adds to the stream, so that the
 # first layers learn from the tokens and not from each other's noise.

@@ -47,7 +47,7 @@ from reformax.layers.coupling import (
 )
 from reformax.layers.matrices import Unnormed
 from reformax.layers.stacks import Block, BlockStack
-from reformax.ops.parts.masks import segments_of, tokens_of
+from reformax.ops.masking.masks import segments_of, tokens_of
 
 GRID = 2.0**-12
 SlotCount = Annotated[int, Bounds(2, 256)]

@@ -28,9 +28,10 @@ from reformax.layers.attention import QKV, Attention
 from reformax.layers.dropout import dropout
 from reformax.ops import dense, local, lsh, shared_qk
 from reformax.ops.base import AttentionOp
-from reformax.ops.parts import hashing, sorting
-from reformax.ops.parts.circle import SELF_SCORE, in_a_circle
-from reformax.ops.parts.orders import ChunkSizes
+from reformax.ops.hashing import angular as hashing
+from reformax.ops.hashing import sorting
+from reformax.ops.hashing.circle import SELF_SCORE, in_a_circle
+from reformax.ops.softmax.orders import ChunkSizes
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -16,7 +16,7 @@ from reformax.layers import LayerNorm
 from reformax.layers.dropout import dropout
 from reformax.layers.positions import EMBEDDING_SCALE
 from reformax.models.base import AttentionType, Model, check_embedding
-from reformax.ops.parts.masks import Ids, Tokens, tokens_of
+from reformax.ops.masking.masks import Ids, Tokens, tokens_of
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

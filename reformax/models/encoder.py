@@ -32,7 +32,7 @@ from reformax.models.base import (
 from reformax.models.logits import affine, affine_params, logits_product
 from reformax.models.packing import segmented
 from reformax.ops import dense, local, lsh
-from reformax.ops.parts.masks import Tokens
+from reformax.ops.masking.masks import Tokens
 
 Classes = Annotated[int, Bounds(2)]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from reformax.ops.parts.masks import Ids, Tokens
+from reformax.ops.masking.masks import Ids, Tokens
 
 
 def segmented(tokens: Int[Array, "B T"], segments: Ids | None = None) -> Tokens:

@@ -41,7 +41,7 @@ from reformax.models.packing import (
 )
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp
-from reformax.ops.parts.cache import take_rows
+from reformax.ops.decoding.cache import take_rows
 
 CrossAttentionType = Annotated[AttentionOp, Called("an AttentionOp, such as dense.dense()")]
 

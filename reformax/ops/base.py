@@ -4,7 +4,7 @@ Letters in the shapes of `reformax.ops` (the order of `jax.nn.dot_product_attent
 
     B batch    T queries    S keys    N heads    H query and key size    V value size
     R hashing rounds    C chunks    L chunk length    M keys in a chunk's window
-    G heads of keys and values, a divisor of N (`parts/heads.py`); where it is not named, it is N
+    G heads of keys and values, a divisor of N (`calls/heads.py`); where it is not named, it is N
 
 Segments are integer ids, one a token: a token sees its own id only, and 0 is padding, which sees
 and gives nothing. Queries and keys of one sequence share one array `[B, T]`; those of two sequences
@@ -25,13 +25,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import checked
-from reformax.ops.parts.arguments import check_arguments, check_params
-from reformax.ops.parts.borders import Reach
-from reformax.ops.parts.containment import over_tokens, tokens_only
-from reformax.ops.parts.given_masks import checked_mask, with_mask
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.masks import Segments, segment_ids, segment_pair
-from reformax.ops.parts.placement import Call, placement
+from reformax.ops.calls.arguments import check_arguments, check_params
+from reformax.ops.calls.dims import Dims, Extra
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.masking.given_masks import checked_mask, with_mask
+from reformax.ops.masking.masks import Segments, segment_ids, segment_pair
+from reformax.ops.masking.padding import over_tokens, tokens_only
+from reformax.ops.sharding.borders import Reach
+from reformax.ops.sharding.placement import Call, placement
 
 T = TypeVar("T")
 # Values of options that are what they are equal to: a sequence may hold 2 or 2.0.
@@ -61,29 +62,6 @@ class Traits(NamedTuple):
     heads_apart: bool = False  # it computes any of the heads, told by a `Share` in place of the rng
     choose_together: bool = False  # heads that share keys look at the same of them
     stretches: bool = False  # it computes stretches of sequences, told by a `Share` with an axis
-
-
-class Dims(NamedTuple):
-    """The static sizes that an algorithm's own weights may depend on."""
-
-    n_heads: int
-    d_qk: int
-    d_v: int
-    length: int
-    n_kv_heads: int | None = None  # G; None: N
-
-    @property
-    def key_heads(self) -> int:
-        """G, the number of heads of keys and values."""
-        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-
-
-class Extra(NamedTuple):
-    """A further projection of a layer's input that an algorithm reads, `[B, T, n_heads, size]`."""
-
-    n_heads: int
-    size: int
-    rotated: bool = False  # by its position, where queries and keys are
 
 
 # Other than a tuple, a dataclass may stand in `jax.jit`, which keeps weak references.

@@ -24,15 +24,15 @@ from jaxtyping import Array, Float, Int
 from reformax.declared import Called, Count, SettingError, Size, shown
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
-from reformax.ops.parts import band, block_lists, tiles
-from reformax.ops.parts.block_lists import MIN_TILE, Layout, Rows
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring
-from reformax.ops.parts.containment import over_tokens
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.masks import ids_or_ones, segment_pair
-from reformax.ops.parts.neighbours import first_marked, ids_at, rows_at
-from reformax.ops.parts.share import all_heads
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
+from reformax.ops.masking.bands import first_marked, ids_at, rows_at
+from reformax.ops.masking.masks import ids_or_ones, segment_pair
+from reformax.ops.masking.padding import over_tokens
+from reformax.ops.sharding.shard import all_heads
+from reformax.ops.softmax import band, block_lists, tiles
+from reformax.ops.softmax.block_lists import MIN_TILE, Layout, Rows
+from reformax.ops.softmax.dropout import seed_words
 
 BUTTERFLY = butterfly()
 BlockSize = Annotated[Size | tuple[Size, Size], Called("a number of at least 1, or two")]
@@ -155,7 +155,7 @@ def _attend(layout: Layout, impl: str, q, k, v, segments, rng) -> Float[Array, "
     if impl == "xla":
         in_tiles = functools.partial(_in_tiles, layout, segments=segments, rng=rng)
         return over_tokens(in_tiles, q, k, v, segments)
-    from reformax.ops.kernels import block_sparse as kernel
+    from reformax.ops.kernels.triton import block_sparse as kernel
 
     interpret = impl == "pallas_interpret"
     return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)[0]

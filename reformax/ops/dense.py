@@ -8,13 +8,13 @@ import jax
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.cache import full_decoding
-from reformax.ops.parts.containment import over_tokens
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.parts.dispatch import check_impl, choose
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.masks import visibility
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.calls.dispatch import check_impl, choose
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.masking.masks import visibility
+from reformax.ops.masking.padding import over_tokens
+from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.softmax.reference import reference_attention
 
 
 @named

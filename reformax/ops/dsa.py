@@ -32,18 +32,25 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
 from reformax.declared import NonNegative, Size, Width
-from reformax.ops.base import AttentionOp, Dims, Traits, named
-from reformax.ops.parts.auxiliary import with_loss
-from reformax.ops.parts.block_lists import Everything
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dispatch import KERNELS, MAX_HEAD_SIZE, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropout_mask, seed_words
-from reformax.ops.parts.masks import ids_or_ones
-from reformax.ops.parts.query_chunks import by_chunks, joined, positions
-from reformax.ops.parts.share import row_axes
-from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
+from reformax.ops.base import AttentionOp, Traits, named
+from reformax.ops.calls.dims import Dims
+from reformax.ops.calls.dispatch import KERNELS, MAX_HEAD_SIZE, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_in_memory,
+)
+from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.numerics.auxiliary_loss import with_loss
+from reformax.ops.numerics.finite import finite, is_finite
+from reformax.ops.numerics.precision import product, wide
+from reformax.ops.numerics.query_chunks import by_chunks, joined, positions
+from reformax.ops.sharding.shard import row_axes
+from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.online import contained_softmax, largest, masked_exp, nonzero
 
 # The largest number that the indexer reads. A score is a product of three such numbers.
 LARGEST = 1e9
@@ -187,7 +194,7 @@ def _plan(
     index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
     impl = settings.choose(q, k, None)
     if impl != "xla":
-        from reformax.ops.kernels import indexer as kernel
+        from reformax.ops.kernels.triton import indexer as kernel
 
         sizes = min(settings.top_k, n), causal, impl == "pallas_interpret"
         return kernel.choose(*sizes, *index, keys, None if segments is None else ids)
@@ -213,7 +220,7 @@ def _apply(
     factor = settings.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
     impl = settings.choose(q, k, v)
     if impl != "xla":
-        from reformax.ops.kernels import dsa as kernel
+        from reformax.ops.kernels.triton import dsa as kernel
 
         layout = Everything(length, length, causal, dropout)
         index, ids = kernel.Index(*index, index_keys), None if segments is None else ids

@@ -18,15 +18,15 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import ring, tiles
-from reformax.ops.parts.block_lists import Everything
-from reformax.ops.parts.cache import full_decoding
-from reformax.ops.parts.containment import over_tokens
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.masks import segment_pair
-from reformax.ops.parts.share import Share
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.masking.masks import segment_pair
+from reformax.ops.masking.padding import over_tokens
+from reformax.ops.sharding.shard import Share
+from reformax.ops.softmax import ring, tiles
+from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
 
 # A mask's lowest logit, scaled, is still a number of float32.
 Scale = Annotated[float, Bounds(1e-6, 1e6, name="a number from 1e-6 to 1e6")]
@@ -99,7 +99,7 @@ def _apply(
         return cudnn_attention(q, k, v, causal=causal, scale=scale, lengths=lengths)
     k, v = repeat_heads(q, k, v)
     if impl != "xla":
-        from reformax.ops.kernels import block_sparse as kernel
+        from reformax.ops.kernels.triton import block_sparse as kernel
 
         layout = Everything(n_queries, n_keys, causal, dropout)
         interpret = impl == "pallas_interpret"
@@ -161,7 +161,7 @@ class _Pieces(NamedTuple):
         return dq, *of_groups(tuple(of_keys))
 
     def _kernel(self, causal: bool, q, k):
-        from reformax.ops.kernels import block_sparse as kernel
+        from reformax.ops.kernels.triton import block_sparse as kernel
 
         layout = Everything(q.shape[1], k.shape[1], causal, self.dropout)
         return kernel, layout, self.impl == "pallas_interpret"

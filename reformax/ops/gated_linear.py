@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from reformax.declared import Size, Width
-from reformax.ops.base import AttentionOp, Extra, Traits, named, no_plan
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.recurrence_chunks import Inputs
-from reformax.ops.parts.recurrent import (
+from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.calls.dims import Extra
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.numerics.precision import wide
+from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.op_functions import (
     Span,
     layer_output,
     output_extras,
@@ -26,8 +28,7 @@ from reformax.ops.parts.recurrent import (
     recurrent,
     scaled,
 )
-from reformax.ops.parts.short_convolution import conv_params
-from reformax.ops.parts.softmax import wide
+from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @named

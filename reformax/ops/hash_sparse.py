@@ -22,9 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, SettingError
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.parts import sorted_groups, tiles
-from reformax.ops.parts.block_lists import InOrder
-from reformax.ops.parts.cache import (
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
     KeyValues,
     Shared,
     add_to_ring,
@@ -32,13 +31,15 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.parts.containment import marked
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropped_own, seed_words
-from reformax.ops.parts.hashing import MAX_FACTOR, draw_rotations, hash_by
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.orders import inverse
-from reformax.ops.parts.sorted_groups import Sorted
+from reformax.ops.hashing import sorted_groups
+from reformax.ops.hashing.angular import MAX_FACTOR, draw_rotations, hash_by
+from reformax.ops.hashing.sorted_groups import Sorted
+from reformax.ops.numerics.finite import marked
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax import tiles
+from reformax.ops.softmax.block_lists import InOrder
+from reformax.ops.softmax.dropout import dropped_own, seed_words
+from reformax.ops.softmax.orders import inverse
 
 Buckets = Annotated[int, Bounds(2, MAX_FACTOR)]
 # Queries, and keys, of a tile. Larger ones hold more pairs that share no bucket.
@@ -146,7 +147,7 @@ def _apply(
     if impl == "xla":
         out = _in_arrays(*x, *flat, causal, strict, dropout, n_heads, seed)
     else:
-        from reformax.ops.kernels import block_sparse as kernel
+        from reformax.ops.kernels.triton import block_sparse as kernel
 
         layout = InOrder(length, length, causal, dropout, strict=strict, n_folded=n_heads)
         groups = *(y.group for y in flat), *(y.position for y in flat)

@@ -18,13 +18,13 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.means import quotient, with_ones
-from reformax.ops.parts.recurrence import everything
-from reformax.ops.parts.recurrence_chunks import Inputs
-from reformax.ops.parts.recurrent import contained, recurrent
-from reformax.ops.parts.short_convolution import conv_params
-from reformax.ops.parts.softmax import wide
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.numerics.precision import wide
+from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.means import quotient, with_ones
+from reformax.ops.recurrence.op_functions import contained, recurrent
+from reformax.ops.recurrence.recurrence import everything
+from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @named
@@ -37,7 +37,7 @@ def linear(
 
     Args:
       conv_size: if set, queries, keys and values are convolved over this many positions first
-        (`parts.short_convolution`); the papers have 4.
+        (`recurrence.short_convolution`); the papers have 4.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, which

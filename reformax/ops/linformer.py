@@ -20,10 +20,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import Bounds, SettingError, Width
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite
-from reformax.ops.parts.share import of_heads
+from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.calls.dims import Dims
+from reformax.ops.numerics.finite import finite
+from reformax.ops.numerics.precision import product
+from reformax.ops.sharding.shard import of_heads
 
 Longest = Annotated[int, Bounds(1, 2**24)]
 

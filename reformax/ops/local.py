@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from reformax.declared import SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import circle
-from reformax.ops.parts.borders import Reach
-from reformax.ops.parts.cache import ring_decoding
-from reformax.ops.parts.chunked import chunked_attention
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.orders import ChunkCount, ChunkSizes, PadChunks
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import ring_decoding
+from reformax.ops.hashing import circle
+from reformax.ops.sharding.borders import Reach
+from reformax.ops.softmax.chunked import chunked_attention
+from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, PadChunks
 
 _FARTHEST = 2**30  # positions are below it
 

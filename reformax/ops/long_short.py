@@ -24,21 +24,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, Size
-from reformax.ops.base import AttentionOp, Dims, Traits, named, no_plan
-from reformax.ops.parts.cache import (
+from reformax.ops.base import AttentionOp, Traits, named, no_plan
+from reformax.ops.calls.dims import Dims
+from reformax.ops.decoding.cache import (
     KeyValues,
     add_to_ring,
     attend_to,
     fill_ring,
     positions_by_slot,
 )
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.kinds import Keys, attend_to_kinds, scaled_logits
-from reformax.ops.parts.query_chunks import in_blocks, joined
-from reformax.ops.parts.share import of_heads
-from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+from reformax.ops.numerics.finite import finite, is_finite
+from reformax.ops.numerics.precision import product, wide
+from reformax.ops.numerics.query_chunks import in_blocks, joined
+from reformax.ops.sharding.shard import of_heads
+from reformax.ops.softmax.dropout import seed_words
+from reformax.ops.softmax.joint import Keys, attend_to_kinds, scaled_logits
+from reformax.ops.softmax.online import largest, masked_exp, nonzero
 
 Rank = Annotated[int, Bounds(0, 2**16)]
 # Queries and keys whose logits are in memory at a time.

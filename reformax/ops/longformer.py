@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from reformax.declared import Called, Count, SettingError, Size
-from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named, no_params
-from reformax.ops.parts import band
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.neighbours import NOWHERE, Band, first_marked, rows_at
+from reformax.ops.base import AttentionOp, Traits, named, no_params
+from reformax.ops.calls.dims import Dims, Extra
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.masking.bands import NOWHERE, Band, first_marked, rows_at
+from reformax.ops.softmax import band
+from reformax.ops.softmax.dropout import seed_words
 
 STEPS = "a number of at least 1, or one for each head"
 Dilation = Annotated[Size | Sequence[Size], Called(STEPS)]

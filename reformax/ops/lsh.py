@@ -20,27 +20,21 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from reformax.declared import Bounds, Called, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.parts import circle
-from reformax.ops.parts.cache import (
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
     KeyValues,
     Shared,
     add_and_attend,
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.parts.chunked import chunked_attention
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.hashing import Hashing, bucket_factors, hash_by
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.orders import ChunkCount, ChunkSizes, Order, PadChunks
-from reformax.ops.parts.sorting import (
-    inserted,
-    line,
-    seen_before,
-    sort_by_bucket,
-    with_bucket,
-    within_buckets,
-)
+from reformax.ops.decoding.sorted_order import inserted, line, seen_before, with_bucket
+from reformax.ops.hashing import circle
+from reformax.ops.hashing.angular import Hashing, bucket_factors, hash_by
+from reformax.ops.hashing.sorting import sort_by_bucket, within_buckets
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax.chunked import chunked_attention
+from reformax.ops.softmax.orders import ChunkCount, ChunkSizes, Order, PadChunks
 
 # Every round orders the whole sequence.
 Rounds = Annotated[int, Bounds(1, 1024)]

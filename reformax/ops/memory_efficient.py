@@ -24,13 +24,13 @@ from jax import lax
 from reformax.declared import Size
 from reformax.devices import varying_as
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import tiles
-from reformax.ops.parts.block_lists import MIN_TILE, Layout
-from reformax.ops.parts.blocks import block_at, over_groups, rows
-from reformax.ops.parts.cache import full_decoding
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.softmax import Softmax
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.numerics.row_blocks import block_at, over_groups, rows
+from reformax.ops.softmax import tiles
+from reformax.ops.softmax.block_lists import MIN_TILE, Layout
+from reformax.ops.softmax.online import Softmax
 
 
 @named
@@ -124,7 +124,7 @@ def kernel_summary(
 
     If causal, the tile is square and on the diagonal.
     """
-    from reformax.ops.kernels import block_sparse as kernel
+    from reformax.ops.kernels.triton import block_sparse as kernel
 
     q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, *(rows(y, group, keys) for y in x[1:3])))
     n_queries, n_keys = q.shape[1], k.shape[1]

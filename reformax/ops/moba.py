@@ -25,17 +25,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.declared import Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
-from reformax.ops.parts.chosen_blocks import Tiles, in_three, tiles
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite, is_finite, tokens_only
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import seed_words
-from reformax.ops.parts.gathered import softmax_of_piece, taken
-from reformax.ops.parts.heads import repeat_heads
-from reformax.ops.parts.masks import ids_or_ones
-from reformax.ops.parts.query_chunks import in_blocks
-from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.calls.heads import repeat_heads
+from reformax.ops.decoding.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_in_memory,
+)
+from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.padding import tokens_only
+from reformax.ops.numerics.finite import finite, is_finite
+from reformax.ops.numerics.precision import in_three, product, wide
+from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.softmax.chosen_blocks import Tiles, tiles
+from reformax.ops.softmax.dropout import seed_words
+from reformax.ops.softmax.gathered import softmax_of_piece, taken
+from reformax.ops.softmax.online import largest, masked_exp, nonzero
 
 # Queries whose scores are in memory at a time.
 SCORED = 1024
@@ -121,7 +128,7 @@ def _plan(
 
     impl = choose(impl, **kernel_obstacles(q, k, None))
     if impl != "xla":
-        from reformax.ops.kernels import choice
+        from reformax.ops.kernels.triton import choice
 
         sizes = choice.Sizes(n_best, size)
         masks = () if segments is None else (ids, of_block)
@@ -172,7 +179,7 @@ def _apply(block_size, impl, params, q, k, v, *, plan, segments, causal, dropout
     if impl == "xla":
         k, v = repeat_heads(q, k, v)
         return _in_arrays(_tiles(plan, size, size), size, q, k, v, segments, dropout, rng)
-    from reformax.ops.kernels import moba as kernel
+    from reformax.ops.kernels.triton import moba as kernel
 
     found = _tiles(plan, size, min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length)))
     lists = kernel.Lists(found.block, found.pair, found.bounds, found.place >= 0)

@@ -31,17 +31,25 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
-from reformax.ops.base import AttentionOp, Dims, Extra, Traits, named
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, positions_by_slot
-from reformax.ops.parts.chosen_blocks import BEFORE, FIRST, OWN
-from reformax.ops.parts.chunk_products import product
-from reformax.ops.parts.containment import finite, is_finite, tokens_only
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropout_mask, seed_words
-from reformax.ops.parts.gathered import taken
-from reformax.ops.parts.masks import ids_or_ones
-from reformax.ops.parts.query_chunks import by_chunks, in_blocks, joined, positions
-from reformax.ops.parts.softmax import contained_softmax, largest, masked_exp, nonzero, wide
+from reformax.ops.base import AttentionOp, Traits, named
+from reformax.ops.calls.dims import Dims, Extra
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    positions_by_slot,
+)
+from reformax.ops.masking.masks import ids_or_ones
+from reformax.ops.masking.padding import tokens_only
+from reformax.ops.numerics.finite import finite, is_finite
+from reformax.ops.numerics.precision import product, wide
+from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, joined, positions
+from reformax.ops.softmax.chosen_blocks import BEFORE, FIRST, OWN
+from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.gathered import taken
+from reformax.ops.softmax.online import contained_softmax, largest, masked_exp, nonzero
 
 # What the tiles of the kernels hold.
 KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
@@ -330,7 +338,7 @@ def _plan(
     impl = settings.choose(q, k, None)
     if impl == "xla":
         return _select_in_arrays(settings, q, far, ids, first)
-    from reformax.ops.kernels import selection
+    from reformax.ops.kernels.triton import selection
 
     masks = () if segments is None else (ids, far.ids, first // settings.block_size)
     n_best, group = (
@@ -471,7 +479,7 @@ def _in_kernels(
     settings: Settings, interpret: bool, far: Summaries, q, k, v, plan, ids, dropout: float, rng
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
     """The same by kernels."""
-    from reformax.ops.kernels import nsa as kernel
+    from reformax.ops.kernels.triton import nsa as kernel
 
     group, size = q.shape[2] // k.shape[2], min(settings.block_size, q.shape[1])
     rng = rng if dropout > 0.0 else None

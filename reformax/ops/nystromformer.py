@@ -22,11 +22,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.declared import Bounds, SettingError, Size, Width
 from reformax.ops import flash
-from reformax.ops.base import AttentionOp, Dims, Traits, named, no_params, no_plan
-from reformax.ops.parts.containment import finite, is_finite
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.share import of_heads
-from reformax.ops.parts.softmax import largest, masked_exp, nonzero, wide
+from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
+from reformax.ops.calls.dims import Dims
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.numerics.finite import finite, is_finite
+from reformax.ops.numerics.precision import wide
+from reformax.ops.sharding.shard import of_heads
+from reformax.ops.softmax.online import largest, masked_exp, nonzero
 
 Iterations = Annotated[int, Bounds(1, 1024)]  # each is written out
 

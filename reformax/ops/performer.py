@@ -28,15 +28,19 @@ from reformax import devices
 from reformax.carried import Carried, becoming
 from reformax.declared import Bounds, Seed, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.cache import Shared
-from reformax.ops.parts.containment import finite
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.means import KEPT, mean, quotient, with_ones
-from reformax.ops.parts.random_features import Features, orthogonal_directions, positive_features
-from reformax.ops.parts.recurrence import advance, everything
-from reformax.ops.parts.share import rng_of
-from reformax.ops.parts.side_by_side import back, side_by_side
-from reformax.ops.parts.softmax import wide
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import Shared
+from reformax.ops.masking.contiguous import back, side_by_side
+from reformax.ops.numerics.finite import finite
+from reformax.ops.numerics.precision import wide
+from reformax.ops.recurrence.means import KEPT, mean, quotient, with_ones
+from reformax.ops.recurrence.random_features import (
+    Features,
+    orthogonal_directions,
+    positive_features,
+)
+from reformax.ops.recurrence.recurrence import advance, everything
+from reformax.ops.sharding.shard import rng_of
 
 # Less would make quotients whose derivatives float32 cannot hold.
 Epsilon = Annotated[float, Bounds(1e-12, 1)]
@@ -179,7 +183,7 @@ def _in_kernels(settings: Settings, impl: str, plan, q, k, v, segments) -> Array
 
     Factors of a row of queries cancel, so that what their features are relative to has no gradient.
     """
-    from reformax.ops.kernels import random_features as kernel
+    from reformax.ops.kernels.triton import random_features as kernel
 
     interpret = impl == "pallas_interpret"
     directions = settings.directions(plan, q.shape[-1])

@@ -15,17 +15,17 @@ from jaxtyping import Float
 
 from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_plan
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.recurrence_chunks import Inputs
-from reformax.ops.parts.recurrent import (
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.numerics.precision import wide
+from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.op_functions import (
     layer_output,
     output_extras,
     output_params,
     recurrent,
     scaled,
 )
-from reformax.ops.parts.short_convolution import conv_params
-from reformax.ops.parts.softmax import wide
+from reformax.ops.recurrence.short_convolution import conv_params
 
 
 @named

@@ -22,16 +22,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.carried import Carried, becoming
 from reformax.declared import Bounds, Size, Width
-from reformax.ops.base import AttentionOp, Dims, Traits, named
-from reformax.ops.parts.block_lists import InOrder
-from reformax.ops.parts.cache import KeyValues, add_to_ring, attend_to, fill_ring, replace_in_memory
-from reformax.ops.parts.containment import finite, is_finite, marked
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropped_own, seed_words
-from reformax.ops.parts.gathered import softmax_of_piece, taken
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.query_chunks import in_blocks
-from reformax.ops.parts.softmax import lowest, masked_exp, nonzero, wide
+from reformax.ops.base import AttentionOp, Traits, named
+from reformax.ops.calls.dims import Dims
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import (
+    KeyValues,
+    add_to_ring,
+    attend_to,
+    fill_ring,
+    replace_in_memory,
+)
+from reformax.ops.numerics.finite import finite, is_finite, marked
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.query_chunks import in_blocks
+from reformax.ops.softmax.block_lists import InOrder
+from reformax.ops.softmax.dropout import dropped_own, seed_words
+from reformax.ops.softmax.gathered import softmax_of_piece, taken
+from reformax.ops.softmax.online import lowest, masked_exp, nonzero
 
 Decay = Annotated[float, Bounds(0, 1)]
 # Centroids whose products with all positions are in memory at a time.
@@ -237,7 +245,7 @@ def _in_kernels(
     settings: Settings, interpret: bool, q, k, v, plan: Clusters, causal, dropout, rng
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """The same by kernels."""
-    from reformax.ops.kernels import clusters as kernel
+    from reformax.ops.kernels.triton import clusters as kernel
 
     queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
     keys = queries if settings.shared_qk else kernel.in_order(plan.keys)

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.block_lists import Everything
-from reformax.ops.parts.cache import full_decoding
-from reformax.ops.parts.containment import marked
-from reformax.ops.parts.cudnn import cudnn_attention, cudnn_obstacle
-from reformax.ops.parts.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.parts.dropout import dropped_own, seed_words
-from reformax.ops.parts.masks import except_self, segment_pair, visibility
-from reformax.ops.parts.normalization import length_normalize
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
+from reformax.ops.decoding.cache import full_decoding
+from reformax.ops.masking.masks import except_self, segment_pair, visibility
+from reformax.ops.numerics.finite import marked
+from reformax.ops.numerics.normalization import length_normalize
+from reformax.ops.softmax.block_lists import Everything
+from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
+from reformax.ops.softmax.dropout import dropped_own, seed_words
+from reformax.ops.softmax.reference import reference_attention
 
 
 @named
@@ -60,7 +60,7 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, own, impl):
     if impl == "cudnn":
         return _to_those_before(q, v, own)
     if impl != "xla":
-        from reformax.ops.kernels import block_sparse as kernel
+        from reformax.ops.kernels.triton import block_sparse as kernel
 
         layout = Everything(q.shape[1], q.shape[1], causal, dropout, strict=True)
         given = q, length_normalize(q), v, segment_pair(segments), rng

@@ -15,9 +15,9 @@ from jaxtyping import Array, Int
 
 from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts import band
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.neighbours import Band, first_where
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.masking.bands import Band, first_where
+from reformax.ops.softmax import band
 
 
 @named

@@ -8,8 +8,8 @@ and keys have projections of their own, so a dense model's weights fit without t
 O(n_hashes * T * chunk_len), besides sorting.
 
 Queries and keys may be of two sequences. A query then stands where its hash would stand among those
-of the keys (`ops.parts.meeting`), for clusters of few queries could not be as many as those of the
-keys. Such hashes have one scale: they are cosines with a direction, of keys less their mean.
+of the keys (`ops.hashing.meeting`), for clusters of few queries could not be as many as those of
+the keys. Such hashes have one scale: they are cosines with a direction, of keys less their mean.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.declared import Bounds, Size
+from reformax.ops.asymmetric_lsh import TRAITS, attend, crosses, ratio, two_orders
 from reformax.ops.base import AttentionOp, named, no_params
-from reformax.ops.parts import asymmetric
-from reformax.ops.parts.cache import (
+from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.decoding.cache import (
     KeyValues,
     Shared,
     add_to_ring,
@@ -32,10 +33,11 @@ from reformax.ops.parts.cache import (
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.parts.dispatch import KERNELS, check_impl
-from reformax.ops.parts.meeting import meeting_orders
-from reformax.ops.parts.orders import ChunkSizes, Order
-from reformax.ops.parts.sorting import seen_before, sort_by_bucket
+from reformax.ops.decoding.sorted_order import seen_before
+from reformax.ops.hashing import asymmetric
+from reformax.ops.hashing.meeting import meeting_orders
+from reformax.ops.hashing.sorting import sort_by_bucket
+from reformax.ops.softmax.orders import ChunkSizes, Order
 
 # Every round orders the whole sequence twice.
 Rounds = Annotated[int, Bounds(1, 1024)]
@@ -99,7 +101,7 @@ def smyrf(
         init=no_params,
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=asymmetric.TRAITS,
+        traits=TRAITS,
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
         replace_value=replace_in_memory,
@@ -116,10 +118,10 @@ def _plan(
         return None
     q, k = lax.stop_gradient((q, k))
     directions = asymmetric.draw_directions(n_heads, size, settings.n_hashes, rng)
-    if asymmetric.crosses(q, k, segments):
+    if crosses(q, k, segments):
         hashes = asymmetric.cosines(q, k, directions, segments)
-        ratio = asymmetric.ratio(q.shape[1], k.shape[1])
-        return meeting_orders(*hashes, segments, settings.chunk_len, ratio)
+        lengths = q.shape[1], k.shape[1]
+        return meeting_orders(*hashes, segments, settings.chunk_len, ratio(*lengths))
     squares, most = asymmetric.lengths(q, k, segments)
     n_pad = -q.shape[1] % settings.chunk_len
 
@@ -130,13 +132,13 @@ def _plan(
         return sort_by_bucket(hashes, asymmetric.N_HASHES, segments, n_pad).queries
 
     orders = (order(*of) for of in zip((q, k), squares, (-1, -2), strict=True))
-    return asymmetric.two_orders(settings, q, k, *orders)
+    return two_orders(settings, q, k, *orders)
 
 
 def _apply(settings: Settings, params, q, k, v, **call):
     del params
     sizes = ChunkSizes(settings.chunk_len, 0, 0)
-    return asymmetric.attend(sizes, settings, q, k, v, **call)
+    return attend(sizes, settings, q, k, v, **call)
 
 
 # Decoding. C is the capacity.

@@ -32,8 +32,8 @@ from reformax.ops import (
     nystromformer,
     smyrf,
 )
-from reformax.ops.parts import borders
-from reformax.ops.parts.masks import Tokens
+from reformax.ops.masking.masks import Tokens
+from reformax.ops.sharding import borders
 from reformax.training import mesh as mesh_lib
 from reformax.training import step as step_lib
 from tests.helpers import assert_trees_close

@@ -10,7 +10,7 @@ import pytest
 from reformax import layers
 from reformax.ops import dense, linear, lsh, shared_qk
 from reformax.ops.base import Dims
-from reformax.ops.parts.dropout import full_dropout_mask
+from reformax.ops.softmax.dropout import full_dropout_mask
 from tests.layers import plain
 from tests.ops import inputs
 from tests.ops.inputs import Inputs

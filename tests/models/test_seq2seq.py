@@ -13,7 +13,7 @@ from reformax.layers import CrossAttention
 from reformax.layers._trax import signature
 from reformax.models import Reformer, Transformer
 from reformax.ops import asymmetric_lsh, dense, local, lsh, shared_qk, smyrf
-from reformax.ops.parts.cache import take_rows
+from reformax.ops.decoding.cache import take_rows
 from tests.helpers import assert_trees_close
 from tests.layers import plain
 

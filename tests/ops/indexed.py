@@ -6,7 +6,7 @@ In arrays of JAX, of the whole T x S matrices.
 import jax
 import jax.numpy as jnp
 
-from reformax.ops.parts.auxiliary import with_loss
+from reformax.ops.numerics.auxiliary_loss import with_loss
 from tests.ops.low_rank import logits, softmax
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from reformax import ops
 from reformax.ops import base, local, lsh
-from reformax.ops.parts import chunked
-from reformax.ops.parts.dropout import full_dropout_mask
-from reformax.ops.parts.masks import except_self, visibility
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.masking.masks import except_self, visibility
+from reformax.ops.softmax import chunked
+from reformax.ops.softmax.dropout import full_dropout_mask
+from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import inputs, oracle
 from tests.ops.reference import ADDRESSES, LONGEST, Asked, expected

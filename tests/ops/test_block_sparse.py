@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_patterns, block_sparse
-from reformax.ops.kernels import block_sparse as kernel
-from reformax.ops.parts import block_lists, tiles
-from reformax.ops.parts.masks import visibility
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.kernels.triton import block_sparse as kernel
+from reformax.ops.masking.masks import visibility
+from reformax.ops.softmax import block_lists, tiles
+from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 KEY = jax.random.key(0)

@@ -19,7 +19,7 @@ from reformax.ops import (
     sinks,
     smyrf,
 )
-from reformax.ops.parts.arguments import check_arguments
+from reformax.ops.calls.arguments import check_arguments
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops.parts import centring
+from reformax.ops.hashing import centring
 from tests.helpers import with_x64
 
 sums_before = jax.jit(centring.sums_before)

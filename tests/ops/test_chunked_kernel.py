@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops.kernels import chunked as kernel
-from reformax.ops.kernels.packed_chunks import PackedChunks
-from reformax.ops.parts import chunked, sorting
-from reformax.ops.parts.orders import Chunks, Order
+from reformax.ops.hashing import sorting
+from reformax.ops.kernels.triton import chunked as kernel
+from reformax.ops.kernels.triton.packed_chunks import PackedChunks
+from reformax.ops.softmax import chunked
+from reformax.ops.softmax.orders import Chunks, Order
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 KEY = jax.random.key(0)

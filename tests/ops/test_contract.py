@@ -11,7 +11,7 @@ from reformax.layers import Attention
 from reformax.models import ReformerLM, TransformerLM
 from reformax.ops import dense
 from reformax.ops.base import Dims, Traits
-from reformax.ops.parts.masks import Tokens
+from reformax.ops.masking.masks import Tokens
 from tests.layers import plain
 from tests.layers import test_attention as layer_tests
 from tests.ops import inputs

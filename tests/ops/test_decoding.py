@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reformax.ops import asymmetric_lsh, dense, flash, local, lsh
-from reformax.ops.parts import cache, dispatch
+from reformax.ops.calls import dispatch
+from reformax.ops.decoding import cache
 from tests.ops import inputs
 from tests.ops.rows import ROWS, one_of_each_kind, over, the_others
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from reformax.ops.parts import dispatch
+from reformax.ops.calls import dispatch
 
 ANY = {"cudnn": None, "pallas": None, "pallas_interpret": None}
 

@@ -7,7 +7,7 @@ import pytest
 
 from reformax.models import lm
 from reformax.ops import dense, dsa, local
-from reformax.ops.kernels import indexer
+from reformax.ops.kernels.triton import indexer
 from tests.helpers import assert_trees_close, lower_for_gpu
 from tests.ops import indexed
 

@@ -7,10 +7,10 @@ import pytest
 
 from reformax.layers import Attention
 from reformax.ops import block_patterns, block_sparse, longformer
-from reformax.ops.parts import band
-from reformax.ops.parts.dropout import full_dropout_mask
-from reformax.ops.parts.masks import Tokens
-from reformax.ops.parts.neighbours import Band
+from reformax.ops.masking.bands import Band
+from reformax.ops.masking.masks import Tokens
+from reformax.ops.softmax import band
+from reformax.ops.softmax.dropout import full_dropout_mask
 from tests.helpers import assert_trees_close, with_gradients
 from tests.layers import plain
 from tests.ops import inputs, oracle

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from reformax.ops import hash_sparse
-from reformax.ops.parts import sorted_groups
-from reformax.ops.parts.hashing import draw_rotations
+from reformax.ops.hashing import sorted_groups
+from reformax.ops.hashing.angular import draw_rotations
 
 KEY = jax.random.key(2)
 

@@ -30,7 +30,7 @@ from reformax.ops import (
     shared_qk,
     sinks,
 )
-from reformax.ops.parts import dispatch
+from reformax.ops.calls import dispatch
 from tests.helpers import assert_trees_close, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"

@@ -13,7 +13,7 @@ import pytest
 
 from reformax.carried import Carried
 from reformax.ops import dense, linformer, local, long_short, nystromformer, performer
-from reformax.ops.parts.random_features import orthogonal_directions, positive_features
+from reformax.ops.recurrence.random_features import orthogonal_directions, positive_features
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)

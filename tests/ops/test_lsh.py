@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from reformax.ops import lsh, shared_qk
-from reformax.ops.parts import hashing, sorting
+from reformax.ops.hashing import angular as hashing
+from reformax.ops.hashing import sorting
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops.kernels import recurrence as kernel
-from reformax.ops.parts.means import mean
-from reformax.ops.parts.recurrence_chunks import Inputs
+from reformax.ops.kernels.triton import recurrence as kernel
+from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.means import mean
 from tests.helpers import assert_trees_close, assert_trees_equal, lower_for_gpu, with_gradients
 from tests.ops import recurrence_oracle
 from tests.ops.test_recurrence import draw, runs

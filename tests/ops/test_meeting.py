@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.recall import recall_across
 from reformax.ops import asymmetric_lsh, dense, smyrf
-from reformax.ops.parts.meeting import meeting_orders
+from reformax.ops.hashing.meeting import meeting_orders
 from tests.helpers import assert_trees_close, with_gradients
 
 KEY = jax.random.key(0)

@@ -7,7 +7,7 @@ import pytest
 
 from reformax.ops import dense, nsa
 from reformax.ops.base import Dims
-from reformax.ops.kernels import selection
+from reformax.ops.kernels.triton import selection
 from tests.helpers import assert_trees_close, with_gradients
 from tests.ops import native_sparse
 from tests.ops.inputs import Inputs

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import performer
-from reformax.ops.kernels import random_features as kernel
+from reformax.ops.kernels.triton import random_features as kernel
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 
 EPSILON = 0.02

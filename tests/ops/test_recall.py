@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.recall import mean_recall
 from reformax.ops import asymmetric_lsh, smyrf
-from reformax.ops.parts.masks import visibility
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.masking.masks import visibility
+from reformax.ops.softmax.reference import reference_attention
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.ops.parts.chunk_products import inverse
-from reformax.ops.parts.recurrence import advance, recurrence
+from reformax.ops.recurrence.decay_products import inverse
+from reformax.ops.recurrence.recurrence import advance, recurrence
 from tests.helpers import assert_trees_close, assert_trees_equal, with_gradients, with_x64
 from tests.ops import recurrence_oracle
 

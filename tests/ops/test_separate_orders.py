@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops import asymmetric_lsh, smyrf
-from reformax.ops.parts import asymmetric
+from reformax.ops.hashing import asymmetric
 
 KEY = jax.random.key(0)
 OPS = {

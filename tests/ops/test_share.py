@@ -6,7 +6,7 @@ import pytest
 
 from reformax.ops import lsh
 from reformax.ops.base import given
-from reformax.ops.parts.share import Share
+from reformax.ops.sharding.shard import Share
 from tests.ops.rows import ROWS
 
 APART = [row for row in ROWS if row.op().traits.heads_apart]

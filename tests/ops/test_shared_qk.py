@@ -29,7 +29,7 @@ def test_causal_attention_moved_by_one_position(own, length, monkeypatch):
     ],
 )
 def test_what_cudnn_cannot_compute(options, message, monkeypatch):
-    monkeypatch.setattr("reformax.ops.parts.dispatch.gpu_obstacle", lambda: None)
+    monkeypatch.setattr("reformax.ops.calls.dispatch.gpu_obstacle", lambda: None)
     x = jax.ShapeDtypeStruct((2, 8, 3, 8), np.float32)
     op = shared_qk.shared_qk(impl="cudnn")
     with pytest.raises(NotImplementedError, match=f"^impl='cudnn' with {message}"):
@@ -50,7 +50,7 @@ def test_a_lone_position_that_is_not_finite(impl, causal, monkeypatch):
     """It sees itself, so that its row is NaN and has no gradient."""
     monkeypatch.setattr(shared_qk, "cudnn_attention", dense.dense())
     monkeypatch.setattr(shared_qk, "cudnn_obstacle", lambda *_: None)
-    monkeypatch.setattr("reformax.ops.parts.dispatch.gpu_obstacle", lambda: None)
+    monkeypatch.setattr("reformax.ops.calls.dispatch.gpu_obstacle", lambda: None)
     segments = None if impl == "cudnn" else np.array([[3, 1, 1, 0, 2, 2]])
     q, v, d_out = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 4)).astype(np.float32)
     op = shared_qk.shared_qk(impl=impl)

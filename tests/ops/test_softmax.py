@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reformax.ops.parts.softmax import contained_softmax
+from reformax.ops.softmax.online import contained_softmax
 
 
 def test_logits_that_round_in_two_ways_are_no_nan():

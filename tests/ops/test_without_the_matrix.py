@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from reformax.ops import base, block_sparse, dense, flash, memory_efficient
-from reformax.ops.parts import cudnn, tiles
-from reformax.ops.parts.reference import reference_attention
+from reformax.ops.softmax import cudnn, tiles
+from reformax.ops.softmax.reference import reference_attention
 from tests.helpers import assert_trees_close, default_jit, with_gradients
 from tests.ops import oracle
 

@@ -14,7 +14,7 @@ import numpy as np
 from reformax.carried import Carried, becoming
 from reformax.ops import dense
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
-from reformax.ops.parts.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from tests.ops.rows import Row
 from tests.pages import ROOT, blocks
 

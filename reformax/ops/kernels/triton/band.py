@@ -1,0 +1,148 @@
+"""Attention to a band by the kernels of `chunked`, and to a few keys besides, in one softmax.
+
+The few keys are few columns of the matrix of logits, for which array operations do. The band leaves
+each row's maximum and sum, with which both parts are merged (Milakov and Gimelshein 2018, "Online
+normalizer calculation for softmax"). The backward pass gives those of the whole row to each part.
+
+Letters as in `ops.softmax.band`, and the few keys' positions as in `ops.masking.bands`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from reformax.ops.kernels.triton import chunked
+from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
+from reformax.ops.masking.bands import Band, ids_at, rows_at
+from reformax.ops.numerics.finite import finite, is_finite
+from reformax.ops.numerics.first_order import first_order
+from reformax.ops.numerics.precision import product
+from reformax.ops.softmax.dropout import dropout_mask, seed_words
+from reformax.ops.softmax.online import nonzero
+
+
+class Near(NamedTuple):
+    """The band as chunks, in an order in which it is contiguous.
+
+    Attributes:
+      order: as in `ops.softmax.chunked.chunked_attention`; None where the sequence is in order.
+      segments: ids that see each other there, padded to whole chunks with 0; None is one.
+    """
+
+    order: Any
+    segments: Int[Array, "B Tp"] | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attend(
+    of: Band,
+    chunks: Any,
+    interpret: bool,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N V"],
+    few: Int[Array, "B G"],
+    near: Near,
+    segments: Int[Array, "B T"] | None,
+    rng: Array | None,
+) -> Float[Array, "B T N V"]:
+    """The attended values.
+
+    Args:
+      of: the band.
+      chunks: `Chunks` with the band as their window.
+      interpret: whether to run the kernels anywhere, slowly.
+      q, k, v: queries, keys and values, zeros at padding.
+      few: the positions of the keys that all queries see; `NOWHERE` for none.
+      near: where the band is contiguous.
+      segments: ids of positions; None is one.
+      rng: the source of dropout.
+    """
+    return _attend_forward(of, chunks, interpret, q, k, v, few, near, segments, rng)[0]
+
+
+class _Few(NamedTuple):
+    """The few keys, as the queries see them. Logits are products, before they are scaled."""
+
+    keys: Float[Array, "B G N H"]
+    values: Float[Array, "B G N V"]
+    logits: Float[Array, "B N T G"]
+    dropped: Array | float
+
+
+def _few(of: Band, dropout: float, q, k, v, few, segments, rng) -> _Few:
+    length, place = q.shape[1], jnp.arange(q.shape[1])[None, :, None]
+    at = few[:, None]
+    mask = at < length
+    mask = mask & ~of.shows(place, at)
+    if of.causal:
+        mask = mask & (at <= place)
+    if segments is not None:
+        of_few = ids_at(segments, few)[:, None]
+        mask = mask & (segments[..., None] == of_few) & (of_few != 0)
+    keys, values = (rows_at(x, few) for x in (k, v))
+    logits = product("btnh,bgnh->bntg", q, keys, q.dtype)
+    # A row that sees a value that is no number is NaN.
+    fine = jnp.moveaxis(is_finite(values)[..., 0], 2, 1)[:, :, None]
+    logits = jnp.where(mask[:, None], jnp.where(fine, logits, jnp.nan), -jnp.inf)
+    dropped = 1.0
+    if dropout > 0.0:
+        example, head = jnp.arange(len(q)).reshape(-1, 1, 1, 1), jnp.arange(q.shape[2])
+        of_weights = example, head.reshape(1, -1, 1, 1), place[:, None], at[:, None]
+        dropped = dropout_mask(seed_words(rng, len(q)), dropout, *of_weights)
+    return _Few(keys, finite(values), logits, dropped)
+
+
+def _scale(q) -> float:
+    return LOG2_E / math.sqrt(q.shape[3])
+
+
+def _columns(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
+    return jnp.swapaxes(x, 1, 2)[..., None]
+
+
+def _attend_forward(of, chunks, interpret, q, k, v, few, near, segments, rng):
+    q, k, v = first_order((q, k, v))
+    in_band, top, total = chunked.forward(chunks, q, k, v, *near, rng, interpret=interpret)
+    found = _few(of, chunks.dropout, q, k, v, few, segments, rng)
+    most = jnp.maximum(top, jnp.max(found.logits, axis=-1, initial=LOWEST))
+    weights = jnp.exp2((found.logits - most[..., None]) * _scale(q))
+    share = jnp.exp2((top - most) * _scale(q)) * total
+    total = share + weights.sum(axis=-1)
+    far = product("bntg,bgnv->btnv", weights * found.dropped, found.values, v.dtype)
+    out = in_band.astype(jnp.float32) * _columns(share) + far
+    out = (out / nonzero(_columns(total))).astype(v.dtype)
+    return out, ((q, k, v, few, near, segments, rng), (out, most, total))
+
+
+def _attend_backward(of, chunks, interpret, residuals, d_out):
+    inputs, results = residuals
+    (out, top, total), d_out = first_order((results, d_out))
+    q, k, v, few, near, segments, rng = inputs
+    in_band = q, k, v, *near, rng
+    dq, dk, dv = chunked.backward(chunks, *in_band, out, top, total, d_out, interpret=interpret)
+    found = _few(of, chunks.dropout, q, k, v, few, segments, rng)
+    weights = jnp.exp2((found.logits - top[..., None]) * _scale(q)) / nonzero(total)[..., None]
+    dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    ds = product("btnv,bgnv->bntg", d_out, found.values, v.dtype) * found.dropped
+    ds = weights * (ds - jnp.swapaxes(dot, 1, 2)[..., None]) / math.sqrt(q.shape[3])
+    dq = dq + product("bntg,bgnh->btnh", ds, found.keys, q.dtype).astype(q.dtype)
+    of_few = (
+        product("bntg,btnh->bgnh", ds, q, q.dtype),
+        product("bntg,btnv->bgnv", weights * found.dropped, d_out, v.dtype),
+    )
+    row = jnp.arange(len(q))[:, None]
+    dk, dv = (
+        x.astype(jnp.float32).at[row, few].add(y, mode="drop").astype(x.dtype)
+        for x, y in zip((dk, dv), of_few, strict=True)
+    )
+    return dq, dk, dv, None, None, None, None
+
+
+attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,1 @@
+"""Arithmetic: precision of sums, numbers that are not finite, normalization."""

@@ -1,0 +1,148 @@
+"""The functions of an op that is a linear recurrence between two steps of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from reformax.declared import Bounds
+from reformax.ops.calls.dims import Dims, Extra
+from reformax.ops.numerics.finite import finite, is_finite
+from reformax.ops.numerics.precision import wide
+from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.means import mean, quotient, with_ones
+from reformax.ops.recurrence.recurrence import advance, recurrence, state_after
+from reformax.ops.recurrence.short_convolution import (
+    Projected,
+    convolve_next,
+    convolved,
+    last_inputs,
+)
+from reformax.ops.sharding.shard import all_heads, of_heads
+
+OUTPUT_GATE = "output_gate"
+# Of positions, or what is divided by them: float32 holds their quotients and the bias they make.
+Span = Annotated[float, Bounds(1e-6, 1e12, name="a number from 1e-6 to 1e12")]
+
+
+class Cache(NamedTuple):
+    """What decoding keeps, of constant size."""
+
+    state: Float[Array, "B N H V"]
+    last: Projected | None  # the inputs that short convolutions will read again
+
+
+def recurrent(
+    inputs: Callable[..., Inputs],
+    output: Callable[..., Array] | None,
+    chunk_len: int,
+    impl: str,
+    constants: Callable[[int], dict[str, Array]] = lambda n_heads: {},
+) -> dict[str, Callable]:
+    """`apply`, `init_cache` and `step` of an op.
+
+    Queries, keys and values are convolved first where the weights have `conv_params`.
+
+    Args:
+      inputs: `(params, q, k, v, extras) -> Inputs`, what the recurrence reads.
+      output: `(params, out, extras) -> out`, of the recurrence's output in float32. None makes it
+        the mean of values (`recurrence.means`).
+      chunk_len, impl: as in `recurrence`.
+      constants: `n_heads -> {name: [N, ...]}`, what `inputs` and `output` get with the weights,
+        whose first axis is the heads too.
+    """
+
+    def own(params, n_heads: int, rng=None):
+        """Weights and constants of the heads that the arrays have."""
+        whole = dict(params) | constants(all_heads(rng, n_heads))
+        return {name: of_heads(x, rng, n_heads) for name, x in whole.items()}
+
+    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, extras=None):
+        del plan, causal, dropout
+        params = own(params, q.shape[2], rng)
+        x = contained(inputs, params, *convolved(params, q, k, v, segments), extras)
+        if output is None:
+            return mean(*x[:4], segments=segments, chunk_len=chunk_len, impl=impl)
+        out = recurrence(*x, segments=segments, chunk_len=chunk_len, impl=impl)
+        return contained_output(output, params, out, extras).astype(v.dtype)
+
+    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extras=None):
+        del plan, capacity, rng
+        params, lengths = own(params, q.shape[2]), jnp.asarray(lengths)
+        x = contained(inputs, params, *convolved(params, q, k, v), extras)
+        last = last_inputs(params, Projected(q, k, v), lengths)
+        x = x if output else x._replace(v=with_ones(x.v))
+        return Cache(state_after(x, lengths, chunk_len=chunk_len), last)
+
+    def step(params, q, k, v, cache, *, position, extras=None):
+        del position
+        params = own(params, q.shape[2])
+        new, last = convolve_next(params, Projected(q, k, v), cache.last)
+        x = inputs(params, *new, extras)
+        if output is None:
+            out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
+            return quotient(out).astype(v.dtype), Cache(state, last)
+        out, state = advance(cache.state, *x)
+        return output(params, out, extras).astype(v.dtype), Cache(state, last)
+
+    return dict(apply=apply, init_cache=init_cache, step=step)
+
+
+def contained(inputs: Callable[..., Inputs], params, q, k, v, extras=None) -> Inputs:
+    """`inputs` of finite numbers, with NaN where what they were made of was not finite.
+
+    Keys and values that are handed on stay as they were given, for the recurrence contains them.
+    """
+    read = [x for name, x in (extras or {}).items() if name != OUTPUT_GATE]
+    keys, values = finite(k), finite(v)
+    x = inputs(params, finite(q), keys, values, jax.tree.map(finite, extras))
+    x = x._replace(q=jnp.where(is_finite(q), x.q, jnp.nan))
+    x = x._replace(k=k if x.k is keys else jnp.where(is_finite(k), x.k, jnp.nan))
+    x = x._replace(v=v if x.v is values else jnp.where(is_finite(v), x.v, jnp.nan))
+    if not read:
+        return x
+    of_gates = functools.reduce(jnp.logical_and, map(is_finite, read))
+    return x._replace(log_decay=jnp.where(of_gates, x.log_decay, jnp.nan))
+
+
+def contained_output(output: Callable[..., Array], params, out, extras) -> Array:
+    """`output` of finite numbers, NaN in rows that are not finite."""
+    gate = (extras or {}).get(OUTPUT_GATE)
+    result = output(params, finite(out), jax.tree.map(finite, extras))
+    return jnp.where(is_finite(out, gate), result, jnp.nan)
+
+
+# What gated recurrences do with their output: each head's is brought to unit root mean square,
+# scaled by channel, and multiplied by a gate (Sun et al. 2023, eq. 8). DeltaNet has the norm alone
+# (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule").
+
+
+def output_extras(gated: bool, dims: Dims) -> dict[str, Extra]:
+    """The projection of the output's gate."""
+    return {OUTPUT_GATE: Extra(dims.n_heads, dims.d_v)} if gated else {}
+
+
+def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:
+    """The scale of the normalised output."""
+    return {"scale": jnp.ones((dims.n_heads, dims.d_v))} if normalized else {}
+
+
+def layer_output(params, out: Float[Array, "B T N V"], extras) -> Float[Array, "B T N V"]:
+    """The output normalised where there is a scale, and gated where there is a gate."""
+    if "scale" in params:
+        out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
+        out = out * params["scale"].astype(out.dtype)[None, None]
+    if OUTPUT_GATE in (extras or {}):
+        out = out * jax.nn.silu(extras[OUTPUT_GATE].astype(out.dtype))
+    return out
+
+
+def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Queries over the square root of their size, as logits of a softmax are."""
+    return (q.astype(wide(q.dtype)) * q.shape[-1] ** -0.5).astype(q.dtype)
