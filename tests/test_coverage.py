@@ -49,7 +49,7 @@ def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own
     (row,) = (row for row in ROWS if row.name == name)
     op, layer, rng = row.op(), layer_of(of_layer), jax.random.key(2)
     q, k = coverage._vectors(op, layer)
-    options = dict(segments=None, causal=True, rng=rng, train=False)
+    options = dict(segment_ids=None, causal=True, rng=rng, train=False)
     plan = op.plan((), q, k, **options)
     shape = Shape(1, LENGTH, LENGTH, 2)
     shown = row.counts(row.first, plan, shape, True, None) > 0
@@ -122,7 +122,7 @@ def test_nsa_shows_the_blocks_that_it_selects_and_its_window():
     sizes = dict(compress_len=4, compress_stride=2, block_size=4, n_selected=3, window=6)
     op = nsa.nsa(**sizes, compression="mean", own_projections=False)
     layer, rng = layer_of(dense.dense()), jax.random.key(0)
-    options = dict(segments=None, causal=True, rng=rng, train=False)
+    options = dict(segment_ids=None, causal=True, rng=rng, train=False)
     chosen = np.asarray(op.plan((), layer.q, layer.k, **options))
     query, key = np.ogrid[:LENGTH, :LENGTH]
     shown = (chosen[..., None] == key[0] // 4).any(axis=-2) | (query - key < 6)

@@ -145,7 +145,7 @@ def _own_gradient(op, params, q, k, rng):
     """What reaches the weights while nothing of the output does."""
 
     def attend(params):
-        options = dict(segments=None, causal=True, rng=rng)
+        options = dict(segment_ids=None, causal=True, rng=rng)
         plan = op.plan(params, q, k, **options, train=True)
         return op.apply(params, q, k, q, plan=plan, dropout=0.0, **options, **_extras(op, q))
 
@@ -196,7 +196,7 @@ def _columns(op, params, vectors, rng, seen: bool):
     With `seen` they are those of equal logits.
     """
     q, k = vectors
-    options = dict(segments=None, causal=True, rng=rng)
+    options = dict(segment_ids=None, causal=True, rng=rng)
     plan = op.plan(params, q, k, **options, train=False)
     if seen:
         q, k = jnp.zeros_like(q), None if k is None else jnp.zeros_like(k)

@@ -76,9 +76,9 @@ def row(
     """
 
     def attend(q, k, v, rng):
-        segments = documents(q) if packed else None
+        segment_ids = documents(q) if packed else None
         more = marks(q, marked) | extras(op, q, v) | {"params": weights(op, q, v)}
-        return op(q, k, v, causal=causal, segments=segments, rng=rng, **more)
+        return op(q, k, v, causal=causal, segment_ids=segment_ids, rng=rng, **more)
 
     checked = functools.partial(check, op, reference, causal, packed, marked)
     return Row(attend, checked, op.traits.shared_qk)
@@ -187,7 +187,7 @@ def check(
     """
     q, k, v, d_out = arrays
     dtype, k = str(q.dtype), None if op.traits.shared_qk else k
-    options = dict(segments=documents(q) if packed else None, causal=causal, rng=KEY)
+    options = dict(segment_ids=documents(q) if packed else None, causal=causal, rng=KEY)
     # XLA would time many versions of each product of the array operations.
     untuned = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
 

@@ -52,7 +52,7 @@ class Constants:
     sees_itself: bool
     ordered: bool
     two_orders: bool
-    segments: bool
+    segment_ids: bool
     n_packs: int  # of `PackedChunks`, and three of its constants
     packs_size: int
     up: int
@@ -77,7 +77,7 @@ class Constants:
     @property
     def whole_tokens(self) -> bool:
         """Whether every place has a token, so that loads of tokens need no mask."""
-        return self.whole and not self.segments
+        return self.whole and not self.segment_ids
 
 
 # Reading and writing.
@@ -132,7 +132,7 @@ def _block(order, segment, pack, at, start, stop, n: tl.constexpr, c: tl.constex
         position = _load(order + (at + place), exists, c.n_places, c.whole)
     elif not c.whole:
         position = tl.where(exists, place, c.n_places)
-    if c.segments:
+    if c.segment_ids:
         ids = _load(segment + place, exists, 0, c.whole)
     if c.n_packs > 0:
         packed = _load(pack + (at + place), exists, 0, c.whole)
@@ -142,7 +142,7 @@ def _block(order, segment, pack, at, start, stop, n: tl.constexpr, c: tl.constex
 @triton.jit
 def _token(position, segment, c: tl.constexpr):
     token = position < c.length
-    if c.segments:
+    if c.segment_ids:
         token = token & (segment != 0)
     return token
 
@@ -181,7 +181,7 @@ def _visible(queries, keys, lines: tl.constexpr, pack, key_pack, at, c: tl.const
         mask = (key_position < c.length) & (position == position)
     if c.window > 0:
         mask = mask & (tl.abs(position - key_position) < c.window)
-    if c.segments:
+    if c.segment_ids:
         mask = mask & (segment == key_segment) & (key_segment != 0)
     if not c.aligned:
         distance = place // c.chunk_len - key_place // c.chunk_len + c.after
@@ -511,7 +511,7 @@ def _constants(
         sees_itself=chunks.sees_itself,
         ordered=x.order is not None,
         two_orders=x.key_order is not None,
-        segments=x.segment is not None,
+        segment_ids=x.segment is not None,
         n_packs=n_packs,
         packs_size=batch * n_heads * n_rounds * program.n_places,
         up=int(packed.repeated(guard + packed.after)),
@@ -593,14 +593,14 @@ def forward(
     k,
     v,
     order,
-    segments,
+    segment_ids,
     rng,
     tiles: Tiles | None = None,
     interpret: bool = False,
     precision: str = "tf32",
 ):
     """`kernels.chunked.forward`; `precision` of products of float32 is as Triton names it."""
-    x = chunked._inputs(chunks, q, k, v, order, segments, rng)
+    x = chunked._inputs(chunks, q, k, v, order, segment_ids, rng)
     batch, length, n_heads, _ = q.shape
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
@@ -618,7 +618,7 @@ def backward(
     k,
     v,
     order,
-    segments,
+    segment_ids,
     rng,
     out,
     top,
@@ -629,8 +629,10 @@ def backward(
     precision: str = "tf32",
 ):
     """`kernels.chunked.backward`; `precision` as in `forward`."""
-    x = chunked._inputs(chunks, q, k, v, order, segments, rng)
-    row = query_rows(d_out, out, top, total, None if segments is None else segments[:, : len(q[0])])
+    x = chunked._inputs(chunks, q, k, v, order, segment_ids, rng)
+    row = query_rows(
+        d_out, out, top, total, None if segment_ids is None else segment_ids[:, : len(q[0])]
+    )
     dot, top, share = (
         None if a is None else chunked._in_order(a, x.order) for a in (row.dot, row.top, row.share)
     )

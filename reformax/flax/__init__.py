@@ -5,7 +5,7 @@
 
 A mask is what flax makes, `[batch, heads, queries, keys]` with axes of 1 that are shared, or
 `[batch, keys]`. Every op honours one that is the same for all queries and heads. One of pairs is
-honoured by ops with the trait `bias` and refused by others, which take `causal` and `segments`.
+honoured by ops with the trait `bias` and refused by others, which take `causal` and `segment_ids`.
 
 flax comes with `pip install 'reformax[flax]'`.
 """

@@ -31,7 +31,7 @@ from reformax.layers.relative import N_BUCKETS, PositionBias, position_bias
 from reformax.ops.base import AttentionOp, Dims, Extra, given
 from reformax.ops.calls.arguments import check_arguments
 from reformax.ops.decoding.cache import take_rows
-from reformax.ops.masking.masks import row_lengths, segment_ids, tokens_of
+from reformax.ops.masking.masks import int32_ids, row_lengths, tokens_of
 
 # Folded into a layer's rng, each makes the rng of one of its parts.
 PLAN, WEIGHTS, OUTPUT = range(3)
@@ -193,19 +193,19 @@ class MultiHead(Layer):
             for (name, w), y in zip(weights.items(), outs, strict=True)
         }
 
-    def plan(self, params, qkv: QKV, segments=None, rng=None, length: int | None = None) -> Any:
+    def plan(self, params, qkv: QKV, segment_ids=None, rng=None, length: int | None = None) -> Any:
         """Where each query will look: integers, through which no gradient flows.
 
         Settings that depend on a length use `length` if it is given, as in `AttentionOp.plan`.
         """
         q, k, v, extras = qkv
-        tokens = tokens_of(segments)
+        tokens = tokens_of(segment_ids)
         marks = tokens.marks if self.op.traits.marks else None
         check_arguments(
             self.op,
             *(q, k, v),
             causal=self.causal,
-            segments=tokens.segments,
+            segment_ids=tokens.segment_ids,
             dropout=self._weights_rate,
             rng=rng,
             extras=extras,
@@ -213,12 +213,12 @@ class MultiHead(Layer):
         )
 
         def plan(qkv, tokens, params, rng):
-            segments, marks = tokens
+            segment_ids, marks = tokens
             return self.op.plan(
                 params,
                 qkv.q,
                 qkv.k,
-                segments=segments,
+                segment_ids=segment_ids,
                 causal=self.causal,
                 rng=rng,
                 train=self.mode == "train",
@@ -226,12 +226,12 @@ class MultiHead(Layer):
                 **given(marks=marks),
             )
 
-        arrays = (segment_ids(tokens.segments), marks), params["op"], _fold_in(rng, PLAN)
+        arrays = (int32_ids(tokens.segment_ids), marks), params["op"], _fold_in(rng, PLAN)
         return context.plan(plan, self.op, self.n_heads, qkv, *arrays)
 
-    def attend(self, params, qkv: QKV, plan, segments=None, rng=None) -> Float[Array, "B T D"]:
+    def attend(self, params, qkv: QKV, plan, segment_ids=None, rng=None) -> Float[Array, "B T D"]:
         """Attention by a plan, and the output projection."""
-        out = self._apply_op(params, qkv, plan, segments, _fold_in(rng, WEIGHTS))
+        out = self._apply_op(params, qkv, plan, segment_ids, _fold_in(rng, WEIGHTS))
         out, w_o = out.reshape(*out.shape[:2], -1), params["w_o"]
         # A matrix already is from `for_decoding`.
         w_o = w_o.reshape(-1, w_o.shape[-1]) if w_o.ndim == 3 else turned(w_o)
@@ -240,25 +240,25 @@ class MultiHead(Layer):
             out = out + params["b_o"][None, None].astype(out.dtype)
         return dropout(out, self._output_rate, _fold_in(rng, OUTPUT))
 
-    def _apply_op(self, params, qkv: QKV, plan, segments, rng=None) -> Float[Array, "B T N V"]:
-        tokens = tokens_of(segments)
+    def _apply_op(self, params, qkv: QKV, plan, segment_ids, rng=None) -> Float[Array, "B T N V"]:
+        tokens = tokens_of(segment_ids)
         counted = self.op.traits.lengths and tokens.counted
 
-        def attend(qkv, plan, segments, params, rng, bias):
+        def attend(qkv, plan, segment_ids, params, rng, bias):
             *arrays, extras = qkv
-            lengths = row_lengths(segments) if counted else None
+            lengths = row_lengths(segment_ids) if counted else None
             return self.op.apply(
                 params,
                 *arrays,
                 plan=plan,
-                segments=segments,
+                segment_ids=segment_ids,
                 causal=self.causal,
                 dropout=self._weights_rate,
                 rng=rng,
                 **given(extras=extras, bias=bias, lengths=lengths),
             )
 
-        arrays = qkv, plan, segment_ids(tokens.segments), params["op"], rng
+        arrays = qkv, plan, int32_ids(tokens.segment_ids), params["op"], rng
         bias = self._bias(params, qkv.q.shape[1])
         return context.attend(attend, self.op, self.causal, self.n_heads, *arrays, bias)
 

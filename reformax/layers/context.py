@@ -136,28 +136,28 @@ def attend(
     n_heads: int,
     qkv,
     plan,
-    segments,
+    segment_ids,
     params,
     rng,
     bias: Float[Array, "#B #N #T #S"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """`function(qkv, plan, segments, params, rng, bias)`, an op's `apply`, likewise."""
+    """`function(qkv, plan, segment_ids, params, rng, bias)`, an op's `apply`, likewise."""
     if devices.n_stretches() == 1:
-        return devices.by_rows(function, (qkv, plan, segments), (params, rng, bias))
+        return devices.by_rows(function, (qkv, plan, segment_ids), (params, rng, bias))
 
-    def of_heads(qkv, plan, segments, params, rng, bias):
+    def of_heads(qkv, plan, segment_ids, params, rng, bias):
         share = _share(rng, qkv, n_heads)
-        return _positions_for_heads(function(qkv, plan, segments, params, share, bias))
+        return _positions_for_heads(function(qkv, plan, segment_ids, params, share, bias))
 
-    def of_stretch(qkv, plan, segments, params, rng, bias):
-        def near(q, k, v, segments, share):
-            return function(qkv._replace(q=q, k=k, v=v), plan, segments, params, share, bias)
+    def of_stretch(qkv, plan, segment_ids, params, rng, bias):
+        def near(q, k, v, segment_ids, share):
+            return function(qkv._replace(q=q, k=k, v=v), plan, segment_ids, params, share, bias)
 
         reach = op.reach(causal)
-        return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segments, Share(rng))
+        return borders.attend(near, reach, devices.CONTEXT, *qkv[:3], segment_ids, Share(rng))
 
-    def of_ring(qkv, plan, segments, params, rng, bias):
-        return function(qkv, plan, segments, params, Share(rng, axis=devices.CONTEXT), bias)
+    def of_ring(qkv, plan, segment_ids, params, rng, bias):
+        return function(qkv, plan, segment_ids, params, Share(rng, axis=devices.CONTEXT), bias)
 
     if by_heads(op, n_heads, bias is not None):
         all_heads = bias is not None and bias.shape[1] == n_heads
@@ -170,7 +170,7 @@ def attend(
         region = of_stretch if op.reach is not None else of_ring
         specs = STRETCH, OWN, STRETCH, Spec(), Spec(), Spec()
     region = devices.per_shard(region, specs, STRETCH)
-    return region(qkv, plan, segments, params, rng, bias)[:, :, :n_heads]
+    return region(qkv, plan, segment_ids, params, rng, bias)[:, :, :n_heads]
 
 
 def _share(rng, qkv, n_heads: int) -> Share:

@@ -369,7 +369,7 @@ def _activation(given: Activation) -> Callable[[Array], Array]:
     return function
 
 
-def check_tokens(name: str, tokens: Any, segments: Any = None) -> None:
+def check_tokens(name: str, tokens: Any, segment_ids: Any = None) -> None:
     """Raises a `ValueError` unless tokens are integers `[B, T]`, and segments of their shape."""
     if not hasattr(tokens, "dtype"):
         raise ValueError(
@@ -380,9 +380,10 @@ def check_tokens(name: str, tokens: Any, segments: Any = None) -> None:
             f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: expected integers "
             "[batch, length]"
         )
-    if segments is not None and np.shape(segments) != tokens.shape:
+    if segment_ids is not None and np.shape(segment_ids) != tokens.shape:
         raise ValueError(
-            f"segments has shape {np.shape(segments)}: expected that of {name}, {tokens.shape}"
+            f"segment_ids has shape {np.shape(segment_ids)}: expected that of {name}, "
+            f"{tokens.shape}"
         )
 
 

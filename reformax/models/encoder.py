@@ -71,20 +71,20 @@ class Encoder(Backbone):
             a row that has such a vector.
         """
         check_tokens("tokens", tokens)
-        segments = segmented(tokens).segments
+        segment_ids = segmented(tokens).segment_ids
         if cls is not None:
             if devices.n_stretches() > 1:
                 raise SettingError(
                     f"pooling is 'cls', which makes rows one longer, and {devices.n_stretches()} "
                     "devices share a row: set pooling='mean' or 'first', or mesh.context=1"
                 )
-            segments = jnp.pad(segments, ((0, 0), (1, 0)), constant_values=True)
+            segment_ids = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=True)
         marks = None
         if self.n_global:
-            first = jnp.arange(segments.shape[1])[None] < self.n_global
-            marks = (first & segments).astype(jnp.int32)
-        read = Tokens(segments, marks, padded_behind=True)
-        return self.encode(params, tokens, read, rng, cls), segments
+            first = jnp.arange(segment_ids.shape[1])[None] < self.n_global
+            marks = (first & segment_ids).astype(jnp.int32)
+        read = Tokens(segment_ids, marks, padded_behind=True)
+        return self.encode(params, tokens, read, rng, cls), segment_ids
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

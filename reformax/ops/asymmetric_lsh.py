@@ -71,7 +71,7 @@ def impl_of(settings: Any, q: Array, k: Array, v: Array | None = None) -> str:
 
 
 def attend(
-    sizes: ChunkSizes, settings: Any, q, k, v, *, plan, segments, causal, dropout, rng
+    sizes: ChunkSizes, settings: Any, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
     """Attention by `two_orders` in chunks of `sizes`; `settings` has own, count_once and impl."""
     options = dict(
@@ -82,21 +82,21 @@ def attend(
         dropout=dropout,
         two_orders=True,
     )
-    if not crosses(q, k, segments):
+    if not crosses(q, k, segment_ids):
         chunks = sizes.cut(q.shape[1], **options)
     elif plan is None:
-        call = dict(segments=segments, causal=causal, dropout=dropout, rng=rng)
+        call = dict(segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
         return flash.flash(impl=settings.impl).apply((), q, k, v, plan=(), **call)
     else:
         options |= dict(n_keys=k.shape[1], ratio=ratio(q.shape[1], k.shape[1]))
         chunks = Chunks(q.shape[1], *sizes, **options)
     impl = impl_of(settings, q, k, v)
-    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl)
+    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl)
 
 
-def crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segments) -> bool:
+def crosses(q: Float[Array, "B T N H"], k: Float[Array, "B S N H"], segment_ids) -> bool:
     """Whether queries and keys are of two sequences, as their lengths or segments say."""
-    return q.shape[1] != k.shape[1] or isinstance(segments, tuple)
+    return q.shape[1] != k.shape[1] or isinstance(segment_ids, tuple)
 
 
 def ratio(n_queries: int, n_keys: int) -> int:
@@ -187,24 +187,24 @@ def asymmetric_lsh(
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Order | None:
     """The orders of queries and of keys in each round; None where one chunk has every key."""
     del params, train
     if k.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
-    vectors = q, centred(k, segment_pair(segments)[1], causal)
+    vectors = q, centred(k, segment_pair(segment_ids)[1], causal)
     hashing, length = settings.hashing, length or k.shape[1]
     factors = hashing.factors_for(length)
     rotations = hashing.rotations_for(q, length, settings.n_hashes, rng)
     buckets = [hash_by(rotations, x, factors, settings.impl) for x in vectors]
-    if crosses(q, k, segments):
+    if crosses(q, k, segment_ids):
         lengths = q.shape[1], k.shape[1]
-        return meeting_orders(*buckets, segments, settings.chunk_len, ratio(*lengths))
+        return meeting_orders(*buckets, segment_ids, settings.chunk_len, ratio(*lengths))
     n_pad = -q.shape[1] % settings.chunk_len
     sort = functools.partial(
-        sort_by_bucket, n_buckets=math.prod(factors), segments=segments, n_pad=n_pad
+        sort_by_bucket, n_buckets=math.prod(factors), segment_ids=segment_ids, n_pad=n_pad
     )
     return two_orders(settings, q, k, *(sort(x).queries for x in buckets))
 

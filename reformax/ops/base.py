@@ -29,7 +29,7 @@ from reformax.ops.calls.arguments import check_arguments, check_params
 from reformax.ops.calls.dims import Dims, Extra
 from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.masking.given_masks import checked_mask, with_mask
-from reformax.ops.masking.masks import Segments, segment_ids, segment_pair
+from reformax.ops.masking.masks import SegmentIds, int32_ids, segment_pair
 from reformax.ops.masking.padding import over_tokens, tokens_only
 from reformax.ops.sharding.borders import Reach
 from reformax.ops.sharding.placement import Call, placement
@@ -76,11 +76,11 @@ class AttentionOp:
     Attributes:
       init: `(rng, dims) -> params`, the algorithm's own weights: a dict of arrays, or `()`. A stack
         maps it over the rngs of its layers by `jax.vmap`.
-      plan: `(params, q, k, *, segments, causal, rng, train, length=None) -> plan`, a pytree of
+      plan: `(params, q, k, *, segment_ids, causal, rng, train, length=None) -> plan`, a pytree of
         integers through which no gradient flows. `train=False` selects the settings for evaluation.
         Settings that depend on a length use `length` if it is given, and else the length of q. With
         the trait `marks` it also takes `marks [B, T]`, None by default.
-      apply: `(params, q, k, v, *, plan, segments, causal, dropout, rng) -> out`. With the trait
+      apply: `(params, q, k, v, *, plan, segment_ids, causal, dropout, rng) -> out`. With the trait
         `bias` it also takes `bias`, None by default; an algorithm with extras takes `extras`. With
         the trait `lengths` it also takes `lengths [B]`, None by default: each row is so many tokens
         of one segment and then padding, where arrays are finite. Segments say the same.
@@ -138,7 +138,7 @@ class AttentionOp:
         v: Float[Array, "B S G V"],
         *,
         causal: bool = False,
-        segments: Segments | None = None,
+        segment_ids: SegmentIds | None = None,
         mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None = None,
         bias: Float[Array, "#B #N #T #S"] | None = None,
         dropout: float = 0.0,
@@ -158,8 +158,8 @@ class AttentionOp:
           k: keys; None for a shared-QK algorithm. Each of G heads serves N / G heads of queries.
           v: values, of as many heads as the keys.
           causal: whether a position sees only itself and what came before it.
-          segments: ids of the tokens, or a pair of them for queries and for keys. Booleans say that
-            each row is one segment besides its padding.
+          segment_ids: ids of the tokens, or a pair of them for queries and for keys. Booleans say
+            that each row is one segment besides its padding.
           mask: True where a key may be seen. `[B, S]` marks the keys that are tokens, for every
             algorithm: it becomes segments, in which the others are padding. `[B, N, T, S]` marks
             pairs, for an algorithm with the trait `bias`; an axis of size 1 is shared.
@@ -186,13 +186,13 @@ class AttentionOp:
                 "modules of flax use reformax.flax.attention_fn"
             )
         call = dict(causal=causal, dropout=dropout)
-        checked = dict(segments=segments, bias=bias, rng=rng, extras=extras, marks=marks)
+        checked = dict(segment_ids=segment_ids, bias=bias, rng=rng, extras=extras, marks=marks)
         check_arguments(self, *(q, k, v), **call, train=train, **checked)
         check_params(self, params, q, v)
         if mask is not None:
             mask = checked_mask(self, mask, q, q if k is None else k)
-        segments = segment_ids(segments)
-        x = Call(params, q, k, v, segments, mask, bias, extras, marks, rng)
+        segment_ids = int32_ids(segment_ids)
+        x = Call(params, q, k, v, segment_ids, mask, bias, extras, marks, rng)
         return _compiled(self)(x, **call, train=train)
 
 
@@ -215,11 +215,13 @@ def _attend(op: AttentionOp, x: Call, **settings: Any) -> Float[Array, "B T N V"
 def _attend_here(
     op: AttentionOp, x: Call, *, causal: bool, dropout: float, train: bool
 ) -> Float[Array, "B T N V"]:
-    params, q, k, v, segments, mask, bias, extras, marks, rng = x
-    segments, bias = with_mask(op, mask, q, q if k is None else k, segments, bias, causal)
-    options = dict(segments=segments, causal=causal, rng=rng, train=train) | given(marks=marks)
+    params, q, k, v, segment_ids, mask, bias, extras, marks, rng = x
+    segment_ids, bias = with_mask(op, mask, q, q if k is None else k, segment_ids, bias, causal)
+    options = dict(segment_ids=segment_ids, causal=causal, rng=rng, train=train) | given(
+        marks=marks
+    )
     plan = op.plan(params, q, k, **options)
-    masks = dict(plan=plan, segments=segments, causal=causal, dropout=dropout, rng=rng)
+    masks = dict(plan=plan, segment_ids=segment_ids, causal=causal, dropout=dropout, rng=rng)
     return op.apply(params, q, k, v, **masks, **given(bias=bias, extras=extras))
 
 
@@ -314,14 +316,14 @@ def _each(wrapped: Callable[[Callable], Callable], op: AttentionOp, *names: str)
 
 
 def _apply_to_tokens(
-    apply, params, q, k, v, *, segments, extras=None, **options
+    apply, params, q, k, v, *, segment_ids, extras=None, **options
 ) -> Float[Array, "B T N V"]:
     """`AttentionOp.apply` of arrays that are zeros at padding."""
-    if extras is not None and segments is not None:
-        extras = {name: tokens_only(x, segment_pair(segments)[0]) for name, x in extras.items()}
+    if extras is not None and segment_ids is not None:
+        extras = {name: tokens_only(x, segment_pair(segment_ids)[0]) for name, x in extras.items()}
     options |= given(extras=extras)
-    attend = functools.partial(apply, params, segments=segments, **options)
-    return over_tokens(attend, q, k, v, segments)
+    attend = functools.partial(apply, params, segment_ids=segment_ids, **options)
+    return over_tokens(attend, q, k, v, segment_ids)
 
 
 def _equal(value: Any, default: Any) -> bool:
@@ -342,7 +344,7 @@ def no_params(rng: PRNGKeyArray, dims: Dims) -> tuple[()]:
     return ()
 
 
-def no_plan(params, q, k, *, segments, causal, rng, train, length=None) -> tuple[()]:
+def no_plan(params, q, k, *, segment_ids, causal, rng, train, length=None) -> tuple[()]:
     """`AttentionOp.plan` of an algorithm whose places do not depend on what it reads."""
-    del params, q, k, segments, causal, rng, train, length
+    del params, q, k, segment_ids, causal, rng, train, length
     return ()

@@ -50,15 +50,17 @@ def dense(*, impl: str = "auto") -> AttentionOp:
     )
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, impl, bias=None, lengths=None):
+def _apply(
+    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, impl, bias=None, lengths=None
+):
     del params, plan
-    if choose(impl, cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias, lengths)) == "cudnn":
+    if choose(impl, cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths)) == "cudnn":
         return cudnn_attention(q, k, v, causal=causal, lengths=lengths)
     k, v = repeat_heads(q, k, v)
 
     @jax.checkpoint
     def attend(bias, q, k, v) -> Float[Array, "B T N V"]:
-        mask = visibility(q.shape[1], k.shape[1], causal=causal, segments=segments)
+        mask = visibility(q.shape[1], k.shape[1], causal=causal, segment_ids=segment_ids)
         return reference_attention(q, k, v, mask, bias=bias, dropout=dropout, rng=rng)
 
-    return over_tokens(functools.partial(attend, bias), q, k, v, segments)
+    return over_tokens(functools.partial(attend, bias), q, k, v, segment_ids)

@@ -186,18 +186,18 @@ def _visible(causal: bool, ids: Int[Array, "#B S"], of_query, position) -> Bool[
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B T K"]:
     """The positions that each query sees, those of a kernel in their order."""
     del rng, train, length
-    ids, n = ids_or_ones(segments, q), q.shape[1]
+    ids, n = ids_or_ones(segment_ids, q), q.shape[1]
     index, keys = lax.stop_gradient((_index_queries(params, q), _index_keys(params, k)))
     impl = settings.choose(q, k, None)
     if impl != "xla":
         from reformax.ops.kernels.triton import indexer as kernel
 
         sizes = min(settings.top_k, n), causal, impl == "pallas_interpret"
-        return kernel.choose(*sizes, *index, keys, None if segments is None else ids)
+        return kernel.choose(*sizes, *index, keys, None if segment_ids is None else ids)
 
     def best(queries, weights, of_query, position):
         may = _visible(causal, ids, of_query, position)
@@ -211,10 +211,10 @@ def _plan(
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng
+    settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
     n_batch, length, n_heads, _ = q.shape
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     index, index_keys = _index_queries(params, q), _index_keys(params, k)
     n_tokens = devices.total(jnp.sum(ids != 0), row_axes(rng))
     factor = settings.index_loss / jnp.maximum(n_tokens, 1).astype(index_keys.dtype)
@@ -223,7 +223,7 @@ def _apply(
         from reformax.ops.kernels.triton import dsa as kernel
 
         layout = Everything(length, length, causal, dropout)
-        index, ids = kernel.Index(*index, index_keys), None if segments is None else ids
+        index, ids = kernel.Index(*index, index_keys), None if segment_ids is None else ids
         inputs = q, k, v, index, factor, plan, ids, rng
         return kernel.attend(layout, impl == "pallas_interpret", *inputs)
     fine = is_finite(k, v)[..., 0]  # [B, S, N]

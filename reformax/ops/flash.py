@@ -80,18 +80,18 @@ def flash(
 
 
 def _apply(
-    settings, params, q, k, v, *, plan, segments, causal, dropout, rng, bias=None, lengths=None
+    settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, bias=None, lengths=None
 ):
     del params, plan
     block_sizes, scale, impl = settings
     if isinstance(rng, Share) and rng.axis is not None:
         impl = choose(impl, **kernel_obstacles(q, k, v, scale=scale))
         pieces = _Pieces(block_sizes, scale, dropout, impl)
-        return ring.attend(pieces, causal, q, k, v, segment_pair(segments), rng)
+        return ring.attend(pieces, causal, q, k, v, segment_pair(segment_ids), rng)
     bias_shape = None if bias is None else bias.shape
     impl = choose(
         impl,
-        cudnn=cudnn_obstacle(q, k, v, segments, dropout, bias, lengths),
+        cudnn=cudnn_obstacle(q, k, v, segment_ids, dropout, bias, lengths),
         **kernel_obstacles(q, k, v, bias=bias_shape, scale=scale),
     )
     n_queries, n_keys = q.shape[1], k.shape[1]
@@ -103,15 +103,15 @@ def _apply(
 
         layout = Everything(n_queries, n_keys, causal, dropout)
         interpret = impl == "pallas_interpret"
-        return kernel.attend(layout, interpret, q, k, v, segment_pair(segments), rng)[0]
+        return kernel.attend(layout, interpret, q, k, v, segment_pair(segment_ids), rng)[0]
     tiling = _tiling(block_sizes, scale, dropout, causal, q, k)
     every = tiles.every_tile(tiling, n_queries, n_keys)
 
     def attend(q, k, v):
-        x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
+        x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
         return tiles.attend(tiles.forward, tiling, x, every)
 
-    return over_tokens(attend, q, k, v, segments)
+    return over_tokens(attend, q, k, v, segment_ids)
 
 
 def _tiling(block_sizes, scale, dropout: float, causal: bool, q, k) -> tiles.Tiling:
@@ -136,25 +136,25 @@ class _Pieces(NamedTuple):
     def unit(self, size: int) -> float:
         return 1.0 if self.impl == "xla" else 1 / math.sqrt(size)
 
-    def forward(self, causal, q, k, v, segments, share):
+    def forward(self, causal, q, k, v, segment_ids, share):
         k, v = repeat_heads(q, k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            return kernel.forward(layout, q, k, v, segments, share, interpret=interpret)
+            return kernel.forward(layout, q, k, v, segment_ids, share, interpret=interpret)
         tiling = _tiling(*self[:3], causal, q, k)
-        x = tiles.inputs(q, k, v, None, segments, self.dropout, share)
+        x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, share)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
         return tuple(tiles.forward(tiling, x.marked(), every.by_query))
 
-    def backward(self, causal, q, k, v, segments, share, results, d_out):
+    def backward(self, causal, q, k, v, segment_ids, share, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            arrays = q, k, v, segments, share, *results, d_out
+            arrays = q, k, v, segment_ids, share, *results, d_out
             dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
-            x = tiles.inputs(q, k, v, None, segments, self.dropout, share).finite()
+            x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, share).finite()
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
             found = tiles.backward(tiling, x, every.by_key, tiles.Results(*results), d_out)
             dq, *of_keys = found[:3]

@@ -119,22 +119,24 @@ def _buckets(settings: Settings, rotations, x: Float[Array, "B T N H"]) -> Int[A
     return hash_by(rotations, x, (settings.n_buckets,), settings.impl)[:, :, 0]
 
 
-def _plan(settings: Settings, params, q, k, *, segments, causal, rng, train, length=None) -> Orders:
+def _plan(
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
+) -> Orders:
     """Both orders by segment, bucket and position."""
     del params, causal, train, length
     rotations = draw_rotations(q, (settings.n_buckets,), 1, rng)
 
     def order(x: Float[Array, "B T N H"]) -> Sorted:
         buckets = _buckets(settings, rotations, lax.stop_gradient(x))
-        return sorted_groups.sort(buckets, settings.n_buckets, segments)
+        return sorted_groups.sort(buckets, settings.n_buckets, segment_ids)
 
     return Orders(order(q), None if settings.shared_qk else order(k))
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng
+    settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
-    del params, segments  # the plan has them
+    del params, segment_ids  # the plan has them
     n_batch, length, n_heads, _ = q.shape
     k = length_normalize(q) if settings.shared_qk else k
     queries, keys = plan.queries, plan.of_keys

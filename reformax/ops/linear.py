@@ -62,12 +62,14 @@ def linear(
     )
 
 
-def _apply(causal_apply, chunk_len: int, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(
+    causal_apply, chunk_len: int, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+):
     if causal:
         options = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
-        return causal_apply(params, q, k, v, segments=segments, **options)
+        return causal_apply(params, q, k, v, segment_ids=segment_ids, **options)
     x = contained(_inputs, params, q, k, v)
-    sums = everything(x.q, x.k, with_ones(x.v), segments=segments, chunk_len=chunk_len)
+    sums = everything(x.q, x.k, with_ones(x.v), segment_ids=segment_ids, chunk_len=chunk_len)
     return quotient(sums).astype(v.dtype)
 
 

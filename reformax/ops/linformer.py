@@ -74,12 +74,12 @@ def _init(rng: PRNGKeyArray, dims: Dims, *, n_projected, share, max_length):
     }
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, attend):
-    del segments  # what is at padding is zeros here, and is zeros in what returns
+def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend):
+    del segment_ids  # what is at padding is zeros here, and is zeros in what returns
     if params["e"].ndim == 3:
         params = {name: of_heads(x, rng, q.shape[2]) for name, x in params.items()}
     keys, values = _projected(k, params["e"]), _projected(v, params.get("f", params["e"]))
-    masks = dict(plan=plan, segments=None, causal=causal, dropout=dropout, rng=rng)
+    masks = dict(plan=plan, segment_ids=None, causal=causal, dropout=dropout, rng=rng)
     return attend((), q, keys, values, **masks)
 
 

@@ -140,7 +140,7 @@ def local(
     )
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del params, plan
     window, shared_qk = settings.window, settings.shared_qk
     if not causal and settings.reach > settings.n_chunks_after:
@@ -150,7 +150,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
         )
     not_for_cudnn = f"window={window}, shared_qk={shared_qk}, causal={causal}"
     if window is not None and not shared_qk and causal:
-        not_for_cudnn = cudnn_obstacle(q, k, v, segments, dropout)
+        not_for_cudnn = cudnn_obstacle(q, k, v, segment_ids, dropout)
     obstacles = kernel_obstacles(q, k, v, wrap=settings.wrap)
     impl = choose(settings.impl, cudnn=not_for_cudnn, **obstacles)
     if impl == "cudnn":
@@ -165,4 +165,4 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
             own_weight = circle.own_weight(settings.self_score, order, sizes)
     options = dict(causal=causal, shared_qk=shared_qk, window=window, dropout=dropout)
     chunks = sizes.cut(length, circle=settings.wrap, **options)
-    return chunked_attention(q, k, v, chunks, order, segments, rng, impl, own_weight)
+    return chunked_attention(q, k, v, chunks, order, segment_ids, rng, impl, own_weight)

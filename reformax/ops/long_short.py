@@ -120,7 +120,7 @@ def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]
     return params
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del plan
     seed = seed_words(rng, len(q)) if dropout else None
     params = {
@@ -131,7 +131,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     @jax.checkpoint  # the gradient computes windows and summaries again instead of keeping them
     def attend(params, q, k, v) -> Float[Array, "B T N V"]:
         length, n_heads = q.shape[1:3]
-        real = jnp.ones((1, length), bool) if segments is None else segments != 0
+        real = jnp.ones((1, length), bool) if segment_ids is None else segment_ids != 0
         far, chunk_len = None, min(settings.chunk_len, length) if causal else length
         if settings.rank:
             far = mixtures(settings, params, k, v, real, chunk_len)

@@ -114,27 +114,27 @@ def _extras(settings: Settings, dims: Dims) -> dict[str, Extra]:
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None, marks=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None, marks=None
 ) -> Int[Array, "B G"] | None:
     """The positions of global tokens, if there are any."""
     del params, k, causal, rng, train, length
-    return first_marked(marks, segments, settings.n_global)
+    return first_marked(marks, segment_ids, settings.n_global)
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng, extras=None
+    settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extras=None
 ) -> Array:
     del params
     bands = settings.bands(q.shape[2], causal)
-    out = band.attend(bands, q, k, v, plan, segments, dropout, rng, settings.impl)
+    out = band.attend(bands, q, k, v, plan, segment_ids, dropout, rng, settings.impl)
     if plan is None:
         return out
     if extras:
         q, k, v = (extras[f"global_{name}"] for name in "qkv")
     seed = seed_words(rng, len(q)) if dropout else None
-    rows = band.rows_of_few(rows_at(q, plan), k, v, plan, segments, causal, dropout, seed).astype(
-        out.dtype
-    )
+    rows = band.rows_of_few(
+        rows_at(q, plan), k, v, plan, segment_ids, causal, dropout, seed
+    ).astype(out.dtype)
     return out.at[jnp.arange(len(q))[:, None], plan].set(rows, mode="drop")
 
 

@@ -200,7 +200,7 @@ def _choose(settings: Settings, q: Array, v: Array | None = None) -> str:
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Order | None:
     """The order by bucket in each round; None where one chunk shows every key."""
     del params, k, causal
@@ -213,7 +213,7 @@ def _plan(
     rotations = settings.hashing.rotations_for(vectors, length, n_rounds, rng)
     buckets = hash_by(rotations, vectors, factors, settings.impl)
     n_pad = 0 if one_chunk else -q.shape[1] % settings.whole
-    order = sort_by_bucket(buckets, math.prod(factors), segments, n_pad)
+    order = sort_by_bucket(buckets, math.prod(factors), segment_ids, n_pad)
     if settings.strictly_causal:
         return within_buckets(order, buckets, settings.chunk_len * settings.n_chunks_before)
     if settings.wrap:
@@ -221,7 +221,7 @@ def _plan(
     return order.as_asked(impl, settings.count_once)
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del params
     chunks = settings.chunks.cut(
         q.shape[1],
@@ -236,7 +236,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     own_weight = None
     if settings.self_score is not None and plan is not None:
         own_weight = circle.own_weight(settings.self_score, plan, settings.chunks)
-    return chunked_attention(q, k, v, chunks, plan, segments, rng, impl, own_weight)
+    return chunked_attention(q, k, v, chunks, plan, segment_ids, rng, impl, own_weight)
 
 
 # Decoding. C is the capacity; a *place* is an index into a round's order, a *position* one into the

@@ -73,7 +73,9 @@ def memory_efficient(
     )
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, chunk_sizes, impl, bias=None):
+def _apply(
+    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, chunk_sizes, impl, bias=None
+):
     del params, plan
     k, v = repeat_heads(q, k, v)
     n_queries, n_keys = q.shape[1], k.shape[1]
@@ -87,7 +89,7 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, chunk_sizes
         dropout=dropout,
     )
     options = dict(
-        segments="given" if segments is not None else None,
+        segment_ids="given" if segment_ids is not None else None,
         bias=None if bias is None else bias.shape,
         dropout=dropout,
         chunks=_uneven(tiling, key_size, n_queries, n_keys),
@@ -97,7 +99,7 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, chunk_sizes
     if impl != "xla":
         summary = functools.partial(kernel_summary, impl == "pallas_interpret")
     every = tiles.every_tile(tiling, n_queries, n_keys)
-    x = tiles.inputs(q, k, v, bias, segments, dropout, rng)
+    x = tiles.inputs(q, k, v, bias, segment_ids, dropout, rng)
     return tiles.attend(functools.partial(forward, key_size, summary), tiling, x, every)
 
 

@@ -112,13 +112,13 @@ def _products(q: Float[Array, "B Q N H"], means: Float[Array, "B C N H"]) -> Arr
 
 
 def _plan(
-    block_size, top_k, impl, params, q, k, *, segments, causal, rng, train, length=None
+    block_size, top_k, impl, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B N T K-1"]:
     """The earlier blocks that each query chooses."""
     del params, causal, rng, train, length
     q, k = lax.stop_gradient(q), lax.stop_gradient(k)
     n_batch, length, n_heads, _ = q.shape
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     size = min(block_size, length)
     of_block, means = _means(tokens_only(k, ids), ids, size)
     (means,) = repeat_heads(q, means)
@@ -131,7 +131,7 @@ def _plan(
         from reformax.ops.kernels.triton import choice
 
         sizes = choice.Sizes(n_best, size)
-        masks = () if segments is None else (ids, of_block)
+        masks = () if segment_ids is None else (ids, of_block)
         return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
 
     def best(queries):
@@ -172,28 +172,28 @@ def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
     )
 
 
-def _apply(block_size, impl, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(block_size, impl, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del params, causal
     length, size = q.shape[1], min(block_size, q.shape[1])
     impl = choose(impl, **kernel_obstacles(q, k, v))
     if impl == "xla":
         k, v = repeat_heads(q, k, v)
-        return _in_arrays(_tiles(plan, size, size), size, q, k, v, segments, dropout, rng)
+        return _in_arrays(_tiles(plan, size, size), size, q, k, v, segment_ids, dropout, rng)
     from reformax.ops.kernels.triton import moba as kernel
 
     found = _tiles(plan, size, min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length)))
     lists = kernel.Lists(found.block, found.pair, found.bounds, found.place >= 0)
     sizes = kernel.Sizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
-    ids = None if segments is None else jnp.asarray(segments, jnp.int32)
+    ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
     return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)
 
 
-def _in_arrays(tiles: Tiles, size, q, k, v, segments, dropout, rng) -> Float[Array, "B T N V"]:
+def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[Array, "B T N V"]:
     """The op in array operations, a tile of all sequences and heads after the other."""
     n_batch, length, n_heads, _ = q.shape
     dtype = wide(q.dtype, v.dtype)
     query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.place.shape[3])
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
 
     # Everything by tile, with the tiles in front; [M, B, N, L, ...].

@@ -322,25 +322,25 @@ def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B G T K"]:
     """The blocks that each query selects, its own first."""
     del causal, rng, train, length
     q, k, params = lax.stop_gradient((q, k, params))
     length = q.shape[1]
     settings = settings.within(length)
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     q, k = tokens_only(q, ids), tokens_only(k, ids)
     own = params["k"] if params else None
     # Values have no say.
     far = _summaries(settings, {"k": own, "v": own} if params else params, k, k[..., :1, :], ids)
-    first = jnp.zeros_like(ids) if segments is None else _first_of_segment(ids)
+    first = jnp.zeros_like(ids) if segment_ids is None else _first_of_segment(ids)
     impl = settings.choose(q, k, None)
     if impl == "xla":
         return _select_in_arrays(settings, q, far, ids, first)
     from reformax.ops.kernels.triton import selection
 
-    masks = () if segments is None else (ids, far.ids, first // settings.block_size)
+    masks = () if segment_ids is None else (ids, far.ids, first // settings.block_size)
     n_best, group = (
         min(settings.n_selected, -(-length // settings.block_size)),
         q.shape[2] // k.shape[2],
@@ -383,14 +383,14 @@ def _logits(axes: str, queries: Array, keys: Array) -> Array:
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng, extras
+    settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extras
 ) -> Float[Array, "B T N V"]:
     del causal
     settings = settings.within(q.shape[1])
-    ids = ids_or_ones(segments, q)
+    ids = ids_or_ones(segment_ids, q)
     far = _summaries(settings, params, k, v, ids)
     (selected_k, selected_v), (near_k, near_v) = _own(settings, k, v, extras)
-    more = dict(causal=True, segments=segments, dropout=dropout, rng=rng)
+    more = dict(causal=True, segment_ids=segment_ids, dropout=dropout, rng=rng)
     near = settings.near.apply((), q, near_k, near_v, plan=(), **more)
     selected = q, selected_k, selected_v
     impl = settings.choose(q, k, v)
@@ -398,7 +398,7 @@ def _apply(
         seed = seed_words(rng, len(q)) if dropout > 0.0 else None
         others = _in_arrays(settings, far, *selected, plan, ids, dropout, seed)
     else:
-        has_ids = segments is not None
+        has_ids = segment_ids is not None
         masks = plan, ids if has_ids else None, dropout, rng
         others = _in_kernels(settings, impl == "pallas_interpret", far, *selected, *masks)
     return _gated((*others, near), extras["gate"]).astype(v.dtype)

@@ -80,28 +80,28 @@ def _init(rng: PRNGKeyArray, dims: Dims, *, size):
 
 
 def _apply(
-    params, q, k, v, *, plan, segments, causal, dropout, rng, attend, n_landmarks, n_iterations
+    params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend, n_landmarks, n_iterations
 ):
     dtype = wide(q.dtype, v.dtype)
     # Landmarks are of all tokens: so is what is not finite.
     whole = is_finite(q, k, v).all(axis=1, keepdims=True)
     q, k, v = finite(q), finite(k), finite(v)
-    groups = landmark_groups(q.shape[1], segments, n_landmarks)
+    groups = landmark_groups(q.shape[1], segment_ids, n_landmarks)
     queries, keys = (segment_means(x, groups).astype(q.dtype) for x in (q, k))
     of_landmarks = to_landmarks = None
-    if segments is not None:
-        tokens, real = segments != 0, groups.real.any(axis=-1)
+    if segment_ids is not None:
+        tokens, real = segment_ids != 0, groups.real.any(axis=-1)
         of_landmarks, to_landmarks = (
             tuple(ids.astype(jnp.int32) for ids in pair)
             for pair in ((real, tokens), (tokens, real))
         )
     masks = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
     # In float32 throughout: the pseudo-inverse multiplies what rounding leaves in the values.
-    values = attend((), queries, k, v.astype(dtype), segments=of_landmarks, **masks)
+    values = attend((), queries, k, v.astype(dtype), segment_ids=of_landmarks, **masks)
     between = _softmax_of_landmarks(queries, keys, groups.real.any(axis=-1))
     inverse = pseudo_inverse(between, n_iterations)
     values = jnp.einsum("bnij,bjnv->binv", inverse, values, precision=jax.lax.Precision.HIGHEST)
-    out = attend((), q, keys, values, segments=to_landmarks, **masks)
+    out = attend((), q, keys, values, segment_ids=to_landmarks, **masks)
     if "conv" in params:
         out = out + convolved(v, of_heads(params["conv"], rng, v.shape[2]))
     return jnp.where(whole, out, jnp.nan).astype(v.dtype)
@@ -119,17 +119,17 @@ class Groups(NamedTuple):
     real: Bool[Array, "B M G"]
 
 
-def landmark_groups(length: int, segments: Int[Array, "B T"] | None, n_landmarks: int) -> Groups:
+def landmark_groups(length: int, segment_ids: Int[Array, "B T"] | None, n_landmarks: int) -> Groups:
     """Consecutive tokens in groups whose sizes differ by one at most.
 
     Of n tokens the r-th is in group `r m // n`, so that padding moves no token to another group.
     """
     n_landmarks = min(n_landmarks, length)
-    if segments is None:
+    if segment_ids is None:
         order, n_tokens = jnp.arange(length)[None], jnp.full(1, length)
     else:
-        order = jnp.argsort(segments == 0, axis=1, stable=True)  # tokens first, in their order
-        n_tokens = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
+        order = jnp.argsort(segment_ids == 0, axis=1, stable=True)  # tokens first, in their order
+        n_tokens = jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)
     landmark = jnp.arange(n_landmarks + 1)[None]
     # landmark * n_tokens / n_landmarks, rounded up; of long rows int32 does not hold the product.
     whole, rest = jnp.divmod(n_tokens[:, None], n_landmarks)

@@ -138,10 +138,10 @@ def _init(rng, dims) -> dict[str, Carried]:
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, 2]:
     """Two words, of which the features are drawn wherever they are needed."""
-    del q, k, segments, causal, length
+    del q, k, segment_ids, causal, length
     if settings.redraw is None:
         return jax.random.bits(rng_of(rng), (2,), jnp.uint32)
     steps = jnp.round(params["steps"].value).astype(jnp.int32)  # those that are done
@@ -150,7 +150,7 @@ def _plan(
     return jax.random.key_data(jax.random.fold_in(seed, last // settings.redraw))
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     del dropout, rng
     if settings.redraw is not None:
         # The output is to depend on the weight, and so does what this adds 0 to.
@@ -163,9 +163,9 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropo
     @functools.partial(jax.checkpoint, policy=keep)
     def attend(q, k, v) -> Float[Array, "B T N V"]:
         if causal and (impl := _kernel(settings, q, k, v)):
-            return _in_kernels(settings, impl, plan, q, k, v, segments)
+            return _in_kernels(settings, impl, plan, q, k, v, segment_ids)
         queries, keys = settings.features(plan, q, k)
-        return _mean(queries.x, keys, v, segments, causal, settings).astype(v.dtype)
+        return _mean(queries.x, keys, v, segment_ids, causal, settings).astype(v.dtype)
 
     return attend(q, k, v)
 
@@ -178,7 +178,7 @@ def _kernel(settings: Settings, q, k, v) -> str | None:
     return impl if impl in KERNELS else None
 
 
-def _in_kernels(settings: Settings, impl: str, plan, q, k, v, segments) -> Array:
+def _in_kernels(settings: Settings, impl: str, plan, q, k, v, segment_ids) -> Array:
     """Causal attention whose features are made in kernels.
 
     Factors of a row of queries cancel, so that what their features are relative to has no gradient.
@@ -187,12 +187,12 @@ def _in_kernels(settings: Settings, impl: str, plan, q, k, v, segments) -> Array
 
     interpret = impl == "pallas_interpret"
     directions = settings.directions(plan, q.shape[-1])
-    top, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segments)
+    top, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
     queries, keys = (
         kernel.features(interpret, kernel.Read(x, directions, settings.epsilon, relative_to))
         for x, relative_to in ((q, None), (k, top[..., 0]))
     )
-    options = dict(segments=segments, chunk_len=settings.chunk_len, impl=impl)
+    options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len, impl=impl)
     return mean(queries, keys, v, -rise, **options)
 
 
@@ -200,37 +200,37 @@ def _mean(
     queries: Float[Array, "B T N M"],
     keys: Features,
     v: Float[Array, "B T N V"],
-    segments: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
     causal: bool,
     settings: Settings,
 ) -> Float[Array, "B T N V"]:
     """Means of values by `phi(q_i) . phi(k_j)`, whose factors of the row cancel."""
-    options = dict(segments=segments, chunk_len=settings.chunk_len)
-    top, rise = running_max(lax.stop_gradient(keys.scale), segments)
+    options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len)
+    top, rise = running_max(lax.stop_gradient(keys.scale), segment_ids)
     if causal:
         keys = keys.x * jnp.exp(finite(keys.scale - top))
         # Features are no more precise than what they are of, as products of them are not.
         dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
         queries, keys, v = (x.astype(dtype) for x in (queries, keys, v))
         return mean(queries, keys, v, -rise, impl=settings.impl, **options)
-    rest, _ = running_max(lax.stop_gradient(keys.scale), segments, reverse=True)
+    rest, _ = running_max(lax.stop_gradient(keys.scale), segment_ids, reverse=True)
     keys = keys.x * jnp.exp(finite(keys.scale - jnp.maximum(top, rest)))
     values = with_ones(v.astype(wide(v.dtype)))
     return quotient(everything(queries, keys, values, **options))
 
 
 def running_max(
-    x: Float[Array, "B T N 1"], segments: Int[Array, "B T"] | None, reverse: bool = False
+    x: Float[Array, "B T N 1"], segment_ids: Int[Array, "B T"] | None, reverse: bool = False
 ) -> tuple[Float[Array, "B T N 1"], Float[Array, "B T N 1"]]:
     """The largest number of a row's segment up to it, and what it has grown by at the row.
 
     With `reverse` from the row on. The first row of a segment grows by 0.
     """
-    if segments is None:  # one scan, which compiles in a sixth of the time
+    if segment_ids is None:  # one scan, which compiles in a sixth of the time
         top = lax.cummax(x, axis=1, reverse=reverse)
         begin, end = (top[:, 1:], x[:, -1:]) if reverse else (x[:, :1], top[:, :-1])
         return top, top - jnp.concatenate([begin, end], axis=1)
-    order, x, ids = side_by_side(x, segments)
+    order, x, ids = side_by_side(x, segment_ids)
     x, ids = (jnp.flip(y, axis=1) if reverse else y for y in (x, ids))
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     begins = jnp.broadcast_to(begins[..., None, None], x.shape)

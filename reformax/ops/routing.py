@@ -139,16 +139,16 @@ def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
     return x / nonzero(jnp.linalg.norm(x, axis=-1, keepdims=True))
 
 
-def _real(segments: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
-    return jnp.ones(x.shape[:2], bool) if segments is None else jnp.asarray(segments) != 0
+def _real(segment_ids: Int[Array, "B T"] | None, x: Array) -> Bool[Array, "B T"]:
+    return jnp.ones(x.shape[:2], bool) if segment_ids is None else jnp.asarray(segment_ids) != 0
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Clusters:
     """The members of each cluster."""
     del causal, rng, train, length
-    real, centroids = _real(segments, q), params["centroids"].value
+    real, centroids = _real(segment_ids, q), params["centroids"].value
     width, n_members = settings.width(q.shape[1]), settings.n_members(real.sum(axis=1))
     n_members = jnp.broadcast_to(n_members, q.shape[:1])
 
@@ -194,10 +194,10 @@ def _moved(settings: Settings, centroids, vectors, real) -> Float[Array, "N C H"
     return jnp.where(count > 0, moved, centroids)
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segments, causal, dropout, rng):
+def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
     centroids, dtype = params["centroids"], wide(q.dtype, v.dtype)
     vectors = (q,) if settings.shared_qk else (q, k)
-    moved = _moved(settings, lax.stop_gradient(centroids.value), vectors, _real(segments, q))
+    moved = _moved(settings, lax.stop_gradient(centroids.value), vectors, _real(segment_ids, q))
     held = becoming(centroids, moved)
 
     keys = length_normalize(q) if settings.shared_qk else k

@@ -53,9 +53,9 @@ def shared_qk(*, own: bool = True, impl: str = "auto") -> AttentionOp:
     )
 
 
-def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, own, impl):
+def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, own, impl):
     del params, k, plan
-    obstacle = cudnn_obstacle(q, q, v, segments, dropout) if causal else "causal=False"
+    obstacle = cudnn_obstacle(q, q, v, segment_ids, dropout) if causal else "causal=False"
     impl = choose(impl, cudnn=obstacle, **kernel_obstacles(q, None, v))
     if impl == "cudnn":
         return _to_those_before(q, v, own)
@@ -63,20 +63,20 @@ def _apply(params, q, k, v, *, plan, segments, causal, dropout, rng, own, impl):
         from reformax.ops.kernels.triton import block_sparse as kernel
 
         layout = Everything(q.shape[1], q.shape[1], causal, dropout, strict=True)
-        given = q, length_normalize(q), v, segment_pair(segments), rng
+        given = q, length_normalize(q), v, segment_pair(segment_ids), rng
         out, total = kernel.attend(layout, impl == "pallas_interpret", *given)
         if not own:
             return out
         seed = seed_words(rng, len(v)) if dropout > 0.0 else None
         alone = jnp.swapaxes(total == 0, 1, 2)[..., None]
-        if segments is not None:  # padding sees nothing, itself neither
-            alone = alone & (segments != 0)[..., None, None]
+        if segment_ids is not None:  # padding sees nothing, itself neither
+            alone = alone & (segment_ids != 0)[..., None, None]
         # What sees itself alone is NaN where it is not finite, as what sees others is.
         return jnp.where(alone, marked(dropped_own(v, dropout, seed), q, v), out)
 
     @jax.checkpoint
     def attend(q, v) -> Float[Array, "B T N V"]:
-        mask = visibility(q.shape[1], q.shape[1], causal=causal, segments=segments)
+        mask = visibility(q.shape[1], q.shape[1], causal=causal, segment_ids=segment_ids)
         mask = except_self(mask, own)
         return reference_attention(q, length_normalize(q), v, mask, dropout=dropout, rng=rng)
 

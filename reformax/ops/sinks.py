@@ -53,13 +53,25 @@ def sinks(*, window: Size = 256, n_sinks: Count = 4, impl: str = "auto") -> Atte
 
 
 def _apply(
-    window: int, n_sinks: int, impl: str, params, q, k, v, *, plan, segments, causal, dropout, rng
+    window: int,
+    n_sinks: int,
+    impl: str,
+    params,
+    q,
+    k,
+    v,
+    *,
+    plan,
+    segment_ids,
+    causal,
+    dropout,
+    rng,
 ) -> Array:
     del params, plan
-    real = jnp.ones((1, q.shape[1]), bool) if segments is None else segments != 0
+    real = jnp.ones((1, q.shape[1]), bool) if segment_ids is None else segment_ids != 0
     few = first_where(real, n_sinks) if n_sinks else None
     bands = (Band(window, 1, causal),)
-    return band.attend(bands, q, k, v, few, segments, dropout, rng, impl)
+    return band.attend(bands, q, k, v, few, segment_ids, dropout, rng, impl)
 
 
 def _init_cache(

@@ -109,7 +109,7 @@ def smyrf(
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segments, causal, rng, train, length=None
+    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Order | None:
     """The orders of queries and of keys in each round; None where one cluster has every key."""
     del params, causal, train, length
@@ -118,18 +118,18 @@ def _plan(
         return None
     q, k = lax.stop_gradient((q, k))
     directions = asymmetric.draw_directions(n_heads, size, settings.n_hashes, rng)
-    if crosses(q, k, segments):
-        hashes = asymmetric.cosines(q, k, directions, segments)
+    if crosses(q, k, segment_ids):
+        hashes = asymmetric.cosines(q, k, directions, segment_ids)
         lengths = q.shape[1], k.shape[1]
-        return meeting_orders(*hashes, segments, settings.chunk_len, ratio(*lengths))
-    squares, most = asymmetric.lengths(q, k, segments)
+        return meeting_orders(*hashes, segment_ids, settings.chunk_len, ratio(*lengths))
+    squares, most = asymmetric.lengths(q, k, segment_ids)
     n_pad = -q.shape[1] % settings.chunk_len
 
     def order(x, squares, last) -> Int[Array, "B N R Tp"]:
         hashes = asymmetric.hashes(
             asymmetric.on_directions(x, directions), squares, most, directions[:, last]
         )
-        return sort_by_bucket(hashes, asymmetric.N_HASHES, segments, n_pad).queries
+        return sort_by_bucket(hashes, asymmetric.N_HASHES, segment_ids, n_pad).queries
 
     orders = (order(*of) for of in zip((q, k), squares, (-1, -2), strict=True))
     return two_orders(settings, q, k, *orders)
@@ -186,7 +186,7 @@ def _step(
     capacity = memory.keys.shape[2]
     exists = jnp.arange(capacity)[None, None] <= position[:, None, None]
     most = sum(
-        asymmetric.largest_of_segment(jnp.where(exists, x, 0), segments=None) for x in squares
+        asymmetric.largest_of_segment(jnp.where(exists, x, 0), segment_ids=None) for x in squares
     )
     of_query, of_key = (
         jnp.where(exists[:, :, None], asymmetric.hashes(*x, most, last), asymmetric.N_HASHES)

@@ -230,9 +230,9 @@ def test_files_are_documents_of_pieces_too(kind, tmp_path):
     assert (batch.inputs != one.train_batch(0, 0, 64, 32).inputs).any()
     masked = task_of(kind, folder, max_held_out=5_000, windows="documents", document_mask=True)
     assert masked.fingerprint("train") == task.fingerprint("train") + ", document_mask=True"
-    tokens, segments = masked.train_batch(0, 0, 64, 256).inputs
+    tokens, segment_ids = masked.train_batch(0, 0, 64, 256).inputs
     np.testing.assert_array_equal(tokens, task.train_batch(0, 0, 64, 256).inputs)
-    ends = segments[:, 1:] != segments[:, :-1]
+    ends = segment_ids[:, 1:] != segment_ids[:, :-1]
     assert ends.any() and set(map(one.vocabulary.decode, tokens[:, :-1][ends][:, None])) == {"\n"}
 
 

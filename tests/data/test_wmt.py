@@ -56,8 +56,8 @@ def test_a_prepared_dataset_is_read(tmp_path, file_format):
     sources, references = task.translation.sentences("train")
     for row in range(2):
         pair = [
-            vocabulary.decode(side[row][segments[row] == 2])
-            for side, segments in zip(batch.inputs[:2], batch.inputs[2:], strict=True)
+            vocabulary.decode(side[row][segment_ids[row] == 2])
+            for side, segment_ids in zip(batch.inputs[:2], batch.inputs[2:], strict=True)
         ]
         assert references[sources.index(pair[0])] == pair[1]
 

@@ -136,10 +136,10 @@ def batch_of(name):
     if name in DOCUMENTS:
         ids = np.sort(random.integers(1, 4, (BATCH, LENGTH)), axis=1).astype(np.int32)
         return Documents(tokens[0], ids), tokens[0], weights
-    segments = np.repeat([[1, 2, 3, 0]], BATCH, axis=0).repeat(LENGTH // 4, axis=1)
-    segments = segments.astype(np.int32)
-    pairs = SentencePairs(*tokens * (segments > 0), segments, segments)
-    return pairs, pairs.target, weights * (segments > 0)
+    segment_ids = np.repeat([[1, 2, 3, 0]], BATCH, axis=0).repeat(LENGTH // 4, axis=1)
+    segment_ids = segment_ids.astype(np.int32)
+    pairs = SentencePairs(*tokens * (segment_ids > 0), segment_ids, segment_ids)
+    return pairs, pairs.target, weights * (segment_ids > 0)
 
 
 def on_axes(sizes):

@@ -210,10 +210,10 @@ def test_features_are_of_the_tokens_shifted_right(model_fn):
 def test_padding_changes_no_token(model_fn, name):
     model = model_fn(**SMALL, attention_type=OPS[name], pos_type="none")
     params, tokens = init(model), some_tokens()
-    segments = (np.arange(LENGTH) < 9).astype(np.int32)[None].repeat(2, axis=0)
-    junk = np.where(segments, tokens, 3)
+    segment_ids = (np.arange(LENGTH) < 9).astype(np.int32)[None].repeat(2, axis=0)
+    junk = np.where(segment_ids, tokens, 3)
     encode = jax.jit(lambda t, s: model.encode(params, t, s, rng=RNG))
-    one, other = encode(tokens, segments), encode(junk, segments)
+    one, other = encode(tokens, segment_ids), encode(junk, segment_ids)
     np.testing.assert_array_equal(one[:, :9], other[:, :9])
     assert np.abs(one[:, 9:] - other[:, 9:]).max() > 0.1
 
@@ -486,7 +486,10 @@ def test_errors_of_construction(model_fn, options, message):
         (some_tokens()[None], "tokens has shape (1, 2, 12) and dtype int32: expected integers [ba"),
         (some_tokens() / 1.0, "tokens has shape (2, 12) and dtype float64: expected integers [bat"),
         ([[1, 2]], "tokens is [[1, 2]]: expected an array of integers [batch, length]"),
-        ((some_tokens(), some_tokens(7)), "segments has shape (2, 7): expected that of tokens, (2"),
+        (
+            (some_tokens(), some_tokens(7)),
+            "segment_ids has shape (2, 7): expected that of tokens, (2",
+        ),
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
@@ -495,7 +498,7 @@ def test_tokens_of_another_kind_are_told(model_fn, tokens, message):
     model = model_fn(**SMALL, attention_type=OPS["dense"], mode="eval")
     params = init(model)
     pair = isinstance(tokens, tuple)
-    calls = [lambda: model.apply(params, *tokens[:1], segments=tokens[1])] if pair else [
+    calls = [lambda: model.apply(params, *tokens[:1], segment_ids=tokens[1])] if pair else [
         lambda: model.apply(params, tokens),
         lambda: model.features(params, tokens),
         lambda: model.prefill(params, tokens, np.array([1, 1]), 20),

@@ -87,7 +87,7 @@ def with_gradients(row, rng, options=None, **sizes):
 
     def run(d_out, arrays, ids, params):
         def attend(arrays, params):
-            return call(op, Inputs(*arrays, params), segments=ids, **options)
+            return call(op, Inputs(*arrays, params), segment_ids=ids, **options)
 
         out, vjp = jax.vjp(attend, arrays, params)
         of_arrays, of_params = vjp(d_out.astype(out.dtype))
@@ -96,8 +96,8 @@ def with_gradients(row, rng, options=None, **sizes):
     return run, (d_out, x[:4], ids, x.params)
 
 
-def plan(op: AttentionOp, x: Inputs, *, segments=None, **options):
-    return op.plan(x.params, x.q, x.k, segments=segments, **options)
+def plan(op: AttentionOp, x: Inputs, *, segment_ids=None, **options):
+    return op.plan(x.params, x.q, x.k, segment_ids=segment_ids, **options)
 
 
 def apply(op: AttentionOp, x: Inputs, *, dropout=0.0, rng=None, **options):

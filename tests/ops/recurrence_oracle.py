@@ -6,7 +6,7 @@ Nothing here is shared with `reformax`.
 import numpy as np
 
 
-def recurrence(q, k, v, log_decay, beta, segments, d_out, strict=False):
+def recurrence(q, k, v, log_decay, beta, segment_ids, d_out, strict=False):
     """`S_t = a_t (1 - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T`, `out_t = S_t^T q_t`.
 
     Args:
@@ -14,7 +14,7 @@ def recurrence(q, k, v, log_decay, beta, segments, d_out, strict=False):
       v: `[B, T, N, V]`.
       log_decay: log a, `[B, T, N, 1]` or `[B, T, N, H]`; None is 0.
       beta: b, `[B, T, N, 1]`; None is the recurrence without `b_t` and the product by `1 - ...`.
-      segments: ids; each has a state of its own. None is one segment.
+      segment_ids: ids; each has a state of its own. None is one segment.
       d_out: the cotangent of the output.
       strict: whether a position reads the state before it writes.
 
@@ -24,7 +24,7 @@ def recurrence(q, k, v, log_decay, beta, segments, d_out, strict=False):
     out = np.zeros_like(v)
     gradients = [None if x is None else np.zeros_like(x) for x in (q, k, v, log_decay, beta)]
     for b in range(q.shape[0]):
-        ids = np.ones(q.shape[1], int) if segments is None else segments[b]
+        ids = np.ones(q.shape[1], int) if segment_ids is None else segment_ids[b]
         for i in np.unique(ids):
             for n in range(q.shape[2]):
                 at = b, np.flatnonzero(ids == i), n

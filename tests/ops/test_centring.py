@@ -16,7 +16,7 @@ def numbers(*shape, seed=0):
 
 
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 1001, 128 * 128 + 3])
-@pytest.mark.parametrize("n_segments", [1, 9, 2**14])
+@pytest.mark.parametrize("n_segment_ids", [1, 9, 2**14])
 def test_sums_by_blocks_are_cumulative_sums(length, n_segments):
     """Of segments of many blocks, and of as many as positions."""
     x = numbers(2, length, 3).astype(jnp.bfloat16)
@@ -51,11 +51,11 @@ def test_a_causal_hash_reads_a_key_less_the_mean_of_those_before(packed, dtype):
     rng = np.random.default_rng(1)
     x, ids = rng.normal(size=(2, 300, 3, 4)) + 2, rng.integers(0, 4, (2, 300))
     x[0, 7, 1, 2] = np.nan  # no key has it in its mean
-    x, segments = x.astype(dtype), ids if packed else np.ones_like(ids)
+    x, segment_ids = x.astype(dtype), ids if packed else np.ones_like(ids)
     exact = np.nan_to_num(x.astype(np.float64))
     want = exact.copy()
     for row, i in np.ndindex(ids.shape):
-        before = exact[row, :i][segments[row, :i] == segments[row, i]]
+        before = exact[row, :i][segment_ids[row, :i] == segment_ids[row, i]]
         want[row, i] -= before.mean(axis=0) if len(before) else 0
     got = jax.jit(lambda x: centring.centred(x, ids if packed else None, True))(x)
     assert got.dtype == dtype
@@ -67,10 +67,10 @@ def test_a_causal_hash_reads_a_key_less_the_mean_of_those_before(packed, dtype):
 def test_the_mean_of_all(packed):
     x, ids = numbers(2, 40, 3, 4), np.random.default_rng(0).integers(0, 4, (2, 40))
     x[0, 7, 1, 2] = np.inf
-    segments = ids if packed else np.ones_like(ids)
+    segment_ids = ids if packed else np.ones_like(ids)
     want = np.where(np.isfinite(x), x, 0)
     for row, number in np.ndindex(2, 4):
-        here = segments[row] == number
+        here = segment_ids[row] == number
         if here.any():
             want[row, here] -= want[row, here].mean(axis=0)
     got = jax.jit(lambda x: centring.centred(x, ids if packed else None, False))(

@@ -73,16 +73,18 @@ def test_one_segment_a_row_or_a_refusal():
     op = slots()
     x = inputs.draw(op, length=8)
     real = np.arange(8) < np.array([[5], [8]])
-    want = inputs.call(op, x, segments=real)
+    want = inputs.call(op, x, segment_ids=real)
     for one_each in (real.astype(np.int32), real * np.array([[3], [2]])):
-        np.testing.assert_array_equal(inputs.call(op, x, segments=one_each), want)
-    got = jax.jit(lambda s: inputs.call(op, x, segments=s))(real)
+        np.testing.assert_array_equal(inputs.call(op, x, segment_ids=one_each), want)
+    got = jax.jit(lambda s: inputs.call(op, x, segment_ids=s))(real)
     np.testing.assert_allclose(got, want, atol=1e-6)
     two = np.where(np.arange(8) < 4, 1, 2) * real
-    with pytest.raises(NotImplementedError, match="segments of a row are several, but slots does"):
-        inputs.call(op, x, segments=two)
+    with pytest.raises(
+        NotImplementedError, match="segment_ids of a row are several, but slots does"
+    ):
+        inputs.call(op, x, segment_ids=two)
     with pytest.raises(NotImplementedError, match="are integers, which may be several, but slots"):
-        jax.jit(lambda s: inputs.call(op, x, segments=s))(two)
+        jax.jit(lambda s: inputs.call(op, x, segment_ids=s))(two)
 
 
 def test_an_op_is_called_with_what_it_reads():

@@ -41,11 +41,11 @@ def run(op, x, lengths, n_prompt, capacity):
     n_rows = len(lengths)
     total = x.q.shape[1]
     prompt = x.at(slice(None), slice(0, n_prompt))
-    segments = jnp.asarray(np.arange(n_prompt) < lengths[:, None], jnp.int32)
+    segment_ids = jnp.asarray(np.arange(n_prompt) < lengths[:, None], jnp.int32)
 
     @jax.jit
     def start(prompt, lengths):
-        masks = dict(segments=segments, causal=True, rng=KEY, train=False, length=capacity)
+        masks = dict(segment_ids=segment_ids, causal=True, rng=KEY, train=False, length=capacity)
         plan = inputs.plan(op, prompt, **masks)
         options = dict(lengths=lengths, capacity=capacity, rng=KEY)
         return inputs.init_cache(op, prompt, plan=plan, **options)
@@ -71,8 +71,8 @@ def forward(op, length):
 
     @jax.jit
     def run(x, n):
-        segments = jnp.broadcast_to(jnp.arange(length) < n, x.q.shape[:2])
-        return inputs.call(op, x, causal=True, segments=segments, rng=KEY, train=False)
+        segment_ids = jnp.broadcast_to(jnp.arange(length) < n, x.q.shape[:2])
+        return inputs.call(op, x, causal=True, segment_ids=segment_ids, rng=KEY, train=False)
 
     return run
 

@@ -15,8 +15,8 @@ ANY = {"cudnn": None, "pallas": None, "pallas_interpret": None}
     "gpu, obstacles, want",
     [
         (True, ANY, "cudnn"),
-        (True, ANY | {"cudnn": "segments"}, "pallas"),
-        (True, ANY | {"cudnn": "segments", "pallas": "a bias"}, "xla"),
+        (True, ANY | {"cudnn": "segment_ids"}, "pallas"),
+        (True, ANY | {"cudnn": "segment_ids", "pallas": "a bias"}, "xla"),
         (True, {"pallas": None}, "pallas"),
         (True, {}, "xla"),
         (False, ANY, "xla"),

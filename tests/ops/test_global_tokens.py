@@ -21,14 +21,14 @@ MARKED = (3, 4, 17, 22)
 SEGMENTS = np.repeat([[1, 2, 0], [3, 0, 0]], [9, 11, 3], axis=1)
 
 
-def _counts(shape, causal, segments, marks, window, dilation, n_global):
+def _counts(shape, causal, segment_ids, marks, window, dilation, n_global):
     """Which keys each query sees, and which queries are global."""
     query, key = np.ogrid[: shape.n_queries, : shape.n_keys]
     steps = np.broadcast_to(dilation, shape.n_heads)[:, None, None]
     near = (abs(query - key) < window * steps) & ((query - key) % steps == 0)
-    marked = (marks > 0) & (True if segments is None else segments != 0)
+    marked = (marks > 0) & (True if segment_ids is None else segment_ids != 0)
     chosen = marked & (np.cumsum(marked, axis=1) <= n_global)
-    mask = visible(shape, causal, segments)
+    mask = visible(shape, causal, segment_ids)
     return mask * (near[None] | chosen[:, None, None]), mask, chosen
 
 
@@ -48,7 +48,7 @@ def _differentiated(op, x, **masks):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "causal, segments, dilation, n_global, own, dropout, impl",
+    "causal, segment_ids, dilation, n_global, own, dropout, impl",
     [
         (False, None, 1, 6, True, 0.0, "xla"),
         (True, SEGMENTS, (1, 3), 4, True, 0.3, "xla"),
@@ -60,16 +60,16 @@ def _differentiated(op, x, **masks):
         pytest.param(True, None, 2, 3, False, 0.0, "xla", marks=pytest.mark.slow),
     ],
 )
-def test_outputs_and_gradients(causal, segments, dilation, n_global, own, dropout, impl):
+def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, own, dropout, impl):
     options = dict(window=4, dilation=dilation, n_global=n_global)
     op = longformer.longformer(**options, own_projections=own, impl=impl)
     x = inputs.draw(op, length=LENGTH, d_v=3)
     marks, rng = _marks(LENGTH), jax.random.key(3)
-    masks = dict(causal=causal, segments=segments, marks=marks, dropout=dropout, rng=rng)
+    masks = dict(causal=causal, segment_ids=segment_ids, marks=marks, dropout=dropout, rng=rng)
     out, d_out, got = _differentiated(op, x, **masks)
 
     shape = Shape(2, LENGTH, LENGTH, 2)
-    near, everything, chosen = _counts(shape, causal, segments, marks, **options)
+    near, everything, chosen = _counts(shape, causal, segment_ids, marks, **options)
     keep = np.ones((2, 2, LENGTH, LENGTH))
     if dropout:
         keep = np.asarray(jax.jit(lambda: full_dropout_mask(rng, dropout, keep.shape))())
@@ -100,17 +100,17 @@ def test_outputs_and_gradients(causal, segments, dilation, n_global, own, dropou
 def test_global_tokens_beside_random_blocks(sizes, n_global, block_size, dropout, impl):
     """The ETC form of BigBird. Dropout of a global key goes by its place among further keys."""
     length = sum(sizes)
-    segments = np.repeat([[1, 2, 0], [3, 0, 0]], sizes, axis=1) if len(sizes) > 1 else None
+    segment_ids = np.repeat([[1, 2, 0], [3, 0, 0]], sizes, axis=1) if len(sizes) > 1 else None
     pattern = block_patterns.bigbird(n_before=1, n_after=0, n_global=0, n_random=1)
     options = dict(pattern=pattern, block_size=block_size, impl=impl)
     op = block_sparse.block_sparse(n_global=n_global, **options)
     x = inputs.draw(op, length=length, d_v=3)
     marks, rng = _marks(length), jax.random.key(3)
-    masks = dict(causal=False, segments=segments, marks=marks, dropout=dropout, rng=rng)
+    masks = dict(causal=False, segment_ids=segment_ids, marks=marks, dropout=dropout, rng=rng)
     out, d_out, got = _differentiated(op, x, **masks)
 
-    everything = visible(Shape(2, length, length, 2), False, segments)
-    marked = (marks > 0) & (True if segments is None else segments != 0)
+    everything = visible(Shape(2, length, length, 2), False, segment_ids)
+    marked = (marks > 0) & (True if segment_ids is None else segment_ids != 0)
     chosen = marked & (np.cumsum(marked, axis=1) <= n_global)
     block_q, block_k = np.broadcast_to(block_size, 2)
     query, key = np.ogrid[:length, :length]
@@ -153,7 +153,7 @@ def test_a_step_sees_the_global_tokens_of_the_prompt():
     prompt = x.at(slice(None), slice(0, 9))
     lengths = np.array([9, 7])
     marks = marks[:, :9]
-    masks = dict(segments=None, causal=True, rng=None, train=False, length=LENGTH)
+    masks = dict(segment_ids=None, causal=True, rng=None, train=False, length=LENGTH)
 
     @jax.jit
     def start(prompt, lengths):
@@ -196,9 +196,9 @@ def test_heads_one_after_the_other_compute_the_same(monkeypatch):
     marks[:, 7] = 1
 
     def run(x):  # not the op's call, which is compiled once
-        plan = inputs.plan(op, x, segments=None, causal=True, rng=None, train=True, marks=marks)
+        plan = inputs.plan(op, x, segment_ids=None, causal=True, rng=None, train=True, marks=marks)
         out = inputs.apply(
-            op, x, plan=plan, segments=None, causal=True, dropout=0.2, rng=jax.random.key(0)
+            op, x, plan=plan, segment_ids=None, causal=True, dropout=0.2, rng=jax.random.key(0)
         )
         return jnp.sum(jnp.sin(out)), out
 

@@ -103,7 +103,7 @@ CASES = {
 }
 
 
-def segments_of(rng, case: Case):
+def segment_ids_of(rng, case: Case):
     """Three segments and padding, cut anywhere."""
     if not case.packed:
         return None
@@ -124,12 +124,12 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
 
     q, k, v, d_out = (draw(n) for n in (case.n, case.g, case.g, case.n))
     k = None if op.traits.shared_qk else k
-    dims, segments = op.dims(q, v), segments_of(rng, case)
-    if segments is not None:
-        d_out = d_out * (segments != 0)[..., None, None]
+    dims, segment_ids = op.dims(q, v), segment_ids_of(rng, case)
+    if segment_ids is not None:
+        d_out = d_out * (segment_ids != 0)[..., None, None]
     params = op.init(KEY, dims)
     extras = {name: draw(x.n_heads, x.size) for name, x in op.extras_of(dims).items()}
-    masks = dict(segments=segments, causal=case.causal, rng=KEY)
+    masks = dict(segment_ids=segment_ids, causal=case.causal, rng=KEY)
     marks = {}
     if case.marked:
         row = rng.permutation(np.arange(case.t) < case.marked).astype(np.int32)
@@ -140,8 +140,10 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
     ]
     if isinstance(plans[0], jax.Array) and not case.marked:
         same = np.equal(*(np.sort(x, axis=-1) for x in plans)).all(axis=-1)  # [B, T] or [B, N, T]
-        real = np.ones(same.shape[-1], bool) if segments is None else np.asarray(segments != 0)
-        same = same | ~(real[:, None] if segments is not None and same.ndim == 3 else real)
+        real = (
+            np.ones(same.shape[-1], bool) if segment_ids is None else np.asarray(segment_ids != 0)
+        )
+        same = same | ~(real[:, None] if segment_ids is not None and same.ndim == 3 else real)
         assert same.mean() > 0.99
 
     def run(op, d_out, *inputs):
@@ -158,8 +160,8 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
         got = jax.jit(functools.partial(run, op))(*inputs)
         inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
         want = jax.jit(functools.partial(run, other))(*inputs)
-    if segments is not None:
-        got, want = ((x[0] * (segments != 0)[..., None, None], x[1]) for x in (got, want))
+    if segment_ids is not None:
+        got, want = ((x[0] * (segment_ids != 0)[..., None, None], x[1]) for x in (got, want))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         error = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
         assert error <= TOLERANCE[dtype] * max(1, np.abs(y).max())
@@ -174,7 +176,7 @@ def test_cudnn_hides_the_padding_behind_rows(length, causal, monkeypatch):
     rng = np.random.default_rng(length)
     shapes = [(len(lengths), length, n, 64) for n in (4, 2, 2, 4)]
     q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
-    masks = dict(segments=jnp.arange(length)[None] < lengths[:, None], causal=causal)
+    masks = dict(segment_ids=jnp.arange(length)[None] < lengths[:, None], causal=causal)
     if not ON_GPU:
         computed = jax.nn.dot_product_attention
         instead = lambda *x, implementation, **options: computed(*x, **options)  # noqa: E731

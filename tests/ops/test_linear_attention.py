@@ -65,7 +65,7 @@ def test_the_memory_that_a_training_begins_with(factory, memory):
     first = np.zeros((1, 2, 2, 4), np.float32)
     first[:, 0] = 1
     extras = {name: jnp.zeros((1, 2, *to[:2])) for name, to in op.extras_of(dims).items()}
-    options = dict(plan=None, segments=None, causal=True, dropout=0.0, rng=None, extras=extras)
+    options = dict(plan=None, segment_ids=None, causal=True, dropout=0.0, rng=None, extras=extras)
 
     @jax.jit
     def attend(q, k, v):
@@ -86,7 +86,9 @@ def test_the_gated_output(factory, packed):
     x.params["scale"] = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
     gate = x.extras["output_gate"]
     rest = {name: y for name, y in x.extras.items() if name != "output_gate"}
-    masks = dict(causal=True, segments=np.repeat([[1, 2, 0]], [5, 4, 2], axis=1).repeat(2, axis=0))
+    masks = dict(
+        causal=True, segment_ids=np.repeat([[1, 2, 0]], [5, 4, 2], axis=1).repeat(2, axis=0)
+    )
     masks = masks if packed else dict(causal=True)
     apart = x._replace(extras=rest or None)
     own = {name: w for name, w in x.params.items() if name != "scale"}
@@ -119,7 +121,7 @@ def test_kernels_compute_the_same(factory):
     """`test_recurrence_kernel.py` has their gradients."""
     op = factory(impl="pallas_interpret")
     x = inputs.draw(op, length=70, batch=1)
-    masks = dict(causal=True, segments=np.repeat([[1, 2, 0]], [30, 35, 5], axis=1))
+    masks = dict(causal=True, segment_ids=np.repeat([[1, 2, 0]], [30, 35, 5], axis=1))
     want = inputs.call(factory(impl="xla"), x, **masks)
     np.testing.assert_allclose(inputs.call(op, x, **masks), want, atol=1e-5)
 

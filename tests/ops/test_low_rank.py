@@ -34,11 +34,11 @@ def test_long_short_computes_blocks_in_groups_as_at_once(causal, monkeypatch):
     q, k, v = draw(length=70)
     op = long_short.long_short(window=8, rank=2, chunk_len=8)
     params = op.init(KEY, op.dims(q, v))
-    segments = np.where(np.arange(70) < 67, 1, 0)[None].repeat(2, axis=0)
+    segment_ids = np.where(np.arange(70) < 67, 1, 0)[None].repeat(2, axis=0)
 
     def run():
         def loss(params, q, k, v):
-            out = attend(op, q, k, v, params, causal=causal, segments=segments, dropout=0.3)
+            out = attend(op, q, k, v, params, causal=causal, segment_ids=segment_ids, dropout=0.3)
             return jnp.sum(out * v), out
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(params, q, k, v)
@@ -123,8 +123,8 @@ def test_landmarks_are_means_of_equal_segments(length, n_landmarks):
     x = np.random.default_rng(0).normal(size=(1, length, 1, 2)).astype(np.float32)
 
     @jax.jit
-    def means(x, segments):
-        groups = nystromformer.landmark_groups(x.shape[1], segments, n_landmarks)
+    def means(x, segment_ids):
+        groups = nystromformer.landmark_groups(x.shape[1], segment_ids, n_landmarks)
         return groups.real, nystromformer.segment_means(x, groups)
 
     real, got = means(x, None)
@@ -135,8 +135,8 @@ def test_landmarks_are_means_of_equal_segments(length, n_landmarks):
     assert sizes.sum() == length and sizes.max() - sizes.min() <= 1
     among = np.full((1, 2 * length, 1, 2), np.nan, np.float32)
     among[:, ::2] = x
-    segments = jnp.asarray(np.arange(2 * length) % 2 == 0)[None].astype(jnp.int32)
-    real, there = means(np.nan_to_num(among), segments)
+    segment_ids = jnp.asarray(np.arange(2 * length) % 2 == 0)[None].astype(jnp.int32)
+    real, there = means(np.nan_to_num(among), segment_ids)
     some = np.any(real, axis=-1)[0]
     np.testing.assert_allclose(there[:, some], got, atol=1e-6)
 
@@ -245,7 +245,7 @@ def test_performers_features_are_redrawn_every_few_steps():
 
     @jax.jit
     def last_step(steps):
-        params, masks = {"steps": Carried(steps)}, dict(segments=None, causal=True, rng=None)
+        params, masks = {"steps": Carried(steps)}, dict(segment_ids=None, causal=True, rng=None)
         before = [y[:, :-1] for y in x]
         plan = op.plan(params, *before[:2], **masks, train=False)
         lengths = jnp.full(2, 22)
@@ -281,12 +281,12 @@ def test_performers_error_falls_with_the_root_of_the_number_of_features():
 def test_performer_attends_to_packed_segments_as_one_by_one():
     q, k, v = draw(length=19)
     op = performer.performer(n_features=16, chunk_len=4)
-    segments = np.repeat([[1, 2, 1, 3]], [7, 4, 2, 6], axis=1).repeat(2, axis=0)
+    segment_ids = np.repeat([[1, 2, 1, 3]], [7, 4, 2, 6], axis=1).repeat(2, axis=0)
     call = jax.jit(op.__call__, static_argnames="causal")
     for causal in (True, False):
-        packed = call(q, k, v, causal=causal, segments=segments)
+        packed = call(q, k, v, causal=causal, segment_ids=segment_ids)
         for number in (1, 2, 3):
-            here = segments[0] == number
+            here = segment_ids[0] == number
             alone = call(*(x[:, here] for x in (q, k, v)), causal=causal)
             np.testing.assert_allclose(packed[:, here], alone, atol=1e-5)
 

@@ -23,10 +23,10 @@ def positive(kind, length, **options):
     return [abs(q) + 0.125, abs(k) + 0.125, *others[:2]]
 
 
-def oracle(q, k, v, log_decay, segments, d_out):
+def oracle(q, k, v, log_decay, segment_ids, d_out):
     """The quotient of a recurrence of the values and one of ones, and its gradients."""
     ones = np.concatenate([v, np.ones((*v.shape[:3], 1))], axis=-1)
-    run = functools.partial(recurrence_oracle.recurrence, q, k, ones, log_decay, None, segments)
+    run = functools.partial(recurrence_oracle.recurrence, q, k, ones, log_decay, None, segment_ids)
     sums = run(np.zeros_like(ones))[0]
     total = sums[..., -1:]
     out = sums[..., :-1] / total
@@ -35,12 +35,12 @@ def oracle(q, k, v, log_decay, segments, d_out):
     return out, (*gradients[:2], gradients[2][..., :-1], gradients[3])
 
 
-def compare(inputs, dtype, tolerance, segments=None, **options):
+def compare(inputs, dtype, tolerance, segment_ids=None, **options):
     d_out = np.random.default_rng(9).normal(size=inputs[2].shape)
     d_out = d_out.astype(dtype).astype(np.float64)
-    run = with_gradients(functools.partial(mean, segments=segments, **options))
+    run = with_gradients(functools.partial(mean, segment_ids=segment_ids, **options))
     got = run(d_out.astype(dtype), *jax.tree.map(lambda x: jnp.asarray(x, dtype), inputs))
-    assert_trees_close(got, oracle(*inputs, segments, d_out), tolerance)
+    assert_trees_close(got, oracle(*inputs, segment_ids, d_out), tolerance)
 
 
 @pytest.mark.parametrize("kind", ["linear", pytest.param("head", marks=pytest.mark.slow)])
@@ -94,7 +94,7 @@ def test_rows_that_see_what_is_not_finite_are_nan(impl, which):
     ids = np.repeat([[1, 2]], [50, 30], axis=1)
     hit = (np.arange(80) == 30) if which == 0 else (np.arange(80) >= 30) & (ids[0] == 1)
     d_out = np.where(hit[None, :, None, None], 0, np.ones_like(inputs[2]))
-    run = with_gradients(functools.partial(mean, segments=ids, impl=impl))
+    run = with_gradients(functools.partial(mean, segment_ids=ids, impl=impl))
     out, gradients = run(d_out, *inputs)
     inputs[which][:, 30, :, 1] = np.nan
     got, got_gradients = run(np.ones_like(d_out), *inputs)

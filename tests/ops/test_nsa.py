@@ -47,8 +47,8 @@ def selected(q, k, ids, t):
 def test_a_group_selects_the_blocks_of_the_largest_weights(packed, impl):
     q, k = numbers(75, 4, 2)
     ids = np.repeat([1, 2, 1, 3], [18, 30, 6, 21]) if packed else np.ones(75, int)
-    segments = ids[None].repeat(2, 0) if packed else None
-    masks = dict(segments=segments, causal=True, rng=None, train=True)
+    segment_ids = ids[None].repeat(2, 0) if packed else None
+    masks = dict(segment_ids=segment_ids, causal=True, rng=None, train=True)
     op = nsa.nsa(**MEANS, impl=impl)
     plan = np.asarray(jax.jit(lambda q, k: op.plan((), q, k, **masks))(q, k))
     assert plan.shape == (2, 2, 75, 5)
@@ -71,7 +71,7 @@ def test_kernels_select_what_array_operations_do(heads, sizes, dtype, at_a_time,
     names = "compress_len", "compress_stride", "block_size", "n_selected"
     sizes = dict(zip(names, sizes, strict=True))
     q, k = (2 * x.astype(dtype) for x in numbers(269, *heads))
-    masks = dict(segments=None, causal=True, rng=None, train=True)
+    masks = dict(segment_ids=None, causal=True, rng=None, train=True)
     got, want = (
         jax.jit(
             lambda q, k, impl=impl: nsa.nsa(**MEANS | sizes, impl=impl).plan((), q, k, **masks)
@@ -115,9 +115,12 @@ def test_grouped_heads_are_those_of_the_equations():
     }
     assert extras["window_k"].shape == (2, length, 2, 8)
     x = Inputs(q, k, v, extras, op.init(jax.random.key(0), dims))
-    segments = np.repeat([[1, 2, 0]], [20, 12, 5], axis=1).repeat(2, axis=0)
-    masks = dict(segments=jnp.asarray(segments), causal=True)
-    mask, keep = visible(Shape(2, length, length, 4), True, segments), np.ones((2, 4, length, 99))
+    segment_ids = np.repeat([[1, 2, 0]], [20, 12, 5], axis=1).repeat(2, axis=0)
+    masks = dict(segment_ids=jnp.asarray(segment_ids), causal=True)
+    mask, keep = (
+        visible(Shape(2, length, length, 4), True, segment_ids),
+        np.ones((2, 4, length, 99)),
+    )
 
     @jax.jit
     def both(x, d_out):

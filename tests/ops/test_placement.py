@@ -67,8 +67,8 @@ def test_masks_and_biases_are_split_as_they_need(shape):
     mask = random.random(shape) < 0.8
     options = dict(mask=mask, bias=random.normal(size=(1, HEADS, LENGTH, 1)).astype(np.float32))
     ids = np.where(np.arange(LENGTH) < LENGTH - 3, 1, 0) + np.zeros((BATCH, 1), np.int32)
-    want = op(*x[:3], segments=ids, **options)
-    got = op(*lie(x[:3], "batch", None, "tensor"), segments=lie(ids), **options)
+    want = op(*x[:3], segment_ids=ids, **options)
+    got = op(*lie(x[:3], "batch", None, "tensor"), segment_ids=lie(ids), **options)
     assert_trees_close(np.asarray(got), np.asarray(want))
 
 

@@ -44,7 +44,7 @@ def draw(row, batch=2):
 
 
 def compiled(row, causal):
-    """`(inputs, d_out, segments, plan) -> (out, gradients)` of a row; `plan` None makes one."""
+    """`(inputs, d_out, segment_ids, plan) -> (out, gradients)` of a row; `plan` None makes one."""
     known = row.name, causal
     if known not in _compiled:
         _compiled[known] = _program(row, causal)
@@ -58,8 +58,8 @@ def _program(row, causal):
     op = row.op()
 
     @jax.jit
-    def run(x, d_out, segments, plan=None):
-        masks = dict(segments=segments, causal=causal)
+    def run(x, d_out, segment_ids, plan=None):
+        masks = dict(segment_ids=segment_ids, causal=causal)
         plan = inputs.plan(op, x, **masks, rng=KEY, train=True) if plan is None else plan
 
         def attend(x):
@@ -107,39 +107,39 @@ def by_outputs(row, gradients):
 
 @over(ROWS)
 def test_at_padding_and_in_another_example(row):
-    segments = np.repeat([[1, 0, 2, 0]], [9, 4, 7, 5], axis=1).repeat(3, axis=0)
-    segments[1] = 0
-    segments = row.segments(segments)
-    padding = segments == 0
+    segment_ids = np.repeat([[1, 0, 2, 0]], [9, 4, 7, 5], axis=1).repeat(3, axis=0)
+    segment_ids[1] = 0
+    segment_ids = row.segment_ids(segment_ids)
+    padding = segment_ids == 0
     x, d_out = draw(row, batch=3)
     run = compiled(row, row.causal(row.in_kernel))
-    out, gradients = want = run(zeroed(x, padding), zeroed(d_out, padding), segments)
+    out, gradients = want = run(zeroed(x, padding), zeroed(d_out, padding), segment_ids)
     for y in jax.tree.leaves((out, gradients[:4])):
         assert not np.any(np.where(padding[..., None, None], y, 0))
         assert np.any(y)
     for value in ANYTHING:
         there = poisoned(x, padding, (value,) * 4)
         there_too = np.where(padding[..., None, None], np.float32(value), d_out)
-        assert_same(run(there, there_too, segments), want)
+        assert_same(run(there, there_too, segment_ids), want)
 
     out, gradients = jax.tree.map(lambda y: y[:2], (out, gradients[:4]))
     last = np.repeat([[False], [False], [True]], LENGTH, axis=1)
     for value in ANYTHING:
-        got, of_inputs = run(poisoned(x, last, (value,) * 4), d_out, segments)
+        got, of_inputs = run(poisoned(x, last, (value,) * 4), d_out, segment_ids)
         assert_same(jax.tree.map(lambda y: y[:2], (got, of_inputs[:4])), (out, gradients))
         assert np.isfinite(value) or not np.isfinite(got[2]).all()
 
 
 @over(row for row in ROWS if row.op().traits.packed)
 def test_in_another_segment(row):
-    segments = np.repeat([[2, 1, 3]], [7, 12, 6], axis=1).repeat(3, axis=0)
-    other = segments == 1
+    segment_ids = np.repeat([[2, 1, 3]], [7, 12, 6], axis=1).repeat(3, axis=0)
+    other = segment_ids == 1
     x, d_out = draw(row, batch=3)  # as above: one program is compiled for both
     d_out = zeroed(d_out, other)
     run = compiled(row, row.causal(False))
-    out, gradients = run(x, d_out, segments)
+    out, gradients = run(x, d_out, segment_ids)
     for values in poisons(row):
-        got, got_gradients = run(poisoned(x, other, values), d_out, segments)
+        got, got_gradients = run(poisoned(x, other, values), d_out, segment_ids)
         assert_same(zeroed(got, other), zeroed(out, other))
         wanted = zeroed(gradients, other)
         assert_same(*(by_outputs(row, x) for x in (got_gradients, wanted)))
@@ -149,18 +149,18 @@ def test_in_another_segment(row):
 @over((row for row in ROWS if row.op().traits.causal and not row.in_kernel), quick=one_of_each_kind)
 def test_behind_causality(row):
     """And at padding before."""
-    segments = np.ones((2, LENGTH), int)
-    segments[0, 3:6] = 0
-    segments = row.segments(segments)
-    hidden = (np.arange(LENGTH) >= 17) | (segments == 0)
+    segment_ids = np.ones((2, LENGTH), int)
+    segment_ids[0, 3:6] = 0
+    segment_ids = row.segment_ids(segment_ids)
+    hidden = (np.arange(LENGTH) >= 17) | (segment_ids == 0)
     x, d_out = draw(row)
     d_out = zeroed(d_out, hidden)
-    masks = dict(segments=segments, causal=True)
+    masks = dict(segment_ids=segment_ids, causal=True)
     plan = jax.jit(lambda x: inputs.plan(row.op(), x, **masks, rng=KEY, train=True))(x)
     run = compiled(row, True)
-    out, gradients = run(x, d_out, segments, plan)
+    out, gradients = run(x, d_out, segment_ids, plan)
     for values in poisons(row):
-        got, got_gradients = run(poisoned(x, hidden, values), d_out, segments, plan)
+        got, got_gradients = run(poisoned(x, hidden, values), d_out, segment_ids, plan)
         assert_same(zeroed(got, hidden), zeroed(out, hidden))
         # A carried weight, such as a running mean, sees the whole row: it is no output.
         wanted = zeroed(gradients, hidden)
@@ -180,7 +180,7 @@ def test_behind_a_prompt(row):
     @jax.jit
     def steps(prompt, new):
         tokens = jnp.int32(~behind)
-        plan = inputs.plan(op, prompt, segments=tokens, causal=True, rng=KEY, train=False)
+        plan = inputs.plan(op, prompt, segment_ids=tokens, causal=True, rng=KEY, train=False)
         options = dict(plan=plan, lengths=jnp.asarray(lengths), capacity=capacity, rng=KEY)
         cache, outs = inputs.init_cache(op, prompt, **options), []
         for i in range(2):
@@ -211,14 +211,14 @@ def test_a_position_that_sees_itself_alone(row):
     """It is NaN where it is not finite, in a call and in a step, and has no gradient."""
     op = of_shared(row)
     x = inputs.draw(op, 1, LENGTH)
-    segments, lengths = np.ones((1, LENGTH), np.int32), np.array([0])
+    segment_ids, lengths = np.ones((1, LENGTH), np.int32), np.array([0])
     d_out = np.zeros((1, LENGTH, 2, 4), np.float32)
     d_out[:, 0] = 1
 
     @jax.jit
     def run(q, v):
         here = x._replace(q=q, v=v)
-        masks = dict(segments=segments, causal=True, rng=KEY)
+        masks = dict(segment_ids=segment_ids, causal=True, rng=KEY)
         plan = inputs.plan(op, here, train=False, **masks)
 
         def attend(q, v):
@@ -250,7 +250,7 @@ def test_a_position_that_sees_itself_alone(row):
 def test_a_position_that_sees_itself_alone_and_has_a_key(row):
     """Its key counts too; so it does in a first step, where a position may see itself as a key."""
     op, x = row.op(), inputs.draw(row.op(), 1, LENGTH)
-    masks = dict(segments=np.ones((1, LENGTH), np.int32), causal=True, rng=KEY)
+    masks = dict(segment_ids=np.ones((1, LENGTH), np.int32), causal=True, rng=KEY)
     plan = jax.jit(lambda x: inputs.plan(op, x, train=False, **masks))(x)
 
     @jax.jit

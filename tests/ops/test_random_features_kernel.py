@@ -60,11 +60,11 @@ def test_attention_by_features_is_that_of_array_operations():
     rng = np.random.default_rng(1)
     q, k, v, d = (jnp.asarray(rng.normal(size=(1, 100, 2, 24)), jnp.bfloat16) for _ in range(4))
     k = k.at[0, 50, 0].set(jnp.nan)
-    segments = np.repeat([[1, 2]], [45, 55], axis=1)
+    segment_ids = np.repeat([[1, 2]], [45, 55], axis=1)
 
     def run(impl, dtype):
         op = performer.performer(n_features=144, impl=impl)
-        attend = functools.partial(op, causal=True, segments=segments)
+        attend = functools.partial(op, causal=True, segment_ids=segment_ids)
         return with_gradients(attend)(*(x.astype(dtype) for x in (d, q, k, v)))
 
     got, want = run("pallas_interpret", jnp.bfloat16), run("xla", jnp.float32)

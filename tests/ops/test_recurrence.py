@@ -38,13 +38,13 @@ def runs(length, batch=2, seed=0):
     return ids.astype(np.int32)
 
 
-def compare(inputs, dtype, tolerance, segments=None, **options):
+def compare(inputs, dtype, tolerance, segment_ids=None, **options):
     d_out = np.random.default_rng(9).normal(size=inputs[2].shape)
     d_out = d_out.astype(dtype).astype(np.float64)
-    run = with_gradients(functools.partial(recurrence, segments=segments, **options))
+    run = with_gradients(functools.partial(recurrence, segment_ids=segment_ids, **options))
     got = run(d_out.astype(dtype), *jax.tree.map(lambda x: jnp.asarray(x, dtype), inputs))
     want = recurrence_oracle.recurrence(
-        *inputs, segments, d_out, strict=options.get("strict", False)
+        *inputs, segment_ids, d_out, strict=options.get("strict", False)
     )
     assert_trees_close(got, want, tolerance)
 
@@ -66,8 +66,8 @@ def test_the_loop_over_positions(kind):
 )
 def test_any_length_and_chunk(kind, length, chunk_len, packed):
     """Chunks of one position, more than sixteen of them, and one chunk that is not full."""
-    segments = runs(length) if packed else None
-    compare(draw(kind, length), np.float32, 4e-6, segments, chunk_len=chunk_len)
+    segment_ids = runs(length) if packed else None
+    compare(draw(kind, length), np.float32, 4e-6, segment_ids, chunk_len=chunk_len)
 
 
 @pytest.mark.matrix
@@ -131,10 +131,10 @@ def test_without_forgetting_they_are_one():
 def test_what_a_segment_holds_stays_there(kind):
     """NaN, infinities and overflow: the other segments' rows and gradients are the same bits."""
     inputs = jax.tree.map(np.float32, draw(kind, 40, batch=1))
-    segments = np.repeat([[2, 1, 3, 1]], [13, 9, 11, 7], axis=1)
-    other = (segments == 1)[..., None, None]
+    segment_ids = np.repeat([[2, 1, 3, 1]], [13, 9, 11, 7], axis=1)
+    other = (segment_ids == 1)[..., None, None]
     d_out = np.where(other, 0, np.ones_like(inputs[2]))
-    run = with_gradients(functools.partial(recurrence, segments=segments, chunk_len=8))
+    run = with_gradients(functools.partial(recurrence, segment_ids=segment_ids, chunk_len=8))
     out, gradients = run(d_out, *inputs)
     for value in (np.nan, np.inf, 3e38):
         bad = [

@@ -80,7 +80,7 @@ def test_what_a_segment_holds_stays_there():
     other = np.zeros((1, 80, 1, 1), bool)
     other[:, 20:67] = True
     ids = np.where(other, 2, 1)[..., 0, 0]
-    run = with_gradients(functools.partial(recurrence, segments=ids, impl="pallas_interpret"))
+    run = with_gradients(functools.partial(recurrence, segment_ids=ids, impl="pallas_interpret"))
     d_out = np.where(other, 0, np.ones_like(inputs[2]))
     out, gradients = run(d_out, *inputs)
     bad = [None if x is None else np.where(other, np.nan, x) for x in inputs]

@@ -25,7 +25,7 @@ def draw(row, dtype=np.float64):
 def attention(row):
     """`(inputs) -> out` of the row's op, and the plan it goes by."""
     op = row.op()
-    masks = dict(segments=jnp.asarray(row.segments(SEGMENTS)), causal=row.causal())
+    masks = dict(segment_ids=jnp.asarray(row.segment_ids(SEGMENTS)), causal=row.causal())
     plan = jax.jit(lambda x: inputs.plan(op, x, **masks, rng=KEY, train=True))(draw(row)[0])
     return lambda x: inputs.apply(op, x, plan=plan, **masks), plan
 
@@ -33,7 +33,7 @@ def attention(row):
 def reference(row, plan):
     """The same attention as its equation has it."""
     shape = Shape(batch=2, n_queries=LENGTH, n_keys=LENGTH, n_heads=2)
-    masks = shape, row.causal(), row.segments(SEGMENTS)
+    masks = shape, row.causal(), row.segment_ids(SEGMENTS)
     if row.reference is not None:
         mask, keep = visible(*masks), np.ones((2, 2, LENGTH, ADDRESSES))
         options = row.first | {"causal": row.causal()}

@@ -23,8 +23,8 @@ def draw(*shape, dtype=np.float32):
     return [rng.normal(size=shape).astype(dtype) for _ in range(3)]
 
 
-def make_plan(op, q, k, segments=None):
-    masks = dict(segments=segments, causal=True, rng=KEY, train=True)
+def make_plan(op, q, k, segment_ids=None):
+    masks = dict(segment_ids=segment_ids, causal=True, rng=KEY, train=True)
     return jax.jit(lambda q, k: op.plan((), q, k, **masks))(q, k)
 
 
@@ -91,7 +91,7 @@ def test_a_plan_made_for_the_kernel_serves_array_operations(make):
     plan = make_plan(make(**options, impl="pallas_interpret"), q, k)
     assert plan.places is None and plan.key_places is None
     op = make(**options, impl="xla")
-    masks = dict(segments=None, causal=True, dropout=0.0, rng=None)
+    masks = dict(segment_ids=None, causal=True, dropout=0.0, rng=None)
     outs = [
         jax.jit(lambda plan: op.apply((), q, k, v, plan=plan, **masks))(plan)
         for plan in (plan, make_plan(op, q, k))

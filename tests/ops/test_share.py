@@ -35,7 +35,7 @@ def test_some_heads_are_those_of_the_whole(row):
 
     @jax.jit
     def attend(rng, q, k, v, extras):
-        masks = dict(segments=None, causal=causal, rng=rng)
+        masks = dict(segment_ids=None, causal=causal, rng=rng)
         plan = op.plan(params, q, k, **masks, train=True)
         options = masks | dict(dropout=row.dropout(0.2)) | given(extras=extras or None)
         return op.apply(params, q, k, v, plan=plan, **options)
@@ -56,7 +56,7 @@ def test_given_rotations_are_those_of_the_heads():
     rotations = np.random.default_rng(1).normal(size=(3, 4, 2, 2))
     op = lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, rotations=rotations)
     q = np.random.default_rng(0).normal(size=(2, 11, 3, 4)).astype(np.float32)
-    masks = dict(segments=None, causal=True, train=True)
+    masks = dict(segment_ids=None, causal=True, train=True)
 
     @jax.jit
     def plans(q):

@@ -25,7 +25,7 @@ def test_causal_attention_moved_by_one_position(own, length, monkeypatch):
     [
         (dict(causal=False), "causal=False"),
         (dict(causal=True), "dtypes float32"),
-        (dict(causal=True, segments=np.ones((2, 8), np.int32)), "segments"),
+        (dict(causal=True, segment_ids=np.ones((2, 8), np.int32)), "segment_ids"),
     ],
 )
 def test_what_cudnn_cannot_compute(options, message, monkeypatch):
@@ -51,12 +51,12 @@ def test_a_lone_position_that_is_not_finite(impl, causal, monkeypatch):
     monkeypatch.setattr(shared_qk, "cudnn_attention", dense.dense())
     monkeypatch.setattr(shared_qk, "cudnn_obstacle", lambda *_: None)
     monkeypatch.setattr("reformax.ops.calls.dispatch.gpu_obstacle", lambda: None)
-    segments = None if impl == "cudnn" else np.array([[3, 1, 1, 0, 2, 2]])
+    segment_ids = None if impl == "cudnn" else np.array([[3, 1, 1, 0, 2, 2]])
     q, v, d_out = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 4)).astype(np.float32)
     op = shared_qk.shared_qk(impl=impl)
 
     def lone(q, v):
-        return op(q, None, v, causal=causal, segments=segments)[:, :1]
+        return op(q, None, v, causal=causal, segment_ids=segment_ids)[:, :1]
 
     run = with_gradients(lone)
     for value in (np.nan, np.inf):

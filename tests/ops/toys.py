@@ -41,8 +41,8 @@ def _guides_row() -> Row:
 def slots(*, n_slots: int = 3) -> AttentionOp:
     """Softmax attention to learnt mixtures of all positions, as Linformer's."""
 
-    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng):
-        del plan, causal, segments
+    def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+        del plan, causal, segment_ids
         mix = params["mix"][:, : q.shape[1]]
         k, v = (jnp.einsum("kt,btnh->bknh", mix.astype(x.dtype), x) for x in (k, v))
         logits = jnp.einsum("btnh,bknh->bntk", q, k) / math.sqrt(q.shape[-1])
@@ -98,8 +98,8 @@ def marked() -> AttentionOp:
     """Dense attention of each position to itself and to marked tokens."""
     op = dense.dense(impl="xla")
 
-    def plan(params, q, k, *, segments, causal, rng, train, length=None, marks=None):
-        del params, k, segments, causal, rng, train, length
+    def plan(params, q, k, *, segment_ids, causal, rng, train, length=None, marks=None):
+        del params, k, segment_ids, causal, rng, train, length
         return jnp.zeros(q.shape[:2], jnp.int32) if marks is None else marks
 
     def apply(params, q, k, v, *, plan, **options):

@@ -16,7 +16,19 @@ from reformax.ops.masking.masks import segment_pair
 
 
 def check_arguments(
-    op, q, k, v, *, causal, segments, dropout, rng, bias=None, extras=None, marks=None, train=True
+    op,
+    q,
+    k,
+    v,
+    *,
+    causal,
+    segment_ids,
+    dropout,
+    rng,
+    bias=None,
+    extras=None,
+    marks=None,
+    train=True,
 ) -> None:
     """Checks the arguments of a call before any tracing.
 
@@ -24,9 +36,9 @@ def check_arguments(
       ValueError: a shape or a value that does not fit.
       Unsupported: the op cannot do what is asked.
     """
-    ids = segments if isinstance(segments, tuple) else (segments,)
+    ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
     arrays = dict(q=q, k=k, v=v, bias=bias, marks=marks, rng=rng)
-    for name, x in (*arrays.items(), *(("segments", x) for x in ids)):
+    for name, x in (*arrays.items(), *(("segment_ids", x) for x in ids)):
         if x is not None and not hasattr(x, "dtype"):
             hint = "a key, such as jax.random.key(0)" if name == "rng" else "an array"
             raise ValueError(f"{name} is {shown(x)}: expected {hint}")
@@ -47,7 +59,7 @@ def check_arguments(
         )
     if not causal and not op.traits.bidirectional:
         raise Unsupported(f"causal=False: {op} is causal only, set causal=True")
-    _check_segments(op, segments, q, keys, "q" if k is None else "k")
+    _check_segments(op, segment_ids, q, keys, "q" if k is None else "k")
     if bias is not None:
         _check_bias(op, bias, (q.shape[0], q.shape[2], q.shape[1], keys.shape[1]))
     _check_extras(op, extras, q, v)
@@ -101,30 +113,30 @@ def _check_shapes(op, q, k, v) -> None:
         )
 
 
-def _check_segments(op, segments, q, keys, source: str) -> None:
-    is_pair = isinstance(segments, tuple)
+def _check_segments(op, segment_ids, q, keys, source: str) -> None:
+    is_pair = isinstance(segment_ids, tuple)
     if is_pair and not op.traits.cross:
         raise Unsupported(
-            f"segments is a pair, but {op.name} attends within one sequence: pass one array"
+            f"segment_ids is a pair, but {op.name} attends within one sequence: pass one array"
         )
-    if is_pair and (len(segments) != 2 or any(ids is None for ids in segments)):
+    if is_pair and (len(segment_ids) != 2 or any(ids is None for ids in segment_ids)):
         raise ValueError(
-            "segments is a tuple, but not a pair of ids of queries and ids of keys: pass both, "
+            "segment_ids is a tuple, but not a pair of ids of queries and ids of keys: pass both, "
             "ones where everything is visible"
         )
-    for ids, x, name in zip(segment_pair(segments), (q, keys), ("q", source), strict=True):
+    for ids, x, name in zip(segment_pair(segment_ids), (q, keys), ("q", source), strict=True):
         if ids is None:
             continue
         if ids.shape != x.shape[:2]:
             pair = "" if is_pair else ", or a pair of arrays if keys are of another sequence"
             raise ValueError(
-                f"segments has shape {ids.shape}: expected [batch, length] of {name}, "
+                f"segment_ids has shape {ids.shape}: expected [batch, length] of {name}, "
                 f"{x.shape[:2]}{pair}"
             )
         if ids.dtype == bool:
             continue
         if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(f"segments has dtype {ids.dtype}: expected integers")
+            raise ValueError(f"segment_ids has dtype {ids.dtype}: expected integers")
         if not np.can_cast(ids.dtype, np.int32):
             _check_ids_fit(ids)
         if not op.traits.packed:
@@ -136,7 +148,7 @@ def _check_ids_fit(ids) -> None:
     if not isinstance(ids, jax.core.Tracer):
         ids = np.asarray(ids)
         if np.any(ids.astype(np.int32) != ids):
-            raise ValueError(f"segments has ids up to {ids.max()}: expected integers of 32 bits")
+            raise ValueError(f"segment_ids has ids up to {ids.max()}: expected integers of 32 bits")
 
 
 def _check_one_segment(op, ids) -> None:
@@ -154,7 +166,7 @@ def _check_one_segment(op, ids) -> None:
             return
         found = "several"
     raise Unsupported(
-        f"segments of a row are {found}, but {op.name} does not tell them apart: leave rows "
+        f"segment_ids of a row are {found}, but {op.name} does not tell them apart: leave rows "
         "unpacked, with booleans that are True at tokens"
     )
 

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.ops.hashing.centring import centred
-from reformax.ops.masking.masks import Segments, segment_numbers, segment_pair
+from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
 from reformax.ops.numerics.finite import finite
 from reformax.ops.numerics.precision import product
 from reformax.ops.sharding.shard import Share, all_heads, of_heads, rng_of
@@ -82,25 +82,25 @@ def _highest_bits(x: Float[Array, "*d"]) -> Int[Array, "*d"]:
 
 
 def lengths(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
+    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None
 ) -> tuple[list[Float[Array, "B N T"]], Float[Array, "B N #T"]]:
     """The squared lengths of queries and of keys, and M of each segment."""
     squares = [squared_lengths(x) for x in (q, k)]
-    return squares, sum(largest_of_segment(x, segments) for x in squares)
+    return squares, sum(largest_of_segment(x, segment_ids) for x in squares)
 
 
 def cosines(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     directions: Float[Array, "N H+2 R"],
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
 ) -> tuple[Float[Array, "B N R T"], Float[Array, "B N R S"]]:
     """The products with directions of queries, and of keys less their mean, all of length 1.
 
     In the place of the transformations where queries and keys are of two sequences: a query is
     hashed as it is alone, without an M of its sequence, and its hash is like those of its keys.
     """
-    vectors = finite(q), centred(k, segment_pair(segments)[1], causal=False)
+    vectors = finite(q), centred(k, segment_pair(segment_ids)[1], causal=False)
     of_queries, of_keys = (on_directions(_unit(x), directions) for x in vectors)
     return of_queries, of_keys
 
@@ -112,14 +112,14 @@ def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
 
 
 def largest_of_segment(
-    squares: Float[Array, "B N T"], segments: Int[Array, "B T"] | None
+    squares: Float[Array, "B N T"], segment_ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B N #T"]:
     """The largest finite number in each position's segment."""
     squares = jnp.where(jnp.isfinite(squares), squares, 0)
-    if segments is None:
+    if segment_ids is None:
         return squares.max(axis=-1, keepdims=True)
 
     def of_row(x: Float[Array, "N T"], number: Int[Array, " T"]) -> Float[Array, "N T"]:
         return jax.ops.segment_max(x.T, number, num_segments=len(number))[number].T
 
-    return jax.vmap(of_row)(squares, segment_numbers(jnp.asarray(segments)))
+    return jax.vmap(of_row)(squares, segment_numbers(jnp.asarray(segment_ids)))

@@ -23,7 +23,7 @@ BLOCK = 128
 
 
 def centred(
-    x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None, causal: bool
+    x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None, causal: bool
 ) -> Float[Array, "B T N H"]:
     """Vectors less the mean of their segment; a number that is not finite is 0.
 
@@ -34,12 +34,12 @@ def centred(
     """
     x = finite(x)
     if causal:
-        sums, counts = _before(x, segments)
+        sums, counts = _before(x, segment_ids)
         means = sums / jnp.maximum(counts, 1)[..., None, None]
-    elif segments is None:
+    elif segment_ids is None:
         means = x.mean(axis=1, keepdims=True, dtype=wide(x.dtype))
     else:
-        means = jax.vmap(_of_segments)(x, segment_numbers(jnp.asarray(segments)))
+        means = jax.vmap(_of_segments)(x, segment_numbers(jnp.asarray(segment_ids)))
     return (x.astype(means.dtype) - means).astype(x.dtype)
 
 
@@ -53,11 +53,11 @@ def _of_segments(x: Float[Array, "T N H"], number: Int[Array, " T"]) -> Float[Ar
 
 
 def _before(
-    x: Float[Array, "B T N H"], segments: Int[Array, "B T"] | None
+    x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "#B T"]]:
     """The sum and the number of the vectors before each in its segment."""
-    order, here, ids = side_by_side(x.reshape(*x.shape[:2], -1), segments)
-    if segments is None:
+    order, here, ids = side_by_side(x.reshape(*x.shape[:2], -1), segment_ids)
+    if segment_ids is None:
         sums = sums_before(here, jnp.zeros(x.shape[:2], jnp.int32))
         return sums.reshape(x.shape), jnp.arange(x.shape[1], dtype=sums.dtype)[None]
     ones = jnp.ones((*x.shape[:2], 1), x.dtype)

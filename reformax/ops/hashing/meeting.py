@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.ops.masking.masks import Segments, segment_numbers, segment_pair
+from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
 from reformax.ops.softmax.orders import Order, inverse
 
 _MOST = jnp.iinfo(jnp.int32).max
@@ -47,7 +47,7 @@ class _Regions(NamedTuple):
 def meeting_orders(
     of_queries: Int[Array, "B N R T"] | Float[Array, "B N R T"],
     of_keys: Int[Array, "B N R S"] | Float[Array, "B N R S"],
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
     chunk_len: int,
     ratio: int = 1,
 ) -> Order:
@@ -56,7 +56,7 @@ def meeting_orders(
     Args:
       of_queries: the number of each query in each round.
       of_keys: the number of each key.
-      segments: ids of queries and of keys.
+      segment_ids: ids of queries and of keys.
       chunk_len: places of keys in a chunk.
       ratio: places of queries to each place of keys.
     """
@@ -64,12 +64,12 @@ def meeting_orders(
     both = jnp.concatenate([of_queries, of_keys], axis=-1)
     entry = jnp.broadcast_to(jnp.arange(n_queries + n_keys, dtype=jnp.int32), both.shape)
     # Of equal numbers the queries come first.
-    if segments is None:
+    if segment_ids is None:
         numbers = lax.sort((both, entry), num_keys=1, is_stable=True)
         n_places = max(-(-n_queries // ratio), n_keys)
         regions = _Regions(ratio, 0, n_places, n_queries, n_keys, 0, 0)
     else:
-        ids = _ids(segments)
+        ids = _ids(segment_ids)
         of_entry = jnp.broadcast_to(ids[:, None, None], both.shape)
         numbers = lax.sort((of_entry, both, entry), num_keys=2, is_stable=True)
         n_places = -(-n_queries // ratio) + n_keys
@@ -85,9 +85,9 @@ def meeting_orders(
     return Order(queries, inverse(queries), keys, key_places=inverse(keys))
 
 
-def _ids(segments: Segments) -> Int[Array, "B T+S"]:
+def _ids(segment_ids: SegmentIds) -> Int[Array, "B T+S"]:
     """The segments of queries and keys; padding, and queries whose segment has no key, are last."""
-    of_query, of_key = (jnp.asarray(x, jnp.int32) for x in segment_pair(segments))
+    of_query, of_key = (jnp.asarray(x, jnp.int32) for x in segment_pair(segment_ids))
     ids = jnp.concatenate([of_query, of_key], axis=1)
     is_key = jnp.arange(ids.shape[1]) >= of_query.shape[1]
 

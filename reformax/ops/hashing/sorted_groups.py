@@ -37,7 +37,7 @@ class Sorted(NamedTuple):
 
 
 def sort(
-    buckets: Int[Array, "B N T"], n_buckets: int, segments: Int[Array, "B T"] | None
+    buckets: Int[Array, "B N T"], n_buckets: int, segment_ids: Int[Array, "B T"] | None
 ) -> Sorted:
     """The order by group, which is a bucket of a segment.
 
@@ -45,16 +45,16 @@ def sort(
       NotImplementedError: segments and buckets are too many to be numbered.
     """
     group, n_groups, length = buckets + 1, n_buckets, buckets.shape[-1]
-    if segments is not None:
+    if segment_ids is not None:
         n_groups = n_buckets * length
         if n_groups >= 2**31 - 1:
             raise Unsupported(
                 f"n_buckets is {n_buckets} with segments of {length:,} tokens: expected a product "
                 "below 2**31"
             )
-        segments = jnp.asarray(segments)
-        group = group + (segment_numbers(segments) * n_buckets)[:, None]
-        group = jnp.where((segments != 0)[:, None], group, 0)
+        segment_ids = jnp.asarray(segment_ids)
+        group = group + (segment_numbers(segment_ids) * n_buckets)[:, None]
+        group = jnp.where((segment_ids != 0)[:, None], group, 0)
     position = sort_by_bucket(group[:, :, None], n_groups + 1, None, 0).queries[:, :, 0]
     return Sorted(position, _take(group, position))
 

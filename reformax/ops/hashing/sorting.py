@@ -19,7 +19,7 @@ _take = functools.partial(jnp.take_along_axis, axis=-1, mode="promise_in_bounds"
 def sort_by_bucket(
     buckets: Int[Array, "B N R T"],
     n_buckets: int,
-    segments: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
     n_pad: int,
 ) -> Order:
     """The order by (segment, bucket, position) of a sequence padded by `n_pad`, padding last."""
@@ -27,21 +27,21 @@ def sort_by_bucket(
     n_rows = math.prod(buckets.shape[:-1])
     buckets = jnp.pad(buckets, ((0, 0),) * 3 + ((0, n_pad),), constant_values=n_buckets)
     n_buckets += n_pad > 0
-    if segments is not None:
-        segments = _last_if_padding(segments, n_pad)
-    most = n_buckets if segments is None else max(n_buckets, length)
+    if segment_ids is not None:
+        segment_ids = _last_if_padding(segment_ids, n_pad)
+    most = n_buckets if segment_ids is None else max(n_buckets, length)
     if jax.default_backend() == "gpu" and n_rows * most <= 2**32:
         order = _sort_as_one_row(buckets, n_buckets)
-        if segments is not None:
+        if segment_ids is not None:
             # By bucket first: a stable sort by segment leaves a segment's buckets in their order.
-            number = jnp.broadcast_to(segment_numbers(segments)[:, None, None], order.shape)
+            number = jnp.broadcast_to(segment_numbers(segment_ids)[:, None, None], order.shape)
             order = _take(order, _sort_as_one_row(_take(number, order), length))
         return Order(order)
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), buckets.shape)
-    if segments is not None:
-        segments = jnp.broadcast_to(segments[:, None, None], buckets.shape)
+    if segment_ids is not None:
+        segment_ids = jnp.broadcast_to(segment_ids[:, None, None], buckets.shape)
         # A stable sort leaves equal keys in the order of their positions.
-        order = lax.sort((segments, buckets, position), num_keys=2, is_stable=True)[-1]
+        order = lax.sort((segment_ids, buckets, position), num_keys=2, is_stable=True)[-1]
     elif n_buckets * length < 2**31:
         # One packed number sorts several times faster than a key with its payload.
         order = lax.sort(buckets * length + position) % length
@@ -69,10 +69,10 @@ def _sort_as_one_row(keys: Int[Array, "*d T"], n_keys: int) -> Int[Array, "*d T"
     return lax.sort((keys, position), num_keys=1, is_stable=True)[-1].reshape(shape)
 
 
-def _last_if_padding(segments: Int[Array, "B T"], n_pad: int) -> Int[Array, "B Tp"]:
+def _last_if_padding(segment_ids: Int[Array, "B T"], n_pad: int) -> Int[Array, "B Tp"]:
     """The segments to sort by, of a sequence padded by `n_pad`: padding is last."""
-    segments = jnp.pad(jnp.asarray(segments, jnp.int32), ((0, 0), (0, n_pad)))
-    return jnp.where(segments == 0, jnp.iinfo(jnp.int32).max, segments)
+    segment_ids = jnp.pad(jnp.asarray(segment_ids, jnp.int32), ((0, 0), (0, n_pad)))
+    return jnp.where(segment_ids == 0, jnp.iinfo(jnp.int32).max, segment_ids)
 
 
 def within_buckets(order: Order, buckets: Int[Array, "B N R T"], reach: int) -> Order:

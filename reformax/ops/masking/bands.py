@@ -55,9 +55,9 @@ def first_where(real: Bool[Array, "B T"], n: int) -> Int[Array, "B G"]:
 
 
 def first_marked(
-    marks: Int[Array, "B T"] | None, segments: Int[Array, "B T"] | None, n: int
+    marks: Int[Array, "B T"] | None, segment_ids: Int[Array, "B T"] | None, n: int
 ) -> Int[Array, "B G"] | None:
     """The first `n` tokens of each row whose mark is above 0; None where there are no marks."""
     if marks is None or not n:
         return None
-    return first_where((marks > 0) if segments is None else (marks > 0) & (segments != 0), n)
+    return first_where((marks > 0) if segment_ids is None else (marks > 0) & (segment_ids != 0), n)

@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 def side_by_side(
-    inputs: T, segments: Int[Array, "B T"] | None
+    inputs: T, segment_ids: Int[Array, "B T"] | None
 ) -> tuple[Int[Array, "B T"] | None, T, Int[Array, "B T"] | None]:
     """The order that makes each segment a run, arrays `[B, T, ...]` in it and their ids.
 
     Without segments all is as it is, and order and ids are None.
     """
-    if segments is None:
+    if segment_ids is None:
         return None, inputs, None
-    segments = jnp.asarray(segments)
-    order = jnp.argsort(segments, axis=1, stable=True)
-    inputs, segments = jax.tree.map(lambda x: taken(x, order), (inputs, segments))
-    return order, inputs, segments
+    segment_ids = jnp.asarray(segment_ids)
+    order = jnp.argsort(segment_ids, axis=1, stable=True)
+    inputs, segment_ids = jax.tree.map(lambda x: taken(x, order), (inputs, segment_ids))
+    return order, inputs, segment_ids
 
 
 def taken(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:

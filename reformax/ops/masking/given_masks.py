@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from reformax.ops.masking.masks import Segments, segment_pair
+from reformax.ops.masking.masks import SegmentIds, segment_pair
 
 
 def checked_mask(
@@ -58,10 +58,10 @@ def with_mask(
     mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None,
     q: Float[Array, "B T N H"],
     keys: Float[Array, "B S N H"],
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
     bias: Float[Array, "#B #N #T #S"] | None,
     causal: bool = False,
-) -> tuple[Segments | None, Float[Array, "#B #N #T #S"] | None]:
+) -> tuple[SegmentIds | None, Float[Array, "#B #N #T #S"] | None]:
     """The segments and the bias of a call with a mask.
 
     Args:
@@ -70,7 +70,7 @@ def with_mask(
         axes of each pair. Four axes that are 1 for heads and for queries say it of each key too.
       q: queries.
       keys: keys; q where they are made of it.
-      segments: those of the call.
+      segment_ids: those of the call.
       bias: that of the call.
       causal: that of the call.
 
@@ -80,16 +80,16 @@ def with_mask(
       An op that sorts a sequence takes the sides of a causal call for one.
     """
     if mask is None:
-        return segments, bias
+        return segment_ids, bias
     if _hides_pairs(mask):
         hidden = jnp.where(mask, 0.0, -jnp.inf)
-        return segments, hidden if bias is None else bias + hidden
+        return segment_ids, hidden if bias is None else bias + hidden
     (n_batch, n_queries), n_keys = q.shape[:2], keys.shape[1]
     seen = jnp.broadcast_to(mask.reshape(mask.shape[0], -1), (n_batch, n_keys))
-    of_query, of_key = segment_pair(segments)
+    of_query, of_key = segment_pair(segment_ids)
     of_key = jnp.where(seen, 1 if of_key is None else of_key, 0)
     sorts = op.traits.random_plan and not op.traits.causal_plan
-    one = causal and sorts and n_queries == n_keys and not isinstance(segments, tuple)
+    one = causal and sorts and n_queries == n_keys and not isinstance(segment_ids, tuple)
     if one or not op.traits.cross:
         return of_key, bias
     ones = jnp.ones((n_batch, n_queries), of_key.dtype)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 # Booleans say of each row that its tokens are one segment.
 Ids = Int[Array, "B T"] | Bool[Array, "B T"]
-Segments = Ids | tuple[Ids, Ids]
+SegmentIds = Ids | tuple[Ids, Ids]
 
 
 @jax.tree_util.register_dataclass
@@ -18,7 +18,7 @@ Segments = Ids | tuple[Ids, Ids]
 class Tokens:
     """Segments, and what else is said of each token: it travels wherever segments do."""
 
-    segments: Ids | None
+    segment_ids: Ids | None
     marks: Int[Array, "B T"] | None = None  # above 0: what an algorithm with the trait treats apart
     positions: Int[Array, "B T"] | None = None  # that rotations go by; None: 0 to T - 1
     # Whether the padding of a row is all behind its tokens, and what is computed there is finite.
@@ -27,35 +27,37 @@ class Tokens:
     @property
     def counted(self) -> bool:
         """Whether `lengths` say all that segments do: each row is one segment and padding."""
-        return self.padded_behind and self.segments is not None and self.segments.dtype == bool
+        return (
+            self.padded_behind and self.segment_ids is not None and self.segment_ids.dtype == bool
+        )
 
 
-def tokens_of(segments: Segments | Tokens | None) -> Tokens:
+def tokens_of(segment_ids: SegmentIds | Tokens | None) -> Tokens:
     """Segments with what else is said of them, if anything is."""
-    return segments if isinstance(segments, Tokens) else Tokens(segments)
+    return segment_ids if isinstance(segment_ids, Tokens) else Tokens(segment_ids)
 
 
 def segment_pair(
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | tuple[None, None]:
     """The segments of the queries and those of the keys."""
-    return segments if isinstance(segments, tuple) else (segments, segments)
+    return segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
 
 
-def segments_of(*each: tuple[Segments | Tokens | None, Shaped[Array, "B _ *d"]]) -> Ids | None:
+def segment_ids_of(*each: tuple[SegmentIds | Tokens | None, Shaped[Array, "B _ *d"]]) -> Ids | None:
     """The pair of segments of two sequences, given as (segments, x); None if neither has any.
 
     A sequence without segments is one.
     """
-    found = [(tokens_of(segments).segments, x) for segments, x in each]
+    found = [(tokens_of(segment_ids).segment_ids, x) for segment_ids, x in each]
     if all(ids is None for ids, _ in found):
         return None
     return tuple(jnp.ones(x.shape[:2], bool) if ids is None else ids for ids, x in found)
 
 
-def segment_ids(segments: Segments | None) -> Segments | None:
+def int32_ids(segment_ids: SegmentIds | None) -> SegmentIds | None:
     """Segments whose ids are integers, as ops read them."""
-    return jax.tree.map(lambda ids: ids.astype(jnp.int32), segments)
+    return jax.tree.map(lambda ids: ids.astype(jnp.int32), segment_ids)
 
 
 def row_lengths(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
@@ -63,9 +65,9 @@ def row_lengths(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
     return jnp.sum(ids != 0, axis=1, dtype=jnp.int32)
 
 
-def ids_or_ones(segments: Ids | None, x: Shaped[Array, "B T *d"]) -> Int[Array, "B T"]:
+def ids_or_ones(segment_ids: Ids | None, x: Shaped[Array, "B T *d"]) -> Int[Array, "B T"]:
     """The segments of `x`; without any, all of a row is segment 1."""
-    return jnp.ones(x.shape[:2], jnp.int32) if segments is None else jnp.asarray(segments)
+    return jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
 
 
 def segment_numbers(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -84,14 +86,14 @@ def visibility(
     n_keys: int,
     *,
     causal: bool,
-    segments: Segments | None = None,
+    segment_ids: SegmentIds | None = None,
 ) -> Bool[Array, "#B 1 T S"]:
     """Which keys each query may see, by causality and by segment."""
     mask = jnp.ones((1, 1, n_queries, n_keys), bool)
     if causal:
         mask = jnp.tril(mask)
-    if segments is not None:
-        of_query, of_key = segment_pair(segments)
+    if segment_ids is not None:
+        of_query, of_key = segment_pair(segment_ids)
         same = of_query[:, None, :, None] == of_key[:, None, None, :]
         mask = mask & same & (of_key != 0)[:, None, None, :]
     return mask

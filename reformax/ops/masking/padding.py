@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.masking.masks import Segments, segment_pair
+from reformax.ops.masking.masks import SegmentIds, segment_pair
 
 
 def tokens_only(x: Float[Array, "B T N H"], ids: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
@@ -20,12 +20,12 @@ def over_tokens(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"] | None,
     v: Float[Array, "B S N V"],
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
 ) -> Float[Array, "B T N V"]:
     """`attend(q, k, v)`, which reads zeros at padding, with zeros at padding of its result."""
-    if segments is None:
+    if segment_ids is None:
         return attend(q, k, v)
-    of_query, of_key = segment_pair(segments)
+    of_query, of_key = segment_pair(segment_ids)
     k = None if k is None else tokens_only(k, of_key)
     out = attend(tokens_only(q, of_query), k, tokens_only(v, of_key))
     return tokens_only(out, of_query)

@@ -39,7 +39,7 @@ def mean(
     v: Float[Array, "B T N V"],
     log_decay: Float[Array, "B T N 1"] | None = None,
     *,
-    segments: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     chunk_len: int = 64,
     impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
@@ -52,8 +52,8 @@ def mean(
     x = Inputs(q, k, v, log_decay, None)
     impl = choose(impl, **_obstacles(x))
     if impl in KERNELS:
-        return _mean(impl == "pallas_interpret", x, segments)
-    options = dict(segments=segments, chunk_len=chunk_len, impl="xla")
+        return _mean(impl == "pallas_interpret", x, segment_ids)
+    options = dict(segment_ids=segment_ids, chunk_len=chunk_len, impl="xla")
     return quotient(recurrence(q, k, with_ones(v), log_decay, **options)).astype(v.dtype)
 
 
@@ -82,18 +82,18 @@ def quotient(sums: Float[Array, "*d V1"]) -> Float[Array, "*d V"]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mean(interpret: bool, inputs: Inputs, segments) -> Float[Array, "B T N V"]:
-    return _forward(interpret, inputs, segments)[0]
+def _mean(interpret: bool, inputs: Inputs, segment_ids) -> Float[Array, "B T N V"]:
+    return _forward(interpret, inputs, segment_ids)[0]
 
 
-def _forward(interpret: bool, inputs: Inputs, segments):
+def _forward(interpret: bool, inputs: Inputs, segment_ids):
     from reformax.ops.kernels.triton import recurrence as kernel
 
-    order, here, ids = side_by_side(first_order(inputs), segments)
+    order, here, ids = side_by_side(first_order(inputs), segment_ids)
     hidden = sees(~is_finite(*here[1:4]), ids)[..., 0]
     out, total = kernel.means(here, ids, hidden, interpret=interpret)
     out, total = (checkpoint_name(x, KEPT) for x in (back(out, order), total))
-    return out, (inputs, segments, out, total)
+    return out, (inputs, segment_ids, out, total)
 
 
 def _backward(interpret: bool, results, d_out):
@@ -102,8 +102,8 @@ def _backward(interpret: bool, results, d_out):
 
     results, d_out = first_order((results, d_out))
     # Fenced, or the compiler would keep what the other pass computed.
-    inputs, segments, out, total = lax.optimization_barrier(results)
-    order, here, ids = side_by_side(inputs, segments)
+    inputs, segment_ids, out, total = lax.optimization_barrier(results)
+    order, here, ids = side_by_side(inputs, segment_ids)
     out, d_out = (taken(a, order) for a in (out, d_out))
     share = jnp.where(total > 0, 1 / nonzero(total), 0)[..., None]  # none of NaN
     dtype = wide(out.dtype)

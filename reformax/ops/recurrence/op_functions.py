@@ -63,13 +63,13 @@ def recurrent(
         whole = dict(params) | constants(all_heads(rng, n_heads))
         return {name: of_heads(x, rng, n_heads) for name, x in whole.items()}
 
-    def apply(params, q, k, v, *, plan, segments, causal, dropout, rng, extras=None):
+    def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extras=None):
         del plan, causal, dropout
         params = own(params, q.shape[2], rng)
-        x = contained(inputs, params, *convolved(params, q, k, v, segments), extras)
+        x = contained(inputs, params, *convolved(params, q, k, v, segment_ids), extras)
         if output is None:
-            return mean(*x[:4], segments=segments, chunk_len=chunk_len, impl=impl)
-        out = recurrence(*x, segments=segments, chunk_len=chunk_len, impl=impl)
+            return mean(*x[:4], segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
+        out = recurrence(*x, segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
         return contained_output(output, params, out, extras).astype(v.dtype)
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extras=None):

@@ -42,7 +42,7 @@ def recurrence(
     log_decay: Float[Array, "B T N _"] | None = None,
     beta: Float[Array, "B T N 1"] | None = None,
     *,
-    segments: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     chunk_len: int = 64,
     strict: bool = False,
     impl: str = "auto",
@@ -59,7 +59,7 @@ def recurrence(
       log_decay: log a_t, at most 0, `[B, T, N, 1]` or for each feature of the keys `[B, T, N, H]`;
         None is 0.
       beta: b_t of the delta rule; None leaves the rule out.
-      segments: ids; positions of one id are a sequence, wherever they stand.
+      segment_ids: ids; positions of one id are a sequence, wherever they stand.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
       strict: whether a position is hidden from itself; not with `beta`.
@@ -79,7 +79,7 @@ def recurrence(
     x = varying_as(x, x)
     obstacles = kernel_obstacles(q, k, v)
     impl = choose(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
-    return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), strict, impl, x, segments)
+    return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), strict, impl, x, segment_ids)
 
 
 def _chip_obstacle(x: Inputs) -> str | None:
@@ -96,20 +96,20 @@ def everything(
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
     *,
-    segments: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     chunk_len: int = 64,
 ) -> Float[Array, "B T N V"]:
     """`q_t . sum_s k_s v_s^T` over all positions s of the row's segment, before it and behind it.
 
     Arguments, dtypes and rows that see what is not finite are as in `recurrence`.
     """
-    if segments is None:
+    if segment_ids is None:
         dtype = jnp.result_type(q, k, v)
         real = is_finite(q) & is_finite(k, v).all(axis=1, keepdims=True)
         state = product("bsnh,bsnv->bnhv", finite(k), finite(v), dtype)
         out = product("btnh,bnhv->btnv", finite(q), state, dtype)
         return jnp.where(real, out, jnp.nan)
-    order, here, ids = side_by_side((q, k, v), segments)
+    order, here, ids = side_by_side((q, k, v), segment_ids)
     out = _of_segment(chunks.chunk_size(chunk_len, q.shape[1]), here, ids)
     bad = ~is_finite(*here[1:])
     behind = sees(jnp.flip(bad, axis=1), jnp.flip(ids, axis=1))
@@ -162,12 +162,12 @@ _of_segment.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _recurrence(size: int, strict: bool, impl: str, inputs: Inputs, segments):
-    return _forward(size, strict, impl, inputs, segments)[0]
+def _recurrence(size: int, strict: bool, impl: str, inputs: Inputs, segment_ids):
+    return _forward(size, strict, impl, inputs, segment_ids)[0]
 
 
-def _forward(size: int, strict: bool, impl: str, inputs: Inputs, segments):
-    order, here, ids = side_by_side(first_order(inputs), segments)
+def _forward(size: int, strict: bool, impl: str, inputs: Inputs, segment_ids):
+    order, here, ids = side_by_side(first_order(inputs), segment_ids)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
@@ -179,14 +179,14 @@ def _forward(size: int, strict: bool, impl: str, inputs: Inputs, segments):
     seen = is_finite(*here[1:], values)
     real = is_finite(here.q, out) & ~sees(~seen, ids, strict)
     out = back(jnp.where(real, out, jnp.nan), order)
-    return out, (inputs, segments, real)
+    return out, (inputs, segment_ids, real)
 
 
 def _backward(size: int, strict: bool, impl: str, results, d_out):
     results, d_out = first_order((results, d_out))
     # Fenced, or the compiler would keep what the other pass computed.
-    inputs, segments, real = lax.optimization_barrier(results)
-    order, here, ids = side_by_side(inputs, segments)
+    inputs, segment_ids, real = lax.optimization_barrier(results)
+    order, here, ids = side_by_side(inputs, segment_ids)
     d_out = jnp.where(real, taken(d_out, order), 0)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel

@@ -55,7 +55,7 @@ def convolved(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
-    segments: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
 ) -> Projected:
     """The three convolved within their segments; as they are if `params` has no weights for it.
 
@@ -64,7 +64,7 @@ def convolved(
     weights = _weights(params)
     if weights is None:
         return Projected(q, k, v)
-    order, here, ids = side_by_side(Projected(q, k, v), segments)
+    order, here, ids = side_by_side(Projected(q, k, v), segment_ids)
     return Projected(*(back(_convolved(*xw, ids), order) for xw in zip(here, weights, strict=True)))
 
 

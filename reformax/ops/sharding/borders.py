@@ -62,7 +62,7 @@ def attend(
     q: Float[Array, "B t N H"],
     k: Float[Array, "B t N H"] | None,
     v: Float[Array, "B t N V"],
-    segments: Int[Array, "B t"] | None,
+    segment_ids: Int[Array, "B t"] | None,
     share: Share,
 ) -> Float[Array, "B t N V"]:
     """Attention of a stretch of queries to all that they see.
@@ -72,11 +72,11 @@ def attend(
     the stretch and its borders are one sequence, of which it keeps the rows of its own queries.
 
     Args:
-      apply: `(q, k, v, segments, share) -> out`, attention within one sequence.
+      apply: `(q, k, v, segment_ids, share) -> out`, attention within one sequence.
       reach: how far a position sees.
       axis: the mesh axis that the sequence is split over.
       q, k, v: the stretch; `k` is None where queries are the keys.
-      segments: ids; None: one segment.
+      segment_ids: ids; None: one segment.
       share: which heads these are.
     """
     length = q.shape[1]
@@ -110,7 +110,7 @@ def attend(
         return lax.dynamic_slice_in_dim(out, reach.before + begun, last - first, axis=1)
 
     # Each array whole, its head and its tail, and whether borders of it travel.
-    ids, n = ids_or_ones(segments, q), before + after
+    ids, n = ids_or_ones(segment_ids, q), before + after
     is_short = slack > 0 or length < 2 * n
     parts = [None if x is None else (x, x, x) if is_short else with_ends(x, n) for x in (q, k, v)]
     parts.append((ids, ids, ids) if is_short else (ids, ids[:, :n], ids[:, length - n :]))
@@ -126,7 +126,7 @@ def attend(
     if is_short:
         return rows(0, length, near(0, before, after))
     whole = [None if x is None else x[0] for x in parts[:3]]
-    out = apply(*whole, segments, dataclasses.replace(share, position=start))
+    out = apply(*whole, segment_ids, dataclasses.replace(share, position=start))
     if before:
         first = rows(0, before, near(1, before, 0))
         out = lax.dynamic_update_slice_in_dim(out, first, 0, axis=1)

@@ -19,7 +19,7 @@ from reformax import devices
 from reformax.carried import in_parts
 from reformax.declared import Unsupported
 from reformax.ops.calls.heads import divides_a_choice, repeat_heads
-from reformax.ops.masking.masks import Segments
+from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.sharding.shard import Share
 
 
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S G H"] | None
     v: Float[Array, "B S G V"]
-    segments: Segments | None
+    segment_ids: SegmentIds | None
     mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None
     bias: Float[Array, "#B #N #T #S"] | None
     extras: dict[str, Float[Array, "B T _ _"]] | None
@@ -74,7 +74,7 @@ class Placement(NamedTuple):
             q=self.queries,
             k=each(self.queries, x.k),
             v=self.queries,
-            segments=each(Spec(self.rows), x.segments),
+            segment_ids=each(Spec(self.rows), x.segment_ids),
             mask=jax.tree.map(lambda y: of_pairs(y) if y.ndim == 4 else Spec(self.rows), x.mask),
             bias=jax.tree.map(of_pairs, x.bias),
             extras=each(self.queries, x.extras),

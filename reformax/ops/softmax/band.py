@@ -40,7 +40,7 @@ def attend(
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
     few: Int[Array, "#B G"] | None,
-    segments: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
     dropout: float,
     rng: PRNGKeyArray | None,
     impl: str = "auto",
@@ -51,7 +51,7 @@ def attend(
       bands: that of each head, or one for all.
       q, k, v: queries, keys and values.
       few: the positions of the keys that all queries see; `NOWHERE` for none.
-      segments: ids; a position sees its own id only, and 0 is padding.
+      segment_ids: ids; a position sees its own id only, and 0 is padding.
       dropout: the rate at which weights are dropped.
       rng: the source of dropout.
       impl: the implementation asked for.
@@ -68,7 +68,7 @@ def attend(
     impl = choose(impl, **kernel_obstacles(q, k, v, **others))
     if impl == "xla":
         seed = seed_words(rng, len(q)) if dropout else None
-        ids = jnp.ones((1, q.shape[1]), jnp.int32) if segments is None else segments
+        ids = jnp.ones((1, q.shape[1]), jnp.int32) if segment_ids is None else segment_ids
 
         def of_heads(band: Band, q, k, v, heads):
             return _of_heads(band, q, k, v, few, ids, dropout, seed, heads)
@@ -76,7 +76,7 @@ def attend(
     else:
 
         def of_heads(band: Band, q, k, v, heads):
-            return _in_kernels(band, impl, q, k, v, few, segments, dropout, rng)
+            return _in_kernels(band, impl, q, k, v, few, segment_ids, dropout, rng)
 
     if len(each) == 1:
         return of_heads(bands[0], q, k, v, np.arange(q.shape[2]))
@@ -93,20 +93,20 @@ def _heads_of(x: Array, heads: Sequence[int]) -> Array:
     return jnp.concatenate([lax.slice_in_dim(x, i, i + 1, axis=2) for i in heads], axis=2)
 
 
-def _in_kernels(band: Band, impl: str, q, k, v, few, segments, dropout: float, rng) -> Array:
+def _in_kernels(band: Band, impl: str, q, k, v, few, segment_ids, dropout: float, rng) -> Array:
     """`attend` by kernels, in chunks that hold the window."""
     length = max(TILE, 1 << (band.window - 1).bit_length())
     sizes = ChunkSizes(length, 1, 0 if band.causal else 1)
     reach = band.window * band.dilation
     options = dict(causal=band.causal, shared_qk=False, window=reach, dropout=dropout)
     chunks = sizes.cut(q.shape[1], **options)
-    segments = None if segments is None else jnp.asarray(segments)
-    order, of_order = None, segments
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    order, of_order = None, segment_ids
     if band.dilation > 1:
         n_places = q.shape[1] + chunks.padding
         places = _by_step(band.dilation, q.shape[1], n_places)
         order = Order(jnp.broadcast_to(places, (len(q), q.shape[2], 1, n_places)))
-        of_order = _by_segment_and_step(band.dilation, q, segments)
+        of_order = _by_segment_and_step(band.dilation, q, segment_ids)
     if few is None or few.shape[1] == 0:
         return chunked_attention(q, k, v, chunks, order, of_order, rng, impl)
     from reformax.ops.kernels.triton import band as kernel
@@ -115,7 +115,7 @@ def _in_kernels(band: Band, impl: str, q, k, v, few, segments, dropout: float, r
     if of_order is not None:
         of_order = jnp.pad(of_order, ((0, 0), (0, chunks.padding)))
     near, interpret = kernel.Near(order, of_order), impl == "pallas_interpret"
-    return kernel.attend(band, chunks, interpret, q, k, v, few, near, segments, rng)
+    return kernel.attend(band, chunks, interpret, q, k, v, few, near, segment_ids, rng)
 
 
 def _by_step(step: int, length: int, n_places: int) -> Int[Array, " n_places"]:
@@ -129,12 +129,12 @@ def _by_step(step: int, length: int, n_places: int) -> Int[Array, " n_places"]:
     return jnp.where(place < length, nth * step + number, place)
 
 
-def _by_segment_and_step(step: int, x: Array, segments) -> Int[Array, "B T"]:
+def _by_segment_and_step(step: int, x: Array, segment_ids) -> Int[Array, "B T"]:
     """Ids of positions of one segment and one number modulo `step`; 0 is padding."""
     number = 1 + jnp.arange(x.shape[1], dtype=jnp.int32)[None] % step
-    if segments is None:
+    if segment_ids is None:
         return jnp.broadcast_to(number, x.shape[:2])
-    return jnp.where(segments != 0, segment_numbers(segments) * step + number, 0)
+    return jnp.where(segment_ids != 0, segment_numbers(segment_ids) * step + number, 0)
 
 
 def _of_heads(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array:
@@ -211,7 +211,7 @@ def rows_of_few(
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
     few: Int[Array, "B G"],
-    segments: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
     causal: bool,
     dropout: float,
     seed: Int[Array, 6] | None,
@@ -220,7 +220,7 @@ def rows_of_few(
 
     @jax.checkpoint
     def rows(q, k, v):
-        ids = jnp.ones((1, k.shape[1]), jnp.int32) if segments is None else segments
+        ids = jnp.ones((1, k.shape[1]), jnp.int32) if segment_ids is None else segment_ids
         key, of_query = jnp.arange(k.shape[1]), ids_at(ids, few)
         mask = (of_query[..., None] == ids[:, None]) & (ids != 0)[:, None]
         if causal:

@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax.devices import varying_as
-from reformax.ops.masking.masks import Segments, segment_pair
+from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.masking.padding import over_tokens
 from reformax.ops.numerics.finite import finite, is_finite, marked
 from reformax.ops.numerics.normalization import length_normalize, mean_product
@@ -49,7 +49,7 @@ def chunked_attention(
     v: Float[Array, "B T N V"],
     chunks: Chunks,
     order: Order | None,
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
     rng: PRNGKeyArray | None,
     impl: str = "xla",
     own_weight: Float[Array, "B N Tp"] | None = None,
@@ -64,7 +64,8 @@ def chunked_attention(
       v: values.
       chunks: which keys are seen.
       order: the rounds' orders of the padded sequence; None keeps the sequence as it is.
-      segments: ids; a position sees its own id only, and 0 is padding. A pair if `chunks.n_keys`.
+      segment_ids: ids; a position sees its own id only, and 0 is padding. A pair if
+        `chunks.n_keys`.
       rng: the source of dropout, needed where `chunks.dropout > 0`.
       impl: "xla" or the kernel, as `dispatch.choose` returns them.
       own_weight: for shared queries and keys, the weight of a position's own value where it sees
@@ -73,26 +74,26 @@ def chunked_attention(
     Returns:
       The attended values, in the dtype of `v`; zeros for a row that sees nothing.
     """
-    padded = _padded(segments, _n_places(chunks, order))
+    padded = _padded(segment_ids, _n_places(chunks, order))
     if impl == "xla":
         order = None if order is None else order.with_places(chunks.two_orders)
         seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
         others = order, padded, seed, own_weight
-        return over_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segments)
+        return over_tokens(lambda *qkv: _attend(chunks, *qkv, *others), q, k, v, segment_ids)
     from reformax.ops.kernels.triton import chunked as kernel
 
     return kernel.attend(chunks, impl == "pallas_interpret", q, k, v, order, padded, rng)
 
 
-def _padded(segments: Segments | None, n_places: tuple[int, int]) -> Segments | None:
+def _padded(segment_ids: SegmentIds | None, n_places: tuple[int, int]) -> SegmentIds | None:
     """Segments with 0 behind them, for each place of queries and of keys."""
 
     def pad(ids: Int[Array, "B T"], n: int) -> Int[Array, "B Tp"]:
         return jnp.pad(ids, ((0, 0), (0, n - ids.shape[1])))
 
-    if isinstance(segments, tuple):
-        return tuple(map(pad, segments, n_places))
-    return None if segments is None else pad(segments, n_places[0])
+    if isinstance(segment_ids, tuple):
+        return tuple(map(pad, segment_ids, n_places))
+    return None if segment_ids is None else pad(segment_ids, n_places[0])
 
 
 def _n_places(chunks: Chunks, order: Order | None) -> tuple[int, int]:
@@ -271,7 +272,7 @@ def _scan_rounds(body: Callable, carry: Any, chunks: Chunks, order: Order | None
 def _visible(
     this: _Round,
     order: Order | None,
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
     n_heads: int,
     length: int,
 ) -> Bool[Array, "#N #B C #L M"]:
@@ -285,9 +286,9 @@ def _visible(
         mask = mask & (key != query)
     if chunks.window is not None:
         mask = mask & (jnp.abs(query - key) < chunks.window)
-    if segments is not None:
+    if segment_ids is not None:
         of_query, of_key = (
-            jnp.broadcast_to(x, (n_heads, *x.shape)) for x in segment_pair(segments)
+            jnp.broadcast_to(x, (n_heads, *x.shape)) for x in segment_pair(segment_ids)
         )
         query_segment, key_segment = this.at_queries(of_query)[..., None], this.in_windows(of_key)
         mask = mask & (query_segment == key_segment) & (key_segment != 0)
@@ -352,12 +353,12 @@ def _dropout_mask(
 # All rounds, both passes.
 
 
-def _lone_weight(chunks: Chunks, total, segments, seed, own_weight) -> Float[Array, "N B T 1"]:
+def _lone_weight(chunks: Chunks, total, segment_ids, seed, own_weight) -> Float[Array, "N B T 1"]:
     """The weight of a position's own value: 1, or its dropout mask, where it sees nothing else."""
     own_weight = 1.0 if own_weight is None else jnp.swapaxes(own_weight, 0, 1)
     weight = jnp.where(total == 0.0, own_weight, 0.0)
-    if segments is not None:
-        weight = jnp.where((segments != 0)[None], weight, 0.0)
+    if segment_ids is not None:
+        weight = jnp.where((segment_ids != 0)[None], weight, 0.0)
     if chunks.dropout > 0.0:
         head, batch, position = jnp.ogrid[tuple(slice(n) for n in total.shape)]
         address = (batch, head, position, position)
@@ -366,19 +367,19 @@ def _lone_weight(chunks: Chunks, total, segments, seed, own_weight) -> Float[Arr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(chunks, q, k, v, order, segments, seed, own_weight):
-    return _attend_forward(chunks, q, k, v, order, segments, seed, own_weight)[0]
+def _attend(chunks, q, k, v, order, segment_ids, seed, own_weight):
+    return _attend_forward(chunks, q, k, v, order, segment_ids, seed, own_weight)[0]
 
 
-def _attend_forward(chunks, q, k, v, order, segments, seed, own_weight):
+def _attend_forward(chunks, q, k, v, order, segment_ids, seed, own_weight):
     n_queries, n_keys = _n_places(chunks, order)
     sides = (q, n_queries), (k, n_keys), (v, n_keys)
     q, k, values = (None if x is None else _heads_first(x, n) for x, n in sides)
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
-    forward = functools.partial(_forward, chunks, segments, seed)
+    forward = functools.partial(_forward, chunks, segment_ids, seed)
     out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.sees_itself:
-        lone = _lone_weight(chunks, total, segments, seed, own_weight)
+        lone = _lone_weight(chunks, total, segment_ids, seed, own_weight)
         own = marked(values, q, *(() if k is None else (k,)))
         out = out + jnp.where(lone == 0, 0, lone * own.astype(out.dtype))
         # As a row that sees others, it has no gradient where it is NaN.
@@ -386,19 +387,19 @@ def _attend_forward(chunks, q, k, v, order, segments, seed, own_weight):
     out = _heads_last(out, chunks.length).astype(v.dtype)
     # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where logits are
     # large.
-    return out, (q, k, values, order, segments, seed, own_weight, out, top, total)
+    return out, (q, k, values, order, segment_ids, seed, own_weight, out, top, total)
 
 
 def _attend_backward(chunks, residuals, d_out):
-    q, k, v, order, segments, seed, own_weight, out, top, total = residuals
+    q, k, v, order, segment_ids, seed, own_weight, out, top, total = residuals
     # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
     row_dot = mean_product(d_out, finite(out)) * out.shape[-1]
     d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
-    backward = functools.partial(_backward, chunks, segments, seed)
+    backward = functools.partial(_backward, chunks, segment_ids, seed)
     statistics = (top, total, row_dot[..., 0])
     dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
     if chunks.sees_itself:
-        lone = _lone_weight(chunks, total, segments, seed, own_weight)
+        lone = _lone_weight(chunks, total, segment_ids, seed, own_weight)
         dv = dv + lone * d_out.astype(dv.dtype)
 
     def like(dx, x, length=chunks.key_length):
@@ -415,7 +416,7 @@ def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
     return jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], q.shape[:2])
 
 
-def _forward(chunks, segments, seed, q, k, v, order, head):
+def _forward(chunks, segment_ids, seed, q, k, v, order, head):
     """Each position's attended values, largest logit, and sum of `exp(logit - largest)`."""
     n_heads, _, length = q.shape[:3]
     dtype = wide(q.dtype, v.dtype)
@@ -427,7 +428,7 @@ def _forward(chunks, segments, seed, q, k, v, order, head):
         queries = this.at_queries(q)
         keys = _keys(this, this.rows_of_keys(of_keys))
         values = _windows(this.at_keys(v), chunks)
-        mask = _visible(this, order, segments, n_heads, length)
+        mask = _visible(this, order, segment_ids, n_heads, length)
         logits = jnp.where(mask, _logits(queries, keys), lowest(dtype))
         top_here = logits.max(axis=-1)
         weights = jnp.where(mask, jnp.exp(logits - top_here[..., None]), 0.0)
@@ -450,7 +451,7 @@ def _forward(chunks, segments, seed, q, k, v, order, head):
     return acc / nonzero(total)[..., None], top, total
 
 
-def _backward(chunks, segments, seed, q, k, v, d_out, statistics, order, head):
+def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head):
     """The gradients of q, k and v, float32, of what `_forward` returns first."""
     n_heads, _, length = q.shape[:3]
     dtype = wide(q.dtype, v.dtype)
@@ -470,7 +471,7 @@ def _backward(chunks, segments, seed, q, k, v, d_out, statistics, order, head):
         keys, keys_vjp = jax.vjp(functools.partial(_keys, this), rows)
         values = _windows(this.at_keys(v), chunks)
         d_here = this.at_queries(d_out)
-        mask = _visible(this, order, segments, n_heads, length)
+        mask = _visible(this, order, segment_ids, n_heads, length)
         row_top, row_share, dot = (this.at_queries(x)[..., None] for x in (top, share, row_dot))
         mask = mask & (row_share > 0)
         # A visible logit exceeds the maximum by rounding alone.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from reformax.ops.masking.masks import Segments
+from reformax.ops.masking.masks import SegmentIds
 from reformax.ops.masking.padding import tokens_only
 
 # Lengths are padded to a multiple of this.
@@ -27,7 +27,7 @@ def cudnn_obstacle(
     q: Array,
     k: Array,
     v: Array,
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
     dropout: float,
     bias: Array | None = None,
     lengths: Int[Array, " B"] | None = None,
@@ -36,8 +36,8 @@ def cudnn_obstacle(
 
     Segments are none where `lengths` say the same.
     """
-    if segments is not None and lengths is None:
-        return "segments"
+    if segment_ids is not None and lengths is None:
+        return "segment_ids"
     if bias is not None:
         return "a bias"
     if dropout > 0.0:

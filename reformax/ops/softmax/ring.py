@@ -43,11 +43,11 @@ class Pieces(Protocol):
     def unit(self, size: int) -> float:
         """What makes a logit of `top`, for heads of `size`."""
 
-    def forward(self, causal: bool, q, k, v, segments: tuple, share: Share) -> tuple:
-        """The result; `segments` of queries and keys, `share` with both first positions."""
+    def forward(self, causal: bool, q, k, v, segment_ids: tuple, share: Share) -> tuple:
+        """The result; `segment_ids` of queries and keys, `share` with both first positions."""
 
     def backward(
-        self, causal: bool, q, k, v, segments: tuple, share: Share, results: tuple, d_out
+        self, causal: bool, q, k, v, segment_ids: tuple, share: Share, results: tuple, d_out
     ) -> tuple:
         """The gradients of q, k and v, given the results of rows that also saw other keys."""
 
@@ -56,7 +56,7 @@ class _Side(NamedTuple):
     """Some queries, or some keys and values, and where they stand."""
 
     arrays: tuple[Array, ...]  # [B, h, N, H]
-    segments: Int[Array, "B h"] | None
+    segment_ids: Int[Array, "B h"] | None
     position: Int[Array, ""]  # the first one
 
 
@@ -66,7 +66,7 @@ def attend(
     q: Float[Array, "B t N H"],
     k: Float[Array, "B s G H"],
     v: Float[Array, "B s G V"],
-    segments: tuple[Int[Array, "B t"], Int[Array, "B s"]] | tuple[None, None],
+    segment_ids: tuple[Int[Array, "B t"], Int[Array, "B s"]] | tuple[None, None],
     share: Share,
 ) -> Float[Array, "B t N V"]:
     """Attention of a stretch of queries to the keys of all.
@@ -75,15 +75,15 @@ def attend(
       pieces: how it is computed.
       causal: whether a key is hidden from the queries before it; queries and keys are one sequence.
       q, k, v: the stretch, keys and values of as many heads as they have.
-      segments: ids; twice None: one segment.
+      segment_ids: ids; twice None: one segment.
       share: the rng of dropout, and the axis of the devices.
     """
     sides = (q,), (k, v)
-    if causal and q.shape[1] % 2 and segments[0] is None:
-        segments = (jnp.ones(q.shape[:2], jnp.int32),) * 2  # halves end in padding
+    if causal and q.shape[1] % 2 and segment_ids[0] is None:
+        segment_ids = (jnp.ones(q.shape[:2], jnp.int32),) * 2  # halves end in padding
     here = lax.axis_index(share.axis)
     halves = []
-    for arrays, ids in zip(sides, segments, strict=True):
+    for arrays, ids in zip(sides, segment_ids, strict=True):
         length = arrays[0].shape[1]
         if causal:
             pair = _zigzag((arrays, ids), share.axis)
@@ -210,7 +210,7 @@ def _ring(pieces, causal, axis, queries, keys, rng) -> tuple[Array, ...]:
 def _call(pieces: Pieces, causal: bool, rng, query: _Side, key: _Side) -> tuple:
     """The arguments of a method of `pieces`."""
     share = Share(rng, position=query.position, key_position=key.position)
-    return causal, *query.arrays, *key.arrays, (query.segments, key.segments), share
+    return causal, *query.arrays, *key.arrays, (query.segment_ids, key.segment_ids), share
 
 
 def _forward(pieces, causal, axis, queries, keys, rng):

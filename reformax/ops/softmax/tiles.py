@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from reformax.devices import varying_as
-from reformax.ops.masking.masks import Segments, segment_pair
+from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.numerics.finite import finite, marked
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import wide
@@ -79,8 +79,8 @@ class Inputs(NamedTuple):
     k: Float[Array, "B S N H"]
     v: Float[Array, "B S N V"]
     bias: Float[Array, "#B #N #T #S"] | None
-    query_segments: Int[Array, "B T"] | None
-    key_segments: Int[Array, "B S"] | None
+    query_segment_ids: Int[Array, "B T"] | None
+    key_segment_ids: Int[Array, "B S"] | None
     seed: Int[Array, 6] | None  # `seed_words` of the rng
     query_order: Int[Array, "B T"] | None = None  # the position that stands at each place
     key_order: Int[Array, "B S"] | None = None
@@ -198,9 +198,9 @@ def visible(
         masks.append(_column(queries.own))
     if keys.own is not None:
         masks.append(_line(keys.own))
-    if x.query_segments is not None:
-        of_query = ids_of(x.query_segments, group, queries)[:, None, :, None]
-        of_key = ids_of(x.key_segments, group, keys)[:, None, None, :]
+    if x.query_segment_ids is not None:
+        of_query = ids_of(x.query_segment_ids, group, queries)[:, None, :, None]
+        of_key = ids_of(x.key_segment_ids, group, keys)[:, None, None, :]
         masks.append((of_query == of_key) & (of_key != 0))
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
@@ -415,7 +415,7 @@ def _attend_backward(forward_pass, tiling, residuals, d_out):
     results, d_out = first_order((results, d_out))
     gradients = backward(tiling, x.finite(), plan.by_key, results, d_out)
     # Integers have no gradient.
-    return Inputs(*gradients, query_segments=None, key_segments=None, seed=None), None
+    return Inputs(*gradients, query_segment_ids=None, key_segment_ids=None, seed=None), None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -426,10 +426,10 @@ def inputs(
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
     bias: Float[Array, "#B #N #T #S"] | None,
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
     dropout: float,
     rng: PRNGKeyArray | None,
 ) -> Inputs:
     """The arrays of an op's call."""
     seed = seed_words(rng, len(q)) if dropout > 0.0 else None
-    return Inputs(q, k, v, bias, *segment_pair(segments), seed)
+    return Inputs(q, k, v, bias, *segment_pair(segment_ids), seed)

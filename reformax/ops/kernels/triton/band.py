@@ -32,11 +32,11 @@ class Near(NamedTuple):
 
     Attributes:
       order: as in `ops.softmax.chunked.chunked_attention`; None where the sequence is in order.
-      segments: ids that see each other there, padded to whole chunks with 0; None is one.
+      segment_ids: ids that see each other there, padded to whole chunks with 0; None is one.
     """
 
     order: Any
-    segments: Int[Array, "B Tp"] | None
+    segment_ids: Int[Array, "B Tp"] | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -49,7 +49,7 @@ def attend(
     v: Float[Array, "B T N V"],
     few: Int[Array, "B G"],
     near: Near,
-    segments: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
     rng: Array | None,
 ) -> Float[Array, "B T N V"]:
     """The attended values.
@@ -61,10 +61,10 @@ def attend(
       q, k, v: queries, keys and values, zeros at padding.
       few: the positions of the keys that all queries see; `NOWHERE` for none.
       near: where the band is contiguous.
-      segments: ids of positions; None is one.
+      segment_ids: ids of positions; None is one.
       rng: the source of dropout.
     """
-    return _attend_forward(of, chunks, interpret, q, k, v, few, near, segments, rng)[0]
+    return _attend_forward(of, chunks, interpret, q, k, v, few, near, segment_ids, rng)[0]
 
 
 class _Few(NamedTuple):
@@ -76,16 +76,16 @@ class _Few(NamedTuple):
     dropped: Array | float
 
 
-def _few(of: Band, dropout: float, q, k, v, few, segments, rng) -> _Few:
+def _few(of: Band, dropout: float, q, k, v, few, segment_ids, rng) -> _Few:
     length, place = q.shape[1], jnp.arange(q.shape[1])[None, :, None]
     at = few[:, None]
     mask = at < length
     mask = mask & ~of.shows(place, at)
     if of.causal:
         mask = mask & (at <= place)
-    if segments is not None:
-        of_few = ids_at(segments, few)[:, None]
-        mask = mask & (segments[..., None] == of_few) & (of_few != 0)
+    if segment_ids is not None:
+        of_few = ids_at(segment_ids, few)[:, None]
+        mask = mask & (segment_ids[..., None] == of_few) & (of_few != 0)
     keys, values = (rows_at(x, few) for x in (k, v))
     logits = product("btnh,bgnh->bntg", q, keys, q.dtype)
     # A row that sees a value that is no number is NaN.
@@ -107,10 +107,10 @@ def _columns(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
     return jnp.swapaxes(x, 1, 2)[..., None]
 
 
-def _attend_forward(of, chunks, interpret, q, k, v, few, near, segments, rng):
+def _attend_forward(of, chunks, interpret, q, k, v, few, near, segment_ids, rng):
     q, k, v = first_order((q, k, v))
     in_band, top, total = chunked.forward(chunks, q, k, v, *near, rng, interpret=interpret)
-    found = _few(of, chunks.dropout, q, k, v, few, segments, rng)
+    found = _few(of, chunks.dropout, q, k, v, few, segment_ids, rng)
     most = jnp.maximum(top, jnp.max(found.logits, axis=-1, initial=LOWEST))
     weights = jnp.exp2((found.logits - most[..., None]) * _scale(q))
     share = jnp.exp2((top - most) * _scale(q)) * total
@@ -118,16 +118,16 @@ def _attend_forward(of, chunks, interpret, q, k, v, few, near, segments, rng):
     far = product("bntg,bgnv->btnv", weights * found.dropped, found.values, v.dtype)
     out = in_band.astype(jnp.float32) * _columns(share) + far
     out = (out / nonzero(_columns(total))).astype(v.dtype)
-    return out, ((q, k, v, few, near, segments, rng), (out, most, total))
+    return out, ((q, k, v, few, near, segment_ids, rng), (out, most, total))
 
 
 def _attend_backward(of, chunks, interpret, residuals, d_out):
     inputs, results = residuals
     (out, top, total), d_out = first_order((results, d_out))
-    q, k, v, few, near, segments, rng = inputs
+    q, k, v, few, near, segment_ids, rng = inputs
     in_band = q, k, v, *near, rng
     dq, dk, dv = chunked.backward(chunks, *in_band, out, top, total, d_out, interpret=interpret)
-    found = _few(of, chunks.dropout, q, k, v, few, segments, rng)
+    found = _few(of, chunks.dropout, q, k, v, few, segment_ids, rng)
     weights = jnp.exp2((found.logits - top[..., None]) * _scale(q)) / nonzero(total)[..., None]
     dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     ds = product("btnv,bgnv->bntg", d_out, found.values, v.dtype) * found.dropped

@@ -39,8 +39,8 @@ class Inputs(NamedTuple):
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, N, H]
     v: Array  # [B, S, N, V]
-    query_segments: Array | None  # [B, T]
-    key_segments: Array | None  # [B, S]
+    query_segment_ids: Array | None  # [B, T]
+    key_segment_ids: Array | None  # [B, S]
     seed: Array | None  # [6], of dropout
     query_order: Array | None = None  # [B, T], the position that stands at each place
     key_order: Array | None = None  # [B, S]
@@ -110,13 +110,15 @@ class Program(NamedTuple):
     def queries(self, x: Inputs, tile, whole: bool = False) -> Block:
         """A tile of queries; `whole` says that all of them are known to exist."""
         whole = whole or self.n_queries % self.tiles.query == 0
-        each = x.query_segments, x.query_order
+        each = x.query_segment_ids, x.query_order
         return self._block(each, tile, self.tiles.query, self.n_queries, whole)
 
     def keys(self, x: Inputs, tile, whole: bool = False) -> Block:
         """A tile of keys, likewise."""
         whole = whole or self.n_keys % self.tiles.key == 0
-        return self._block((x.key_segments, x.key_order), tile, self.tiles.key, self.n_keys, whole)
+        return self._block(
+            (x.key_segment_ids, x.key_order), tile, self.tiles.key, self.n_keys, whole
+        )
 
     def _block(self, each: tuple, tile, size: int, length: int, whole: bool) -> Block:
         position = tile * size + jnp.arange(size, dtype=jnp.int32)

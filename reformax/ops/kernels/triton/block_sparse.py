@@ -151,7 +151,7 @@ class _Cut(NamedTuple):
 
 def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_query: bool) -> _Cut:
     """Divides the tiles of all rows, or columns, among programs, long parts first."""
-    packed, per_head = x.query_segments is not None, layout.n_masks > 1
+    packed, per_head = x.query_segment_ids is not None, layout.n_masks > 1
     any_cut = packed or x.chosen is not None
     n_heads = 1 if per_head else x.q.shape[2]
     share = int(rows.count.sum()) * x.q.shape[0] * n_heads // N_SHARES
@@ -179,11 +179,11 @@ def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_qu
     entries = rows.entries if len(rows.entries) else np.zeros(1, np.int32)
     spans = None
     if isinstance(layout, InOrder):
-        orders = Sorted(x.query_order, x.query_segments), Sorted(x.key_order, x.key_segments)
+        orders = Sorted(x.query_order, x.query_segment_ids), Sorted(x.key_order, x.key_segment_ids)
         visits = sorted_groups.visits(tiles[:2], layout.causal, *orders)
         spans = jnp.stack((visits.by_query if by_query else visits.by_key)[:2])
     elif packed and isinstance(layout, Everything):
-        own = _range(x.query_segments, tiles.query), _range(x.key_segments, tiles.key)
+        own = _range(x.query_segment_ids, tiles.query), _range(x.key_segment_ids, tiles.key)
         spans = _spans(*(own if by_query else own[::-1]), rows.entries)
     work = Work(jnp.asarray(columns), jnp.asarray(entries), spans)
     row_head, row_tile = np.divmod(np.flatnonzero(is_cut), n_tiles)
@@ -191,13 +191,13 @@ def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_qu
 
 
 def _range(
-    segments: Int[Array, "B T"], size: int
+    segment_ids: Int[Array, "B T"], size: int
 ) -> tuple[Int[Array, "B tiles"], Int[Array, "B tiles"]]:
     """The lowest and the highest id in each tile; a tile of padding alone meets no other."""
-    tiles = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % size)))
-    tiles = tiles.reshape(len(segments), -1, size)
-    limits = jnp.iinfo(segments.dtype)
-    most, least = (jnp.array(x, segments.dtype) for x in (limits.max, limits.min))
+    tiles = jnp.pad(segment_ids, ((0, 0), (0, -segment_ids.shape[1] % size)))
+    tiles = tiles.reshape(len(segment_ids), -1, size)
+    limits = jnp.iinfo(segment_ids.dtype)
+    most, least = (jnp.array(x, segment_ids.dtype) for x in (limits.max, limits.min))
     lowest = jnp.min(jnp.where(tiles == 0, most, tiles), axis=2)
     return lowest, jnp.max(jnp.where(tiles == 0, least, tiles), axis=2)
 
@@ -253,10 +253,10 @@ def _put(x: Array, rows: Array, cut: _Cut) -> Array:
     return x.at[:, position].set(rows, mode="drop")
 
 
-def _inputs(layout: Layout | Everything, q, k, v, segments, rng) -> Inputs:
+def _inputs(layout: Layout | Everything, q, k, v, segment_ids, rng) -> Inputs:
     n_rows = len(q) // (layout.n_folded if isinstance(layout, InOrder) else 1)
     seed = seed_words(rng, n_rows) if layout.dropout > 0.0 else None
-    return Inputs(q, k, v, *segments[:2], seed, *segments[2:])
+    return Inputs(q, k, v, *segment_ids[:2], seed, *segment_ids[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -266,14 +266,14 @@ def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    segments: tuple[Int[Array, "B _"] | None, ...],
+    segment_ids: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """The attention of a layout by these kernels, with its gradient, and each row's sum of weights.
 
     The sum is 0 where a row sees nothing, and has no gradient. Arguments are those of `forward`.
     """
-    return _attend_forward(layout, interpret, q, k, v, segments, rng)[0]
+    return _attend_forward(layout, interpret, q, k, v, segment_ids, rng)[0]
 
 
 def _attend_forward(layout, interpret, q, k, v, *others):
@@ -297,7 +297,7 @@ def forward(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    segments: tuple[Int[Array, "B _"] | None, ...],
+    segment_ids: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -309,14 +309,14 @@ def forward(
     Args:
       layout: who sees whom, with blocks of a multiple of 16 positions.
       q, k, v: queries, keys, values.
-      segments: the ids of queries and of keys, or twice None; of `InOrder`, whose ids are groups,
-        also the positions in the sequence of both. Behind these, or twice None, stands which keys
-        each query has chosen, if it has (`common.chosen_bits`).
+      segment_ids: the ids of queries and of keys, or twice None; of `InOrder`, whose ids are
+        groups, also the positions in the sequence of both. Behind these, or twice None, stands
+        which keys each query has chosen, if it has (`common.chosen_bits`).
       rng: the source of dropout; None if there is none.
       tiles: how the kernel is cut, in sizes that divide the blocks; None chooses.
       interpret: whether to run it anywhere, slowly.
     """
-    x = _inputs(layout, q, k, v, segments, rng)
+    x = _inputs(layout, q, k, v, segment_ids, rng)
     tiles = tiles or _tiles(layout, x, FORWARD)
     cut = _cut(layout, layout.rows(*tiles[:2]), x, tiles, by_query=True)
     statistic = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
@@ -338,7 +338,7 @@ def backward(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S N H"],
     v: Float[Array, "B S N V"],
-    segments: tuple[Int[Array, "B _"] | None, ...],
+    segment_ids: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
     out: Float[Array, "B T N V"],
     top: Float[Array, "B N T"],
@@ -350,14 +350,14 @@ def backward(
     """The gradients of q, k and v.
 
     Args:
-      layout, q, k, v, segments, rng: as in `forward`.
+      layout, q, k, v, segment_ids, rng: as in `forward`.
       out, top, total: what it returned.
       d_out: the gradient of `out`.
       tiles: how the kernels for queries and for keys are cut; None chooses.
       interpret: whether to run them anywhere, slowly.
     """
-    x = _inputs(layout, q, k, v, segments, rng)
-    row = query_rows(d_out, out, top, total, segments[0])
+    x = _inputs(layout, q, k, v, segment_ids, rng)
+    row = query_rows(d_out, out, top, total, segment_ids[0])
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):

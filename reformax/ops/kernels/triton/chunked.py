@@ -48,7 +48,7 @@ from reformax.ops.kernels.triton.common import (
     softmax_step,
 )
 from reformax.ops.kernels.triton.packed_chunks import PackedChunks
-from reformax.ops.masking.masks import Segments, segment_pair
+from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.dropout import seed_words
@@ -207,7 +207,7 @@ def _in_order(x: Array, order: Array | None) -> Array:
     return jnp.take_along_axis(x, order, axis=3, mode="promise_in_bounds")
 
 
-def _inputs(chunks, q, k, v, order, segments, rng) -> Inputs:
+def _inputs(chunks, q, k, v, order, segment_ids, rng) -> Inputs:
     packs = segment = key_order = key_packs = key_segment = None
     two_orders = order is not None and chunks.two_orders
     if chunks.count_once and order is not None and order.queries.shape[2] > 1:
@@ -218,8 +218,8 @@ def _inputs(chunks, q, k, v, order, segments, rng) -> Inputs:
     if two_orders:
         key_order = order.keys
     order = None if order is None else order.queries
-    if segments is not None:
-        of_query, of_key = (x[:, None] for x in segment_pair(segments))
+    if segment_ids is not None:
+        of_query, of_key = (x[:, None] for x in segment_pair(segment_ids))
         segment = _in_order(of_query, order)
         key_segment = _in_order(of_key, key_order) if two_orders else None
     seed = seed_words(rng, len(q)) if chunks.dropout > 0.0 else None
@@ -247,14 +247,14 @@ def attend(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
     rng: Array | None,
 ) -> Float[Array, "B T N V"]:
     """`ops.softmax.chunked.chunked_attention` by these kernels, with its gradient.
 
     Arguments are those of `forward`.
     """
-    return _attend_forward(chunks, interpret, q, k, v, order, segments, rng)[0]
+    return _attend_forward(chunks, interpret, q, k, v, order, segment_ids, rng)[0]
 
 
 def _attend_forward(chunks, interpret, q, k, v, *others):
@@ -279,7 +279,7 @@ def forward(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
     rng: Array | None,
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -291,11 +291,11 @@ def forward(
     Args:
       chunks, order: as in `ops.softmax.chunked.chunked_attention`.
       q, k, v, rng: as there.
-      segments: as there, padded to whole chunks with 0.
+      segment_ids: as there, padded to whole chunks with 0.
       tiles: how the kernel is cut; None: as was fastest on an H200.
       interpret: whether to run it anywhere, slowly.
     """
-    inputs = _inputs(chunks, q, k, v, order, segments, rng)
+    inputs = _inputs(chunks, q, k, v, order, segment_ids, rng)
     batch, length, n_heads, _ = q.shape
     statistic = jax.ShapeDtypeStruct((batch, n_heads, length), jnp.float32)
     state = None
@@ -314,7 +314,7 @@ def backward(
     k: Float[Array, "B T N H"] | None,
     v: Float[Array, "B T N V"],
     order: Any,
-    segments: Segments | None,
+    segment_ids: SegmentIds | None,
     rng: Array | None,
     out: Float[Array, "B T N V"],
     top: Float[Array, "B N T"],
@@ -326,13 +326,13 @@ def backward(
     """The gradients of q, k (None where keys are shared) and v.
 
     Args:
-      chunks, q, k, v, order, segments, rng: as in `forward`.
+      chunks, q, k, v, order, segment_ids, rng: as in `forward`.
       out, top, total: what it returned.
       d_out: the gradient of `out`.
       tiles, interpret: as in `forward`.
     """
-    inputs = _inputs(chunks, q, k, v, order, segments, rng)
-    ids = None if segments is None else segment_pair(segments)[0][:, : q.shape[1]]
+    inputs = _inputs(chunks, q, k, v, order, segment_ids, rng)
+    ids = None if segment_ids is None else segment_pair(segment_ids)[0][:, : q.shape[1]]
     row = query_rows(d_out, out, top, total, ids)
     dot, top = (_in_order(x, inputs.order) for x in (row.dot, row.top))
     share = None if row.share is None else _in_order(row.share, inputs.order)

@@ -260,11 +260,11 @@ def _attend_forward(layout, interpret, q, k, v, index, factor, chosen, ids, rng)
 def _attend_backward(layout, interpret, residuals, d_out):
     (q, k, v, index, factor, chosen, ids, rng), results = residuals
     results, d_out = first_order((results, d_out))
-    segments = _segments(ids, chosen)
-    args = q, k, v, segments, rng, *results, d_out
+    segment_ids = _segments(ids, chosen)
+    args = q, k, v, segment_ids, rng, *results, d_out
     gradients = block_sparse.backward(layout, *args, interpret=interpret)
     attention = _Attention(q, k, _Softmax(*results[1:]))
-    of_index = _gradient(layout.causal, interpret, index, attention, segments[-1], ids)
+    of_index = _gradient(layout.causal, interpret, index, attention, segment_ids[-1], ids)
     of_index = jax.tree.map(lambda x: x * factor, of_index)
     return *gradients, of_index, None, None, None, None
 
