@@ -70,7 +70,7 @@ LARGEST = "largest weights"
 # Of a trained model, where a query sees chunks of 64 or blocks of 64 more and more.
 OPS = (
     LARGEST,
-    "lsh.lsh(chunk_len=64, own=False, n_hashes={1, 2, 4, 8, 16})",
+    "lsh.lsh(chunk_len=64, attend_self_if_alone=False, n_hashes={1, 2, 4, 8, 16})",
     "smyrf.smyrf(chunk_len=64, n_hashes={2, 4, 8, 16, 32})",
     "asymmetric_lsh.asymmetric_lsh(chunk_len=64, n_hashes={1, 2, 4, 8})",
     "moba.moba(block_size=64, top_k={2, 4, 8, 16})",

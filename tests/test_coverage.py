@@ -40,8 +40,12 @@ def found(op, layer, rng):
     [
         ("moba", dense.dense(), 1),
         pytest.param("smyrf", dense.dense(), 1, marks=pytest.mark.slow),
-        pytest.param("lsh", shared_qk.shared_qk(own=False), 0, marks=pytest.mark.slow),
-        pytest.param("smyrf", shared_qk.shared_qk(own=False), 0, marks=pytest.mark.slow),
+        pytest.param(
+            "lsh", shared_qk.shared_qk(attend_self_if_alone=False), 0, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "smyrf", shared_qk.shared_qk(attend_self_if_alone=False), 0, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own):
@@ -58,7 +62,7 @@ def test_the_share_is_that_of_the_keys_that_the_plan_shows(name, of_layer, n_own
     logits = np.einsum("btnh,bsnh->bnts", *(np.asarray(x, float) for x in (layer.q, keys)))
     visible = np.tril(np.ones((LENGTH, LENGTH)))[None, None]
     if not n_own:
-        visible = except_self(visible, own=False)
+        visible = except_self(visible, attend_self_if_alone=False)
     weights = np.exp(logits / np.sqrt(8)) * visible
     weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
 

@@ -70,7 +70,7 @@ class Constants:
     lowest: float
     scale: float  # of logits, for the exponential of base 2
     root: float
-    share: bool
+    inverse_sum: bool
     n_statistics: int  # the last axis of statistics in order
     precision: str
 
@@ -246,8 +246,8 @@ def _dropped(seed, batch, head, query, key, c: tl.constexpr):
 
 
 @triton.jit
-def _lone_weight(seed, batch, head, position, segment, total, c: tl.constexpr):
-    alone = (total == 0.0) & _token(position, segment, c)
+def _lone_weight(seed, batch, head, position, segment, row_sum, c: tl.constexpr):
+    alone = (row_sum == 0.0) & _token(position, segment, c)
     weight = tl.where(alone, 1.0, 0.0)
     if c.dropout:
         weight = weight * _dropped(seed, batch, head, position, position, c)
@@ -301,12 +301,12 @@ def forward_kernel(
     real = position < c.length
     if c.first:
         acc = tl.zeros((own, v_width), tl.float32)
-        top = tl.full((own,), c.lowest, tl.float32)
-        total = tl.zeros((own,), tl.float32)
+        row_max = tl.full((own,), c.lowest, tl.float32)
+        row_sum = tl.zeros((own,), tl.float32)
     else:
         acc = _rows(acc_before, position, real, c.v_size, v_width, c.whole, c)
-        top = _load(top_before + position, real, c.lowest, c.whole)
-        total = _load(total_before + position, real, 0.0, c.whole)
+        row_max = _load(top_before + position, real, c.lowest, c.whole)
+        row_sum = _load(total_before + position, real, 0.0, c.whole)
     queries = _rows(q, position, real, c.size, width, c.whole, c)
 
     first, last = _keys(start, c)
@@ -319,25 +319,25 @@ def forward_kernel(
         mask = _visible(block, key_block, True, pack, key_pack, at, c)
         logits = tl.dot(queries, tl.trans(keys), input_precision=c.precision)
         logits = tl.where(mask, logits, float("-inf"))
-        best = tl.maximum(top, tl.max(logits, 1))
+        best = tl.maximum(row_max, tl.max(logits, 1))
         weights = tl.math.exp2(logits * c.scale - (best * c.scale)[:, None])
-        decay = tl.math.exp2((top - best) * c.scale)
-        total = total * decay + tl.sum(weights, 1)
+        decay = tl.math.exp2((row_max - best) * c.scale)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
         if c.dropout:
             weights = weights * _dropped(seed, batch, head, position[:, None], key[None, :], c)
         weights = weights.to(values.dtype)
         acc = tl.dot(weights, values, acc=acc * decay[:, None], input_precision=c.precision)
-        top = best
+        row_max = best
 
     if c.last:
-        acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
         if c.sees_itself:
-            lone = _lone_weight(seed, batch, head, position, ids, total, c)
+            lone = _lone_weight(seed, batch, head, position, ids, row_sum, c)
             mine = _rows(v, position, real & (lone > 0.0), c.v_size, v_width, False, c)
             acc += lone[:, None] * mine.to(tl.float32)
     _put_rows(acc_after, position, acc, c.v_size, v_width, c)
-    tl.store(top_after + position, top, mask=real)
-    tl.store(total_after + position, total, mask=real)
+    tl.store(top_after + position, row_max, mask=real)
+    tl.store(total_after + position, row_sum, mask=real)
 
 
 @triton.jit
@@ -354,9 +354,9 @@ def backward_kernel(
     key_segment,
     d_out,
     dot,
-    top,
-    total,
-    share,
+    row_max,
+    row_sum,
+    inverse_sum,
     dq_before,
     dk_before,
     dv_before,
@@ -379,10 +379,10 @@ def backward_kernel(
         dv_before + to_values,
     )
     dq_after, dk_after, dv_after = dq_after + to_rows, dk_after + to_rows, dv_after + to_values
-    total += (far * c.n_heads + head) * c.length
+    row_sum += (far * c.n_heads + head) * c.length
     at_row = (head * c.n_rounds + c.round) * c.n_statistics
     to_row = far * (c.n_heads * c.n_rounds * c.n_statistics)
-    dot, top, share = dot + to_row, top + to_row, share + to_row
+    dot, row_max, inverse_sum = dot + to_row, row_max + to_row, inverse_sum + to_row
     at = (head * c.n_rounds + c.round) * c.n_places
     to_order = far * (c.n_heads * c.n_rounds * c.n_places)
     order, key_order = order + to_order, key_order + to_order
@@ -405,13 +405,13 @@ def backward_kernel(
         there = query < c.length
         queries = _rows(q, query, _token(query, query_ids, c), c.size, width, c.whole_tokens, c)
         d_rows = _rows(d_out, query, there, c.v_size, v_width, c.whole, c)
-        tops = _load(top + (at_row + query_place), there, 0.0, c.whole) * c.scale
+        tops = _load(row_max + (at_row + query_place), there, 0.0, c.whole) * c.scale
         dots = _load(dot + (at_row + query_place), there, 0.0, c.whole)
         mask = _visible(query_block, block, False, pack, key_pack, at, c)
         logits = tl.dot(own_keys, tl.trans(queries), input_precision=c.precision)
         p = tl.math.exp2(tl.where(mask, logits, float("-inf")) * c.scale - tops[None, :])
-        if c.share:
-            p = p * _load(share + (at_row + query_place), there, 0.0, c.whole)[None, :]
+        if c.inverse_sum:
+            p = p * _load(inverse_sum + (at_row + query_place), there, 0.0, c.whole)[None, :]
         # Before the other product, which would take more registers.
         if c.dropout:
             dropped = _dropped(seed, batch, head, query[None, :], position[:, None], c)
@@ -425,7 +425,7 @@ def backward_kernel(
         ds = p * (dp - dots[None, :])
         dk = tl.dot(ds.to(queries.dtype), queries, acc=dk, input_precision=c.precision)
     if c.sees_itself and c.last:
-        sums = _load(total + position, real, 1.0, c.whole)
+        sums = _load(row_sum + position, real, 1.0, c.whole)
         lone = _lone_weight(seed, batch, head, position, ids, sums, c)
         mine = _rows(d_out, position, real & (lone > 0.0), c.v_size, v_width, False, c)
         dv += lone[:, None] * mine.to(tl.float32)
@@ -445,7 +445,7 @@ def backward_kernel(
         real, token = position < c.length, _token(position, ids, c)
     own_queries = _rows(q, position, token, c.size, width, c.whole_tokens, c)
     own_d_rows = _rows(d_out, position, real, c.v_size, v_width, c.whole, c)
-    own_top = _load(top + (at_row + place), real, 0.0, c.whole) * c.scale
+    own_top = _load(row_max + (at_row + place), real, 0.0, c.whole) * c.scale
     own_dot = _load(dot + (at_row + place), real, 0.0, c.whole)
     if c.shared_qk:
         # Through the normalization that makes keys of queries.
@@ -466,8 +466,8 @@ def backward_kernel(
         products = tl.dot(own_queries, tl.trans(keys), input_precision=c.precision)
         weights = tl.where(seen, products, float("-inf")) * c.scale - own_top[:, None]
         weights = tl.math.exp2(weights)
-        if c.share:
-            weights = weights * _load(share + (at_row + place), real, 0.0, c.whole)[:, None]
+        if c.inverse_sum:
+            weights = weights * _load(inverse_sum + (at_row + place), real, 0.0, c.whole)[:, None]
         d_weights = tl.dot(own_d_rows, tl.trans(values), input_precision=c.precision)
         if c.dropout:
             d_weights = d_weights * _dropped(seed, batch, head, position[:, None], key[None, :], c)
@@ -621,8 +621,8 @@ def backward(
     segment_ids,
     rng,
     out,
-    top,
-    total,
+    row_max,
+    row_sum,
     d_out,
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -631,12 +631,13 @@ def backward(
     """`kernels.chunked.backward`; `precision` as in `forward`."""
     x = chunked._inputs(chunks, q, k, v, order, segment_ids, rng)
     row = query_rows(
-        d_out, out, top, total, None if segment_ids is None else segment_ids[:, : len(q[0])]
+        d_out, out, row_max, row_sum, None if segment_ids is None else segment_ids[:, : len(q[0])]
     )
-    dot, top, share = (
-        None if a is None else chunked._in_order(a, x.order) for a in (row.dot, row.top, row.share)
+    dot, row_max, inverse_sum = (
+        None if a is None else chunked._in_order(a, x.order)
+        for a in (row.dot, row.row_max, row.inverse_sum)
     )
-    rows = [row.d_out, dot, top, total, dot if share is None else share]
+    rows = [row.d_out, dot, row_max, row_sum, dot if inverse_sum is None else inverse_sum]
     # Keys that are shared have no gradient of their own; something small stands for it.
     nothing = jax.ShapeDtypeStruct((16,), jnp.float32)
     gradients = None
@@ -646,7 +647,7 @@ def backward(
             x,
             gradients is None,
             precision,
-            share=share is not None,
+            inverse_sum=inverse_sum is not None,
             n_statistics=dot.shape[3],
         )
         before = [x.q] * 3 if gradients is None else list(gradients)

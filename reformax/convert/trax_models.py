@@ -162,7 +162,7 @@ def _wanted(op: Op) -> dict[str, Any]:
     if op.name == "flash":
         return {"scale": None}
     if op.name != "local":
-        return {"own": True} if op.name == "shared_qk" else {}
+        return {"attend_self_if_alone": True} if op.name == "shared_qk" else {}
     around = op.option("n_chunks_before") > 1 or op.option("n_chunks_after") > 0
     circle = {"wrap": True} if around else {}
     alone = {"self_score": SELF_SCORE} if circle and op.option("shared_qk") else {}

@@ -109,7 +109,7 @@ def heads_of(op: Op, num_heads: Size, features: Size) -> tuple[int, int]:
       ValueError: features that the heads do not divide.
       NotImplementedError: the algorithm has weights of its own, or reads further projections.
     """
-    if op.extras is not None:
+    if op.extra_projections is not None:
         raise NotImplementedError(
             f"op is {op}: it reads further projections, which reformax.layers.Attention makes"
         )

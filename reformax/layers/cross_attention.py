@@ -37,7 +37,7 @@ class CrossAttention(MultiHead):
     def __post_init__(self):
         super().__post_init__()
         traits = self.op.traits
-        if self.op.extras is not None:
+        if self.op.extra_projections is not None:
             raise Unsupported(
                 f"op is {self.op}: it reads further projections, which a memory has none of; use "
                 "dense.dense()"

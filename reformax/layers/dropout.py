@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.declared import Rate, check_all, hints_of
 from reformax.layers._trax import Layer
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_bits, seed_words
 
 # Two columns this far apart share a hash of 32 bits: the left one takes the upper 16, the right one
@@ -56,7 +56,7 @@ def dropout(
     bits = dropout_bits(seed, index, 0, position + start, column ^ right)
     # In float32: in bfloat16, 1 / (1 - rate) would be rounded to eight bits and shift the mean.
     factor = multiplier(bits << right // (APART // 16), rate)
-    dtype = wide(x.dtype)
+    dtype = accum_dtype(x.dtype)
     return (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)
 
 

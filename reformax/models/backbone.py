@@ -93,8 +93,8 @@ class Backbone(Model):
         Args:
           params: the weights.
           inputs: tokens.
-          segment_ids: ids; a position sees its own id only, and 0 is padding. `Tokens` have marks
-            or positions too.
+          segment_ids: ids; a position sees its own id only, and 0 is padding. `Tokens` have global
+            tokens or positions too.
           rng: the source of hashes and of dropout.
           cls: a vector that stands before the first token; features and segments have it too.
         """

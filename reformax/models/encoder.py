@@ -43,8 +43,8 @@ class Encoder(Backbone):
 
     Args:
       n_global: the first so many tokens of a row are marked, which algorithms with the trait
-        `marks` let see all and be seen by all, as Longformer's global attention. The vector that
-        `pooling="cls"` puts before a row is the first of them.
+        `global_tokens` let see all and be seen by all, as Longformer's global attention. The vector
+        that `pooling="cls"` puts before a row is the first of them.
     """
 
     n_global: Count = 0
@@ -53,10 +53,12 @@ class Encoder(Backbone):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.n_global and not any(op.traits.marks for op in cycle_of(self.attention_type)):
+        if self.n_global and not any(
+            op.traits.global_tokens for op in cycle_of(self.attention_type)
+        ):
             raise SettingError(
-                f"n_global is {self.n_global} and no op of attention_type reads marks: leave it "
-                f"out, or take one that does, as longformer.longformer(n_global={self.n_global})"
+                f"n_global is {self.n_global} and no op of attention_type reads global_tokens: "
+                f"leave it out, or take one that does, as longformer.longformer(n_global={self.n_global})"
             )
 
     def read(
@@ -79,11 +81,11 @@ class Encoder(Backbone):
                     "devices share a row: set pooling='mean' or 'first', or mesh.context=1"
                 )
             segment_ids = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=True)
-        marks = None
+        global_tokens = None
         if self.n_global:
             first = jnp.arange(segment_ids.shape[1])[None] < self.n_global
-            marks = (first & segment_ids).astype(jnp.int32)
-        read = Tokens(segment_ids, marks, padded_behind=True)
+            global_tokens = (first & segment_ids).astype(jnp.int32)
+        read = Tokens(segment_ids, global_tokens, padded_behind=True)
         return self.encode(params, tokens, read, rng, cls), segment_ids
 
 

@@ -49,7 +49,7 @@ from reformax.ops.softmax.orders import ChunkCount, Chunks, ChunkSizes, Order
 
 # Of algorithms that sort queries and keys by such hashes.
 TRAITS = Traits(
-    cross=True, random_plan=True, causal_plan=False, keeps_padding_out=True, heads_apart=True
+    cross=True, random_plan=True, causal_plan=False, keeps_padding_out=True, head_shards=True
 )
 
 
@@ -77,7 +77,7 @@ def attend(
     options = dict(
         causal=causal,
         shared_qk=False,
-        own=settings.own,
+        attend_self_if_alone=settings.attend_self_if_alone,
         count_once=settings.count_once,
         dropout=dropout,
         two_orders=True,
@@ -113,7 +113,7 @@ class Settings(NamedTuple):
     n_chunks_before: int
     n_chunks_after: int
     count_once: bool
-    own: bool
+    attend_self_if_alone: bool
     impl: str
 
     @property
@@ -142,7 +142,7 @@ def asymmetric_lsh(
     n_chunks_before: ChunkCount = 1,
     n_chunks_after: ChunkCount = 1,
     count_once: bool = True,
-    own: bool = True,
+    attend_self_if_alone: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
     """LSH attention whose keys have a projection of their own.
@@ -165,8 +165,8 @@ def asymmetric_lsh(
       n_chunks_before: how many chunks of keys before that at its own place a query sees.
       n_chunks_after: how many chunks of keys after it.
       count_once: True counts a key once however many rounds show it; False counts it each time.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it, and
-        so it is across two sequences, where a query has no key of its own.
+      attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
+        zeros of it, and so it is across two sequences, where a query has no key of its own.
       impl: as in `smyrf.smyrf`.
 
     Raises:

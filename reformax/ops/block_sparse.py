@@ -26,7 +26,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.block_patterns import Mask, Pattern, butterfly
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.decoding.cache import KeyValues, add_to_ring, attend_to, fill_ring
-from reformax.ops.masking.bands import first_marked, ids_at, rows_at
+from reformax.ops.masking.bands import first_global, ids_at, rows_at
 from reformax.ops.masking.masks import ids_or_ones, segment_pair
 from reformax.ops.masking.padding import over_tokens
 from reformax.ops.sharding.shard import all_heads
@@ -49,9 +49,10 @@ def block_sparse(
 ) -> AttentionOp:
     """Attention to the keys in the nonzero blocks of a mask.
 
-    With `n_global`, `marks` above 0 say which tokens are global: they see all of their segment and
-    are seen by all of it, besides the blocks. With `block_patterns.bigbird(n_global=0)` this is the
-    ETC form of BigBird (Zaheer et al. 2020, sec. 2), whose global tokens may stand anywhere.
+    With `n_global`, `global_tokens` above 0 say which tokens are global: they see all of their
+    segment and are seen by all of it, besides the blocks. With `block_patterns.bigbird(n_global=0)`
+    this is the ETC form of BigBird (Zaheer et al. 2020, sec. 2), whose global tokens may stand
+    anywhere.
 
     Args:
       pattern: which block of queries sees which block of keys: a boolean array, `[n_blocks_q,
@@ -81,7 +82,7 @@ def block_sparse(
             init=no_params,
             plan=functools.partial(_plan, n_global),
             apply=functools.partial(_apply_with_global, layout_of, impl),
-            traits=Traits(causal=False, marks=True),
+            traits=Traits(causal=False, global_tokens=True),
         )
     return AttentionOp(
         init=no_params,
@@ -89,7 +90,7 @@ def block_sparse(
         apply=functools.partial(_apply, layout_of, impl),
         # Whether a function makes masks by head is known at the call, which refuses them.
         traits=Traits(
-            cross=True, keeps_padding_out=True, heads_apart=given is None or given.ndim == 2
+            cross=True, keeps_padding_out=True, head_shards=given is None or given.ndim == 2
         ),
         init_cache=_init_cache if given is None else None,
         step=functools.partial(_step, layout_of, impl) if given is None else None,
@@ -166,11 +167,11 @@ def _attend(layout: Layout, impl: str, q, k, v, segment_ids, rng) -> Float[Array
 
 
 def _plan(
-    n_global: int, params, q, k, *, segment_ids, causal, rng, train, length=None, marks=None
+    n_global: int, params, q, k, *, segment_ids, causal, rng, train, length=None, global_tokens=None
 ) -> Int[Array, "B G"] | None:
     """The positions of global tokens, if there are any."""
     del params, q, k, causal, rng, train, length
-    return first_marked(marks, segment_ids, n_global)
+    return first_global(global_tokens, segment_ids, n_global)
 
 
 def _apply_with_global(

@@ -44,7 +44,7 @@ def dense(*, impl: str = "auto") -> AttentionOp:
             keeps_padding_out=True,
             lengths=True,
             grouped=True,
-            heads_apart=True,
+            head_shards=True,
         ),
         **full_decoding(impl),
     )

@@ -45,7 +45,7 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.numerics.auxiliary_loss import with_loss
 from reformax.ops.numerics.finite import finite, is_finite
-from reformax.ops.numerics.precision import product, wide
+from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, joined, positions
 from reformax.ops.sharding.shard import row_axes
 from reformax.ops.softmax.block_lists import Everything
@@ -159,7 +159,7 @@ def _index_keys(params, k: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
 
 def _read(x: Array) -> Array:
     """Vectors of float32 or wider whose scores do not overflow; no gradient flows to them."""
-    x = finite(lax.stop_gradient(x).astype(wide(x.dtype)))
+    x = finite(lax.stop_gradient(x).astype(accum_dtype(x.dtype)))
     return jnp.clip(x, -LARGEST, LARGEST)
 
 

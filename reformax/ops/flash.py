@@ -23,7 +23,7 @@ from reformax.ops.calls.heads import repeat_heads
 from reformax.ops.decoding.cache import full_decoding
 from reformax.ops.masking.masks import segment_pair
 from reformax.ops.masking.padding import over_tokens
-from reformax.ops.sharding.shard import Share
+from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax import ring, tiles
 from reformax.ops.softmax.block_lists import Everything
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -72,8 +72,8 @@ def flash(
             keeps_padding_out=True,
             lengths=True,
             grouped=True,
-            heads_apart=True,
-            stretches=impl != "cudnn",
+            head_shards=True,
+            sequence_shards=impl != "cudnn",
         ),
         **full_decoding(impl, scale=scale),
     )
@@ -84,7 +84,7 @@ def _apply(
 ):
     del params, plan
     block_sizes, scale, impl = settings
-    if isinstance(rng, Share) and rng.axis is not None:
+    if isinstance(rng, Shard) and rng.axis is not None:
         impl = choose(impl, **kernel_obstacles(q, k, v, scale=scale))
         pieces = _Pieces(block_sizes, scale, dropout, impl)
         return ring.attend(pieces, causal, q, k, v, segment_pair(segment_ids), rng)
@@ -136,25 +136,25 @@ class _Pieces(NamedTuple):
     def unit(self, size: int) -> float:
         return 1.0 if self.impl == "xla" else 1 / math.sqrt(size)
 
-    def forward(self, causal, q, k, v, segment_ids, share):
+    def forward(self, causal, q, k, v, segment_ids, shard):
         k, v = repeat_heads(q, k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            return kernel.forward(layout, q, k, v, segment_ids, share, interpret=interpret)
+            return kernel.forward(layout, q, k, v, segment_ids, shard, interpret=interpret)
         tiling = _tiling(*self[:3], causal, q, k)
-        x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, share)
+        x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
         return tuple(tiles.forward(tiling, x.marked(), every.by_query))
 
-    def backward(self, causal, q, k, v, segment_ids, share, results, d_out):
+    def backward(self, causal, q, k, v, segment_ids, shard, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
         if self.impl != "xla":
             kernel, layout, interpret = self._kernel(causal, q, k)
-            arrays = q, k, v, segment_ids, share, *results, d_out
+            arrays = q, k, v, segment_ids, shard, *results, d_out
             dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
-            x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, share).finite()
+            x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard).finite()
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
             found = tiles.backward(tiling, x, every.by_key, tiles.Results(*results), d_out)
             dq, *of_keys = found[:3]

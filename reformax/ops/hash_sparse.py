@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
     n_buckets: int
     shared_qk: bool
-    own: bool
+    attend_self_if_alone: bool
     impl: str
 
     def check(self) -> None:
@@ -75,7 +75,11 @@ class Orders(NamedTuple):
 
 @named
 def hash_sparse(
-    *, n_buckets: Buckets = 16, shared_qk: bool = False, own: bool = True, impl: str = "auto"
+    *,
+    n_buckets: Buckets = 16,
+    shared_qk: bool = False,
+    attend_self_if_alone: bool = True,
+    impl: str = "auto",
 ) -> AttentionOp:
     """Exact attention to the keys of a query's own bucket.
 
@@ -87,7 +91,8 @@ def hash_sparse(
       n_buckets: buckets, an even number; 16 in most of the paper's runs.
       shared_qk: whether one projection serves as query and, length-normalised, as key, as in LSH
         attention. A position then sees itself only if it sees nothing else.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
+        zeros of it.
       impl: `"xla"` runs everywhere, in array operations, a head after the other. `"pallas"` is the
         kernel of block-sparse attention, and one that hashes, for NVIDIA GPUs of Ampere or later
         and heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests.
@@ -105,9 +110,9 @@ def hash_sparse(
         apply=functools.partial(_apply, settings),
         traits=Traits(
             shared_qk=shared_qk,
-            strict=shared_qk and not own,
+            exclude_self=shared_qk and not attend_self_if_alone,
             random_plan=True,
-            heads_apart=True,
+            head_shards=True,
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
@@ -144,21 +149,23 @@ def _apply(
     sides = (q, queries), (k, keys), (v, keys)
     x = [_in_order(x, order) for x, order in sides]
     flat = queries.folded(), keys.folded()
-    strict = settings.shared_qk
+    exclude_self = settings.shared_qk
     impl = choose(settings.impl, **kernel_obstacles(q, k, v))
     if impl == "xla":
-        out = _in_arrays(*x, *flat, causal, strict, dropout, n_heads, seed)
+        out = _in_arrays(*x, *flat, causal, exclude_self, dropout, n_heads, seed)
     else:
         from reformax.ops.kernels.triton import block_sparse as kernel
 
-        layout = InOrder(length, length, causal, dropout, strict=strict, n_folded=n_heads)
+        layout = InOrder(
+            length, length, causal, dropout, exclude_self=exclude_self, n_folded=n_heads
+        )
         groups = *(y.group for y in flat), *(y.position for y in flat)
         out, _ = kernel.attend(layout, impl == "pallas_interpret", *x, groups, rng)
     out = out.reshape(n_batch, n_heads, length, -1)
     place = inverse(queries.position)
     out = jnp.take_along_axis(out, place[..., None], axis=2, mode="promise_in_bounds")
     out = jnp.swapaxes(out, 1, 2)
-    if not settings.own:
+    if not settings.attend_self_if_alone:
         return out
     alone = sorted_groups.alone(queries, plan.keys, causal)
     alone = jnp.swapaxes(jnp.take_along_axis(alone, place, axis=2), 1, 2)
@@ -167,7 +174,7 @@ def _apply(
 
 
 def _in_arrays(
-    q, k, v, queries: Sorted, keys: Sorted, causal, strict, dropout, n_heads, seed
+    q, k, v, queries: Sorted, keys: Sorted, causal, exclude_self, dropout, n_heads, seed
 ) -> Float[Array, "X T 1 V"]:
     """The op in array operations, a tile after the other."""
     size = min(TILE, q.shape[1])
@@ -177,7 +184,7 @@ def _in_arrays(
         causal=causal,
         scale=1 / math.sqrt(q.shape[-1]),
         dropout=dropout,
-        strict=strict,
+        exclude_self=exclude_self,
         n_folded=n_heads,
     )
     groups, orders = (queries.group, keys.group), (queries.position, keys.position)
@@ -229,6 +236,6 @@ def _step(
     place = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
     now = position[:, None, None]
     mask = (buckets == of_query) & (place < now if settings.shared_qk else place <= now)
-    own = (v if settings.shared_qk else marked(v, k)) if settings.own else None
+    own = (v if settings.shared_qk else marked(v, k)) if settings.attend_self_if_alone else None
     out = attend_to(q, *memory, mask, settings.impl, own)
     return out, Hashed(memory, buckets, Shared(rotations))

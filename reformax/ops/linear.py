@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import Inputs
 from reformax.ops.recurrence.means import quotient, with_ones
 from reformax.ops.recurrence.op_functions import contained, recurrent
@@ -57,7 +57,7 @@ def linear(
         init=no_params if conv_size is None else functools.partial(conv_params, conv_size),
         plan=no_plan,
         apply=functools.partial(_apply, causal_apply, chunk_len),
-        traits=Traits(bidirectional=conv_size is None, dropout=False, heads_apart=True),
+        traits=Traits(bidirectional=conv_size is None, dropout=False, head_shards=True),
         **functions,
     )
 
@@ -73,12 +73,12 @@ def _apply(
     return quotient(sums).astype(v.dtype)
 
 
-def _inputs(params, q, k, v, extras=None) -> Inputs:
-    del params, extras
+def _inputs(params, q, k, v, extra_projections=None) -> Inputs:
+    del params, extra_projections
     return Inputs(_features(q), _features(k), v, None, None)
 
 
 def _features(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     """`elu(x) + 1`, without rounding what is far below 0 away."""
-    y = x.astype(wide(x.dtype))
+    y = x.astype(accum_dtype(x.dtype))
     return jnp.where(y > 0, y + 1, jnp.exp(jnp.minimum(y, 0))).astype(x.dtype)

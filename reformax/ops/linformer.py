@@ -59,7 +59,7 @@ def linformer(
         init=functools.partial(_init, n_projected=n_projected, share=share, max_length=max_length),
         plan=no_plan,
         apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply),
-        traits=Traits(causal=False, packed=False, heads_apart=True),
+        traits=Traits(causal=False, packed=False, head_shards=True),
     )
 
 

@@ -133,7 +133,7 @@ def local(
             keeps_padding_out=True,
             local=True,
             grouped=not shared_qk,
-            heads_apart=True,
+            head_shards=True,
         ),
         reach=None if wrap else settings.reaches,
         **({} if wrap else decoding),

@@ -34,7 +34,7 @@ from reformax.ops.decoding.cache import (
     positions_by_slot,
 )
 from reformax.ops.numerics.finite import finite, is_finite
-from reformax.ops.numerics.precision import product, wide
+from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, joined
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.dropout import seed_words
@@ -101,7 +101,7 @@ def long_short(
         init=functools.partial(_init, settings),
         plan=no_plan,
         apply=functools.partial(_apply, settings),
-        traits=Traits(packed=False, local=rank == 0, heads_apart=True),
+        traits=Traits(packed=False, local=rank == 0, head_shards=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
     )
@@ -251,12 +251,12 @@ def mixtures(
     real = jnp.broadcast_to(real, k.shape[:2])
 
     k, v, real, unfit = (in_blocks(x, chunk_len) for x in (finite(k), finite(v), real, unfit))
-    dtype = wide(k.dtype, v.dtype)
+    dtype = accum_dtype(k.dtype, v.dtype)
     scores = product("bclnh,nhr->bcrnl", k, params["projection"], k.dtype)
     mask = real[:, :, None, None]
-    top = largest(scores, mask, axis=-1)
-    fit = jnp.isfinite(top)
-    weights = masked_exp(scores, mask & fit, jnp.where(fit, top, 0))
+    row_max = largest(scores, mask, axis=-1)
+    fit = jnp.isfinite(row_max)
+    weights = masked_exp(scores, mask & fit, jnp.where(fit, row_max, 0))
     weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
     each = []
     for x, name in ((k, "far_keys_norm"), (v, "far_values_norm")):
@@ -271,7 +271,7 @@ def mixtures(
 
 def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Float[Array, "*d N H"]:
     """Layer norm of a head's vector, with its scale and bias; in float32, to the dtype of `x`."""
-    y = x.astype(wide(x.dtype))
+    y = x.astype(accum_dtype(x.dtype))
     # No square overflows: numbers above 1 are divided by the largest.
     size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(y).max(axis=-1, keepdims=True), 1))
     y = y / size

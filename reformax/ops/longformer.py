@@ -17,9 +17,9 @@ from jaxtyping import Array, Int
 
 from reformax.declared import Called, Count, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
-from reformax.ops.calls.dims import Dims, Extra
+from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS, check_impl
-from reformax.ops.masking.bands import NOWHERE, Band, first_marked, rows_at
+from reformax.ops.masking.bands import NOWHERE, Band, first_global, rows_at
 from reformax.ops.softmax import band
 from reformax.ops.softmax.dropout import seed_words
 
@@ -58,9 +58,9 @@ def longformer(
 ) -> AttentionOp:
     """Attention to a window, and of global tokens to and from everything.
 
-    `marks` above 0 say which tokens are global. In causal attention a global token sees all before
-    it, and is seen by all after it. In decoding tokens of the prompt may be global, later ones are
-    not.
+    `global_tokens` above 0 say which tokens are global. In causal attention a global token sees all
+    before it, and is seen by all after it. In decoding tokens of the prompt may be global, later
+    ones are not.
 
     Further projections of the input with `n_global` and `own_projections`: `global_q`, `global_k`,
     `global_v`.
@@ -92,45 +92,66 @@ def longformer(
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
         traits=Traits(
-            marks=n_global > 0,
+            global_tokens=n_global > 0,
             local=n_global == 0,
-            heads_apart=isinstance(dilation, int) and n_global == 0,
+            head_shards=isinstance(dilation, int) and n_global == 0,
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        extras=functools.partial(_extras, settings),
+        extra_projections=functools.partial(_extras, settings),
     )
 
 
-def _extras(settings: Settings, dims: Dims) -> dict[str, Extra]:
+def _extras(settings: Settings, dims: Dims) -> dict[str, ExtraProjection]:
     if not (settings.n_global and settings.own_projections):
         return {}
-    vectors = Extra(dims.n_heads, dims.d_qk, rotated=True)
+    vectors = ExtraProjection(dims.n_heads, dims.d_qk, rotated=True)
     return {
         "global_q": vectors,
         "global_k": vectors,
-        "global_v": Extra(dims.n_heads, dims.d_v),
+        "global_v": ExtraProjection(dims.n_heads, dims.d_v),
     }
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None, marks=None
+    settings: Settings,
+    params,
+    q,
+    k,
+    *,
+    segment_ids,
+    causal,
+    rng,
+    train,
+    length=None,
+    global_tokens=None,
 ) -> Int[Array, "B G"] | None:
     """The positions of global tokens, if there are any."""
     del params, k, causal, rng, train, length
-    return first_marked(marks, segment_ids, settings.n_global)
+    return first_global(global_tokens, segment_ids, settings.n_global)
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extras=None
+    settings: Settings,
+    params,
+    q,
+    k,
+    v,
+    *,
+    plan,
+    segment_ids,
+    causal,
+    dropout,
+    rng,
+    extra_projections=None,
 ) -> Array:
     del params
     bands = settings.bands(q.shape[2], causal)
     out = band.attend(bands, q, k, v, plan, segment_ids, dropout, rng, settings.impl)
     if plan is None:
         return out
-    if extras:
-        q, k, v = (extras[f"global_{name}"] for name in "qkv")
+    if extra_projections:
+        q, k, v = (extra_projections[f"global_{name}"] for name in "qkv")
     seed = seed_words(rng, len(q)) if dropout else None
     rows = band.rows_of_few(
         rows_at(q, plan), k, v, plan, segment_ids, causal, dropout, seed
@@ -139,14 +160,16 @@ def _apply(
 
 
 def _init_cache(
-    settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extras=None
+    settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
 ) -> band.Cache:
-    del params, rng, extras
+    del params, rng, extra_projections
     few = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
     few = jnp.where(few < lengths[:, None], few, NOWHERE)
     return band.fill(settings.bands(q.shape[2], True), k, v, few, lengths, capacity)
 
 
-def _step(settings: Settings, params, q, k, v, cache: band.Cache, *, position, extras=None):
-    del params, extras
+def _step(
+    settings: Settings, params, q, k, v, cache: band.Cache, *, position, extra_projections=None
+):
+    del params, extra_projections
     return band.step(settings.bands(q.shape[2], True), q, k, v, cache, position, settings.impl)

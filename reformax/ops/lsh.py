@@ -56,7 +56,7 @@ class Settings(NamedTuple):
     strictly_causal: bool
     wrap: bool
     pad_chunks: int
-    own: bool
+    attend_self_if_alone: bool
     self_score: float | None
     rotations: Float[ArrayLike, "N H R F"] | None
     impl: str
@@ -95,7 +95,9 @@ class Settings(NamedTuple):
         if self.wrap and self.strictly_causal:
             raise SettingError("wrap is True and strictly_causal is True: leave one out")
         if not self.own and self.self_score is not None:
-            raise SettingError(f"own is False and self_score is {self.self_score}: leave one out")
+            raise SettingError(
+                f"attend_self_if_alone is False and self_score is {self.self_score}: leave one out"
+            )
         if self.rotations is not None and factors is None:
             raise SettingError(
                 "rotations are given and n_buckets is 'auto': give the number of buckets"
@@ -115,7 +117,7 @@ def lsh(
     strictly_causal: bool = False,
     wrap: bool = False,
     pad_chunks: PadChunks = 1,
-    own: bool = True,
+    attend_self_if_alone: bool = True,
     self_score: float | None = None,
     rotations: Float[ArrayLike, "N H R F"] | None = None,
     impl: str = "auto",
@@ -151,7 +153,8 @@ def lsh(
         first chunk is the last chunk of the round before, and before the first round the last one.
         Needs `count_once=False`.
       pad_chunks: with `wrap`, the sequence is padded to a multiple of so many chunks.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
+        zeros of it.
       self_score: the score that Trax and Hugging Face give a position's own key, -1e5. Float32 is
         coarse among scores so large: a position that sees nothing else gets its own value times a
         number up to half a percent off 1. This reproduces it. None, and a step of decoding, make
@@ -175,12 +178,12 @@ def lsh(
         apply=functools.partial(_apply, settings),
         traits=Traits(
             shared_qk=True,
-            strict=not own,
+            exclude_self=not attend_self_if_alone,
             random_plan=rotations is None,
             causal_plan=strictly_causal,
             bidirectional=not strictly_causal,
             keeps_padding_out=True,
-            heads_apart=True,
+            head_shards=True,
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
@@ -228,7 +231,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dr
         circle=settings.wrap,
         causal=causal,
         shared_qk=True,
-        own=settings.own,
+        attend_self_if_alone=settings.attend_self_if_alone,
         count_once=settings.count_once,
         dropout=dropout,
     )
@@ -286,7 +289,7 @@ def _step(
     if settings.count_once and seen.shape[2] > 1:
         exists = exists & ~seen_before(seen)
     index = jnp.maximum(seen, 0).reshape(*seen.shape[:2], -1)
-    alone = v if settings.own else None
+    alone = v if settings.attend_self_if_alone else None
     mask, new = exists.reshape(index.shape), KeyValues(length_normalize(q), v)
     options = dict(alone=alone, index=index)
     out, memory = add_and_attend(q, memory, new, position, mask, settings.impl, **options)

@@ -67,7 +67,7 @@ def memory_efficient(
         plan=no_plan,
         apply=functools.partial(_apply, chunk_sizes=sizes, impl=impl),
         traits=Traits(
-            cross=True, bias=True, exact=True, beams=True, grouped=True, heads_apart=True
+            cross=True, bias=True, exact=True, beams=True, grouped=True, head_shards=True
         ),
         **full_decoding(impl),
     )
@@ -132,9 +132,9 @@ def kernel_summary(
     n_queries, n_keys = q.shape[1], k.shape[1]
     block = np.ones((1, 1, 1), bool)
     layout = Layout(block, n_queries, n_keys, n_queries, n_keys, tiling.causal, 0.0)
-    out, top, total = kernel.forward(layout, q, k, v, (None, None), None, interpret=interpret)
-    acc = jnp.swapaxes(out, 1, 2).astype(jnp.float32) * total[..., None]
-    return Softmax(acc, top * tiling.scale, total)
+    out, row_max, row_sum = kernel.forward(layout, q, k, v, (None, None), None, interpret=interpret)
+    acc = jnp.swapaxes(out, 1, 2).astype(jnp.float32) * row_sum[..., None]
+    return Softmax(acc, row_max * tiling.scale, row_sum)
 
 
 def forward(
@@ -194,10 +194,10 @@ def forward(
             found = summaries(found, tiling, n_done, -(-(end - rest) // small), rest, small)
         else:
             found = summaries(found, tiling, 0, n_large, 0, key_chunk_size)
-        top = found.top.max(axis=0, keepdims=True)
-        scale = jnp.exp(found.top - top)
+        row_max = found.row_max.max(axis=0, keepdims=True)
+        scale = jnp.exp(found.row_max - row_max)
         acc = jnp.sum(found.acc * scale[..., None], axis=0)
-        whole = Softmax(acc, top[0], jnp.sum(found.total * scale, axis=0))
+        whole = Softmax(acc, row_max[0], jnp.sum(found.row_sum * scale, axis=0))
         return results.with_rows(whole, group, queries)
 
     sizes = tiles.groups(tiling._replace(key_size=key_chunk_size), n_batch, n_heads)

@@ -37,7 +37,7 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.finite import finite, is_finite
-from reformax.ops.numerics.precision import in_three, product, wide
+from reformax.ops.numerics.precision import accum_dtype, in_three, product
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.chosen_blocks import Tiles, tiles
 from reformax.ops.softmax.dropout import seed_words
@@ -77,7 +77,7 @@ def moba(*, block_size: Size = 512, top_k: Size = 3, impl: str = "auto") -> Atte
         init=no_params,
         plan=functools.partial(_plan, block_size, top_k, impl),
         apply=functools.partial(_apply, block_size, impl),
-        traits=Traits(bidirectional=False, grouped=True, heads_apart=True),
+        traits=Traits(bidirectional=False, grouped=True, head_shards=True),
         init_cache=functools.partial(_init_cache, block_size),
         step=functools.partial(_step, block_size, top_k, impl),
         replace_value=replace_in_memory,
@@ -153,13 +153,13 @@ def _means(
     k: Float[Array, "B T N H"], ids: Int[Array, "B T"], size: int
 ) -> tuple[Int[Array, "B C"], Float[Array, "B C N H"]]:
     """The segment of each block's last token, and the mean of its keys there."""
-    keys, ids = in_blocks(k.astype(wide(k.dtype)), size), in_blocks(ids, size)
+    keys, ids = in_blocks(k.astype(accum_dtype(k.dtype)), size), in_blocks(ids, size)
     last = jnp.max(jnp.where(ids != 0, jnp.arange(ids.shape[2])[None, None], 0), axis=2)
     of_block = jnp.take_along_axis(ids, last[..., None], axis=2)
     counted = (ids == of_block) & (ids != 0)
     count = jnp.maximum(counted.sum(axis=2), 1).astype(keys.dtype)
-    total = jnp.where(counted[..., None, None], keys, 0).sum(axis=2)
-    return of_block[..., 0], total / count[..., None, None]
+    row_sum = jnp.where(counted[..., None, None], keys, 0).sum(axis=2)
+    return of_block[..., 0], row_sum / count[..., None, None]
 
 
 def _tiles(chosen: Int[Array, "B N T K-1"], size: int, n_rows: int) -> Tiles:
@@ -191,7 +191,7 @@ def _apply(block_size, impl, params, q, k, v, *, plan, segment_ids, causal, drop
 def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[Array, "B T N V"]:
     """The op in array operations, a tile of all sequences and heads after the other."""
     n_batch, length, n_heads, _ = q.shape
-    dtype = wide(q.dtype, v.dtype)
+    dtype = accum_dtype(q.dtype, v.dtype)
     query = jnp.where(tiles.pair < 0, -1, tiles.pair // tiles.place.shape[3])
     ids = ids_or_ones(segment_ids, q)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
@@ -206,7 +206,7 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[
     heads = jnp.swapaxes(q, 1, 2)
     tokens = (ids[:, :, None], is_finite(k, v)[..., 0])
     attend = jax.checkpoint(functools.partial(_tile, seed, dropout))
-    acc, top, total, whole = lax.map(
+    acc, row_max, row_sum, whole = lax.map(
         lambda tile: attend(*tile),
         (
             (_by_tile(query), of_queries(ids[:, None]), of_queries(is_finite(heads)[..., 0])),
@@ -224,10 +224,10 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[
         x = x.reshape(n_batch, n_heads, -1, *x.shape[4:])
         return taken(x, jnp.maximum(tiles.place, 0))
 
-    acc, top, total, whole = map(of_pairs, (acc, top, total, whole))
-    scale = masked_exp(top, exists, largest(top, exists, axis=-1))
+    acc, row_max, row_sum, whole = map(of_pairs, (acc, row_max, row_sum, whole))
+    scale = masked_exp(row_max, exists, largest(row_max, exists, axis=-1))
     out = jnp.sum(acc * scale[..., None], axis=3)
-    out = out / nonzero(jnp.sum(total * scale, axis=-1))[..., None]
+    out = out / nonzero(jnp.sum(row_sum * scale, axis=-1))[..., None]
     # A row that sees what is not finite is NaN and has no gradient.
     out = jnp.where(jnp.all(whole | ~exists, axis=-1)[..., None], out, jnp.nan)
     return jnp.swapaxes(out, 1, 2).astype(v.dtype)
@@ -270,7 +270,7 @@ class Cache(NamedTuple):
 def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
     del params, q, plan, rng
     memory = fill_ring(k, v, lengths, capacity)  # zeros where there is no position yet
-    keys = jnp.swapaxes(memory.keys, 1, 2).astype(wide(k.dtype))
+    keys = jnp.swapaxes(memory.keys, 1, 2).astype(accum_dtype(k.dtype))
     blocks = in_blocks(keys, min(block_size, capacity))
     return Cache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
 

@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax.declared import Called, SettingError, Size, Width, check
 from reformax.ops import local
 from reformax.ops.base import AttentionOp, Traits, named
-from reformax.ops.calls.dims import Dims, Extra
+from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.decoding.cache import (
     KeyValues,
@@ -44,7 +44,7 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
 from reformax.ops.numerics.finite import finite, is_finite
-from reformax.ops.numerics.precision import product, wide
+from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, joined, positions
 from reformax.ops.softmax.chosen_blocks import BEFORE, FIRST, OWN
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
@@ -170,19 +170,19 @@ def nsa(
         init=functools.partial(_init, settings),
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=Traits(bidirectional=False, grouped=True, heads_apart=True, choose_together=True),
+        traits=Traits(bidirectional=False, grouped=True, head_shards=True, choose_together=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
-        extras=functools.partial(_extras, settings),
+        extra_projections=functools.partial(_extras, settings),
     )
 
 
-def _extras(settings: Settings, dims: Dims) -> dict[str, Extra]:
-    gate = {"gate": Extra(dims.n_heads, 3)}
+def _extras(settings: Settings, dims: Dims) -> dict[str, ExtraProjection]:
+    gate = {"gate": ExtraProjection(dims.n_heads, 3)}
     if not settings.own_projections:
         return gate
-    keys = Extra(dims.key_heads, dims.d_qk, rotated=True)
-    values = Extra(dims.key_heads, dims.d_v)
+    keys = ExtraProjection(dims.key_heads, dims.d_qk, rotated=True)
+    values = ExtraProjection(dims.key_heads, dims.d_v)
     return gate | {
         f"{branch}_{name}": what
         for branch in ("selected", "window")
@@ -228,7 +228,7 @@ class Summaries(NamedTuple):
 def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
     """Eq. 7's phi of each block: its mean, and what a hidden layer adds to it."""
     dtype = x.dtype
-    y = x.astype(wide(dtype))
+    y = x.astype(accum_dtype(dtype))
     out = y.mean(axis=2)
     if params is not None:
         positions = params["positions"].astype(y.dtype)[None, None, :, None]
@@ -383,13 +383,24 @@ def _logits(axes: str, queries: Array, keys: Array) -> Array:
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extras
+    settings: Settings,
+    params,
+    q,
+    k,
+    v,
+    *,
+    plan,
+    segment_ids,
+    causal,
+    dropout,
+    rng,
+    extra_projections,
 ) -> Float[Array, "B T N V"]:
     del causal
     settings = settings.within(q.shape[1])
     ids = ids_or_ones(segment_ids, q)
     far = _summaries(settings, params, k, v, ids)
-    (selected_k, selected_v), (near_k, near_v) = _own(settings, k, v, extras)
+    (selected_k, selected_v), (near_k, near_v) = _own(settings, k, v, extra_projections)
     more = dict(causal=True, segment_ids=segment_ids, dropout=dropout, rng=rng)
     near = settings.near.apply((), q, near_k, near_v, plan=(), **more)
     selected = q, selected_k, selected_v
@@ -401,21 +412,22 @@ def _apply(
         has_ids = segment_ids is not None
         masks = plan, ids if has_ids else None, dropout, rng
         others = _in_kernels(settings, impl == "pallas_interpret", far, *selected, *masks)
-    return _gated((*others, near), extras["gate"]).astype(v.dtype)
+    return _gated((*others, near), extra_projections["gate"]).astype(v.dtype)
 
 
-def _own(settings: Settings, k, v, extras) -> tuple[KeyValues, KeyValues]:
+def _own(settings: Settings, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
     """Keys and values of the selected branch and of the window."""
     if not settings.own_projections:
         return KeyValues(k, v), KeyValues(k, v)
     return tuple(
-        KeyValues(extras[f"{branch}_k"], extras[f"{branch}_v"]) for branch in ("selected", "window")
+        KeyValues(extra_projections[f"{branch}_k"], extra_projections[f"{branch}_v"])
+        for branch in ("selected", "window")
     )
 
 
 def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:
     """Eq. 5. A row that is not finite in one branch is NaN, and has no gradient."""
-    dtype = wide(*(x.dtype for x in branches))
+    dtype = accum_dtype(*(x.dtype for x in branches))
     share = jax.nn.sigmoid(finite(gate).astype(dtype))
     out = sum(finite(x).astype(dtype) * share[..., i, None] for i, x in enumerate(branches))
     whole = functools.reduce(jnp.logical_and, map(is_finite, (gate, *branches)))
@@ -526,11 +538,11 @@ class Cache(NamedTuple):
 
 
 def _init_cache(
-    settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extras
+    settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections
 ) -> Cache:
     del q, plan, rng
     settings = settings.within(capacity)
-    selected, near = _own(settings, k, v, extras)
+    selected, near = _own(settings, k, v, extra_projections)
     real = (jnp.arange(k.shape[1])[None] < jnp.asarray(lengths)[:, None]).astype(jnp.int32)
     found = _summaries(settings, params, tokens_only(k, real), tokens_only(v, real), real)
     n = settings.n_summaries(capacity)
@@ -547,9 +559,9 @@ def _init_cache(
     )
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extras):
+def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extra_projections):
     settings = settings.within(cache.selected.keys.shape[2])
-    new_selected, new_near = _own(settings, k, v, extras)
+    new_selected, new_near = _own(settings, k, v, extra_projections)
     memory = add_to_ring(cache.selected, *new_selected, position)
     near = add_to_ring(cache.near, *new_near, position)
     newest = add_to_ring(cache.newest, k, v, position)
@@ -567,7 +579,7 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extras
         attend_to(q, *held, mask, settings.impl)
         for held, mask in ((far, seen), (chosen, mask), (near, window))
     ]
-    out = _gated(branches, extras["gate"]).astype(v.dtype)
+    out = _gated(branches, extra_projections["gate"]).astype(v.dtype)
     return out, Cache(memory, near, newest, far)
 
 

@@ -26,7 +26,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.numerics.finite import finite, is_finite
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
 
@@ -69,7 +69,7 @@ def nystromformer(
         init=no_params if conv_size is None else functools.partial(_init, size=conv_size),
         plan=no_plan,
         apply=functools.partial(_apply, attend=flash.flash(impl=impl).apply, **settings),
-        traits=Traits(causal=False, packed=False, dropout=False, heads_apart=True),
+        traits=Traits(causal=False, packed=False, dropout=False, head_shards=True),
     )
 
 
@@ -82,7 +82,7 @@ def _init(rng: PRNGKeyArray, dims: Dims, *, size):
 def _apply(
     params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend, n_landmarks, n_iterations
 ):
-    dtype = wide(q.dtype, v.dtype)
+    dtype = accum_dtype(q.dtype, v.dtype)
     # Landmarks are of all tokens: so is what is not finite.
     whole = is_finite(q, k, v).all(axis=1, keepdims=True)
     q, k, v = finite(q), finite(k), finite(v)
@@ -144,7 +144,7 @@ def segment_means(x: Float[Array, "B T N H"], groups: Groups) -> Float[Array, "B
     index, real = groups
     n_batch, n_landmarks, size = x.shape[0], *index.shape[1:]
     rows = jnp.take_along_axis(x, index.reshape(index.shape[0], -1)[..., None, None], axis=1)
-    rows = rows.reshape(n_batch, n_landmarks, size, *x.shape[2:]).astype(wide(x.dtype))
+    rows = rows.reshape(n_batch, n_landmarks, size, *x.shape[2:]).astype(accum_dtype(x.dtype))
     real = real[..., None, None]
     total = jnp.sum(rows, axis=2, where=real)
     return total / jnp.maximum(jnp.sum(real, axis=2), 1).astype(total.dtype)
@@ -154,7 +154,7 @@ def _softmax_of_landmarks(
     queries: Float[Array, "B M N H"], keys: Float[Array, "B M N H"], real: Bool[Array, "#B M"]
 ) -> Float[Array, "B N M M"]:
     """Softmax attention weights between landmarks; zeros for those of no token."""
-    dtype = wide(queries.dtype)
+    dtype = accum_dtype(queries.dtype)
     logits = jnp.einsum("binh,bjnh->bnij", queries, keys, preferred_element_type=dtype)
     logits = logits / math.sqrt(queries.shape[-1])
     mask = real[:, None, :, None] & real[:, None, None, :]
@@ -181,7 +181,7 @@ def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array,
 
 def convolved(v: Float[Array, "B T N V"], weights: Float[Array, "N W"]) -> Float[Array, "B T N V"]:
     """The values convolved over positions, by the weights of their head, float32."""
-    dtype = wide(v.dtype)
+    dtype = accum_dtype(v.dtype)
     n_heads, size = weights.shape
     out = jax.lax.conv_general_dilated(
         jnp.moveaxis(v.astype(dtype), 1, 2),  # [B, N, T, V]

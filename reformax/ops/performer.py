@@ -25,14 +25,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax import devices
-from reformax.carried import Carried, becoming
+from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Seed, SettingError, Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.decoding.cache import Shared
 from reformax.ops.masking.contiguous import back, side_by_side
 from reformax.ops.numerics.finite import finite
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.means import KEPT, mean, quotient, with_ones
 from reformax.ops.recurrence.random_features import (
     Features,
@@ -74,7 +74,7 @@ class Settings(NamedTuple):
         directions = self.directions(plan, vectors[0].shape[-1])
         return [
             positive_features(
-                x.astype(wide(x.dtype)) * x.shape[-1] ** -0.25, directions, self.epsilon
+                x.astype(accum_dtype(x.dtype)) * x.shape[-1] ** -0.25, directions, self.epsilon
             )
             for x in vectors
         ]
@@ -111,7 +111,7 @@ def performer(
       impl: as in `linear.linear`. In a causal call kernels make features of bfloat16 too.
       redraw: after how many steps of training others are drawn, of the seed and the number of the
         draw (sec. 4.3). Evaluation and decoding take the last ones that training took. The steps
-        are counted by a weight `steps`, which is `Carried`. None keeps the first.
+        are counted by a weight `steps`, which is `Buffer`. None keeps the first.
 
     Raises:
       ValueError: a setting out of range, an unknown `impl`, `redraw` with `seed=None`.
@@ -126,15 +126,15 @@ def performer(
         init=no_params if redraw is None else _init,
         plan=no_plan if seed is not None and redraw is None else functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
-        traits=Traits(random_plan=seed is None, dropout=False, heads_apart=True),
+        traits=Traits(random_plan=seed is None, dropout=False, head_shards=True),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
     )
 
 
-def _init(rng, dims) -> dict[str, Carried]:
+def _init(rng, dims) -> dict[str, Buffer]:
     del rng, dims
-    return {"steps": Carried(jnp.zeros(()))}
+    return {"steps": Buffer(jnp.zeros(()))}
 
 
 def _plan(
@@ -154,7 +154,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dr
     del dropout, rng
     if settings.redraw is not None:
         # The output is to depend on the weight, and so does what this adds 0 to.
-        steps = becoming(params["steps"], params["steps"].value + 1)
+        steps = updated(params["steps"], params["steps"].value + 1)
         settings = settings._replace(epsilon=settings.epsilon + 0 * steps)
 
     # The gradient computes the features again instead of keeping them.
@@ -215,7 +215,7 @@ def _mean(
         return mean(queries, keys, v, -rise, impl=settings.impl, **options)
     rest, _ = running_max(lax.stop_gradient(keys.scale), segment_ids, reverse=True)
     keys = keys.x * jnp.exp(finite(keys.scale - jnp.maximum(top, rest)))
-    values = with_ones(v.astype(wide(v.dtype)))
+    values = with_ones(v.astype(accum_dtype(v.dtype)))
     return quotient(everything(queries, keys, values, **options))
 
 
@@ -253,7 +253,7 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     del params, q, capacity, rng
     real = (jnp.arange(k.shape[1])[None] < lengths[:, None])[..., None, None]
     (keys,) = settings.features(plan, jnp.where(real, k, 0))
-    values = with_ones(jnp.where(real, v, 0).astype(wide(v.dtype)))
+    values = with_ones(jnp.where(real, v, 0).astype(accum_dtype(v.dtype)))
     scale = jnp.where(real, keys.scale, -jnp.inf)
     top = scale.max(axis=1)
     # A row without a token has no top.
@@ -267,5 +267,7 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tup
     top = jnp.maximum(cache.scale, keys.scale[:, 0])
     new = keys.x * jnp.exp(keys.scale - top[:, None])
     decay = (cache.scale - top)[:, None]
-    sums, state = advance(cache.sums, queries.x, new, with_ones(v.astype(wide(v.dtype))), decay)
+    sums, state = advance(
+        cache.sums, queries.x, new, with_ones(v.astype(accum_dtype(v.dtype))), decay
+    )
     return quotient(sums).astype(v.dtype), Cache(state, top, cache.plan)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from reformax.carried import Carried, becoming
+from reformax.buffers import Buffer, updated
 from reformax.declared import Bounds, Size, Width
 from reformax.ops.base import AttentionOp, Traits, named
 from reformax.ops.calls.dims import Dims
@@ -34,7 +34,7 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.numerics.finite import finite, is_finite, marked
 from reformax.ops.numerics.normalization import length_normalize
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.block_lists import InOrder
 from reformax.ops.softmax.dropout import dropped_own, seed_words
@@ -55,7 +55,7 @@ class Settings(NamedTuple):
     cluster_size: int | None
     decay: float
     shared_qk: bool
-    own: bool
+    attend_self_if_alone: bool
     impl: str
 
     def width(self, length: int) -> int:
@@ -81,7 +81,7 @@ def routing(
     cluster_size: Size | None = None,
     decay: Decay = 0.999,
     shared_qk: bool = False,
-    own: bool = True,
+    attend_self_if_alone: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention within the clusters of an online k-means.
@@ -102,7 +102,8 @@ def routing(
       cluster_size: queries, and keys, of a cluster; None: a row's tokens by the number of clusters.
       decay: how much of a centroid a step of training keeps, the paper's lambda.
       shared_qk: whether queries are their own keys, as in the paper's causal attention.
-      own: whether a position that sees nothing else attends to itself. False makes zeros of it.
+      attend_self_if_alone: whether a position that sees nothing else attends to itself. False makes
+        zeros of it.
       impl: of the attention; clusters are found in array operations. `"xla"` runs everywhere, a
         cluster after the other. `"pallas"` is the kernel of block-sparse attention, for NVIDIA GPUs
         of Ampere or later and heads of 128 or less; `"pallas_interpret"` runs it anywhere, slowly,
@@ -119,7 +120,10 @@ def routing(
         plan=functools.partial(_plan, settings),
         apply=functools.partial(_apply, settings),
         traits=Traits(
-            shared_qk=shared_qk, strict=shared_qk and not own, causal_plan=False, packed=False
+            shared_qk=shared_qk,
+            exclude_self=shared_qk and not attend_self_if_alone,
+            causal_plan=False,
+            packed=False,
         ),
         init_cache=functools.partial(_init_cache, settings),
         step=functools.partial(_step, settings),
@@ -127,14 +131,14 @@ def routing(
     )
 
 
-def _init(settings: Settings, rng, dims: Dims) -> dict[str, Carried]:
+def _init(settings: Settings, rng, dims: Dims) -> dict[str, Buffer]:
     shape = dims.n_heads, settings.n_clusters, dims.d_qk
-    return {"centroids": Carried(_unit(jax.random.normal(rng, shape)))}
+    return {"centroids": Buffer(_unit(jax.random.normal(rng, shape)))}
 
 
 def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
     """Vectors of length 1, and zeros of those that have no direction; float32 or wider."""
-    x = finite(lax.stop_gradient(x).astype(wide(x.dtype)))
+    x = finite(lax.stop_gradient(x).astype(accum_dtype(x.dtype)))
     x = x / nonzero(jnp.max(jnp.abs(x), axis=-1, keepdims=True))  # squares do not overflow
     return x / nonzero(jnp.linalg.norm(x, axis=-1, keepdims=True))
 
@@ -195,10 +199,10 @@ def _moved(settings: Settings, centroids, vectors, real) -> Float[Array, "N C H"
 
 
 def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
-    centroids, dtype = params["centroids"], wide(q.dtype, v.dtype)
+    centroids, dtype = params["centroids"], accum_dtype(q.dtype, v.dtype)
     vectors = (q,) if settings.shared_qk else (q, k)
     moved = _moved(settings, lax.stop_gradient(centroids.value), vectors, _real(segment_ids, q))
-    held = becoming(centroids, moved)
+    held = updated(centroids, moved)
 
     keys = length_normalize(q) if settings.shared_qk else k
     seed = seed_words(rng, len(q)) if dropout > 0.0 else None
@@ -210,7 +214,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dr
         interpret = impl == "pallas_interpret"
         found = _in_kernels(settings, interpret, q, keys, values, plan, causal, dropout, rng)
     out, total = found
-    if settings.own:
+    if settings.attend_self_if_alone:
         own = jnp.swapaxes(dropped_own(v.astype(dtype), dropout, seed), 1, 2)
         alone = marked(own, q, keys)
         out = jnp.where((total == 0)[..., None], alone, out)
@@ -222,7 +226,7 @@ def _in_arrays(
     settings: Settings, q, k, v, plan: Clusters, causal, dropout, seed
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """The attention in array operations, a cluster after the other, and each softmax's sum."""
-    dtype = wide(q.dtype, v.dtype)
+    dtype = accum_dtype(q.dtype, v.dtype)
 
     def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
         return jnp.moveaxis(taken(x, jnp.maximum(position, 0)), 2, 0)
@@ -250,7 +254,7 @@ def _in_kernels(
     queries, n_heads = kernel.in_order(plan.queries), q.shape[1]
     keys = queries if settings.shared_qk else kernel.in_order(plan.keys)
     sizes = queries.position.shape[1], keys.position.shape[1]
-    layout = InOrder(*sizes, causal, dropout, strict=settings.shared_qk, n_folded=n_heads)
+    layout = InOrder(*sizes, causal, dropout, exclude_self=settings.shared_qk, n_folded=n_heads)
     folded = (x.reshape(-1, x.shape[2], 1, x.shape[3]) for x in (q, k, v))
     rng = rng if dropout > 0.0 else None
     out, total = kernel.attend(layout, interpret, *folded, queries, keys, rng)
@@ -284,15 +288,17 @@ def _cluster(settings: Settings, causal, seed, dropout, of_query, of_key, q, k, 
     return *parts, whole
 
 
-def _merged(queries: Int[Array, "B N C W"], length: int, acc, top, total, whole):
+def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum, whole):
     """The softmax of each position over all clusters that it is in, and its sum of weights."""
-    acc, top, total, whole = (jnp.moveaxis(x, 0, 2) for x in (acc, top, total, whole))
+    acc, row_max, row_sum, whole = (jnp.moveaxis(x, 0, 2) for x in (acc, row_max, row_sum, whole))
 
-    def of_head(position, acc, top, total, whole):
+    def of_head(position, acc, row_max, row_sum, whole):
         place = jnp.where(position >= 0, position, length).reshape(-1)
-        acc, top, total, whole = (x.reshape(-1, *x.shape[2:]) for x in (acc, top, total, whole))
-        most = jnp.full(length + 1, lowest(top.dtype), top.dtype).at[place].max(top)
-        scale = masked_exp(top, place < length, lax.stop_gradient(most)[place])
+        acc, row_max, row_sum, whole = (
+            x.reshape(-1, *x.shape[2:]) for x in (acc, row_max, row_sum, whole)
+        )
+        most = jnp.full(length + 1, lowest(row_max.dtype), row_max.dtype).at[place].max(row_max)
+        scale = masked_exp(row_max, place < length, lax.stop_gradient(most)[place])
         out = jnp.zeros((length + 1, acc.shape[-1]), acc.dtype).at[place].add(acc * scale[:, None])
         total = jnp.zeros(length + 1, acc.dtype).at[place].add(total * scale)
         whole = jnp.ones(length + 1, bool).at[place].min(whole)
@@ -300,7 +306,7 @@ def _merged(queries: Int[Array, "B N C W"], length: int, acc, top, total, whole)
         out = jnp.where(whole[:, None], out / nonzero(total)[:, None], jnp.nan)
         return out[:length], jnp.where(whole, total, jnp.nan)[:length]
 
-    return jax.vmap(jax.vmap(of_head))(queries, acc, top, total, whole)
+    return jax.vmap(jax.vmap(of_head))(queries, acc, row_max, row_sum, whole)
 
 
 # Decoding. T is the capacity.
@@ -353,6 +359,6 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Ar
         mask = mask & (seen != now)
     index = seen.reshape(*seen.shape[:2], -1)
     held = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
-    alone = (v if settings.shared_qk else marked(v, k)) if settings.own else None
+    alone = (v if settings.shared_qk else marked(v, k)) if settings.attend_self_if_alone else None
     out = attend_to(q, *held, mask.reshape(index.shape), settings.impl, alone)
     return out, Cache(memory, queries, keys)

@@ -46,7 +46,7 @@ def sinks(*, window: Size = 256, n_sinks: Count = 4, impl: str = "auto") -> Atte
         init=no_params,
         plan=no_plan,
         apply=functools.partial(_apply, window, n_sinks, impl),
-        traits=Traits(packed=False, local=n_sinks == 0, heads_apart=True),
+        traits=Traits(packed=False, local=n_sinks == 0, head_shards=True),
         init_cache=functools.partial(_init_cache, window, n_sinks),
         step=functools.partial(_step, window, impl),
     )

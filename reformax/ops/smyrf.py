@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     chunk_len: int
     n_hashes: int
     count_once: bool
-    own: bool
+    attend_self_if_alone: bool
     impl: str
 
     def check(self) -> None:
@@ -65,7 +65,7 @@ def smyrf(
     chunk_len: Size = 64,
     n_hashes: Rounds = 4,
     count_once: bool = False,
-    own: bool = True,
+    attend_self_if_alone: bool = True,
     impl: str = "auto",
 ) -> AttentionOp:
     """Attention within balanced clusters of queries and keys.
@@ -86,7 +86,7 @@ def smyrf(
       n_hashes: hashing rounds.
       count_once: False counts a key in each round that shows it, as the paper does when it weighs
         rounds by their softmax's sums; True counts it once however many rounds show it.
-      own: as in `asymmetric_lsh.asymmetric_lsh`.
+      attend_self_if_alone: as in `asymmetric_lsh.asymmetric_lsh`.
       impl: `"xla"` runs everywhere. `"pallas"` are kernels for NVIDIA GPUs of Ampere or later and
         heads of 128 or less; `"pallas_interpret"` runs them anywhere, slowly, for tests. `"auto"`
         takes them where they run.

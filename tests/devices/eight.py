@@ -78,7 +78,10 @@ LANGUAGE = {
     ),
     "strict": (
         TransformerLM,
-        dict(attention_type=lsh.lsh(**HASHES, strictly_causal=True, own=False), next_value=True),
+        dict(
+            attention_type=lsh.lsh(**HASHES, strictly_causal=True, attend_self_if_alone=False),
+            next_value=True,
+        ),
     ),
     "dense": (TransformerLM, dict(attention_type=dense.dense(), remat=True)),
     "local": (TransformerLM, dict(attention_type=local.local(chunk_len=8, **KERNELS))),
@@ -97,7 +100,7 @@ DOCUMENTS = {
     "documents": (
         ReformerLM,
         dict(
-            attention_type=(local.local(window=5), lsh.lsh(**HASHES, own=False)),
+            attention_type=(local.local(window=5), lsh.lsh(**HASHES, attend_self_if_alone=False)),
             n_slots=4,
             next_value=True,
             **AXIAL,

@@ -55,8 +55,8 @@ def test_equals_an_independent_computation(row, everything):
 
     heads = {name[2:]: head(name[2:]) for name in params if name[:2] == "w_" and name != "w_o"}
     if everything:
-        extras = op.extras_of(Dims(3, 6, 5, 13))
-        turned = {"q", "k"} | {name for name, extra in extras.items() if extra.rotated}
+        extra_projections = op.extra_projections_of(Dims(3, 6, 5, 13))
+        turned = {"q", "k"} | {name for name, extra in extra_projections.items() if extra.rotated}
         heads |= {name: rotated(heads[name]) for name in turned & heads.keys()}
     q, k, v = heads.pop("q"), heads.pop("k", None), heads.pop("v")
     assert (k is None) == op.traits.shared_qk
@@ -319,8 +319,10 @@ def test_prefill_and_steps_are_apply(row):
 @pytest.mark.parametrize(
     "op",
     [
-        shared_qk.shared_qk(own=False),
-        lsh.lsh(chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True, own=False),
+        shared_qk.shared_qk(attend_self_if_alone=False),
+        lsh.lsh(
+            chunk_len=4, n_hashes=2, n_buckets=4, strictly_causal=True, attend_self_if_alone=False
+        ),
     ],
     ids=["shared_qk", "lsh"],
 )

@@ -33,7 +33,7 @@ SMALL = dict(
 )
 AXIAL = dict(pos_type="axial", pos_axial_shape=(4, 6), pos_d_axial_embs=(2, 6))
 WHOLE = dict(chunk_len=24, n_hashes=2)
-BY_CONTENT = (local.local(chunk_len=4, window=3), lsh.lsh(**WHOLE, own=False))
+BY_CONTENT = (local.local(chunk_len=4, window=3), lsh.lsh(**WHOLE, attend_self_if_alone=False))
 MODELS = {
     "dense, axial": (TransformerLM, dict(attention_type=dense.dense(), **AXIAL)),
     "dense, sinusoids": (
@@ -53,7 +53,7 @@ MODELS = {
     "kept activations": (
         ReformerLM,
         dict(
-            attention_type=shared_qk.shared_qk(own=False),
+            attention_type=shared_qk.shared_qk(attend_self_if_alone=False),
             next_value=True,
             keep_activations=True,
             pos_type="none",
@@ -130,7 +130,7 @@ def test_a_window_of_one_document_is_as_without_segments(positions):
 @pytest.mark.parametrize("options", [{}, dict(strictly_causal=True)], ids=["chunks", "strict"])
 def test_hashing_keeps_documents_apart(options):
     """What other documents hold changes nothing, and no gradient crosses a border."""
-    op = lsh.lsh(chunk_len=4, n_hashes=2, own=False, **options)
+    op = lsh.lsh(chunk_len=4, n_hashes=2, attend_self_if_alone=False, **options)
     model = ReformerLM(**SMALL, attention_type=op, next_value=True, n_slots=3)
     params, tokens = plain.init(model, (4, 16)), documents(16, 3)
     segment_ids = np.repeat([[1, 2, 3]], 4, axis=0).repeat([5, 4, 7], axis=1).astype(np.int32)

@@ -10,7 +10,7 @@ from reformax.ops.numerics.auxiliary_loss import with_loss
 from tests.ops.low_rank import logits, softmax
 
 
-def dsa(options, params, plan, qkv, extras, mask, keep):
+def dsa(options, params, plan, qkv, extra_projections, mask, keep):
     """Eq. 2 of the plan's positions, and for the indexer's gradient the loss of eq. 4."""
     q, k, v = qkv
     length = q.shape[1]

@@ -58,7 +58,7 @@ def _compiled(reference, options):
     @jax.jit
     def run(plan, mask, keep, x, d_out):
         def attend(x):
-            return reference(dict(options), x.params, plan, x[:3], x.extras, mask, keep)
+            return reference(dict(options), x.params, plan, x[:3], x.extra_projections, mask, keep)
 
         out, vjp = jax.vjp(attend, x)
         return out, *vjp(d_out)

@@ -60,11 +60,11 @@ class Row(NamedTuple):
         query
         counts each key: a mask of 0 and 1 unless the op says otherwise. The row is then softmax
         attention, by the oracle.
-      reference: in place of counts, `(options, params, plan, qkv, extras, mask, keep) -> out`: what
-        the op computes, from its equations, in arrays of JAX. `qkv` and `extras` are float64, and
-        its gradient is taken. `mask` `[B, N, T, S]` says which keys causality and segments leave
-        visible, `keep` `[B, N, T, K]` is dropout's factor of each address, K being at least 2 S.
-        Of the options, `causal` is the call's.
+      reference: in place of counts, `(options, params, plan, qkv, extra_projections, mask, keep) ->
+        out`: what the op computes, from its equations, in arrays of JAX. `qkv` and
+        `extra_projections` are float64, and its gradient is taken. `mask` `[B, N, T, S]` says which
+        keys causality and segments leave visible, `keep` `[B, N, T, K]` is dropout's factor of each
+        address, K being at least 2 S. Of the options, `causal` is the call's.
       relative: whether the keys that a query sees depend on their distance alone, so that packed
         segments are attended to as they are one by one.
       padding_counts: whether padding changes real positions, as in a circle of chunks, where whole

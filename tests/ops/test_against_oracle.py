@@ -126,11 +126,11 @@ def check(
     k = None if op.traits.shared_qk else numbers(n_keys, d_qk)
     v = numbers(n_keys, d_v)
     dims = base.Dims(n_heads, d_qk, d_v, n_queries)
-    extras = {
+    extra_projections = {
         name: numbers(n_queries, extra.size, n_heads=extra.n_heads)
-        for name, extra in op.extras_of(dims).items()
+        for name, extra in op.extra_projections_of(dims).items()
     }
-    x = inputs.Inputs(q, k, v, extras or None, op.init(key, dims))
+    x = inputs.Inputs(q, k, v, extra_projections or None, op.init(key, dims))
     segment_ids = row.segment_ids(random_segments(rng, batch, n_queries)) if packed else None
     if packed and n_keys != n_queries:
         segment_ids = segment_ids, row.segment_ids(random_segments(rng, batch, n_keys))

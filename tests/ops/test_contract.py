@@ -90,11 +90,11 @@ def test_one_segment_a_row_or_a_refusal():
 def test_an_op_is_called_with_what_it_reads():
     x = inputs.draw(fading())
     with pytest.raises(ValueError, match=r"params is \(\): fading has weights of its own, pass"):
-        fading()(*x[:3], causal=True, extras=x.extras)
-    with pytest.raises(ValueError, match=r"extras has \[\]: fading reads \['gate'\]"):
+        fading()(*x[:3], causal=True, extra_projections=x.extra_projections)
+    with pytest.raises(ValueError, match=r"extra_projections has \[\]: fading reads \['gate'\]"):
         fading()(*x[:3], causal=True, params=x.params)
     with pytest.raises(ValueError, match=r"extras\['gate'\] has shape \(2, 13, 2, 4\): expected"):
-        fading()(*x[:3], causal=True, params=x.params, extras={"gate": x.q})
+        fading()(*x[:3], causal=True, params=x.params, extra_projections={"gate": x.q})
     with pytest.raises(NotImplementedError, match="dropout is 0.1: fading makes no attention"):
         inputs.call(fading(), x, causal=True, dropout=0.1, rng=jax.random.key(0))
 
@@ -107,11 +107,13 @@ def test_marks_reach_the_plan():
     x = inputs.draw(op, length=9)
     seen = np.eye(9, dtype=bool) | MARKS[:, None, None]
     want = dense.dense()(*x[:3], mask=seen)
-    np.testing.assert_allclose(inputs.call(op, x, marks=jnp.int32(MARKS)), want, atol=1e-6)
-    with pytest.raises(NotImplementedError, match="marks is given, but dense treats no token"):
-        dense.dense()(*x[:3], marks=jnp.int32(MARKS))
-    with pytest.raises(ValueError, match=r"marks has shape \(2, 8\): expected .*\(2, 9\)"):
-        inputs.call(op, x, marks=jnp.int32(MARKS[:, :8]))
+    np.testing.assert_allclose(inputs.call(op, x, global_tokens=jnp.int32(MARKS)), want, atol=1e-6)
+    with pytest.raises(
+        NotImplementedError, match="global_tokens is given, but dense treats no token"
+    ):
+        dense.dense()(*x[:3], global_tokens=jnp.int32(MARKS))
+    with pytest.raises(ValueError, match=r"global_tokens has shape \(2, 8\): expected .*\(2, 9\)"):
+        inputs.call(op, x, global_tokens=jnp.int32(MARKS[:, :8]))
 
 
 @pytest.mark.parametrize("model_fn", [TransformerLM, ReformerLM])

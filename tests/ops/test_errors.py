@@ -293,8 +293,8 @@ def test_an_op_refuses_what_its_traits_exclude(row):
     op, longer = row.op(), x(2, 9, 2, 4)
     traits, name = op.traits, op.name
     inputs = x(), None if traits.shared_qk else x(), x()
-    *_, extras, params = draw(op, length=8)
-    own = dict(extras=extras, params=params)
+    *_, extra_projections, params = draw(op, length=8)
+    own = dict(extra_projections=extra_projections, params=params)
     refused = [
         (
             (x(), x() if traits.shared_qk else None, x()),
@@ -332,8 +332,8 @@ def test_an_op_refuses_what_its_traits_exclude(row):
 def test_an_op_refuses_integers_and_keywords_that_it_does_not_know(row):
     op = row.op()
     inputs = dict(q=x(), k=None if op.traits.shared_qk else x(), v=x())
-    *_, extras, params = draw(op, length=8)
-    call = dict(causal=row.causal(False), rng=KEY) | given(extras=extras)
+    *_, extra_projections, params = draw(op, length=8)
+    call = dict(causal=row.causal(False), rng=KEY) | given(extra_projections=extra_projections)
     for name, numbers in inputs.items():
         if numbers is not None:
             with pytest.raises(ValueError, match=f"^{name} has dtype int32: expected floats, as"):
@@ -384,7 +384,7 @@ def test_values_that_are_no_arrays_and_settings_that_are_none(options, message):
 def test_weights_of_another_name_or_size():
     op = gated_linear.gated_linear(gated=False)
     inputs = draw(op, length=8)
-    call = dict(causal=True, extras=inputs.extras)
+    call = dict(causal=True, extra_projections=inputs.extra_projections)
     without = {name: w for name, w in inputs.params.items() if name != "scale"}
     with pytest.raises(ValueError, match=r"params has \['bias'\]: gated_linear reads \['bias',"):
         op(*inputs[:3], params=without, **call)

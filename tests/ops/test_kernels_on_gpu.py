@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.carried import trained
+from reformax.buffers import trained
 from reformax.ops import (
     AttentionOp,
     dsa,
@@ -90,7 +90,7 @@ CASES = {
     ),
     "shared_qk": Case(shared_qk.shared_qk, 4, 4, t=1777, causal=False),
     "shared_qk, packed": Case(
-        of(shared_qk.shared_qk, own=False), 4, 4, t=777, packed=True, dropout=0.2
+        of(shared_qk.shared_qk, attend_self_if_alone=False), 4, 4, t=777, packed=True, dropout=0.2
     ),
     "shared_qk, wide": Case(shared_qk.shared_qk, 2, 2, 128, 1000, causal=False, packed=True),
     "hash_sparse": Case(of(hash_sparse.hash_sparse, n_buckets=8), t=1000),
@@ -98,7 +98,11 @@ CASES = {
         of(hash_sparse.hash_sparse, n_buckets=8, shared_qk=True), t=700, packed=True
     ),
     "hash_sparse, all": Case(
-        of(hash_sparse.hash_sparse, own=False), h=40, t=333, causal=False, dropout=0.2
+        of(hash_sparse.hash_sparse, attend_self_if_alone=False),
+        h=40,
+        t=333,
+        causal=False,
+        dropout=0.2,
     ),
 }
 
@@ -128,14 +132,16 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
     if segment_ids is not None:
         d_out = d_out * (segment_ids != 0)[..., None, None]
     params = op.init(KEY, dims)
-    extras = {name: draw(x.n_heads, x.size) for name, x in op.extras_of(dims).items()}
+    extra_projections = {
+        name: draw(x.n_heads, x.size) for name, x in op.extra_projections_of(dims).items()
+    }
     masks = dict(segment_ids=segment_ids, causal=case.causal, rng=KEY)
-    marks = {}
+    global_tokens = {}
     if case.marked:
         row = rng.permutation(np.arange(case.t) < case.marked).astype(np.int32)
-        marks = {"marks": jnp.asarray(np.stack([row, row[::-1]]))}
+        global_tokens = {"global_tokens": jnp.asarray(np.stack([row, row[::-1]]))}
     plans = [
-        jax.jit(functools.partial(x.plan, params, train=True, **masks, **marks))(q, k)
+        jax.jit(functools.partial(x.plan, params, train=True, **masks, **global_tokens))(q, k)
         for x in (op, other)
     ]
     if isinstance(plans[0], jax.Array) and not case.marked:
@@ -147,15 +153,22 @@ def test_a_kernel_computes_what_array_operations_do(name, dtype):
         assert same.mean() > 0.99
 
     def run(op, d_out, *inputs):
-        def attend(q, k, v, extras, params):
+        def attend(q, k, v, extra_projections, params):
             options = masks | dict(plan=plans[0], dropout=case.dropout)
-            return op.apply(params, q, k, v, **options, **({"extras": extras} if extras else {}))
+            return op.apply(
+                params,
+                q,
+                k,
+                v,
+                **options,
+                **({"extra_projections": extra_projections} if extra_projections else {}),
+            )
 
         out, vjp = jax.vjp(attend, *inputs)
         *gradients, of_params = vjp(d_out.astype(out.dtype))
         return out, (*gradients, trained(of_params))
 
-    inputs = d_out, q, k, v, extras, params
+    inputs = d_out, q, k, v, extra_projections, params
     with jax.default_matmul_precision("highest"):
         got = jax.jit(functools.partial(run, op))(*inputs)
         inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)

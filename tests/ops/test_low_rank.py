@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.carried import Carried
+from reformax.buffers import Buffer
 from reformax.ops import dense, linformer, local, long_short, nystromformer, performer
 from reformax.ops.recurrence.random_features import orthogonal_directions, positive_features
 from tests.helpers import assert_trees_close, with_gradients
@@ -231,7 +231,7 @@ def test_performers_features_are_redrawn_every_few_steps():
 
     @functools.partial(jax.jit, static_argnames="train")
     def run(steps, train):
-        params = {"steps": Carried(steps)}
+        params = {"steps": Buffer(steps)}
         out, vjp = jax.vjp(lambda params: op(*x, params=params, causal=True, train=train), params)
         return out, vjp(jnp.ones_like(out))[0]["steps"].value
 
@@ -245,7 +245,7 @@ def test_performers_features_are_redrawn_every_few_steps():
 
     @jax.jit
     def last_step(steps):
-        params, masks = {"steps": Carried(steps)}, dict(segment_ids=None, causal=True, rng=None)
+        params, masks = {"steps": Buffer(steps)}, dict(segment_ids=None, causal=True, rng=None)
         before = [y[:, :-1] for y in x]
         plan = op.plan(params, *before[:2], **masks, train=False)
         lengths = jnp.full(2, 22)

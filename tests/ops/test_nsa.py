@@ -97,8 +97,10 @@ def test_each_branch_alone_can_be_dense(branch):
     op = nsa.nsa(
         **MEANS | dict(compress_len=1, compress_stride=1, block_size=4, n_selected=8, window=30)
     )
-    extras = {"gate": jnp.broadcast_to(jnp.array(GATES[branch]), (2, 30, 4, 3))}
-    got = with_gradients(lambda *x: op(*x, causal=True, extras=extras))(d_out, q, k, v)
+    extra_projections = {"gate": jnp.broadcast_to(jnp.array(GATES[branch]), (2, 30, 4, 3))}
+    got = with_gradients(lambda *x: op(*x, causal=True, extra_projections=extra_projections))(
+        d_out, q, k, v
+    )
     want = with_gradients(lambda *x: dense.dense()(*x, causal=True))(d_out, q, k, v)
     assert_trees_close(got, want, 1e-5)
 
@@ -109,12 +111,12 @@ def test_grouped_heads_are_those_of_the_equations():
     dims = Dims(4, 8, 8, length, 2)
     q, k, v, d_out = numbers(length, 4, 2, 2, 4)
     rng = np.random.default_rng(1)
-    extras = {
+    extra_projections = {
         name: rng.normal(size=(2, length, x.n_heads, x.size)).astype(np.float32)
-        for name, x in op.extras_of(dims).items()
+        for name, x in op.extra_projections_of(dims).items()
     }
-    assert extras["window_k"].shape == (2, length, 2, 8)
-    x = Inputs(q, k, v, extras, op.init(jax.random.key(0), dims))
+    assert extra_projections["window_k"].shape == (2, length, 2, 8)
+    x = Inputs(q, k, v, extra_projections, op.init(jax.random.key(0), dims))
     segment_ids = np.repeat([[1, 2, 0]], [20, 12, 5], axis=1).repeat(2, axis=0)
     masks = dict(segment_ids=jnp.asarray(segment_ids), causal=True)
     mask, keep = (
@@ -128,10 +130,12 @@ def test_grouped_heads_are_those_of_the_equations():
 
         def ours(x):
             options = masks | dict(plan=plan, dropout=0.0, rng=None)
-            return op.apply(x.params, x.q, x.k, x.v, **options, extras=x.extras)
+            return op.apply(
+                x.params, x.q, x.k, x.v, **options, extra_projections=x.extra_projections
+            )
 
         def reference(x):
-            return native_sparse.nsa(SIZES, x.params, plan, x[:3], x.extras, mask, keep)
+            return native_sparse.nsa(SIZES, x.params, plan, x[:3], x.extra_projections, mask, keep)
 
         return [(out, vjp(d_out)) for out, vjp in (jax.vjp(f, x) for f in (ours, reference))]
 
@@ -145,7 +149,7 @@ def test_memory_is_linear_in_the_length():
     def used(length):
         x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
         gate = jax.ShapeDtypeStruct((1, length, 1, 3), jnp.float32)
-        run = with_gradients(lambda *x: op(*x[:3], causal=True, extras={"gate": x[3]}))
+        run = with_gradients(lambda *x: op(*x[:3], causal=True, extra_projections={"gate": x[3]}))
         return run.lower(x, x, x, x, gate).compile().memory_analysis().temp_size_in_bytes
 
     slopes = np.diff([used(2**n) for n in (15, 16, 17)]) / [2**15, 2**16]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.carried import trained
+from reformax.buffers import trained
 from reformax.ops import (
     dsa,
     hash_sparse,

@@ -40,7 +40,7 @@ def test_separate_queries_and_keys_find_each_other(op, causal):
     q, k = (x[None, :, None].astype(np.float32) for x in (queries, keys))
     segment_ids = second[None] + 1
     names = np.eye(length, dtype=np.float32)[None, :, None]
-    attend = op(chunk_len=16, n_hashes=1, own=False)
+    attend = op(chunk_len=16, n_hashes=1, attend_self_if_alone=False)
 
     @jax.jit
     def shares(names, rng):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reformax.carried import advanced
+from reformax.buffers import advanced
 from reformax.ops import dense, routing, shared_qk
 from tests.helpers import assert_trees_close
 from tests.ops import inputs

@@ -37,7 +37,9 @@ def reference(row, plan):
     if row.reference is not None:
         mask, keep = visible(*masks), np.ones((2, 2, LENGTH, ADDRESSES))
         options = row.first | {"causal": row.causal()}
-        return lambda x: row.reference(options, x.params, plan, x[:3], x.extras, mask, keep)
+        return lambda x: row.reference(
+            options, x.params, plan, x[:3], x.extra_projections, mask, keep
+        )
     counts = row.counts(row.first, plan, *masks)
 
     def attend(x):
@@ -45,8 +47,8 @@ def reference(row, plan):
         if k is None:
             k = q / jnp.sqrt(jnp.mean(q**2, axis=-1, keepdims=True) + 1e-6)
         logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 2
-        top = jnp.max(logits, axis=-1, keepdims=True, where=counts > 0, initial=-1e308)
-        logits = jnp.where(counts > 0, logits - jax.lax.stop_gradient(top), -jnp.inf)
+        row_max = jnp.max(logits, axis=-1, keepdims=True, where=counts > 0, initial=-1e308)
+        logits = jnp.where(counts > 0, logits - jax.lax.stop_gradient(row_max), -jnp.inf)
         weights = counts * jnp.exp(jnp.where(counts > 0, logits, 0))
         total = weights.sum(axis=-1, keepdims=True)
         return jnp.einsum("bnts,bsnv->btnv", weights / jnp.where(total > 0, total, 1), v)

@@ -11,14 +11,14 @@ KEY = jax.random.key(0)
 LENGTH = 20
 
 
-def strict():
+def exclude_self():
     return jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
 
 
 def traced(op, function, *others):
     """Traces `function(inputs, *others)` for inputs in bfloat16 and the op's weights in float32."""
     x = inputs.draw(op, length=LENGTH)
-    types, ranks = strict()
+    types, ranks = exclude_self()
     with types, ranks:
         jax.eval_shape(function, x, *others)
 

@@ -26,8 +26,8 @@ def check_arguments(
     dropout,
     rng,
     bias=None,
-    extras=None,
-    marks=None,
+    extra_projections=None,
+    global_tokens=None,
     train=True,
 ) -> None:
     """Checks the arguments of a call before any tracing.
@@ -37,7 +37,7 @@ def check_arguments(
       Unsupported: the op cannot do what is asked.
     """
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
-    arrays = dict(q=q, k=k, v=v, bias=bias, marks=marks, rng=rng)
+    arrays = dict(q=q, k=k, v=v, bias=bias, global_tokens=global_tokens, rng=rng)
     for name, x in (*arrays.items(), *(("segment_ids", x) for x in ids)):
         if x is not None and not hasattr(x, "dtype"):
             hint = "a key, such as jax.random.key(0)" if name == "rng" else "an array"
@@ -62,9 +62,9 @@ def check_arguments(
     _check_segments(op, segment_ids, q, keys, "q" if k is None else "k")
     if bias is not None:
         _check_bias(op, bias, (q.shape[0], q.shape[2], q.shape[1], keys.shape[1]))
-    _check_extras(op, extras, q, v)
-    if marks is not None:
-        _check_marks(op, marks, q)
+    _check_extra_projections(op, extra_projections, q, v)
+    if global_tokens is not None:
+        _check_global_tokens(op, global_tokens, q)
     if dropout and not op.traits.dropout:
         raise Unsupported(
             f"dropout is {dropout}: {op.name} makes no attention weights to drop, set it to 0"
@@ -171,24 +171,33 @@ def _check_one_segment(op, ids) -> None:
     )
 
 
-def _check_marks(op, marks, q) -> None:
-    if not op.traits.marks:
+def _check_global_tokens(op, global_tokens, q) -> None:
+    if not op.traits.global_tokens:
         raise Unsupported(
-            f"marks is given, but {op.name} treats no token apart: use an op whose traits say "
-            "marks=True"
+            f"global_tokens is given, but {op.name} treats no token apart: use an op whose traits "
+            "say global_tokens=True"
         )
-    if marks.shape != q.shape[:2]:
-        raise ValueError(f"marks has shape {marks.shape}: expected [batch, length], {q.shape[:2]}")
+    if global_tokens.shape != q.shape[:2]:
+        raise ValueError(
+            f"global_tokens has shape {global_tokens.shape}: expected [batch, length], "
+            f"{q.shape[:2]}"
+        )
 
 
-def _check_extras(op, extras, q, v) -> None:
-    wanted = op.extras_of(op.dims(q, v))
-    if set(extras or {}) != set(wanted):
-        raise ValueError(f"extras has {sorted(extras or {})}: {op.name} reads {sorted(wanted)}")
+def _check_extra_projections(op, extra_projections, q, v) -> None:
+    wanted = op.extra_projections_of(op.dims(q, v))
+    if set(extra_projections or {}) != set(wanted):
+        raise ValueError(
+            f"extra_projections has {sorted(extra_projections or {})}: {op.name} reads "
+            f"{sorted(wanted)}"
+        )
     for name, extra in wanted.items():
         shape = (*q.shape[:2], extra.n_heads, extra.size)
-        if extras[name].shape != shape:
-            raise ValueError(f"extras[{name!r}] has shape {extras[name].shape}: expected {shape}")
+        if extra_projections[name].shape != shape:
+            raise ValueError(
+                f"extra_projections[{name!r}] has shape {extra_projections[name].shape}: expected "
+                f"{shape}"
+            )
 
 
 def check_params(op, params, q, v) -> None:

@@ -20,7 +20,7 @@ class Dims(NamedTuple):
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
 
-class Extra(NamedTuple):
+class ExtraProjection(NamedTuple):
     """A further projection of a layer's input that an algorithm reads, `[B, T, n_heads, size]`."""
 
     n_heads: int

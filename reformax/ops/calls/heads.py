@@ -24,9 +24,9 @@ def repeat_heads(
     return tuple(map(repeated, others))
 
 
-def divides_a_choice(n_shares: int, n_heads: int, n_kv_heads: int) -> bool:
+def divides_a_choice(n_shards: int, n_heads: int, n_kv_heads: int) -> bool:
     """Whether query heads of one key head, which look at the same keys, fall into several shares.
 
     For an op with the trait `choose_together`.
     """
-    return n_kv_heads < n_heads and n_kv_heads % n_shares != 0
+    return n_kv_heads < n_heads and n_kv_heads % n_shards != 0

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from reformax.ops.calls.dispatch import choose, kernel_obstacles
 from reformax.ops.numerics.finite import marked
 from reformax.ops.numerics.normalization import length_normalize
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
 
 # The most keys for which "auto" takes the kernel, whose program goes over all keys of a head.
@@ -143,7 +143,7 @@ def attend_to(
     if index is not None:
         take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
         keys, values = (take(x, index[..., None]) for x in (keys, values))
-    dtype = wide(q.dtype, values.dtype)
+    dtype = accum_dtype(q.dtype, values.dtype)
     heads = grouped(q[:, 0], keys).astype(dtype)
     logits = jnp.einsum("bgmh,bgkh->bgmk", heads, keys.astype(dtype)) * scale
     if bias is not None:
@@ -228,7 +228,7 @@ def attend_among(
     mask = mask[:, :, None, :, None]  # [b, j, 1, i, 1, s]
     shape = (n_searches, *keys.shape[1:3], size, *heads.shape[3:])
     heads = jnp.broadcast_to(jnp.swapaxes(heads, 1, 2)[:, None], shape)
-    dtype = wide(q.dtype, values.dtype)
+    dtype = accum_dtype(q.dtype, values.dtype)
     logits = jnp.einsum("bjgimh,bjgsh->bjgims", heads, keys, preferred_element_type=dtype)
     logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if bias is not None:  # [b, i, g, m, s]
@@ -258,7 +258,7 @@ def ring_decoding(
     first: Callable[[Int[Array, "B 1"]], Int[Array, "B 1"] | int],
     impl: str,
     scale: float | None = None,
-    own: bool = True,
+    attend_self_if_alone: bool = True,
 ) -> dict[str, Callable]:
     """The functions of decoding for attention to the positions from `first(position)` on.
 
@@ -268,7 +268,7 @@ def ring_decoding(
       first: the first position that a query sees, by its own.
       impl: as in `attend_to`. "cudnn", which has no kernel for one query, is "auto".
       scale: the factor of the logits; None is `1 / sqrt(H)`.
-      own: for `shared_qk`, whether a position that sees nothing else sees itself.
+      attend_self_if_alone: for `shared_qk`, whether a position that sees nothing else sees itself.
 
     With the trait `beams`, `step` also takes `origins [B, K, C]` for rows that are K beams of each
     of B searches: which of the K beams holds the key and the value of each position of a beam. A
@@ -289,7 +289,7 @@ def ring_decoding(
         mask = held >= jnp.maximum(first(now), 0)
         if shared_qk:
             mask = mask & (held != now)
-        alone = v if shared_qk and own else None
+        alone = v if shared_qk and attend_self_if_alone else None
         added = None if bias is None else bias(held)
         if origins is None:
             options = dict(alone=alone, scale=scale, bias=added)
@@ -303,7 +303,12 @@ def ring_decoding(
 
 
 def full_decoding(
-    impl: str, shared_qk: bool = False, scale: float | None = None, own: bool = True
+    impl: str,
+    shared_qk: bool = False,
+    scale: float | None = None,
+    attend_self_if_alone: bool = True,
 ) -> dict[str, Callable]:
     """`ring_decoding` of attention to all positions so far."""
-    return ring_decoding(shared_qk, lambda capacity: capacity, lambda now: 0, impl, scale, own)
+    return ring_decoding(
+        shared_qk, lambda capacity: capacity, lambda now: 0, impl, scale, attend_self_if_alone
+    )

@@ -19,7 +19,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from reformax.declared import SettingError, shown
 from reformax.ops.calls.dispatch import choose, kernel_obstacles
-from reformax.ops.sharding.shard import Share, all_heads, of_heads, rng_of
+from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
 
 MAX_BUCKETS_UNFACTORED = 128
 # Each factor has half as many random directions, in memory for every head and round.
@@ -73,7 +73,7 @@ class Hashing(NamedTuple):
         vectors: Float[Array, "B T N H"],
         length: int,
         n_rounds: int,
-        rng: PRNGKeyArray | Share | None,
+        rng: PRNGKeyArray | Shard | None,
     ) -> Float[Array, "N H R F"]:
         """The rotations of `n_rounds`, given or drawn."""
         factors = self.factors_for(length)
@@ -105,7 +105,7 @@ def draw_rotations(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
     n_rounds: int,
-    rng: PRNGKeyArray | Share,
+    rng: PRNGKeyArray | Shard,
 ) -> Float[Array, "N H R F"]:
     """Random directions for each head, round and half of the buckets of each factor."""
     n_heads, size = vectors.shape[2:]
@@ -118,7 +118,7 @@ def check_rotations(
     vectors: Float[Array, "B T N H"],
     factors: Sequence[int],
     n_rounds: int,
-    rng: PRNGKeyArray | Share | None,
+    rng: PRNGKeyArray | Shard | None,
 ) -> Float[Array, "N H R F"]:
     """The first rounds of given rotations; `ValueError` if they do not fit the vectors."""
     n_heads, size = vectors.shape[2:]

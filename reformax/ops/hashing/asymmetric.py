@@ -21,7 +21,7 @@ from reformax.ops.hashing.centring import centred
 from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
 from reformax.ops.numerics.finite import finite
 from reformax.ops.numerics.precision import product
-from reformax.ops.sharding.shard import Share, all_heads, of_heads, rng_of
+from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
 
 # A hash is this many of the highest bits of a product. Bits of the row have room above them.
 HASH_BITS = 20
@@ -29,7 +29,7 @@ N_HASHES = 2**HASH_BITS
 
 
 def draw_directions(
-    n_heads: int, size: int, n_rounds: int, rng: PRNGKeyArray | Share
+    n_heads: int, size: int, n_rounds: int, rng: PRNGKeyArray | Shard
 ) -> Float[Array, "N H+2 R"]:
     """Random directions of transformed vectors for each head and round."""
     shape = all_heads(rng, n_heads), size + 2, n_rounds

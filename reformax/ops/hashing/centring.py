@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.masking.contiguous import back, side_by_side
 from reformax.ops.masking.masks import segment_numbers
 from reformax.ops.numerics.finite import finite
-from reformax.ops.numerics.precision import product, wide
+from reformax.ops.numerics.precision import accum_dtype, product
 
 # Positions of a block: as many products for each number, which takes no longer than reading it.
 BLOCK = 128
@@ -37,7 +37,7 @@ def centred(
         sums, counts = _before(x, segment_ids)
         means = sums / jnp.maximum(counts, 1)[..., None, None]
     elif segment_ids is None:
-        means = x.mean(axis=1, keepdims=True, dtype=wide(x.dtype))
+        means = x.mean(axis=1, keepdims=True, dtype=accum_dtype(x.dtype))
     else:
         means = jax.vmap(_of_segments)(x, segment_numbers(jnp.asarray(segment_ids)))
     return (x.astype(means.dtype) - means).astype(x.dtype)
@@ -47,7 +47,7 @@ def _of_segments(x: Float[Array, "T N H"], number: Int[Array, " T"]) -> Float[Ar
     """The mean of each position's segment."""
     sums, counts = (
         jax.ops.segment_sum(part, number, num_segments=len(number))
-        for part in (x.astype(wide(x.dtype)), jnp.ones(len(number), wide(x.dtype)))
+        for part in (x.astype(accum_dtype(x.dtype)), jnp.ones(len(number), accum_dtype(x.dtype)))
     )
     return (sums / jnp.maximum(counts, 1)[:, None, None])[number]
 

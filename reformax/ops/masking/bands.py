@@ -54,10 +54,12 @@ def first_where(real: Bool[Array, "B T"], n: int) -> Int[Array, "B G"]:
     return jnp.sort(jnp.where(real, jnp.arange(real.shape[1])[None], NOWHERE), axis=1)[:, :n]
 
 
-def first_marked(
-    marks: Int[Array, "B T"] | None, segment_ids: Int[Array, "B T"] | None, n: int
+def first_global(
+    global_tokens: Int[Array, "B T"] | None, segment_ids: Int[Array, "B T"] | None, n: int
 ) -> Int[Array, "B G"] | None:
     """The first `n` tokens of each row whose mark is above 0; None where there are no marks."""
-    if marks is None or not n:
+    if global_tokens is None or not n:
         return None
-    return first_where((marks > 0) if segment_ids is None else (marks > 0) & (segment_ids != 0), n)
+    return first_where(
+        (global_tokens > 0) if segment_ids is None else (global_tokens > 0) & (segment_ids != 0), n
+    )

@@ -19,7 +19,9 @@ class Tokens:
     """Segments, and what else is said of each token: it travels wherever segments do."""
 
     segment_ids: Ids | None
-    marks: Int[Array, "B T"] | None = None  # above 0: what an algorithm with the trait treats apart
+    global_tokens: Int[Array, "B T"] | None = (
+        None  # above 0: what an algorithm with the trait treats apart
+    )
     positions: Int[Array, "B T"] | None = None  # that rotations go by; None: 0 to T - 1
     # Whether the padding of a row is all behind its tokens, and what is computed there is finite.
     padded_behind: bool = dataclasses.field(default=False, metadata=dict(static=True))
@@ -99,11 +101,15 @@ def visibility(
     return mask
 
 
-def except_self(mask: Bool[Array, "#B #N T T"], own: bool = True) -> Bool[Array, "#B #N T T"]:
-    """Hides each position from itself, or with `own` unless it sees nothing else (sec. 2)."""
+def except_self(
+    mask: Bool[Array, "#B #N T T"], attend_self_if_alone: bool = True
+) -> Bool[Array, "#B #N T T"]:
+    """Hides each position from itself, or with `attend_self_if_alone` unless it sees nothing else
+    (sec. 2).
+    """
     itself = jnp.eye(mask.shape[-1], dtype=bool)[None, None]
     others = mask & ~itself
-    if not own:
+    if not attend_self_if_alone:
         return others
     alone = ~others.any(axis=-1, keepdims=True)
     return others | (mask & itself & alone)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reformax.ops.numerics.finite import finite
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -33,14 +33,14 @@ length_normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 def _normalized(x, epsilon):
-    x = x.astype(wide(x.dtype))
+    x = x.astype(accum_dtype(x.dtype))
     scale = jax.lax.rsqrt(mean_product(x, x) + epsilon)
     return x * scale, scale
 
 
 def mean_product(x: Float[Array, "*d H"], y: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:
     """The mean of `x * y` over the last axis, float32 or wider."""
-    dtype = wide(x.dtype, y.dtype)
+    dtype = accum_dtype(x.dtype, y.dtype)
     x, y = x.astype(dtype), y.astype(dtype)
     if jax.default_backend() == "cpu":  # where XLA's product of vectors is faster than its sum
         product = jnp.einsum("...h,...h->...", x, y)

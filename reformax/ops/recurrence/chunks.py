@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reformax.devices import varying_as
 from reformax.ops.numerics.finite import finite
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence import decay_products as chunk_products
 from reformax.ops.recurrence.decay_products import decayed_products, decayed_products_vjp
 
@@ -86,13 +86,13 @@ class Chunks(NamedTuple):
         whole = jnp.swapaxes(self.old[..., -1:, :], -1, -2)
         if self.decay is None:
             whole = jnp.broadcast_to(whole, (self.q.shape[0], *whole.shape[-4:]))
-            return whole.astype(wide(self.q.dtype, self.k.dtype, self.v.dtype))
+            return whole.astype(accum_dtype(self.q.dtype, self.k.dtype, self.v.dtype))
         return jnp.where(whole, jnp.swapaxes(jnp.exp(self.decay[..., -1:, :]), -1, -2), 0)
 
 
 def chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int, strict: bool) -> Chunks:
     """The inputs in chunks of `size`; `ids` are segments, each of them side by side."""
-    dtype = wide(*(x.dtype for x in inputs[:3]))
+    dtype = accum_dtype(*(x.dtype for x in inputs[:3]))
     q, k, v = (cut(finite(x), size) for x in inputs[:3])
     log_decay, beta = (
         None if x is None else cut(finite(x.astype(dtype)), size) for x in inputs[3:]
@@ -297,4 +297,4 @@ def _solved_vjp(x: Chunks, solved: _Solved, states, values, d_values):
 
 def _wide(x: Array) -> Array:
     """The same numbers in float32, or float64."""
-    return x.astype(wide(x.dtype))
+    return x.astype(accum_dtype(x.dtype))

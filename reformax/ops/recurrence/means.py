@@ -21,7 +21,7 @@ from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obst
 from reformax.ops.masking.contiguous import back, sees, side_by_side, taken
 from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import Inputs
 from reformax.ops.recurrence.recurrence import recurrence
 from reformax.ops.softmax.online import LEAST_SUM, nonzero
@@ -106,7 +106,7 @@ def _backward(interpret: bool, results, d_out):
     order, here, ids = side_by_side(inputs, segment_ids)
     out, d_out = (taken(a, order) for a in (out, d_out))
     share = jnp.where(total > 0, 1 / nonzero(total), 0)[..., None]  # none of NaN
-    dtype = wide(out.dtype)
+    dtype = accum_dtype(out.dtype)
     d_sums = jnp.where(share > 0, d_out.astype(dtype) * share, 0).astype(out.dtype)
     d_total = -jnp.sum(d_sums.astype(dtype) * finite(out).astype(dtype), axis=-1)
     gradients = kernel.means_backward(here, ids, d_sums, d_total, interpret=interpret)

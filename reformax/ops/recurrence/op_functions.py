@@ -12,9 +12,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from reformax.declared import Bounds
-from reformax.ops.calls.dims import Dims, Extra
+from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.numerics.finite import finite, is_finite
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import Inputs
 from reformax.ops.recurrence.means import mean, quotient, with_ones
 from reformax.ops.recurrence.recurrence import advance, recurrence, state_after
@@ -50,9 +50,9 @@ def recurrent(
     Queries, keys and values are convolved first where the weights have `conv_params`.
 
     Args:
-      inputs: `(params, q, k, v, extras) -> Inputs`, what the recurrence reads.
-      output: `(params, out, extras) -> out`, of the recurrence's output in float32. None makes it
-        the mean of values (`recurrence.means`).
+      inputs: `(params, q, k, v, extra_projections) -> Inputs`, what the recurrence reads.
+      output: `(params, out, extra_projections) -> out`, of the recurrence's output in float32. None
+        makes it the mean of values (`recurrence.means`).
       chunk_len, impl: as in `recurrence`.
       constants: `n_heads -> {name: [N, ...]}`, what `inputs` and `output` get with the weights,
         whose first axis is the heads too.
@@ -63,45 +63,45 @@ def recurrent(
         whole = dict(params) | constants(all_heads(rng, n_heads))
         return {name: of_heads(x, rng, n_heads) for name, x in whole.items()}
 
-    def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extras=None):
+    def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections=None):
         del plan, causal, dropout
         params = own(params, q.shape[2], rng)
-        x = contained(inputs, params, *convolved(params, q, k, v, segment_ids), extras)
+        x = contained(inputs, params, *convolved(params, q, k, v, segment_ids), extra_projections)
         if output is None:
             return mean(*x[:4], segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
         out = recurrence(*x, segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
-        return contained_output(output, params, out, extras).astype(v.dtype)
+        return contained_output(output, params, out, extra_projections).astype(v.dtype)
 
-    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extras=None):
+    def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None):
         del plan, capacity, rng
         params, lengths = own(params, q.shape[2]), jnp.asarray(lengths)
-        x = contained(inputs, params, *convolved(params, q, k, v), extras)
+        x = contained(inputs, params, *convolved(params, q, k, v), extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x if output else x._replace(v=with_ones(x.v))
         return Cache(state_after(x, lengths, chunk_len=chunk_len), last)
 
-    def step(params, q, k, v, cache, *, position, extras=None):
+    def step(params, q, k, v, cache, *, position, extra_projections=None):
         del position
         params = own(params, q.shape[2])
         new, last = convolve_next(params, Projected(q, k, v), cache.last)
-        x = inputs(params, *new, extras)
+        x = inputs(params, *new, extra_projections)
         if output is None:
             out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
             return quotient(out).astype(v.dtype), Cache(state, last)
         out, state = advance(cache.state, *x)
-        return output(params, out, extras).astype(v.dtype), Cache(state, last)
+        return output(params, out, extra_projections).astype(v.dtype), Cache(state, last)
 
     return dict(apply=apply, init_cache=init_cache, step=step)
 
 
-def contained(inputs: Callable[..., Inputs], params, q, k, v, extras=None) -> Inputs:
+def contained(inputs: Callable[..., Inputs], params, q, k, v, extra_projections=None) -> Inputs:
     """`inputs` of finite numbers, with NaN where what they were made of was not finite.
 
     Keys and values that are handed on stay as they were given, for the recurrence contains them.
     """
-    read = [x for name, x in (extras or {}).items() if name != OUTPUT_GATE]
+    read = [x for name, x in (extra_projections or {}).items() if name != OUTPUT_GATE]
     keys, values = finite(k), finite(v)
-    x = inputs(params, finite(q), keys, values, jax.tree.map(finite, extras))
+    x = inputs(params, finite(q), keys, values, jax.tree.map(finite, extra_projections))
     x = x._replace(q=jnp.where(is_finite(q), x.q, jnp.nan))
     x = x._replace(k=k if x.k is keys else jnp.where(is_finite(k), x.k, jnp.nan))
     x = x._replace(v=v if x.v is values else jnp.where(is_finite(v), x.v, jnp.nan))
@@ -111,10 +111,10 @@ def contained(inputs: Callable[..., Inputs], params, q, k, v, extras=None) -> In
     return x._replace(log_decay=jnp.where(of_gates, x.log_decay, jnp.nan))
 
 
-def contained_output(output: Callable[..., Array], params, out, extras) -> Array:
+def contained_output(output: Callable[..., Array], params, out, extra_projections) -> Array:
     """`output` of finite numbers, NaN in rows that are not finite."""
-    gate = (extras or {}).get(OUTPUT_GATE)
-    result = output(params, finite(out), jax.tree.map(finite, extras))
+    gate = (extra_projections or {}).get(OUTPUT_GATE)
+    result = output(params, finite(out), jax.tree.map(finite, extra_projections))
     return jnp.where(is_finite(out, gate), result, jnp.nan)
 
 
@@ -123,9 +123,9 @@ def contained_output(output: Callable[..., Array], params, out, extras) -> Array
 # (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule").
 
 
-def output_extras(gated: bool, dims: Dims) -> dict[str, Extra]:
+def output_projections(gated: bool, dims: Dims) -> dict[str, ExtraProjection]:
     """The projection of the output's gate."""
-    return {OUTPUT_GATE: Extra(dims.n_heads, dims.d_v)} if gated else {}
+    return {OUTPUT_GATE: ExtraProjection(dims.n_heads, dims.d_v)} if gated else {}
 
 
 def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:
@@ -133,16 +133,18 @@ def output_params(normalized: bool, dims: Dims) -> dict[str, Array]:
     return {"scale": jnp.ones((dims.n_heads, dims.d_v))} if normalized else {}
 
 
-def layer_output(params, out: Float[Array, "B T N V"], extras) -> Float[Array, "B T N V"]:
+def layer_output(
+    params, out: Float[Array, "B T N V"], extra_projections
+) -> Float[Array, "B T N V"]:
     """The output normalised where there is a scale, and gated where there is a gate."""
     if "scale" in params:
         out = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + 1e-5)
         out = out * params["scale"].astype(out.dtype)[None, None]
-    if OUTPUT_GATE in (extras or {}):
-        out = out * jax.nn.silu(extras[OUTPUT_GATE].astype(out.dtype))
+    if OUTPUT_GATE in (extra_projections or {}):
+        out = out * jax.nn.silu(extra_projections[OUTPUT_GATE].astype(out.dtype))
     return out
 
 
 def scaled(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     """Queries over the square root of their size, as logits of a softmax are."""
-    return (q.astype(wide(q.dtype)) * q.shape[-1] ** -0.5).astype(q.dtype)
+    return (q.astype(accum_dtype(q.dtype)) * q.shape[-1] ** -0.5).astype(q.dtype)

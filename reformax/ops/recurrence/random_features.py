@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 
 
 class Features(NamedTuple):
@@ -49,7 +49,7 @@ def positive_features(
       directions: from `orthogonal_directions`.
       epsilon: added to the features in units of the largest, so that no product of two vanishes.
     """
-    dtype: Any = wide(x.dtype)
+    dtype: Any = accum_dtype(x.dtype)
     x = x.astype(dtype)
     whole = jnp.isfinite(_square(x))
     x = jnp.where(whole, x, 0)  # before the square too, whose derivative may overflow

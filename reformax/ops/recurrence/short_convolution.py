@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.contiguous import back, side_by_side
 from reformax.ops.numerics.finite import finite, is_finite
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 
 
 class Projected(NamedTuple):
@@ -72,7 +72,7 @@ def convolved(
 def _convolved(
     x: Float[Array, "B T N H"], weights: Float[Array, "N H W"], ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B T N H"]:
-    numbers, bad = finite(x).astype(wide(x.dtype)), ~is_finite(x)
+    numbers, bad = finite(x).astype(accum_dtype(x.dtype)), ~is_finite(x)
     total, sees_bad = jnp.zeros_like(numbers), jnp.zeros_like(bad)
     for j in range(min(weights.shape[-1], x.shape[1])):
         past, past_bad = _delayed(numbers, j), _delayed(bad, j)
@@ -128,7 +128,7 @@ def convolve_next(
 
     def one(new, last, weights):
         held = jnp.concatenate([last, new.astype(last.dtype)], axis=1)
-        taps = jnp.flip(weights, axis=-1).astype(wide(held.dtype))
+        taps = jnp.flip(weights, axis=-1).astype(accum_dtype(held.dtype))
         total = jnp.einsum("bwnh,nhw->bnh", held.astype(taps.dtype), taps)[:, None]
         return jax.nn.silu(total).astype(new.dtype), held[:, 1:]
 

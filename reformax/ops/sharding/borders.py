@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.masking.masks import ids_or_ones
-from reformax.ops.sharding.shard import Share
+from reformax.ops.sharding.shard import Shard
 
 
 class Reach(NamedTuple):
@@ -63,7 +63,7 @@ def attend(
     k: Float[Array, "B t N H"] | None,
     v: Float[Array, "B t N V"],
     segment_ids: Int[Array, "B t"] | None,
-    share: Share,
+    share: Shard,
 ) -> Float[Array, "B t N V"]:
     """Attention of a stretch of queries to all that they see.
 

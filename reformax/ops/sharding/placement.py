@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.carried import in_parts
+from reformax.buffers import in_parts
 from reformax.declared import Unsupported
 from reformax.ops.calls.heads import divides_a_choice, repeat_heads
 from reformax.ops.masking.masks import SegmentIds
-from reformax.ops.sharding.shard import Share
+from reformax.ops.sharding.shard import Shard
 
 
 class Call(NamedTuple):
@@ -33,8 +33,8 @@ class Call(NamedTuple):
     segment_ids: SegmentIds | None
     mask: Bool[Array, "B S"] | Bool[Array, "#B #N #T #S"] | None
     bias: Float[Array, "#B #N #T #S"] | None
-    extras: dict[str, Float[Array, "B T _ _"]] | None
-    marks: Int[Array, "B T"] | None
+    extra_projections: dict[str, Float[Array, "B T _ _"]] | None
+    global_tokens: Int[Array, "B T"] | None
     rng: PRNGKeyArray | None
 
 
@@ -57,7 +57,7 @@ class Placement(NamedTuple):
     @property
     def n_shares_of_heads(self) -> int:
         """The number of shares that heads are split into."""
-        return devices.n_shares(self.mesh, self.heads)
+        return devices.n_shards(self.mesh, self.heads)
 
     def specs(self, x: Call) -> Call:
         """Where each array of a call lies."""
@@ -77,8 +77,8 @@ class Placement(NamedTuple):
             segment_ids=each(Spec(self.rows), x.segment_ids),
             mask=jax.tree.map(lambda y: of_pairs(y) if y.ndim == 4 else Spec(self.rows), x.mask),
             bias=jax.tree.map(of_pairs, x.bias),
-            extras=each(self.queries, x.extras),
-            marks=each(Spec(self.rows), x.marks),
+            extra_projections=each(self.queries, x.extra_projections),
+            global_tokens=each(Spec(self.rows), x.global_tokens),
             rng=each(Spec(), x.rng),
         )
 
@@ -89,12 +89,12 @@ class Placement(NamedTuple):
             k, v = repeat_heads(x.q, x.k, x.v)
             x = x._replace(k=k, v=v)
 
-        n_parts = self.n_shares_of_heads * devices.n_shares(self.mesh, self.rows)
+        n_parts = self.n_shares_of_heads * devices.n_shards(self.mesh, self.rows)
         x = x._replace(params=in_parts(x.params, n_parts))
 
         def of_device(x: Call) -> Array:
             head = devices.first(x.q.shape[2], self.heads)
-            share = Share(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
+            share = Shard(x.rng, head=head, n_heads=n_heads, rows=self.rows or ())
             return attend(x._replace(rng=share))
 
         specs = self.specs(x)
@@ -121,7 +121,7 @@ def placement(op: Any, x: Call) -> Placement | None:
     for name, y in dict(q=x.q, k=x.k, v=x.v).items():
         _, positions, _, features = (None,) * 4 if y is None else jax.typeof(y).sharding.spec
         for what, axes in dict(positions=positions, features=features).items():
-            if devices.n_shares(mesh, axes) > 1:
+            if devices.n_shards(mesh, axes) > 1:
                 raise Unsupported(
                     f"{name} has its {what} split over {axes!r}: split its rows or heads, with "
                     "jax.sharding.reshard"
@@ -130,14 +130,14 @@ def placement(op: Any, x: Call) -> Placement | None:
     split = f"q has its heads split over {found.heads!r}"
     fix = "split its rows, with jax.sharding.reshard"
     n, n_kv_heads = found.n_shares_of_heads, x.v.shape[2]
-    if n > 1 and not op.traits.heads_apart:
+    if n > 1 and not op.traits.head_shards:
         raise Unsupported(f"{split} and op is {op}, which computes them together: {fix}")
     if op.traits.choose_together and divides_a_choice(n, x.q.shape[2], n_kv_heads):
         raise Unsupported(
             f"{split} and op is {op}, whose heads of queries choose together for each of "
             f"{n_kv_heads} heads of keys: {fix}"
         )
-    for name, y in (x.extras or {}).items():
+    for name, y in (x.extra_projections or {}).items():
         if y.shape[2] % n:
             raise Unsupported(
                 f"{split}, {n} devices, and extras[{name!r}] has {y.shape[2]} of them: {fix}"

@@ -1,7 +1,7 @@
 """A share of a call: some of its heads or positions, and which ones they are.
 
 Dropout belongs to a weight's head and positions in the whole call, and hashes to a head. Who has a
-part of the arrays therefore draws what belongs to it, if he knows where it begins. `Share` says so
+part of the arrays therefore draws what belongs to it, if he knows where it begins. `Shard` says so
 in the place of an rng. Of rows, `devices.row_axes` knows too.
 """
 
@@ -23,7 +23,7 @@ from reformax import devices
     meta_fields=("n_heads", "axis", "rows"),
 )
 @dataclasses.dataclass(frozen=True)
-class Share:
+class Shard:
     """An rng, and where the arrays of a call stand in those of the whole one.
 
     Attributes:
@@ -34,7 +34,8 @@ class Share:
       n_heads: the heads of the whole call; None: the call has them all.
       key_position: the first position of keys, where it is another than that of queries.
       axis: the mesh axis whose devices each have a stretch of the sequences, as many positions one
-        as the other; None: the arrays are whole sequences. For an op with the trait `stretches`.
+        as the other; None: the arrays are whole sequences. For an op with the trait
+        `sequence_shards`.
       rows: the mesh axes whose devices each have other rows; None: those of `devices.row_axes`.
     """
 
@@ -47,23 +48,23 @@ class Share:
     rows: devices.Axes = None
 
 
-def row_axes(rng: PRNGKeyArray | Share | None) -> devices.Axes:
+def row_axes(rng: PRNGKeyArray | Shard | None) -> devices.Axes:
     """The mesh axes whose devices each have other rows of the whole call."""
-    told = rng.rows if isinstance(rng, Share) else None
+    told = rng.rows if isinstance(rng, Shard) else None
     return devices.row_axes() if told is None else told
 
 
-def rng_of(rng: PRNGKeyArray | Share | None) -> PRNGKeyArray | None:
+def rng_of(rng: PRNGKeyArray | Shard | None) -> PRNGKeyArray | None:
     """The rng of the whole call."""
-    return rng.rng if isinstance(rng, Share) else rng
+    return rng.rng if isinstance(rng, Shard) else rng
 
 
-def all_heads(rng: PRNGKeyArray | Share | None, n_heads: int) -> int:
+def all_heads(rng: PRNGKeyArray | Shard | None, n_heads: int) -> int:
     """The number of heads of the whole call, of which the arrays have `n_heads`."""
-    return (rng.n_heads if isinstance(rng, Share) else None) or n_heads
+    return (rng.n_heads if isinstance(rng, Shard) else None) or n_heads
 
 
-def of_heads(x: Array, rng: PRNGKeyArray | Share | None, n_heads: int, axis: int = 0) -> Array:
+def of_heads(x: Array, rng: PRNGKeyArray | Shard | None, n_heads: int, axis: int = 0) -> Array:
     """From `x`, whose `axis` is all heads, the part of the `n_heads` that the arrays have.
 
     Heads that fill up the last shares, behind all of `x`, have that of its last one.

@@ -124,7 +124,7 @@ class Everything:
     """The `Layout` of attention without a mask, whose rows share one list.
 
     Attributes, besides those of `Layout`:
-      strict: whether a key is hidden from the query of its own position.
+      exclude_self: whether a key is hidden from the query of its own position.
     """
 
     n_queries: int
@@ -134,7 +134,7 @@ class Everything:
     block_q: int = 128
     block_k: int = 128
     n_masks: int = 1
-    strict: bool = False
+    exclude_self: bool = False
 
     def rows(self, tile_q: int, tile_k: int) -> Rows:
         """The tiles of each row of `tile_q` queries, from the first keys on."""
@@ -215,15 +215,15 @@ def padded_entries(rows: Rows, parts: Parts, width: int, nothing: int) -> Int[np
 
 
 def merge_softmax(parts: Softmax, per_row: Ints, scale: float) -> Softmax:
-    """One `Softmax` for each row, of those of its parts; `scale` turns `top` into logits."""
+    """One `Softmax` for each row, of those of its parts; `scale` turns `row_max` into logits."""
 
     def merged(x: Softmax, exists: Bool[Array, "P F"]) -> Softmax:
-        exists = exists.reshape(*exists.shape, *[1] * (x.top.ndim - 2))
-        least = lowest(x.top.dtype)
-        top = jnp.max(x.top, axis=1, keepdims=True, where=exists, initial=least)
-        factor = jnp.where(exists, jnp.exp((x.top - top) * scale), 0.0)
+        exists = exists.reshape(*exists.shape, *[1] * (x.row_max.ndim - 2))
+        least = lowest(x.row_max.dtype)
+        row_max = jnp.max(x.row_max, axis=1, keepdims=True, where=exists, initial=least)
+        factor = jnp.where(exists, jnp.exp((x.row_max - row_max) * scale), 0.0)
         acc = jnp.sum(x.acc * factor[..., None], axis=1)
-        return Softmax(acc, top[:, 0], jnp.sum(x.total * factor, axis=1))
+        return Softmax(acc, row_max[:, 0], jnp.sum(x.row_sum * factor, axis=1))
 
     return merge(parts, per_row, merged)
 

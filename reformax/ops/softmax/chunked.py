@@ -34,7 +34,7 @@ from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.masking.padding import over_tokens
 from reformax.ops.numerics.finite import finite, is_finite, marked
 from reformax.ops.numerics.normalization import length_normalize, mean_product
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from reformax.ops.softmax.online import Softmax, lowest, nonzero
 from reformax.ops.softmax.orders import Chunks, Order
@@ -334,7 +334,7 @@ def _keys(this: _Round, rows: Array) -> Array:
 
 
 def _logits(q: Float[Array, "N B C L H"], keys: Float[Array, "N B C M H"]) -> Array:
-    dtype = wide(q.dtype, keys.dtype)
+    dtype = accum_dtype(q.dtype, keys.dtype)
     product = jnp.einsum("bnclh,bncmh->bnclm", q, keys, preferred_element_type=dtype)
     return product / math.sqrt(q.shape[-1])
 
@@ -353,14 +353,14 @@ def _dropout_mask(
 # All rounds, both passes.
 
 
-def _lone_weight(chunks: Chunks, total, segment_ids, seed, own_weight) -> Float[Array, "N B T 1"]:
+def _lone_weight(chunks: Chunks, row_sum, segment_ids, seed, own_weight) -> Float[Array, "N B T 1"]:
     """The weight of a position's own value: 1, or its dropout mask, where it sees nothing else."""
     own_weight = 1.0 if own_weight is None else jnp.swapaxes(own_weight, 0, 1)
-    weight = jnp.where(total == 0.0, own_weight, 0.0)
+    weight = jnp.where(row_sum == 0.0, own_weight, 0.0)
     if segment_ids is not None:
         weight = jnp.where((segment_ids != 0)[None], weight, 0.0)
     if chunks.dropout > 0.0:
-        head, batch, position = jnp.ogrid[tuple(slice(n) for n in total.shape)]
+        head, batch, position = jnp.ogrid[tuple(slice(n) for n in row_sum.shape)]
         address = (batch, head, position, position)
         weight = weight * dropout_mask(seed, chunks.dropout, *address)
     return weight[..., None]
@@ -377,29 +377,29 @@ def _attend_forward(chunks, q, k, v, order, segment_ids, seed, own_weight):
     q, k, values = (None if x is None else _heads_first(x, n) for x, n in sides)
     order = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), order)
     forward = functools.partial(_forward, chunks, segment_ids, seed)
-    out, top, total = _by_heads(forward, chunks, q, k, values, order, _heads(q))
+    out, row_max, row_sum = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.sees_itself:
-        lone = _lone_weight(chunks, total, segment_ids, seed, own_weight)
+        lone = _lone_weight(chunks, row_sum, segment_ids, seed, own_weight)
         own = marked(values, q, *(() if k is None else (k,)))
         out = out + jnp.where(lone == 0, 0, lone * own.astype(out.dtype))
         # As a row that sees others, it has no gradient where it is NaN.
-        total = jnp.where((total == 0) & ~is_finite(own)[..., 0], jnp.nan, total)
+        row_sum = jnp.where((row_sum == 0) & ~is_finite(own)[..., 0], jnp.nan, row_sum)
     out = _heads_last(out, chunks.length).astype(v.dtype)
     # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where logits are
     # large.
-    return out, (q, k, values, order, segment_ids, seed, own_weight, out, top, total)
+    return out, (q, k, values, order, segment_ids, seed, own_weight, out, row_max, row_sum)
 
 
 def _attend_backward(chunks, residuals, d_out):
-    q, k, v, order, segment_ids, seed, own_weight, out, top, total = residuals
+    q, k, v, order, segment_ids, seed, own_weight, out, row_max, row_sum = residuals
     # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
     row_dot = mean_product(d_out, finite(out)) * out.shape[-1]
     d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
     backward = functools.partial(_backward, chunks, segment_ids, seed)
-    statistics = (top, total, row_dot[..., 0])
+    statistics = (row_max, row_sum, row_dot[..., 0])
     dq, dk, dv = _by_heads(backward, chunks, q, k, v, d_out, statistics, order, _heads(q))
     if chunks.sees_itself:
-        lone = _lone_weight(chunks, total, segment_ids, seed, own_weight)
+        lone = _lone_weight(chunks, row_sum, segment_ids, seed, own_weight)
         dv = dv + lone * d_out.astype(dv.dtype)
 
     def like(dx, x, length=chunks.key_length):
@@ -419,12 +419,12 @@ def _heads(q: Float[Array, "N B T H"]) -> Int[Array, "N B"]:
 def _forward(chunks, segment_ids, seed, q, k, v, order, head):
     """Each position's attended values, largest logit, and sum of `exp(logit - largest)`."""
     n_heads, _, length = q.shape[:3]
-    dtype = wide(q.dtype, v.dtype)
+    dtype = accum_dtype(q.dtype, v.dtype)
     # What is not finite is NaN in logits alone.
     of_keys, q, v = marked(q if k is None else k, v), marked(q), finite(v)
 
     def attend_round(carry, this):
-        acc, top, total = carry
+        acc, row_max, row_sum = carry
         queries = this.at_queries(q)
         keys = _keys(this, this.rows_of_keys(of_keys))
         values = _windows(this.at_keys(v), chunks)
@@ -441,27 +441,27 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
             preferred_element_type=dtype,
         )
         here, top_here, total_here = (this.by_query(x) for x in (here, top_here, total_here))
-        both = jnp.maximum(top, top_here)
-        old, new = jnp.exp(top - both), jnp.exp(top_here - both)
+        both = jnp.maximum(row_max, top_here)
+        old, new = jnp.exp(row_max - both), jnp.exp(top_here - both)
         acc = acc * old[..., None] + here * new[..., None]
-        return Softmax(acc, both, total * old + total_here * new)
+        return Softmax(acc, both, row_sum * old + total_here * new)
 
     nothing = varying_as((q, v), Softmax.empty(q.shape[:3], v.shape[3], dtype))
-    acc, top, total = _scan_rounds(attend_round, nothing, chunks, order)
-    return acc / nonzero(total)[..., None], top, total
+    acc, row_max, row_sum = _scan_rounds(attend_round, nothing, chunks, order)
+    return acc / nonzero(row_sum)[..., None], row_max, row_sum
 
 
 def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head):
     """The gradients of q, k and v, float32, of what `_forward` returns first."""
     n_heads, _, length = q.shape[:3]
-    dtype = wide(q.dtype, v.dtype)
+    dtype = accum_dtype(q.dtype, v.dtype)
     f32 = dict(preferred_element_type=dtype)
     q, k, v = (None if x is None else finite(x) for x in (q, k, v))
-    top, total, row_dot = statistics
+    row_max, row_sum, row_dot = statistics
     # A row that saw what is not finite has no gradient, and one that saw nothing has none either.
-    real = jnp.isfinite(top) & jnp.isfinite(total) & (total > 0)
-    top, row_dot = (jnp.where(real, x, 0) for x in (top, row_dot))
-    share = jnp.where(real, 1 / jnp.where(real, total, 1), 0)
+    real = jnp.isfinite(row_max) & jnp.isfinite(row_sum) & (row_sum > 0)
+    row_max, row_dot = (jnp.where(real, x, 0) for x in (row_max, row_dot))
+    share = jnp.where(real, 1 / jnp.where(real, row_sum, 1), 0)
     d_out = jnp.where(real[..., None], d_out, 0)
 
     def attend_round(carry, this):
@@ -472,7 +472,7 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         values = _windows(this.at_keys(v), chunks)
         d_here = this.at_queries(d_out)
         mask = _visible(this, order, segment_ids, n_heads, length)
-        row_top, row_share, dot = (this.at_queries(x)[..., None] for x in (top, share, row_dot))
+        row_top, row_share, dot = (this.at_queries(x)[..., None] for x in (row_max, share, row_dot))
         mask = mask & (row_share > 0)
         # A visible logit exceeds the maximum by rounding alone.
         logits = _logits(queries, keys) - row_top

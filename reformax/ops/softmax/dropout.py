@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax import devices
-from reformax.ops.sharding.shard import Share, row_axes
+from reformax.ops.sharding.shard import Shard, row_axes
 
 
 def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
@@ -22,7 +22,7 @@ def _mix(x: Int[Array, "*d"]) -> Int[Array, "*d"]:
     return x ^ (x >> 16)
 
 
-def seed_words(rng: PRNGKeyArray | Share, n_rows: int) -> Int[Array, 6]:
+def seed_words(rng: PRNGKeyArray | Shard, n_rows: int) -> Int[Array, 6]:
     """The seed of a dropout mask, as words of uint32, which a kernel can read.
 
     Two are drawn. The others are the numbers of the first row, head and positions of a query and of
@@ -33,7 +33,7 @@ def seed_words(rng: PRNGKeyArray | Share, n_rows: int) -> Int[Array, 6]:
       rng: the source.
       n_rows: how many rows, by which addresses go, are here.
     """
-    share = rng if isinstance(rng, Share) else Share(rng)
+    share = rng if isinstance(rng, Shard) else Shard(rng)
     of_key = share.position if share.key_position is None else share.key_position
     here = devices.first(n_rows, row_axes(rng)), share.head, share.position, of_key
     here = jnp.stack([jnp.asarray(x, jnp.int32) for x in here]).astype(jnp.uint32)

@@ -47,13 +47,13 @@ def softmax_of_piece(
     fine = fine & jnp.isfinite(logits)
     whole = jnp.all(fine | ~mask, axis=-1)
     logits, mask = jnp.where(fine, logits, 0), mask & fine
-    top = largest(logits, mask, axis=-1)
-    weights = masked_exp(logits, mask, top)
-    total = weights.sum(axis=-1)
+    row_max = largest(logits, mask, axis=-1)
+    weights = masked_exp(logits, mask, row_max)
+    row_sum = weights.sum(axis=-1)
     if dropout > 0.0:
         batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
         weights = weights * dropout_mask(seed, dropout, batch, head, *positions).astype(q.dtype)
     acc = jnp.einsum("bnqk,bnkv->bnqv", weights, v)
     finite_acc = jnp.isfinite(acc)
-    parts = Softmax(jnp.where(finite_acc, acc, 0), top[..., 0], total)
+    parts = Softmax(jnp.where(finite_acc, acc, 0), row_max[..., 0], row_sum)
     return parts, whole & finite_acc.all(axis=-1)

@@ -52,14 +52,14 @@ def attend_to_kinds(
     tops = [
         largest(jnp.where(each.finite, each.logits, jnp.nan), each.mask, axis=-1) for each in kinds
     ]
-    top = functools.reduce(jnp.maximum, tops)
-    whole = jnp.isfinite(top)
-    weights = [masked_exp(x.logits, x.mask & whole, jnp.where(whole, top, 0)) for x in kinds]
-    total = nonzero(sum(x.sum(axis=-1, keepdims=True) for x in weights))
+    row_max = functools.reduce(jnp.maximum, tops)
+    whole = jnp.isfinite(row_max)
+    weights = [masked_exp(x.logits, x.mask & whole, jnp.where(whole, row_max, 0)) for x in kinds]
+    row_sum = nonzero(sum(x.sum(axis=-1, keepdims=True) for x in weights))
     out = 0
     for each, weight in zip(kinds, weights, strict=True):
         # The gradient of a hidden weight, a product with what is hidden, may overflow.
-        weight = jnp.where(each.mask & whole, weight / total, 0)
+        weight = jnp.where(each.mask & whole, weight / row_sum, 0)
         if dropout:
             example = jnp.arange(n_batch).reshape(-1, 1, 1, 1, 1)
             head = jnp.asarray(heads).reshape(1, -1, 1, 1, 1)

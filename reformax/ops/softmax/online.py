@@ -26,14 +26,14 @@ class Softmax(NamedTuple):
     """The softmax of rows over the keys that they have seen so far.
 
     Attributes:
-      acc: `sum_j exp(s_j - top) v_j`.
-      top: the largest logit `s_j`.
-      total: `sum_j exp(s_j - top)`.
+      acc: `sum_j exp(s_j - row_max) v_j`.
+      row_max: the largest logit `s_j`.
+      row_sum: `sum_j exp(s_j - row_max)`.
     """
 
     acc: Float[Array, "*rows V"]
-    top: Float[Array, "*rows"]
-    total: Float[Array, "*rows"]
+    row_max: Float[Array, "*rows"]
+    row_sum: Float[Array, "*rows"]
 
     @classmethod
     def empty(cls, rows: tuple[int, ...], d_v: int, dtype: Any) -> Softmax:
@@ -46,18 +46,18 @@ def largest(
     logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], axis: int | tuple[int, ...]
 ) -> Float[Array, "*#d"]:
     """The largest visible logit of each row, NaN if one is. It cancels, so its gradient is 0."""
-    top = jnp.max(logits, axis=axis, keepdims=True, where=mask, initial=lowest(logits.dtype))
+    row_max = jnp.max(logits, axis=axis, keepdims=True, where=mask, initial=lowest(logits.dtype))
     if jax.default_backend() == "cpu":  # whose maximum of many numbers leaves NaN out
         unfit = jnp.any(jnp.isnan(logits) & mask, axis=axis, keepdims=True)
-        top = jnp.where(unfit, jnp.nan, top)
-    return jax.lax.stop_gradient(top)
+        row_max = jnp.where(unfit, jnp.nan, row_max)
+    return jax.lax.stop_gradient(row_max)
 
 
 def masked_exp(
-    logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], top: Float[Array, "*#d"]
+    logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], row_max: Float[Array, "*#d"]
 ) -> Float[Array, "*d"]:
-    """The weights of a softmax before their division: `exp(logit - top)`, 0 where hidden."""
-    below = jnp.where(mask, logits - top, 0.0)
+    """The weights of a softmax before their division: `exp(logit - row_max)`, 0 where hidden."""
+    below = jnp.where(mask, logits - row_max, 0.0)
     # XLA may compute a logit twice, in two ways: one of 1e30 may then lie far above itself.
     below -= jax.lax.stop_gradient(jnp.maximum(below, 0.0))
     return jnp.where(mask, jnp.exp(below), 0.0)
@@ -78,9 +78,9 @@ def contained_softmax(
       mask: which keys a row sees.
       fine: whether row and key were finite to begin with.
     """
-    top = largest(jnp.where(fine, logits, jnp.nan), mask, axis=-1)
-    whole = jnp.isfinite(top)
-    weights = masked_exp(logits, mask & whole, jnp.where(whole, top, 0))
+    row_max = largest(jnp.where(fine, logits, jnp.nan), mask, axis=-1)
+    whole = jnp.isfinite(row_max)
+    weights = masked_exp(logits, mask & whole, jnp.where(whole, row_max, 0))
     weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
     # The gradient of a hidden weight, a product with what is hidden, may overflow.
     return jnp.where(mask & whole, weights, 0), whole

@@ -53,7 +53,8 @@ class Chunks(NamedTuple):
       n_chunks_after: how many chunks after its own a query sees.
       causal: whether the future is hidden, by original position.
       shared_qk: whether keys are the length-normalised queries, hidden from themselves.
-      own: for `shared_qk` and `two_orders`, whether a position that sees nothing else sees itself.
+      attend_self_if_alone: for `shared_qk` and `two_orders`, whether a position that sees nothing
+        else sees itself.
       window: if set, keys `window` or more positions away are hidden.
       count_once: whether a key that several rounds show counts once (the paper's N_ij) or each
         time.
@@ -70,7 +71,7 @@ class Chunks(NamedTuple):
     n_chunks_after: int
     causal: bool
     shared_qk: bool
-    own: bool = True
+    attend_self_if_alone: bool = True
     window: int | None = None
     count_once: bool = True
     dropout: float = 0.0

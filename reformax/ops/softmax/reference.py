@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from reformax.ops.numerics.finite import finite, is_finite
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import full_dropout_mask
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
 
@@ -29,16 +29,16 @@ def reference_attention(
     Logits and weights are float32 or wider. A row that sees nothing is zeros, and one that sees
     what is not finite is NaN.
     """
-    dtype = wide(q.dtype, k.dtype, v.dtype)
+    dtype = accum_dtype(q.dtype, k.dtype, v.dtype)
     logits = jnp.einsum("btnh,bsnh->bnts", finite(q), finite(k), preferred_element_type=dtype)
     logits = logits / math.sqrt(q.shape[-1])
     if bias is not None:
         logits = logits + bias.astype(dtype)
     logits = logits + _mark(dtype, q) + jnp.swapaxes(_mark(dtype, k, v), 2, 3)
-    top = largest(logits, mask, axis=-1)
-    real = jnp.isfinite(top)
+    row_max = largest(logits, mask, axis=-1)
+    real = jnp.isfinite(row_max)
     mask = mask & real
-    weights = masked_exp(logits, mask, top)
+    weights = masked_exp(logits, mask, row_max)
     weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
     if dropout > 0.0:
         weights = weights * full_dropout_mask(rng, dropout, weights.shape).astype(dtype)

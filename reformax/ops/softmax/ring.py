@@ -26,8 +26,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.numerics.precision import wide
-from reformax.ops.sharding.shard import Share
+from reformax.ops.numerics.precision import accum_dtype
+from reformax.ops.sharding.shard import Shard
 from reformax.ops.softmax.online import lowest, nonzero
 
 Pair = tuple[Any, Any]  # of the early half of a device and the late one
@@ -36,18 +36,18 @@ Pair = tuple[Any, Any]  # of the early half of a device and the late one
 class Pieces(Protocol):
     """Attention of some queries to some keys. It can be hashed.
 
-    A result is `(out [B, T, N, V], top [B, N, T], total [B, N, T])`: the attended values, the
-    largest logit of a row in a unit of the algorithm's own, and the sum of `exp(logit - top)`.
+    A result is `(out [B, T, N, V], row_max [B, N, T], row_sum [B, N, T])`: the attended values, the
+    largest logit of a row in a unit of the algorithm's own, and the sum of `exp(logit - row_max)`.
     """
 
     def unit(self, size: int) -> float:
-        """What makes a logit of `top`, for heads of `size`."""
+        """What makes a logit of `row_max`, for heads of `size`."""
 
-    def forward(self, causal: bool, q, k, v, segment_ids: tuple, share: Share) -> tuple:
-        """The result; `segment_ids` of queries and keys, `share` with both first positions."""
+    def forward(self, causal: bool, q, k, v, segment_ids: tuple, shard: Shard) -> tuple:
+        """The result; `segment_ids` of queries and keys, `shard` with both first positions."""
 
     def backward(
-        self, causal: bool, q, k, v, segment_ids: tuple, share: Share, results: tuple, d_out
+        self, causal: bool, q, k, v, segment_ids: tuple, shard: Shard, results: tuple, d_out
     ) -> tuple:
         """The gradients of q, k and v, given the results of rows that also saw other keys."""
 
@@ -67,7 +67,7 @@ def attend(
     k: Float[Array, "B s G H"],
     v: Float[Array, "B s G V"],
     segment_ids: tuple[Int[Array, "B t"], Int[Array, "B s"]] | tuple[None, None],
-    share: Share,
+    shard: Shard,
 ) -> Float[Array, "B t N V"]:
     """Attention of a stretch of queries to the keys of all.
 
@@ -81,18 +81,18 @@ def attend(
     sides = (q,), (k, v)
     if causal and q.shape[1] % 2 and segment_ids[0] is None:
         segment_ids = (jnp.ones(q.shape[:2], jnp.int32),) * 2  # halves end in padding
-    here = lax.axis_index(share.axis)
+    here = lax.axis_index(shard.axis)
     halves = []
     for arrays, ids in zip(sides, segment_ids, strict=True):
         length = arrays[0].shape[1]
         if causal:
-            pair = _zigzag((arrays, ids), share.axis)
-            starts = (_start(c, length) for c in _numbers(here, share.axis))
+            pair = _zigzag((arrays, ids), shard.axis)
+            starts = (_start(c, length) for c in _numbers(here, shard.axis))
         else:
             pair, starts = ((arrays, ids),), (here * length,)
         halves.append(tuple(_Side(*half, at) for half, at in zip(pair, starts, strict=True)))
-    out = _ring(pieces, causal, share.axis, *halves, share.rng)
-    return _in_order(out, share.axis)[:, : q.shape[1]] if causal else out[0]
+    out = _ring(pieces, causal, shard.axis, *halves, shard.rng)
+    return _in_order(out, shard.axis)[:, : q.shape[1]] if causal else out[0]
 
 
 # The halves of the devices.
@@ -209,13 +209,13 @@ def _ring(pieces, causal, axis, queries, keys, rng) -> tuple[Array, ...]:
 
 def _call(pieces: Pieces, causal: bool, rng, query: _Side, key: _Side) -> tuple:
     """The arguments of a method of `pieces`."""
-    share = Share(rng, position=query.position, key_position=key.position)
-    return causal, *query.arrays, *key.arrays, (query.segment_ids, key.segment_ids), share
+    shard = Shard(rng, position=query.position, key_position=key.position)
+    return causal, *query.arrays, *key.arrays, (query.segment_ids, key.segment_ids), shard
 
 
 def _forward(pieces, causal, axis, queries, keys, rng):
     (q,), v = queries[0].arrays, keys[0].arrays[1]
-    dtype = wide(q.dtype, v.dtype)
+    dtype = accum_dtype(q.dtype, v.dtype)
     statistic = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), dtype)
     nothing = jnp.zeros((*q.shape[:3], v.shape[3]), dtype), statistic + lowest(dtype), statistic
     merge = functools.partial(_merged, pieces.unit(q.shape[3]))
@@ -230,24 +230,26 @@ def _forward(pieces, causal, axis, queries, keys, rng):
         return _put(states, s, axis, found, False, merge)
 
     states = _around(axis, keys, step, tuple(states))
-    results = tuple((out.astype(v.dtype), top, total) for out, top, total in states)
+    results = tuple((out.astype(v.dtype), row_max, row_sum) for out, row_max, row_sum in states)
     return tuple(out for out, *_ in results), (queries, keys, rng, results)
 
 
 def _merged(unit: float, one: tuple, other: tuple) -> tuple:
     """The result of rows from their results with some keys and with others."""
-    top = jnp.maximum(one[1], other[1])
-    totals = [x[2] * jnp.exp((x[1] - top) * unit) for x in (one, other)]
-    total = totals[0] + totals[1]
-    parts = (jnp.swapaxes(x / nonzero(total), 1, 2)[..., None] for x in totals)
-    out = sum(part * x[0].astype(total.dtype) for part, x in zip(parts, (one, other), strict=True))
-    return out, top, total
+    row_max = jnp.maximum(one[1], other[1])
+    totals = [x[2] * jnp.exp((x[1] - row_max) * unit) for x in (one, other)]
+    row_sum = totals[0] + totals[1]
+    parts = (jnp.swapaxes(x / nonzero(row_sum), 1, 2)[..., None] for x in totals)
+    out = sum(
+        part * x[0].astype(row_sum.dtype) for part, x in zip(parts, (one, other), strict=True)
+    )
+    return out, row_max, row_sum
 
 
 def _backward(pieces, causal, axis, residuals, d_out):
     queries, keys, rng, results = residuals
     rows = tuple(zip(queries, *first_order((results, d_out)), strict=True))
-    dtype = wide(queries[0].arrays[0].dtype)
+    dtype = accum_dtype(queries[0].arrays[0].dtype)
 
     def zeros(sides):
         return [jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), side.arrays) for side in sides]

@@ -25,7 +25,7 @@ from reformax.devices import varying_as
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.numerics.finite import finite, marked
 from reformax.ops.numerics.first_order import first_order
-from reformax.ops.numerics.precision import wide
+from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.row_blocks import (
     Block,
     Group,
@@ -58,7 +58,7 @@ class Tiling(NamedTuple):
       causal: whether a key is hidden from the queries before it.
       scale: the factor of the products of queries and keys.
       dropout: the rate at which attention weights are dropped.
-      strict: whether a key is hidden from the query of its own position too.
+      exclude_self: whether a key is hidden from the query of its own position too.
       n_folded: where heads stand in the axis of examples, as those of orders of their own do, their
         number; each example then has visits of its own. 0: they do not.
     """
@@ -68,7 +68,7 @@ class Tiling(NamedTuple):
     causal: bool
     scale: float
     dropout: float = 0.0
-    strict: bool = False
+    exclude_self: bool = False
     n_folded: int = 0
 
 
@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
     @property
     def dtype(self) -> Any:
         """That of logits, softmax and sums."""
-        return wide(self.q.dtype, self.k.dtype, self.v.dtype)
+        return accum_dtype(self.q.dtype, self.k.dtype, self.v.dtype)
 
     def marked(self) -> Inputs:
         """The arrays for the forward pass, where what is not finite is NaN in logits alone."""
@@ -192,7 +192,7 @@ def visible(
     query, key = _positions(x, group, queries, keys)
     if tiling.causal:
         masks.append(query >= key)
-    if tiling.strict:
+    if tiling.exclude_self:
         masks.append(query != key)
     if queries.own is not None:
         masks.append(_column(queries.own))
@@ -241,16 +241,16 @@ class Results(NamedTuple):
     """The results of a forward pass: all that the backward pass needs besides the inputs."""
 
     out: Float[Array, "B T N V"]
-    top: Float[Array, "B N T"]  # the largest logit of each row
-    total: Float[Array, "B N T"]  # the sum of `exp(logit - top)`
+    row_max: Float[Array, "B N T"]  # the largest logit of each row
+    row_sum: Float[Array, "B N T"]  # the sum of `exp(logit - row_max)`
 
     def with_rows(self, state: Softmax, group: Group, block: Block) -> Results:
         """Adds the rows of a block, whose softmax is complete; zeros for rows that saw nothing."""
-        out = state.acc / nonzero(state.total)[..., None]
+        out = state.acc / nonzero(state.row_sum)[..., None]
         return Results(
             put_rows(self.out, out, group, block),
-            put_row_statistics(self.top, state.top, group, block),
-            put_row_statistics(self.total, state.total, group, block),
+            put_row_statistics(self.row_max, state.row_max, group, block),
+            put_row_statistics(self.row_sum, state.row_sum, group, block),
         )
 
 
@@ -268,18 +268,18 @@ def summary(
     queries: Block,
     keys: Block,
     q: Float[Array, "b n Q H"],
-    top: Float[Array, "b n Q"] | None = None,
+    row_max: Float[Array, "b n Q"] | None = None,
 ) -> Softmax:
-    """The softmax of one tile by itself, relative to the larger of its maximum and `top`."""
-    top = lowest(x.dtype) if top is None else top
+    """The softmax of one tile by itself, relative to the larger of its maximum and `row_max`."""
+    row_max = lowest(x.dtype) if row_max is None else row_max
     k, v = rows(x.k, group, keys), rows(x.v, group, keys)
     s = logits(tiling, x, group, queries, keys, q, k)
-    top = jnp.maximum(jnp.max(s, axis=-1), top)
-    p = jnp.exp(s - top[..., None])
-    total = jnp.sum(p, axis=-1)
+    row_max = jnp.maximum(jnp.max(s, axis=-1), row_max)
+    p = jnp.exp(s - row_max[..., None])
+    row_sum = jnp.sum(p, axis=-1)
     p = p * tile_dropout_mask(tiling, x, group, queries, keys)
     acc = jnp.einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v, preferred_element_type=x.dtype)
-    return Softmax(acc, top, total)
+    return Softmax(acc, row_max, row_sum)
 
 
 # Both passes.
@@ -299,10 +299,12 @@ def forward(tiling: Tiling, x: Inputs, visits: Visits) -> Results:
 
         def key_block(j, state):
             keys = block_at(j * tiling.key_size, tiling.key_size, n_keys)
-            here = summary(tiling, x, group, queries, keys, q, state.top)
-            old = jnp.exp(state.top - here.top)
+            here = summary(tiling, x, group, queries, keys, q, state.row_max)
+            old = jnp.exp(state.row_max - here.row_max)
             return Softmax(
-                state.acc * old[..., None] + here.acc, here.top, state.total * old + here.total
+                state.acc * old[..., None] + here.acc,
+                here.row_max,
+                state.row_sum * old + here.row_sum,
             )
 
         shape = group.n_batch, group.n_heads, tiling.query_size
@@ -334,13 +336,13 @@ def backward(
     n_keys = x.k.shape[1]
     f32 = dict(preferred_element_type=x.dtype)
     # A row that saw what is not finite has no gradient.
-    real = jnp.isfinite(results.top) & jnp.isfinite(results.total)
+    real = jnp.isfinite(results.row_max) & jnp.isfinite(results.row_sum)
     of_real = jnp.swapaxes(real, 1, 2)[..., None]
     d_out = jnp.where(of_real, d_out, 0)
     # D_i = sum_j P_ij dP_ij = dO_i . O_i.
     dot = jnp.einsum("btnv,btnv->bnt", d_out, finite(results.out), **f32)
-    top = jnp.where(real, results.top, 0)
-    share = 1.0 / nonzero(jnp.where(real, results.total, jnp.inf))
+    row_max = jnp.where(real, results.row_max, 0)
+    share = 1.0 / nonzero(jnp.where(real, results.row_sum, jnp.inf))
 
     def key_block(group, j, written):
         *sums, dk_all, dv_all = written
@@ -352,7 +354,7 @@ def backward(
             queries = block_at(i * tiling.query_size, tiling.query_size, length)
             q, d = rows(x.q, group, queries), rows(d_out, group, queries)
             row_top, row_share, row_dot = (
-                row_statistics(y, group, queries)[..., None] for y in (top, share, dot)
+                row_statistics(y, group, queries)[..., None] for y in (row_max, share, dot)
             )
             s = logits(tiling, x, group, queries, keys, q, k)
             # A logit exceeds the maximum by rounding alone.

@@ -109,26 +109,30 @@ def _columns(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
 
 def _attend_forward(of, chunks, interpret, q, k, v, few, near, segment_ids, rng):
     q, k, v = first_order((q, k, v))
-    in_band, top, total = chunked.forward(chunks, q, k, v, *near, rng, interpret=interpret)
+    in_band, row_max, row_sum = chunked.forward(chunks, q, k, v, *near, rng, interpret=interpret)
     found = _few(of, chunks.dropout, q, k, v, few, segment_ids, rng)
-    most = jnp.maximum(top, jnp.max(found.logits, axis=-1, initial=LOWEST))
+    most = jnp.maximum(row_max, jnp.max(found.logits, axis=-1, initial=LOWEST))
     weights = jnp.exp2((found.logits - most[..., None]) * _scale(q))
-    share = jnp.exp2((top - most) * _scale(q)) * total
-    total = share + weights.sum(axis=-1)
+    inverse_sum = jnp.exp2((row_max - most) * _scale(q)) * row_sum
+    row_sum = inverse_sum + weights.sum(axis=-1)
     far = product("bntg,bgnv->btnv", weights * found.dropped, found.values, v.dtype)
-    out = in_band.astype(jnp.float32) * _columns(share) + far
-    out = (out / nonzero(_columns(total))).astype(v.dtype)
-    return out, ((q, k, v, few, near, segment_ids, rng), (out, most, total))
+    out = in_band.astype(jnp.float32) * _columns(inverse_sum) + far
+    out = (out / nonzero(_columns(row_sum))).astype(v.dtype)
+    return out, ((q, k, v, few, near, segment_ids, rng), (out, most, row_sum))
 
 
 def _attend_backward(of, chunks, interpret, residuals, d_out):
     inputs, results = residuals
-    (out, top, total), d_out = first_order((results, d_out))
+    (out, row_max, row_sum), d_out = first_order((results, d_out))
     q, k, v, few, near, segment_ids, rng = inputs
     in_band = q, k, v, *near, rng
-    dq, dk, dv = chunked.backward(chunks, *in_band, out, top, total, d_out, interpret=interpret)
+    dq, dk, dv = chunked.backward(
+        chunks, *in_band, out, row_max, row_sum, d_out, interpret=interpret
+    )
     found = _few(of, chunks.dropout, q, k, v, few, segment_ids, rng)
-    weights = jnp.exp2((found.logits - top[..., None]) * _scale(q)) / nonzero(total)[..., None]
+    weights = (
+        jnp.exp2((found.logits - row_max[..., None]) * _scale(q)) / nonzero(row_sum)[..., None]
+    )
     dot = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     ds = product("btnv,bgnv->bntg", d_out, found.values, v.dtype) * found.dropped
     ds = weights * (ds - jnp.swapaxes(dot, 1, 2)[..., None]) / math.sqrt(q.shape[3])

@@ -89,7 +89,7 @@ class Program(NamedTuple):
     per_head: bool  # whether each head has a mask of its own
     any_whole: bool  # whether the list has tiles that need no mask
     any_cut: bool  # whether it has others
-    strict: bool = False  # whether a key is hidden from the query of its position
+    exclude_self: bool = False  # whether a key is hidden from the query of its position
     n_folded: int = 0  # heads that stand in the axis of examples
     batch: Any = None
 
@@ -205,7 +205,7 @@ class Program(NamedTuple):
             masks.append(chosen_bits(x.chosen, self.batch, q.position, k.position, exists))
         if self.causal and not whole:
             masks.append(k.at <= q.at)
-        if self.strict:
+        if self.exclude_self:
             masks.append(k.at != q.at)
         if not k.whole:
             masks.append(k.position < self.n_keys)

@@ -73,15 +73,15 @@ def _forward_kernel(x: Inputs, work: Work, out: Softmax, part: Softmax | None, *
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
     state = empty_softmax(here.tiles.query, x.v.shape[3])
-    acc, top, total = here.over(work, own, attend, state)
-    divisor = nonzero(total)
+    acc, row_max, row_sum = here.over(work, own, attend, state)
+    divisor = nonzero(row_sum)
     if part is None:
         part = Softmax(None, None, None)
     else:
         divisor = jnp.where(own.slot < 0, divisor, 1.0)
     here.put_rows(out.acc, part.acc, queries, own, acc * (1.0 / divisor)[:, None])
-    here.put_statistics(out.top, part.top, queries, own, top)
-    here.put_statistics(out.total, part.total, queries, own, total)
+    here.put_statistics(out.row_max, part.row_max, queries, own, row_max)
+    here.put_statistics(out.row_sum, part.row_sum, queries, own, row_sum)
 
 
 def _queries_kernel(x: Inputs, row: QueryRows, work: Work, dq, part, *, program):
@@ -89,8 +89,8 @@ def _queries_kernel(x: Inputs, row: QueryRows, work: Work, dq, part, *, program)
     own = here.own(work)
     queries = here.queries(x, own.tile)
     q, d_out = (here.rows(ref, queries, own.head) for ref in (x.q, row.d_out))
-    statistics = row.top, row.dot, row.share
-    top, dot, share = (here.statistics(ref, queries, own.head) for ref in statistics)
+    statistics = row.row_max, row.dot, row.inverse_sum
+    row_max, dot, inverse_sum = (here.statistics(ref, queries, own.head) for ref in statistics)
     query, size = column(queries), x.q.shape[3]
     scale = LOG2_E / math.sqrt(size)
 
@@ -100,7 +100,7 @@ def _queries_kernel(x: Inputs, row: QueryRows, work: Work, dq, part, *, program)
         v = here.tokens(x.v, keys, own.head)
         key = line(keys)
         logits = hide(product(q, k, transpose_b=True), here.visible(x, query, key, whole))
-        p = recompute_weights(logits, top[:, None] * scale, column(share), size)
+        p = recompute_weights(logits, row_max[:, None] * scale, column(inverse_sum), size)
         dp = product(d_out, v, transpose_b=True) * here.dropped(x, own.head, query, key)
         ds = p * (dp - dot[:, None])
         return sums + product(ds.astype(k.dtype), k)
@@ -122,11 +122,11 @@ def _keys_kernel(x: Inputs, row: QueryRows, work: Work, gradients, part, *, prog
         queries = here.queries(x, tile, whole)
         q = here.tokens(x.q, queries, own.head)
         d_out = here.rows(row.d_out, queries, own.head)
-        statistics = row.top, row.dot, row.share
-        top, dot, share = (here.statistics(ref, queries, own.head) for ref in statistics)
+        statistics = row.row_max, row.dot, row.inverse_sum
+        row_max, dot, inverse_sum = (here.statistics(ref, queries, own.head) for ref in statistics)
         query = line(queries)
         logits = hide(product(k, q, transpose_b=True), here.visible(x, query, key, whole))
-        p = recompute_weights(logits, top[None, :] * scale, line(share), size)
+        p = recompute_weights(logits, row_max[None, :] * scale, line(inverse_sum), size)
         dropped = here.dropped(x, own.head, query, key)
         dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
         ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
@@ -154,8 +154,8 @@ def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_qu
     packed, per_head = x.query_segment_ids is not None, layout.n_masks > 1
     any_cut = packed or x.chosen is not None
     n_heads = 1 if per_head else x.q.shape[2]
-    share = int(rows.count.sum()) * x.q.shape[0] * n_heads // N_SHARES
-    parts = block_lists.cut(rows, max(LEAST_PART, share))
+    inverse_sum = int(rows.count.sum()) * x.q.shape[0] * n_heads // N_SHARES
+    parts = block_lists.cut(rows, max(LEAST_PART, inverse_sum))
     n_tiles = len(rows.count) // layout.n_masks
     head, tile = np.divmod(parts.row, n_tiles)
     is_cut = parts.per_row > 1
@@ -172,7 +172,7 @@ def _cut(layout: Layout | Everything, rows: Rows, x: Inputs, tiles: Tiles, by_qu
         per_head=per_head,
         any_whole=bool(np.any(columns[3] > columns[2])),
         any_cut=bool(np.any(columns[4] > columns[3])),
-        strict=isinstance(layout, Everything) and layout.strict,
+        exclude_self=isinstance(layout, Everything) and layout.exclude_self,
         n_folded=layout.n_folded if isinstance(layout, InOrder) else 0,
     )
     # A kernel takes no empty array: an empty list has one entry, which nobody reads.
@@ -322,15 +322,15 @@ def forward(
     statistic = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     out_shape = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype)
     shapes = Softmax(out_shape, statistic, statistic)
-    (out, top, total), parts = _launch_parts(_forward_kernel, cut, (x,), shapes, interpret)
+    (out, row_max, row_sum), parts = _launch_parts(_forward_kernel, cut, (x,), shapes, interpret)
     if parts is not None:
         rows = block_lists.merge_softmax(parts, cut.per_row, 1.0 / math.sqrt(q.shape[3]))
-        out = _put(out, rows.acc / nonzero(rows.total)[..., None], cut)
-        top, total = (
+        out = _put(out, rows.acc / nonzero(rows.row_sum)[..., None], cut)
+        row_max, row_sum = (
             jnp.swapaxes(_put(jnp.swapaxes(x, 1, 2), new, cut), 1, 2)
-            for x, new in ((top, rows.top), (total, rows.total))
+            for x, new in ((row_max, rows.row_max), (row_sum, rows.row_sum))
         )
-    return out, top, total
+    return out, row_max, row_sum
 
 
 def backward(
@@ -341,8 +341,8 @@ def backward(
     segment_ids: tuple[Int[Array, "B _"] | None, ...],
     rng: Array | None,
     out: Float[Array, "B T N V"],
-    top: Float[Array, "B N T"],
-    total: Float[Array, "B N T"],
+    row_max: Float[Array, "B N T"],
+    row_sum: Float[Array, "B N T"],
     d_out: Float[Array, "B T N V"],
     tiles: tuple[Tiles, Tiles] | None = None,
     interpret: bool = False,
@@ -351,13 +351,13 @@ def backward(
 
     Args:
       layout, q, k, v, segment_ids, rng: as in `forward`.
-      out, top, total: what it returned.
+      out, row_max, row_sum: what it returned.
       d_out: the gradient of `out`.
       tiles: how the kernels for queries and for keys are cut; None chooses.
       interpret: whether to run them anywhere, slowly.
     """
     x = _inputs(layout, q, k, v, segment_ids, rng)
-    row = query_rows(d_out, out, top, total, segment_ids[0])
+    row = query_rows(d_out, out, row_max, row_sum, segment_ids[0])
     by_query, by_key = tiles or (_tiles(layout, x, QUERIES), _tiles(layout, x, KEYS))
 
     def differentiate(kernel, rows, tiles, like):

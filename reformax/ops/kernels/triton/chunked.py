@@ -71,8 +71,8 @@ def _forward_kernel(x: Inputs, before: Softmax | None, after: Softmax, *, progra
     if before is None:
         state = empty_softmax(here.tiles.own, x.v.shape[3])
     else:
-        acc, top = here.rows(before.acc, own), here.statistics(before.top, own, LOWEST)
-        state = Softmax(acc, top, here.statistics(before.total, own, 0.0))
+        acc, row_max = here.rows(before.acc, own), here.statistics(before.row_max, own, LOWEST)
+        state = Softmax(acc, row_max, here.statistics(before.row_sum, own, 0.0))
     q = here.rows(x.q, own)
 
     def attend(block, state):
@@ -81,15 +81,15 @@ def _forward_kernel(x: Inputs, before: Softmax | None, after: Softmax, *, progra
         logits = hide(product(q, k, transpose_b=True), here.visible(queries, keys))
         return softmax_step(state, logits, v, x.q.shape[3], here.dropped(x, queries, keys))
 
-    acc, top, total = here.over(x.at_keys(), here.keys(), attend, state, of_keys=True)
+    acc, row_max, row_sum = here.over(x.at_keys(), here.keys(), attend, state, of_keys=True)
     if here.is_last:
-        acc = acc * (1.0 / nonzero(total))[:, None]
+        acc = acc * (1.0 / nonzero(row_sum))[:, None]
         if here.chunks.sees_itself:
-            lone = here.lone_weight(x, own, total)
+            lone = here.lone_weight(x, own, row_sum)
             acc = acc + lone[:, None] * here.rows(x.v, own, lone > 0.0).astype(jnp.float32)
     here.put_rows(after.acc, own, acc)
-    here.put_statistics(after.top, own, top)
-    here.put_statistics(after.total, own, total)
+    here.put_statistics(after.row_max, own, row_max)
+    here.put_statistics(after.row_sum, own, row_sum)
 
 
 def _backward_kernel(
@@ -105,20 +105,20 @@ def _backward_kernel(
 
     def queries(block):
         exists = block.position < here.chunks.length
-        top = here.load_places(row.top, block.place, exists, 0.0) * (scale * LOG2_E)
-        share = here.load_places(row.share, block.place, exists, 0.0)
+        row_max = here.load_places(row.row_max, block.place, exists, 0.0) * (scale * LOG2_E)
+        inverse_sum = here.load_places(row.inverse_sum, block.place, exists, 0.0)
         dot = here.load_places(row.dot, block.place, exists, 0.0)
-        return here.rows(row.d_out, block), dot, top, share
+        return here.rows(row.d_out, block), dot, row_max, inverse_sum
 
     k, v = here.rows(x.k, own), here.tokens(x.v, own)
 
     def as_keys(block, sums):
         dk, dv = sums
         q = here.tokens(x.q, block)
-        d_out, dot, top, share = queries(block)
+        d_out, dot, row_max, inverse_sum = queries(block)
         query, key = line(block), column(own)
         logits = hide(product(k, q, transpose_b=True), here.visible(query, key))
-        p = recompute_weights(logits, top[None, :], line(share), size)
+        p = recompute_weights(logits, row_max[None, :], line(inverse_sum), size)
         dropped = here.dropped(x, query, key)
         dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
         ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
@@ -127,7 +127,7 @@ def _backward_kernel(
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = here.over(x, here.queries(), as_keys, sums)
     if here.chunks.sees_itself and here.is_last:
-        lone = here.lone_weight(x, own, here.statistics(row.total, own, 1.0))
+        lone = here.lone_weight(x, own, here.statistics(row.row_sum, own, 1.0))
         dv = dv + lone[:, None] * here.rows(row.d_out, own, lone > 0.0).astype(jnp.float32)
     if before is not None:
         dv = dv + here.rows(before.v, own)
@@ -140,7 +140,7 @@ def _backward_kernel(
 
     own = queries_own
     q = here.tokens(x.q, own)
-    d_out, dot, top, share = queries(own)
+    d_out, dot, row_max, inverse_sum = queries(own)
     if here.chunks.shared_qk:
         dq = _through_normalization(q, dk, size)
     else:
@@ -150,7 +150,7 @@ def _backward_kernel(
         k, v = here.tokens(x.k, block), here.tokens(x.v, block)
         query, key = column(own), line(block)
         logits = hide(product(q, k, transpose_b=True), here.visible(query, key))
-        p = recompute_weights(logits, top[:, None], column(share), size)
+        p = recompute_weights(logits, row_max[:, None], column(inverse_sum), size)
         dropped = here.dropped(x, query, key)
         ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
         return dq + product(ds.astype(k.dtype), k)
@@ -317,8 +317,8 @@ def backward(
     segment_ids: SegmentIds | None,
     rng: Array | None,
     out: Float[Array, "B T N V"],
-    top: Float[Array, "B N T"],
-    total: Float[Array, "B N T"],
+    row_max: Float[Array, "B N T"],
+    row_sum: Float[Array, "B N T"],
     d_out: Float[Array, "B T N V"],
     tiles: Tiles | None = None,
     interpret: bool = False,
@@ -327,16 +327,16 @@ def backward(
 
     Args:
       chunks, q, k, v, order, segment_ids, rng: as in `forward`.
-      out, top, total: what it returned.
+      out, row_max, row_sum: what it returned.
       d_out: the gradient of `out`.
       tiles, interpret: as in `forward`.
     """
     inputs = _inputs(chunks, q, k, v, order, segment_ids, rng)
     ids = None if segment_ids is None else segment_pair(segment_ids)[0][:, : q.shape[1]]
-    row = query_rows(d_out, out, top, total, ids)
-    dot, top = (_in_order(x, inputs.order) for x in (row.dot, row.top))
-    share = None if row.share is None else _in_order(row.share, inputs.order)
-    row = QueryRows(row.d_out, dot, top, total, share)
+    row = query_rows(d_out, out, row_max, row_sum, ids)
+    dot, row_max = (_in_order(x, inputs.order) for x in (row.dot, row.row_max))
+    inverse_sum = None if row.inverse_sum is None else _in_order(row.inverse_sum, inputs.order)
+    row = QueryRows(row.d_out, dot, row_max, row_sum, inverse_sum)
     gradients = None
     for program in _programs(chunks, inputs, tiles, _backward_tiles):
         shape = _Gradients(*(None if x is None else _like(x, program) for x in (q, k, v)))

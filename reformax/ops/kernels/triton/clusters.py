@@ -92,15 +92,17 @@ def _parts(q, k, v, queries: Sorted, keys: Sorted) -> tuple:
 def _attend_forward(layout, interpret, q, k, v, queries, keys, rng):
     q, k, v = first_order((q, k, v))
     parts = *_parts(q, k, v, queries, keys), rng
-    out, top, total = block_sparse.forward(layout, *parts, interpret=interpret)
-    top, total = top[:, 0], total[:, 0]
-    most = _at(jnp.full(q.shape[:2], LOWEST, jnp.float32), queries).max(top, mode="drop")
-    share = jnp.exp2((top - _taken(most, queries)) * (LOG2_E / math.sqrt(q.shape[3]))) * total
+    out, row_max, row_sum = block_sparse.forward(layout, *parts, interpret=interpret)
+    row_max, row_sum = row_max[:, 0], row_sum[:, 0]
+    most = _at(jnp.full(q.shape[:2], LOWEST, jnp.float32), queries).max(row_max, mode="drop")
+    inverse_sum = (
+        jnp.exp2((row_max - _taken(most, queries)) * (LOG2_E / math.sqrt(q.shape[3]))) * row_sum
+    )
     sums = jnp.zeros(q.shape[:2], jnp.float32)
-    sums = _at(sums, queries).add(share, mode="drop")
+    sums = _at(sums, queries).add(inverse_sum, mode="drop")
     # A row's share of its position's softmax.
-    share = (share / nonzero(_taken(sums, queries)))[..., None, None]
-    out = _summed(out.astype(jnp.float32) * share, queries, v)
+    inverse_sum = (inverse_sum / nonzero(_taken(sums, queries)))[..., None, None]
+    out = _summed(out.astype(jnp.float32) * inverse_sum, queries, v)
     return (out, sums), ((q, k, v, queries, keys, rng), (out, most, sums))
 
 

@@ -146,8 +146,8 @@ def hide(logits: Float[Array, "I J"], visible: Bool[Array, "I J"] | None) -> Flo
 def empty_softmax(n_rows: int, d_v: int) -> Softmax:
     """The state of rows that have seen nothing."""
     acc = jnp.zeros((n_rows, power_of_two(d_v)), jnp.float32)
-    top = jnp.full((n_rows,), LOWEST, jnp.float32)
-    return Softmax(acc, top, jnp.zeros_like(top))
+    row_max = jnp.full((n_rows,), LOWEST, jnp.float32)
+    return Softmax(acc, row_max, jnp.zeros_like(row_max))
 
 
 def softmax_step(
@@ -169,13 +169,13 @@ def softmax_step(
       dropout_mask: what to multiply the weights by.
     """
     scale = LOG2_E / math.sqrt(size)
-    top = jnp.maximum(state.top, jnp.max(logits, axis=1))
-    weights = jnp.exp2(logits * scale - (top * scale)[:, None])
-    decay = jnp.exp2((state.top - top) * scale)
-    total = state.total * decay + jnp.sum(weights, axis=1)
+    row_max = jnp.maximum(state.row_max, jnp.max(logits, axis=1))
+    weights = jnp.exp2(logits * scale - (row_max * scale)[:, None])
+    decay = jnp.exp2((state.row_max - row_max) * scale)
+    row_sum = state.row_sum * decay + jnp.sum(weights, axis=1)
     weights = weights * dropout_mask
     acc = state.acc * decay[:, None] + product(weights.astype(v.dtype), v)
-    return Softmax(acc, top, total)
+    return Softmax(acc, row_max, row_sum)
 
 
 class QueryRows(NamedTuple):
@@ -184,18 +184,20 @@ class QueryRows(NamedTuple):
     Statistics of rows are `[B, N, T]`, or in another order of the positions.
     """
 
-    d_out: Float[Array, "B T N V"]  # divided by the sum of the row's softmax, unless by `share`
+    d_out: Float[
+        Array, "B T N V"
+    ]  # divided by the sum of the row's softmax, unless by `inverse_sum`
     dot: Array  # the product of the output and `d_out`
-    top: Array  # the row's largest logit
-    total: Array | None  # the sum of its softmax, where a kernel asks
-    share: Array | None  # 1 / sum, where `d_out` is not divided by it
+    row_max: Array  # the row's largest logit
+    row_sum: Array | None  # the sum of its softmax, where a kernel asks
+    inverse_sum: Array | None  # 1 / sum, where `d_out` is not divided by it
 
 
 def query_rows(
     d_out: Float[Array, "B T N V"],
     out: Float[Array, "B T N V"],
-    top: Float[Array, "B N T"],
-    total: Float[Array, "B N T"],
+    row_max: Float[Array, "B N T"],
+    row_sum: Float[Array, "B N T"],
     ids: Int[Array, "B T"] | None,
 ) -> QueryRows:
     """`QueryRows` of the gradient of the output and the results of the forward pass.
@@ -203,32 +205,32 @@ def query_rows(
     With the segments `ids`, the gradient is zeros at padding.
 
     `d_out` is divided by the sum of the softmax, so that the weights need not be. Float16 may not
-    hold the quotient: there the weights are multiplied by `share` instead.
+    hold the quotient: there the weights are multiplied by `inverse_sum` instead.
 
     `dot` is D_i = sum_j P_ij dP_ij = dO_i . O_i (Dao et al. 2022, appendix B.2).
     """
-    share = 1.0 / nonzero(total)
+    inverse_sum = 1.0 / nonzero(row_sum)
     dtype, d_out = out.dtype, d_out.astype(jnp.float32)
     d_out = d_out if ids is None else tokens_only(d_out, ids)
     if dtype != jnp.float16:
-        d_out, share = d_out * jnp.swapaxes(share, 1, 2)[..., None], None
+        d_out, inverse_sum = d_out * jnp.swapaxes(inverse_sum, 1, 2)[..., None], None
     dot = jnp.swapaxes(jnp.sum(d_out * out.astype(jnp.float32), axis=-1), 1, 2)
-    return QueryRows(d_out.astype(dtype), dot, top, None, share)
+    return QueryRows(d_out.astype(dtype), dot, row_max, None, inverse_sum)
 
 
 def recompute_weights(
-    logits: Float[Array, "I J"], top: Array, share: Array | None, size: int
+    logits: Float[Array, "I J"], row_max: Array, inverse_sum: Array | None, size: int
 ) -> Float[Array, "I J"]:
     """The weights of a tile, in a backward pass, not yet divided by their sum.
 
     Args:
       logits: as in `softmax_step`, or transposed.
-      top: the rows' largest logits times `LOG2_E / sqrt(size)`, as a side of the tile.
+      row_max: the rows' largest logits times `LOG2_E / sqrt(size)`, as a side of the tile.
       share: as in `QueryRows`, as a side of the tile; it divides them.
       size: H.
     """
-    weights = jnp.exp2(logits * (LOG2_E / math.sqrt(size)) - top)
-    return weights if share is None else weights * share
+    weights = jnp.exp2(logits * (LOG2_E / math.sqrt(size)) - row_max)
+    return weights if inverse_sum is None else weights * inverse_sum
 
 
 def dropout_mask(

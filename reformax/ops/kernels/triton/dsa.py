@@ -72,8 +72,8 @@ class Index(NamedTuple):
 class _Softmax(NamedTuple):
     """Of rows the largest logit, before it is scaled, and the sum of `exp(logit - largest)`."""
 
-    top: Array
-    total: Array
+    row_max: Array
+    row_sum: Array
 
 
 class _Attention(NamedTuple):
@@ -100,16 +100,16 @@ def _sums_kernel(x: Inputs, bits, out: _Softmax, *, causal: bool):
     query, scale = here.queries(tile), _scale(x)
 
     def step(i, state):
-        top, total = state
+        row_max, row_sum = state
         key = here.keys(i)
         scores = hide(here.scores(query, key), _chosen(here, bits, query, key))
-        new = jnp.maximum(top, jnp.max(scores, axis=1))
+        new = jnp.maximum(row_max, jnp.max(scores, axis=1))
         weights = jnp.exp((scores - new[:, None]) * scale)
-        return new, total * jnp.exp((top - new) * scale) + jnp.sum(weights, axis=1)
+        return new, row_sum * jnp.exp((row_max - new) * scale) + jnp.sum(weights, axis=1)
 
     state = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
     state = lax.fori_loop(jnp.int32(0), here.end(tile), step, state)
-    position = jnp.where(query.exists, query.position, out.top.shape[1])
+    position = jnp.where(query.exists, query.position, out.row_max.shape[1])
     for ref, value in zip(out, state, strict=True):
         pltriton.store(ref.at[batch, position], value, mask=query.exists)
 
@@ -133,16 +133,16 @@ def _difference_kernel(x: Inputs, bits, sums: _Softmax, attention: _Attention, o
             q, k = rows(attention.q, query, head), rows(attention.k, key, head)
             logits = product(q, k, transpose_b=True)
             at = batch, head, query.position
-            top, total_of = (load(ref.at[at], query.exists, 0.0) for ref in attention.sums)
-            weights = jnp.exp2((hide(logits, mask) - top[:, None]) * scale)
+            row_max, total_of = (load(ref.at[at], query.exists, 0.0) for ref in attention.sums)
+            weights = jnp.exp2((hide(logits, mask) - row_max[:, None]) * scale)
             return total + weights * (1.0 / nonzero(total_of))[:, None]
 
         weights = jnp.zeros((ROWS, COLUMNS), jnp.float32)
         weights = lax.fori_loop(jnp.int32(0), jnp.int32(n_heads), add, weights)
-        top, total = (load(ref.at[batch, query.position], query.exists, 0.0) for ref in sums)
+        row_max, row_sum = (load(ref.at[batch, query.position], query.exists, 0.0) for ref in sums)
         # A score may exceed the maximum by rounding alone, which of large ones is no small number.
-        scores = jnp.minimum(here.scores(query, key) - top[:, None], 0.0) * _scale(x)
-        index = jnp.exp(hide(scores, mask)) * (1.0 / nonzero(total))[:, None]
+        scores = jnp.minimum(here.scores(query, key) - row_max[:, None], 0.0) * _scale(x)
+        index = jnp.exp(hide(scores, mask)) * (1.0 / nonzero(row_sum))[:, None]
         difference = index - weights * (1.0 / n_heads)
         # A row that sees what is no number has no gradient.
         difference = jnp.where(difference == difference, difference, 0.0)

@@ -180,8 +180,8 @@ def _forward_kernel(x: _Inputs, out: Softmax, *, sizes):
     state = empty_softmax(position.shape[0], x.v.shape[3])
     state = lax.fori_loop(jnp.int32(0), here.n_keys(block, jnp.max(position)), attend, state)
     here.put(out.acc, pair, exists, state.acc)
-    here.put_numbers(out.top, pair, exists, state.top)
-    here.put_numbers(out.total, pair, exists, state.total)
+    here.put_numbers(out.row_max, pair, exists, state.row_max)
+    here.put_numbers(out.row_sum, pair, exists, state.row_sum)
 
 
 def _weights(here, x, q, k, query, key, ids, statistics, transposed):
@@ -190,11 +190,11 @@ def _weights(here, x, q, k, query, key, ids, statistics, transposed):
     first, second = (line, column) if transposed else (column, line)
     mask = here.visible(*first((query, ids)), *second((key, there, key_ids)))
     products = product(k, q, transpose_b=True) if transposed else product(q, k, transpose_b=True)
-    top, share = statistics
+    row_max, inverse_sum = statistics
     size = x.q.shape[3]
-    top = first(top) * (LOG2_E / math.sqrt(size))
-    share = None if share is None else first(share)
-    p = recompute_weights(hide(products, mask), top, share, size)
+    row_max = first(row_max) * (LOG2_E / math.sqrt(size))
+    inverse_sum = None if inverse_sum is None else first(inverse_sum)
+    p = recompute_weights(hide(products, mask), row_max, inverse_sum, size)
     return p, here.dropped(x, first(query), second(key))
 
 
@@ -205,14 +205,14 @@ def _queries_kernel(x: _Inputs, row: QueryRows, dq, *, sizes):
     pair, position, ids = here.queries(x, tile)
     exists = pair >= 0
     q, d_out = (here.rows(ref, position, exists) for ref in (x.q, row.d_out))
-    top, dot, share = (
-        here.statistics(ref, position, exists) for ref in (row.top, row.dot, row.share)
+    row_max, dot, inverse_sum = (
+        here.statistics(ref, position, exists) for ref in (row.row_max, row.dot, row.inverse_sum)
     )
 
     def differentiate(number, sums):
         key = here.keys(x, block, number)
         k, v = (here.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
-        p, dropped = _weights(here, x, q, k, position, key, ids, (top, share), False)
+        p, dropped = _weights(here, x, q, k, position, key, ids, (row_max, inverse_sum), False)
         ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
         return sums + product(ds.astype(k.dtype), k)
 
@@ -234,10 +234,11 @@ def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
         pair, position, ids = here.queries(x, tile)
         exists = pair >= 0
         q, d_out = (here.rows(ref, position, exists) for ref in (x.q, row.d_out))
-        top, dot, share = (
-            here.statistics(ref, position, exists) for ref in (row.top, row.dot, row.share)
+        row_max, dot, inverse_sum = (
+            here.statistics(ref, position, exists)
+            for ref in (row.row_max, row.dot, row.inverse_sum)
         )
-        p, dropped = _weights(here, x, q, k, position, key, ids, (top, share), True)
+        p, dropped = _weights(here, x, q, k, position, key, ids, (row_max, inverse_sum), True)
         dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
         ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
         return dk + product(ds.astype(q.dtype), q), dv
@@ -301,26 +302,30 @@ def _attend_forward(sizes, interpret, q, k, v, ids, lists, rng):
     numbers = jax.ShapeDtypeStruct(pairs, jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct((*pairs, v.shape[3]), jnp.float32), numbers, numbers)
     n_tiles = lists.block.shape[2]
-    ((acc, top, total),) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,), n_tiles)
+    ((acc, row_max, row_sum),) = _launch(
+        _forward_kernel, sizes, interpret, (x,), (shapes,), n_tiles
+    )
 
     # The softmax of each query over its blocks. What no program wrote is anything.
     exists = lists.exists
-    acc, top, total = (y.reshape(*exists.shape, *y.shape[3:]) for y in (acc, top, total))
-    top = jnp.where(exists, top, -jnp.inf)
-    most = jnp.max(top, axis=-1)
-    scale = jnp.exp2((top - most[..., None]) * (LOG2_E / math.sqrt(size)))
-    total = jnp.sum(jnp.where(exists, total * scale, 0), axis=-1)
+    acc, row_max, row_sum = (
+        y.reshape(*exists.shape, *y.shape[3:]) for y in (acc, row_max, row_sum)
+    )
+    row_max = jnp.where(exists, row_max, -jnp.inf)
+    most = jnp.max(row_max, axis=-1)
+    scale = jnp.exp2((row_max - most[..., None]) * (LOG2_E / math.sqrt(size)))
+    row_sum = jnp.sum(jnp.where(exists, row_sum * scale, 0), axis=-1)
     acc = jnp.sum(jnp.where(exists[..., None], acc * scale[..., None], 0), axis=3)
-    out = jnp.swapaxes(acc / nonzero(total)[..., None], 1, 2).astype(v.dtype)
-    return out, ((q, k, v, ids, lists, rng), (out, most, total))
+    out = jnp.swapaxes(acc / nonzero(row_sum)[..., None], 1, 2).astype(v.dtype)
+    return out, ((q, k, v, ids, lists, rng), (out, most, row_sum))
 
 
 def _attend_backward(sizes, interpret, residuals, d_out):
     inputs, results = residuals
-    (out, top, total), d_out = first_order((results, d_out))
+    (out, row_max, row_sum), d_out = first_order((results, d_out))
     q, k, v, ids, lists, _ = inputs
     x = _inputs(sizes, *inputs)
-    row = query_rows(d_out, out, top, total, ids)
+    row = query_rows(d_out, out, row_max, row_sum, ids)
     exists = lists.exists
     shape = (*exists.shape[:2], q.shape[1] * sizes.n_seen, q.shape[3])
     shape = jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -279,9 +279,9 @@ def _forward_kernel(x: _Inputs, out: Softmax, *, sizes):
 
     state = empty_softmax(rows.position.shape[0], x.v.shape[3])
     state = here.over_keys(x, rows, tile, attend, state)
-    here.put_rows(out.acc, rows, state.acc / nonzero(state.total)[:, None])
-    here.put_numbers(out.top, rows, state.top)
-    here.put_numbers(out.total, rows, state.total)
+    here.put_rows(out.acc, rows, state.acc / nonzero(state.row_sum)[:, None])
+    here.put_numbers(out.row_max, rows, state.row_max)
+    here.put_numbers(out.row_sum, rows, state.row_sum)
 
 
 def _weights(here, x, row, q, k, rows, columns, transposed):
@@ -290,10 +290,10 @@ def _weights(here, x, row, q, k, rows, columns, transposed):
     mask = here.visible(first(rows), second(columns))
     products = product(k, q, transpose_b=True) if transposed else product(q, k, transpose_b=True)
     size = x.q.shape[3]
-    top = first(here.numbers(row.top, rows)) * (LOG2_E / math.sqrt(size))
-    share = here.numbers(row.share, rows)
-    share = None if share is None else first(share)
-    p = recompute_weights(hide(products, mask), top, share, size)
+    row_max = first(here.numbers(row.row_max, rows)) * (LOG2_E / math.sqrt(size))
+    inverse_sum = here.numbers(row.inverse_sum, rows)
+    inverse_sum = None if inverse_sum is None else first(inverse_sum)
+    p = recompute_weights(hide(products, mask), row_max, inverse_sum, size)
     return p, here.dropped(x, first(rows), second(columns))
 
 
@@ -449,16 +449,18 @@ def _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng):
     numbers = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     shapes = Softmax(jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), v.dtype), numbers, numbers)
     n_programs = -(-length // sizes.n_queries)
-    ((out, top, total),) = _launch(_forward_kernel, sizes, interpret, (x,), (shapes,), n_programs)
-    return out, ((q, k, v, ids, key_ids, chosen, rng), (out, top, total))
+    ((out, row_max, row_sum),) = _launch(
+        _forward_kernel, sizes, interpret, (x,), (shapes,), n_programs
+    )
+    return out, ((q, k, v, ids, key_ids, chosen, rng), (out, row_max, row_sum))
 
 
 def _attend_backward(sizes, interpret, residuals, d_out):
     inputs, results = residuals
-    (out, top, total), d_out = first_order((results, d_out))
+    (out, row_max, row_sum), d_out = first_order((results, d_out))
     q, _, _, ids, _, chosen, _ = inputs
     x = _inputs(sizes, *inputs)
-    row = query_rows(d_out, out, top, total, ids)
+    row = query_rows(d_out, out, row_max, row_sum, ids)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     n_programs = -(-q.shape[1] // sizes.n_queries)
     dq = _launch(_queries_kernel, sizes, interpret, (x, row), like, n_programs)

@@ -81,7 +81,7 @@ def _kernel(inputs: Inputs, out, after, *, scale: float):
         return jnp.where((seen & is_new)[:, None], own[None], found).astype(jnp.float32)
 
     def step(i, state):
-        acc, top, total = state
+        acc, row_max, row_sum = state
         place = i * TILE + jnp.arange(TILE, dtype=jnp.int32)
         exists = place < n_places
         seen = of_place(inputs.seen, place, exists, 0) > 0
@@ -91,21 +91,21 @@ def _kernel(inputs: Inputs, out, after, *, scale: float):
         if inputs.bias is not None:
             logits = logits + of_place(inputs.bias, place, seen, 0.0).astype(jnp.float32)
         logits = jnp.where(seen, logits, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(logits))
-        weights, decay = jnp.exp(logits - new_top), jnp.exp(top - new_top)
+        new_top = jnp.maximum(row_max, jnp.max(logits))
+        weights, decay = jnp.exp(logits - new_top), jnp.exp(row_max - new_top)
         values = rows(inputs.values, new and new.value, key, seen, d_v)
         added = jnp.sum(weights[:, None] * values, axis=0)
-        return acc * decay + added, new_top, total * decay + jnp.sum(weights)
+        return acc * decay + added, new_top, row_sum * decay + jnp.sum(weights)
 
     width = power_of_two(d_v)
     start = jnp.zeros(width, jnp.float32), jnp.float32(LOWEST), jnp.float32(0)
-    acc, _, total = lax.fori_loop(0, pl.cdiv(n_places, TILE), step, start)
+    acc, _, row_sum = lax.fori_loop(0, pl.cdiv(n_places, TILE), step, start)
     nothing = 0.0
     if inputs.alone is not None:
         nothing = load(*line(inputs.alone, row, head, size=d_v), 0.0).astype(jnp.float32)
         nothing = nothing + (jnp.sum(nothing * 0) + jnp.sum(q * 0))  # NaN if one is not finite
     view, inside = line(out, row, head, size=d_v)
-    found = jnp.where(total == 0, nothing, acc / nonzero(total))
+    found = jnp.where(row_sum == 0, nothing, acc / nonzero(row_sum))
     pltriton.store(view, found.astype(out.dtype), mask=inside)
     if new is not None:
         for ref, own, width in zip(after, (new.key, new.value), (size, d_v), strict=True):

@@ -183,13 +183,13 @@ def _sums_kernel(x: _Inputs, out, *, sizes: Sizes):
 
     def count(clear: bool):
         def step(i, state):
-            top, total = state
+            row_max, row_sum = state
             summary = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
             exists = None if clear else summary < n_summaries
             found = here.logits(rows, summary, exists, False)
-            new = jnp.maximum(top, jnp.max(found, axis=1))
+            new = jnp.maximum(row_max, jnp.max(found, axis=1))
             weights = jnp.exp2(found * here.scale - (new * here.scale)[:, None])
-            return new, total * jnp.exp2((top - new) * here.scale) + jnp.sum(weights, axis=1)
+            return new, row_sum * jnp.exp2((row_max - new) * here.scale) + jnp.sum(weights, axis=1)
 
         return step
 
@@ -197,8 +197,8 @@ def _sums_kernel(x: _Inputs, out, *, sizes: Sizes):
     n_clear = here.n_clear(COLUMNS)
     n = lax.div(here.n_seen(here.last) + (COLUMNS - 1), jnp.int32(COLUMNS))
     state = lax.fori_loop(jnp.int32(0), n_clear, count(True), state)
-    top, total = lax.fori_loop(n_clear, n, count(False), state)
-    found = top * here.scale + jnp.log(nonzero(total)) * LOG2_E
+    row_max, row_sum = lax.fori_loop(n_clear, n, count(False), state)
+    found = row_max * here.scale + jnp.log(nonzero(row_sum)) * LOG2_E
     position = jnp.where(rows.exists, rows.position, out.shape[2])
     pltriton.store(out.at[here.batch, rows.head, position], found, mask=rows.exists)
 
@@ -232,11 +232,11 @@ def _worth_kernel(x: _Inputs, sums, out, *, sizes: Sizes):
             mask = jnp.broadcast_to(block < out.shape[4], (n_blocks, sizes.n_queries))
             block = jnp.where(block < out.shape[4], block, out.shape[4])
             for lag, shares in enumerate(sizes.shares):
-                share = jnp.zeros((1, width, 1), jnp.float32)
+                inverse_sum = jnp.zeros((1, width, 1), jnp.float32)
                 for at, n in enumerate(shares):
-                    share = jnp.where(of_block == at, jnp.float32(n), share)
+                    inverse_sum = jnp.where(of_block == at, jnp.float32(n), inverse_sum)
                 view = out.at[lag, here.batch, here.head, row, block]
-                pltriton.store(view, jnp.sum(weights * share, axis=1), mask=mask)
+                pltriton.store(view, jnp.sum(weights * inverse_sum, axis=1), mask=mask)
 
         return step
 

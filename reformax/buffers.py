@@ -2,7 +2,7 @@
 
     value = becoming(params["count"], params["count"].value + 1)
 
-Such a weight is a `Carried`. A function of the weights says what it becomes by `becoming`, and the
+Such a weight is a `Buffer`. A function of the weights says what it becomes by `updated`, and the
 change arrives where a gradient would: through any transformation, scan and recomputation of the
 backward pass. A step of training adds it, and neither optimizer, clipping nor weight decay sees
 the weight.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-class Carried(NamedTuple):
+class Buffer(NamedTuple):
     """A weight whose cotangent is its change."""
 
     value: Float[Array, "*d"]
@@ -37,7 +37,7 @@ def _backward(change, gradient):
 _becoming.defvjp(lambda value, after: (value, after - value), _backward)
 
 
-def becoming(weight: Carried, after: Float[Array, "*d"]) -> Float[Array, "*d"]:
+def updated(weight: Buffer, after: Float[Array, "*d"]) -> Float[Array, "*d"]:
     """The weight's value, which after the step is `after`.
 
     The output must depend on what is returned, if only by a factor of 0: a part of a function that
@@ -52,22 +52,22 @@ def in_parts(params: Any, n_parts: int) -> Any:
     """The tree as parts read it whose changes are summed: what is carried becomes their mean."""
 
     def part(x):
-        if not is_carried(x):
+        if not is_buffer(x):
             return x
         fixed = jax.lax.stop_gradient(x.value)
-        return Carried(fixed + (x.value - fixed) / n_parts)
+        return Buffer(fixed + (x.value - fixed) / n_parts)
 
-    return jax.tree.map(part, params, is_leaf=is_carried)
+    return jax.tree.map(part, params, is_leaf=is_buffer)
 
 
-def is_carried(x: Any) -> bool:
-    """Whether a node of a tree is a `Carried`."""
-    return isinstance(x, Carried)
+def is_buffer(x: Any) -> bool:
+    """Whether a node of a tree is a `Buffer`."""
+    return isinstance(x, Buffer)
 
 
 def trained(tree: Any) -> Any:
     """The tree with None in the place of what is carried: what an optimizer sees."""
-    return jax.tree.map(lambda x: None if is_carried(x) else x, tree, is_leaf=is_carried)
+    return jax.tree.map(lambda x: None if is_buffer(x) else x, tree, is_leaf=is_buffer)
 
 
 def advanced(params: Any, changes: Any, n_parts: int = 1) -> Any:
@@ -80,11 +80,11 @@ def advanced(params: Any, changes: Any, n_parts: int = 1) -> Any:
     """
 
     def after(before, change):
-        return Carried(before.value + change.value / n_parts) if is_carried(before) else before
+        return Buffer(before.value + change.value / n_parts) if is_buffer(before) else before
 
-    return jax.tree.map(after, params, changes, is_leaf=is_carried)
+    return jax.tree.map(after, params, changes, is_leaf=is_buffer)
 
 
 def merged(params: Any, weights: Any) -> Any:
     """What is carried in `params`, and all others from `weights`, a tree like `trained(params)`."""
-    return jax.tree.map(lambda x, w: x if is_carried(x) else w, params, weights, is_leaf=is_carried)
+    return jax.tree.map(lambda x, w: x if is_buffer(x) else w, params, weights, is_leaf=is_buffer)
