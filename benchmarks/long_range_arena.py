@@ -71,7 +71,7 @@ PATHFINDER = Task(
     drawn=True,
     learning_rate=3e-4,
     warmup=0.04,  # well within the first of its stages
-    attend_self_if_alone=True,
+    own=True,
 )
 TASKS = {
     "listops": Task("listops.listops", 16, True, (_lists(10, 128, 512), _lists(100, 512, 128))),

@@ -58,7 +58,8 @@ class Encoder(Backbone):
         ):
             raise SettingError(
                 f"n_global is {self.n_global} and no op of attention_type reads global_tokens: "
-                f"leave it out, or take one that does, as longformer.longformer(n_global={self.n_global})"
+                f"leave it out, or take one that does, as "
+                f"longformer.longformer(n_global={self.n_global})"
             )
 
     def read(

@@ -19,6 +19,7 @@ from reformax.declared import Called, Count, SettingError, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.decoding import band as band_cache
 from reformax.ops.masking.bands import NOWHERE, Band, first_global, rows_at
 from reformax.ops.softmax import band
 from reformax.ops.softmax.dropout import seed_words
@@ -161,15 +162,25 @@ def _apply(
 
 def _init_cache(
     settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
-) -> band.Cache:
+) -> band_cache.Cache:
     del params, rng, extra_projections
     few = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
     few = jnp.where(few < lengths[:, None], few, NOWHERE)
-    return band.fill(settings.bands(q.shape[2], True), k, v, few, lengths, capacity)
+    return band_cache.fill(settings.bands(q.shape[2], True), k, v, few, lengths, capacity)
 
 
 def _step(
-    settings: Settings, params, q, k, v, cache: band.Cache, *, position, extra_projections=None
+    settings: Settings,
+    params,
+    q,
+    k,
+    v,
+    cache: band_cache.Cache,
+    *,
+    position,
+    extra_projections=None,
 ):
     del params, extra_projections
-    return band.step(settings.bands(q.shape[2], True), q, k, v, cache, position, settings.impl)
+    return band_cache.step(
+        settings.bands(q.shape[2], True), q, k, v, cache, position, settings.impl
+    )

@@ -94,7 +94,7 @@ class Settings(NamedTuple):
             )
         if self.wrap and self.strictly_causal:
             raise SettingError("wrap is True and strictly_causal is True: leave one out")
-        if not self.own and self.self_score is not None:
+        if not self.attend_self_if_alone and self.self_score is not None:
             raise SettingError(
                 f"attend_self_if_alone is False and self_score is {self.self_score}: leave one out"
             )

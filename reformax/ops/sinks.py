@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from reformax.declared import Count, Size
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl
+from reformax.ops.decoding import band as band_cache
 from reformax.ops.masking.bands import Band, first_where
 from reformax.ops.softmax import band
 
@@ -76,12 +77,12 @@ def _apply(
 
 def _init_cache(
     window: int, n_sinks: int, params, q, k, v, *, plan, lengths, capacity, rng
-) -> band.Cache:
+) -> band_cache.Cache:
     del params, q, plan, rng
     few: Int[Array, "B G"] = jnp.tile(jnp.arange(min(n_sinks, capacity))[None], (len(k), 1))
-    return band.fill((Band(window, 1, True),), k, v, few, lengths, capacity)
+    return band_cache.fill((Band(window, 1, True),), k, v, few, lengths, capacity)
 
 
-def _step(window: int, impl: str, params, q, k, v, cache: band.Cache, *, position):
+def _step(window: int, impl: str, params, q, k, v, cache: band_cache.Cache, *, position):
     del params
-    return band.step((Band(window, 1, True),), q, k, v, cache, position, impl)
+    return band_cache.step((Band(window, 1, True),), q, k, v, cache, position, impl)

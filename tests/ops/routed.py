@@ -40,7 +40,7 @@ def routing(options, params, plan, qkv, extra_projections, mask, keep):
     itself = jnp.eye(length, dtype=int)
     if options["shared_qk"]:
         counts = counts * (1 - itself)
-    if options["own"]:
+    if options["attend_self_if_alone"]:
         alone = counts.sum(axis=-1, keepdims=True) == 0
         counts = counts + alone * itself * mask
     scores = logits(q, k)

@@ -154,10 +154,10 @@ def visible(shape: Shape, causal: bool, segment_ids) -> np.ndarray:
     return mask
 
 
-def except_self(counts: np.ndarray, own: bool = True) -> np.ndarray:
-    """No position sees itself, unless with `own` it sees nothing else."""
+def except_self(counts: np.ndarray, attend_self_if_alone: bool = True) -> np.ndarray:
+    """No position sees itself, unless with `attend_self_if_alone` it sees nothing else."""
     others = counts * ~np.eye(counts.shape[-1], dtype=bool)
-    if not own:
+    if not attend_self_if_alone:
         return others
     alone = others.sum(axis=-1, keepdims=True) == 0
     return np.where(alone, counts, others)
@@ -175,7 +175,7 @@ def _everything(options, plan, shape, causal, segment_ids):
 
 
 def _others(options, plan, shape, causal, segment_ids):
-    return except_self(visible(shape, causal, segment_ids), options["own"])
+    return except_self(visible(shape, causal, segment_ids), options["attend_self_if_alone"])
 
 
 def _neighbours(options, plan, shape, causal, segment_ids):
@@ -220,7 +220,9 @@ def rounds_that_show(options, plan, shape: Shape) -> np.ndarray:
 def _hashed(options, plan, shape, causal, segment_ids):
     rounds = rounds_that_show(options, plan, shape)
     counts = rounds > 0 if options["count_once"] else rounds
-    return except_self(visible(shape, causal, segment_ids) * counts, options.get("own", True))
+    return except_self(
+        visible(shape, causal, segment_ids) * counts, options.get("attend_self_if_alone", True)
+    )
 
 
 def _clusters(options, plan, shape, causal, segment_ids):
@@ -238,7 +240,7 @@ def _clusters(options, plan, shape, causal, segment_ids):
         rounds = ((ahead >= -before) & (ahead <= after)).sum(axis=2)
         counts = counts * (rounds > 0 if options["count_once"] else rounds)
     crosses = shape.n_queries != shape.n_keys or isinstance(segment_ids, tuple)
-    if crosses or not options["own"]:
+    if crosses or not options["attend_self_if_alone"]:
         return counts
     alone = counts.sum(axis=-1, keepdims=True) == 0
     return counts + alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segment_ids)
@@ -251,10 +253,10 @@ def _same_bucket(options, plan, shape, causal, segment_ids):
     )
     counts = visible(shape, causal, segment_ids) * (of_query[..., None] == of_key[..., None, :])
     if options["shared_qk"]:
-        return except_self(counts, options["own"])
+        return except_self(counts, options["attend_self_if_alone"])
     alone = counts.sum(axis=-1, keepdims=True) == 0
     itself = alone * np.eye(shape.n_keys, dtype=int) * visible(shape, causal, segment_ids)
-    return counts + itself * options["own"]
+    return counts + itself * options["attend_self_if_alone"]
 
 
 def around(place, length: int, chunk_len: int, n_chunks_before: int, n_chunks_after: int):
@@ -292,7 +294,8 @@ def _circle(options, plan, shape, causal, segment_ids):
     place = np.asarray(plan.places)[..., :n_keys]
     counts = [[around(head, length, **sizes) for head in example] for example in place]
     return except_self(
-        visible(shape, causal, segment_ids) * np.array(counts), options.get("own", True)
+        visible(shape, causal, segment_ids) * np.array(counts),
+        options.get("attend_self_if_alone", True),
     )
 
 
@@ -339,7 +342,7 @@ _HASHING = {
     "n_buckets": (4, "auto", 2, (4, 2)),
     "n_chunks_before": (1, 0, 2),
     "n_chunks_after": (0, 1),
-    "own": (True, False),
+    "attend_self_if_alone": (True, False),
 }
 _KERNEL = {"impl": ("pallas_interpret",)}
 _STRICT = {
@@ -386,7 +389,7 @@ _CLUSTERS = {
     "chunk_len": (8, 1, 5),
     "n_hashes": (3, 1, 2),
     "count_once": (False, True),
-    "own": (True, False),
+    "attend_self_if_alone": (True, False),
 }
 
 _MIXED = {"block_size": (4, 5, 1, 64), "top_k": (2, 3, 1, 50)}
@@ -411,7 +414,7 @@ _ROUTED = {
     "n_clusters": (3, 1, 2, 40),
     "cluster_size": (None, 4, 1, 200),
     "decay": (0.9, 0.0),
-    "own": (True, False),
+    "attend_self_if_alone": (True, False),
 }
 # As each query is a program, which the interpreter runs one after the other.
 _FEW_BLOCKS = {"compress_len": (8,), "block_size": (8, 16), "n_selected": (3, 1)}
@@ -422,10 +425,14 @@ _SEPARATE = {
     "n_chunks_before": (1, 0, 2),
     "n_chunks_after": (0, 1),
     "count_once": (True, False),
-    "own": (True, False),
+    "attend_self_if_alone": (True, False),
 }
 
-_BUCKETS = {"n_buckets": (4, 2, 16), "own": (True, False), "shared_qk": (False, True)}
+_BUCKETS = {
+    "n_buckets": (4, 2, 16),
+    "attend_self_if_alone": (True, False),
+    "shared_qk": (False, True),
+}
 
 _CIRCLE = {"wrap": (True,), "pad_chunks": (1, 3)}
 
@@ -446,11 +453,16 @@ ROWS = [
     Row(
         "shared_qk",
         shared_qk.shared_qk,
-        {"own": (True, False), "impl": ("xla", "auto")},
+        {"attend_self_if_alone": (True, False), "impl": ("xla", "auto")},
         _others,
         second_order=2,
     ),
-    Row("shared_qk_pallas", shared_qk.shared_qk, {"own": (True, False)} | _KERNEL, _others),
+    Row(
+        "shared_qk_pallas",
+        shared_qk.shared_qk,
+        {"attend_self_if_alone": (True, False)} | _KERNEL,
+        _others,
+    ),
     Row("block_sparse", block_sparse.block_sparse, _SPARSE, _in_blocks, second_order=0),
     Row(
         "block_sparse_pallas",

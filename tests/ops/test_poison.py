@@ -245,7 +245,9 @@ def test_a_position_that_sees_itself_alone(row):
 
 
 @over(
-    row for row in ROWS if "own" in row.options and not (row.in_kernel or row.op().traits.shared_qk)
+    row
+    for row in ROWS
+    if "attend_self_if_alone" in row.options and not (row.in_kernel or row.op().traits.shared_qk)
 )
 def test_a_position_that_sees_itself_alone_and_has_a_key(row):
     """Its key counts too; so it does in a first step, where a position may see itself as a key."""
@@ -255,7 +257,10 @@ def test_a_position_that_sees_itself_alone_and_has_a_key(row):
 
     @jax.jit
     def run(x):
-        return [inputs.apply(row.op(own=own), x, plan=plan, **masks) for own in (True, False)]
+        return [
+            inputs.apply(row.op(attend_self_if_alone=own), x, plan=plan, **masks)
+            for own in (True, False)
+        ]
 
     @jax.jit
     def first_step(x):

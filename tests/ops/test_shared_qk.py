@@ -14,7 +14,7 @@ def test_causal_attention_moved_by_one_position(own, length, monkeypatch):
     """To those before: what NVIDIA's kernel is asked for is causal attention, and the first row."""
     monkeypatch.setattr(shared_qk, "cudnn_attention", dense.dense())
     q, v, d_out = np.random.default_rng(0).normal(size=(3, 2, length, 3, 4)).astype(np.float32)
-    op = shared_qk.shared_qk(own=own, impl="xla")
+    op = shared_qk.shared_qk(attend_self_if_alone=own, impl="xla")
     want = with_gradients(lambda q, v: op(q, None, v, causal=True))(d_out, q, v)
     got = with_gradients(lambda q, v: shared_qk._to_those_before(q, v, own))(d_out, q, v)
     assert_trees_close(got, want)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
-def wide(*dtypes: Any) -> Any:
+def accum_dtype(*dtypes: Any) -> Any:
     """The dtype of logits, softmax and sums: float32, or float64 for float64 inputs."""
     return jnp.float64 if any(dtype == jnp.float64 for dtype in dtypes) else jnp.float32
 
@@ -29,7 +29,7 @@ def product(
     them so, and no array has them in float32.
     """
     x, y = x.astype(dtype), y.astype(dtype)
-    sums = wide(dtype)
+    sums = accum_dtype(dtype)
     if jax.default_backend() == "cpu":  # which multiplies bfloat16 along the last axis alone
         x, y = x.astype(sums), y.astype(sums)
     elif written is not None:

@@ -97,7 +97,11 @@ class Chunks(NamedTuple):
     @property
     def sees_itself(self) -> bool:
         """Whether a position that sees nothing else sees itself."""
-        return self.own and self.n_keys is None and (self.shared_qk or self.two_orders)
+        return (
+            self.attend_self_if_alone
+            and self.n_keys is None
+            and (self.shared_qk or self.two_orders)
+        )
 
     @property
     def padding(self) -> int:
