@@ -210,7 +210,6 @@ QUICK = {
         "test_kernels_select_what_array_operations_do": ["heads1-sizes1-bfloat16-32768"],
     },
     "ops/test_poison.py": {
-        "test_a_position_that_sees_itself_alone": ["lsh"],
         "test_at_padding_and_in_another_example": [
             "flash",
             "linear",
@@ -220,10 +219,6 @@ QUICK = {
         "test_behind_a_prompt": ["linear", "lsh"],
         "test_behind_causality": ["flash", "linear"],
         "test_in_another_segment": ["flash", "linear", "longformer", "lsh"],
-        "test_rows_that_see_what_is_not_a_number_are_none_among_many_logits": [
-            "longformer",
-            "nystromformer",
-        ],
     },
     "ops/test_random_cases.py": {"test_random_cases": ["longformer", "lsh"]},
     "ops/test_random_features_kernel.py": {"test_the_equations": ["True"]},

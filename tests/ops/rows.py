@@ -74,7 +74,6 @@ class Row(NamedTuple):
       no_step: why the op cannot decode step by step; empty if it can.
       second_order: how many of three second derivatives the op has (`test_second_order.py`); the
         others are refused.
-      contains: whether what is not finite reaches no row that does not see it.
       rounding: how many times the error of softmax attention the op's rounding may have.
       group_chooses: whether the heads of one key head choose together where they look, so that
         repeated keys are another function.
@@ -92,7 +91,6 @@ class Row(NamedTuple):
     holds_keys: bool = True
     no_step: str = ""
     second_order: int = 3
-    contains: bool = True
     rounding: float = 1.0
     reference: Callable[..., Any] | None = None
     group_chooses: bool = False
