@@ -100,7 +100,7 @@ QUICK = {
     },
     "models/test_documents.py": {
         "test_a_window_computes_what_its_documents_compute_alone": ["dense, axial"],
-        "test_a_window_of_one_document_is_as_without_segment_ids": [],  # windows of several
+        "test_a_window_of_one_document_is_as_without_segments": [],  # windows of several
         "test_hashing_keeps_documents_apart": ["chunks"],
     },
     "models/test_encoder.py": {
@@ -152,7 +152,7 @@ QUICK = {
         "test_rows_in_parts_are_one_attention": ["None-False-True-0.0-16-sizes2"],
         "test_segments_leave_out_the_tiles_that_none_of_them_is_in": ["True"],
     },
-    "ops/test_calls.py": {"test_a_mask_of_keys_is_padding_in_segment_ids": ["lsh"]},
+    "ops/test_calls.py": {"test_a_mask_of_keys_is_padding_in_segments": ["lsh"]},
     "ops/test_chunked_kernel.py": {
         "test_it_lowers_for_a_gpu": ["64-bfloat16"],
         "test_many_blocks_are_one_attention": ["options8-0-True-tiles8-83"],
@@ -160,7 +160,7 @@ QUICK = {
     },
     "ops/test_contract.py": {
         "test_a_layer_projects_what_the_op_reads": ["slots"],
-        "test_marks_travel_with_segment_ids": ["ReformerLM"],
+        "test_marks_travel_with_segments": ["ReformerLM"],
         "test_padding_changes_nothing": ["fading"],
         "test_weights_gates_and_their_gradients": ["True-fading", "False-slots"],
     },
@@ -175,7 +175,7 @@ QUICK = {
         "test_the_indexer_learns_from_the_attention_and_from_nothing_else": ["xla"],
     },
     "ops/test_global_tokens.py": {
-        "test_outputs_and_gradients": ["True-segments1-dilation1-4-True-0.3-xla"],
+        "test_outputs_and_gradients": ["True-segment_ids1-dilation1-4-True-0.3-xla"],
     },
     "ops/test_grouped.py": {
         "test_a_head_of_keys_serves_a_group": ["flash", "linear"],
@@ -187,7 +187,7 @@ QUICK = {
         "test_the_memory_that_a_training_begins_with": ["12.0-gated_linear", "0.5-gated_delta"],
     },
     "ops/test_low_rank.py": {
-        "test_landmarks_are_means_of_equal_segment_ids": ["12-4", "3-7"],
+        "test_landmarks_are_means_of_equal_segments": ["12-4", "3-7"],
         "test_long_short_computes_blocks_in_groups_as_at_once": ["True"],
         "test_long_short_without_its_long_part_is_local": ["True"],
     },
@@ -253,7 +253,7 @@ QUICK = {
         "test_memory_is_linear_in_the_length": ["gradient-flash"],
         "test_padding_behind_rows_is_told_to_cudnn": ["83-True-1", "83-False-4"],
         "test_the_gradient_of_a_bias_keeps_its_dtype": ["flash"],
-        "test_the_kernel_is_the_same_function": ["segment_ids", "dropout"],
+        "test_the_kernel_is_the_same_function": ["segments", "dropout"],
         "test_what_a_bias_shares_is_never_expanded": ["shape1-flash"],
     },
     "ops/test_x64.py": {

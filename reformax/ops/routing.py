@@ -300,7 +300,7 @@ def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum, 
         most = jnp.full(length + 1, lowest(row_max.dtype), row_max.dtype).at[place].max(row_max)
         scale = masked_exp(row_max, place < length, lax.stop_gradient(most)[place])
         out = jnp.zeros((length + 1, acc.shape[-1]), acc.dtype).at[place].add(acc * scale[:, None])
-        total = jnp.zeros(length + 1, acc.dtype).at[place].add(total * scale)
+        total = jnp.zeros(length + 1, acc.dtype).at[place].add(row_sum * scale)
         whole = jnp.ones(length + 1, bool).at[place].min(whole)
         # A row that sees what is not finite is NaN and has no gradient.
         out = jnp.where(whole[:, None], out / nonzero(total)[:, None], jnp.nan)

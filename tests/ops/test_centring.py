@@ -16,7 +16,7 @@ def numbers(*shape, seed=0):
 
 
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 1001, 128 * 128 + 3])
-@pytest.mark.parametrize("n_segment_ids", [1, 9, 2**14])
+@pytest.mark.parametrize("n_segments", [1, 9, 2**14])
 def test_sums_by_blocks_are_cumulative_sums(length, n_segments):
     """Of segments of many blocks, and of as many as positions."""
     x = numbers(2, length, 3).astype(jnp.bfloat16)

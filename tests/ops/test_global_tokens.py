@@ -86,8 +86,8 @@ def test_outputs_and_gradients(causal, segment_ids, dilation, n_global, own, dro
     far, of_far = oracle.attention(*read, everything, keep, np.where(row, d_out, 0))
     assert_trees_close({"out": out}, {"out": np.where(row, far, want)}, 1e-5)
     if own:
-        of_extras = dict(zip(("global_q", "global_k", "global_v"), of_far[:3], strict=True))
-        assert_trees_close(got.extra_projections, of_extras, 1e-5)
+        of_projections = dict(zip(("global_q", "global_k", "global_v"), of_far[:3], strict=True))
+        assert_trees_close(got.extra_projections, of_projections, 1e-5)
     else:
         of_near = [a + b for a, b in zip(of_near, of_far, strict=True)]
     for name, mine, wanted in zip("qkv", got[:3], of_near, strict=False):
