@@ -22,7 +22,7 @@ from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import Inputs
 from reformax.ops.recurrence.means import quotient, with_ones
-from reformax.ops.recurrence.op_functions import contained, recurrent
+from reformax.ops.recurrence.op_functions import recurrent
 from reformax.ops.recurrence.recurrence import everything
 from reformax.ops.recurrence.short_convolution import conv_params
 
@@ -68,7 +68,7 @@ def _apply(
     if causal:
         options = dict(plan=plan, causal=causal, dropout=dropout, rng=rng)
         return causal_apply(params, q, k, v, segment_ids=segment_ids, **options)
-    x = contained(_inputs, params, q, k, v)
+    x = _inputs(params, q, k, v)
     sums = everything(x.q, x.k, with_ones(x.v), segment_ids=segment_ids, chunk_len=chunk_len)
     return quotient(sums).astype(v.dtype)
 

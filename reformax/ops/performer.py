@@ -31,7 +31,6 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.decoding.cache import Shared
 from reformax.ops.masking.contiguous import back, side_by_side
-from reformax.ops.numerics.finite import finite
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.means import KEPT, mean, quotient, with_ones
 from reformax.ops.recurrence.random_features import (
@@ -208,13 +207,13 @@ def _mean(
     options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len)
     top, rise = running_max(lax.stop_gradient(keys.scale), segment_ids)
     if causal:
-        keys = keys.x * jnp.exp(finite(keys.scale - top))
+        keys = keys.x * jnp.exp(keys.scale - top)
         # Features are no more precise than what they are of, as products of them are not.
         dtype = jnp.bfloat16 if v.dtype == jnp.bfloat16 else keys.dtype
         queries, keys, v = (x.astype(dtype) for x in (queries, keys, v))
         return mean(queries, keys, v, -rise, impl=settings.impl, **options)
     rest, _ = running_max(lax.stop_gradient(keys.scale), segment_ids, reverse=True)
-    keys = keys.x * jnp.exp(finite(keys.scale - jnp.maximum(top, rest)))
+    keys = keys.x * jnp.exp(keys.scale - jnp.maximum(top, rest))
     values = with_ones(v.astype(accum_dtype(v.dtype)))
     return quotient(everything(queries, keys, values, **options))
 

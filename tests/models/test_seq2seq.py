@@ -446,7 +446,9 @@ def test_arrays_of_another_kind_are_told():
             assert "\n" not in str(error.value)
         with pytest.raises(ValueError, match="^source has shape .* expected integers"):
             model.prefill(params, model.for_decoding(params), other, 5)
-    with pytest.raises(ValueError, match=r"^segment_ids has shape \(2, 6\): expected that of source"):
+    with pytest.raises(
+        ValueError, match=r"^segment_ids has shape \(2, 6\): expected that of source"
+    ):
         model.apply(params, tokens, tokens, tokens[:, :6], tokens)
     sizes = SMALL | dict(output_vocab_size=17)
     for other, name, shape in (

@@ -93,7 +93,9 @@ def test_an_op_is_called_with_what_it_reads():
         fading()(*x[:3], causal=True, extra_projections=x.extra_projections)
     with pytest.raises(ValueError, match=r"extra_projections has \[\]: fading reads \['gate'\]"):
         fading()(*x[:3], causal=True, params=x.params)
-    with pytest.raises(ValueError, match=r"extra_projections\['gate'\] has shape \(2, 13, 2, 4\): expected"):
+    with pytest.raises(
+        ValueError, match=r"extra_projections\['gate'\] has shape \(2, 13, 2, 4\): expected"
+    ):
         fading()(*x[:3], causal=True, params=x.params, extra_projections={"gate": x.q})
     with pytest.raises(NotImplementedError, match="dropout is 0.1: fading makes no attention"):
         inputs.call(fading(), x, causal=True, dropout=0.1, rng=jax.random.key(0))

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.masking.contiguous import back, side_by_side
 from reformax.ops.masking.masks import segment_numbers
-from reformax.ops.numerics.finite import finite
 from reformax.ops.numerics.precision import accum_dtype, product
 
 # Positions of a block: as many products for each number, which takes no longer than reading it.
@@ -25,14 +24,13 @@ BLOCK = 128
 def centred(
     x: Float[Array, "B T N H"], segment_ids: Int[Array, "B T"] | None, causal: bool
 ) -> Float[Array, "B T N H"]:
-    """Vectors less the mean of their segment; a number that is not finite is 0.
+    """Vectors less the mean of their segment.
 
     Sums are float32, or float64 of float64, and what is left of a vector is rounded to its dtype.
     Where `causal`, it is the mean of those before, which later tokens do not change. The first
     vector of a segment stays as it is. All others then have the direction that they have less the
     mean with themselves.
     """
-    x = finite(x)
     if causal:
         sums, counts = _before(x, segment_ids)
         means = sums / jnp.maximum(counts, 1)[..., None, None]
@@ -72,7 +70,7 @@ def sums_before(
 ) -> Float[Array, "B T F"]:
     """The sum of the vectors before each position that have the id which it seeks.
 
-    It is float32, or float64 of float64. Vectors are finite, and equal ids stand side by side.
+    It is float32, or float64 of float64. Equal ids stand side by side.
 
     Args:
       x: the vectors.
@@ -97,6 +95,6 @@ def sums_before(
         own = sought[..., -1:] == end
         ends = x[:, :, -1].astype(sums.dtype) + jnp.where(own, sums[:, :, -1], 0)
         last = jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0)))
-        carried = sums_before(finite(ends), end[..., 0], last[..., 0])
+        carried = sums_before(ends, end[..., 0], last[..., 0])
         sums = sums + jnp.where((sought == last)[..., None], carried[:, :, None], 0)
     return sums.reshape(len(x), -1, x.shape[-1])[:, :length]

@@ -6,8 +6,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 T = TypeVar("T")
 
@@ -38,17 +37,3 @@ def taken(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped
 def back(x: Shaped[Array, "B T *d"], order: Int[Array, "B T"] | None) -> Shaped[Array, "B T *d"]:
     """The inverse of `taken`."""
     return x if order is None else taken(x, jnp.argsort(order, axis=1))
-
-
-def sees(marked: Bool[Array, "B T N 1"], ids, strict: bool = False) -> Bool[Array, "B T N 1"]:
-    """Whether one of a row's segment is marked that stands before it, or with it if not strict."""
-    marked = marked.astype(jnp.int32)
-    until = jnp.cumsum(marked, axis=1, dtype=jnp.int32)
-    before = until - marked
-    begin = 0
-    if ids is not None:
-        first = jnp.concatenate(
-            [jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1
-        )
-        begin = lax.cummax(jnp.where(first[..., None, None], before, 0), axis=1)
-    return (before if strict else until) > begin

@@ -22,7 +22,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.devices import varying_as
-from reformax.ops.numerics.finite import finite
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence import decay_products as chunk_products
 from reformax.ops.recurrence.decay_products import decayed_products, decayed_products_vjp
@@ -50,7 +49,6 @@ class Chunks(NamedTuple):
     decay: Float[Array, "C B N L _"] | None  # log_decay summed up, from the chunk's begin
     beta: Float[Array, "C B N L 1"] | None
     so_far: Bool[Array, "*c L L"]  # whether row j is of row i's segment, and not behind it
-    seen: Bool[Array, "*c L L"]  # `so_far`, without the row itself if that is hidden
     old: Bool[Array, "*c L 1"]  # whether a row is of the segment that the chunk begins in
     new: Bool[Array, "*c L 1"]  # or of the one that it ends in
 
@@ -64,7 +62,7 @@ class Chunks(NamedTuple):
     def pairs(self) -> Float[Array, "C B N L L"]:
         """What each query reads of each key of its chunk."""
         dtype = jnp.result_type(self.q, self.k)
-        return decayed_products(self.q, self.k, self.decay, self.seen, dtype)
+        return decayed_products(self.q, self.k, self.decay, self.so_far, dtype)
 
     # Decays between a row and its chunk's borders; 0 for rows of other segments.
 
@@ -90,13 +88,11 @@ class Chunks(NamedTuple):
         return jnp.where(whole, jnp.swapaxes(jnp.exp(self.decay[..., -1:, :]), -1, -2), 0)
 
 
-def chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int, strict: bool) -> Chunks:
+def chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int) -> Chunks:
     """The inputs in chunks of `size`; `ids` are segments, each of them side by side."""
     dtype = accum_dtype(*(x.dtype for x in inputs[:3]))
-    q, k, v = (cut(finite(x), size) for x in inputs[:3])
-    log_decay, beta = (
-        None if x is None else cut(finite(x.astype(dtype)), size) for x in inputs[3:]
-    )
+    q, k, v = (cut(x, size) for x in inputs[:3])
+    log_decay, beta = (None if x is None else cut(x.astype(dtype), size) for x in inputs[3:])
     so_far = jnp.tril(jnp.ones((1, 1, 1, size, size), bool))
     old = new = jnp.ones((1, 1, 1, size, 1), bool)
     if ids is not None:
@@ -114,8 +110,7 @@ def chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int, strict: bo
         log_decay = jnp.maximum(log_decay, math.log(jnp.finfo(dtype).smallest_subnormal) - 1)
         sums = so_far.astype(dtype)
         decay = jnp.einsum("...ij,...jh->...ih", sums, log_decay, precision=lax.Precision.HIGHEST)
-    below = jnp.tril(jnp.ones((1, 1, 1, size, size), bool), -1)
-    return Chunks(q, k, v, decay, beta, so_far, so_far & below if strict else so_far, old, new)
+    return Chunks(q, k, v, decay, beta, so_far, old, new)
 
 
 def chunk_size(chunk_len: int, length: int) -> int:
@@ -140,11 +135,11 @@ def joined(x: Float[Array, "C B N L H"], length: int) -> Float[Array, "B T N H"]
 # Outputs.
 
 
-def outputs(x: Chunks) -> tuple[Float[Array, "C B N L V"], Float[Array, "C B N L V"]]:
-    """The outputs, and the values that are written."""
+def outputs(x: Chunks) -> Float[Array, "C B N L V"]:
+    """The outputs."""
     states, values = states_and_values(x)
-    out = x.product("ij,jv->iv", x.pairs(), finite(values))
-    return out + jnp.where(x.old, x.product("ih,hv->iv", x.from_old(x.q), states), 0), values
+    out = x.product("ij,jv->iv", x.pairs(), values)
+    return out + jnp.where(x.old, x.product("ih,hv->iv", x.from_old(x.q), states), 0)
 
 
 def states_and_values(x: Chunks) -> tuple[Float[Array, "C B N H V"], Float[Array, "C B N L V"]]:
@@ -156,7 +151,7 @@ def states_and_values(x: Chunks) -> tuple[Float[Array, "C B N H V"], Float[Array
     def write(state, chunk):
         kept, keys, reads, values, old = chunk
         values = values - jnp.where(old, x.product("lh,hv->lv", reads, state), 0)
-        after = forget(kept, state) + x.product("lh,lv->hv", keys, finite(values))
+        after = forget(kept, state) + x.product("lh,lv->hv", keys, values)
         return after, (state, values)
 
     values = x.product("ij,jv->iv", solved.inverse, x.beta * _wide(x.v))
@@ -199,7 +194,7 @@ def prefix(
 
 
 def forget(kept: Float[Array, "*c H 1"], state: Float[Array, "*c H V"]) -> Float[Array, "*c H V"]:
-    """`kept * state`; nothing of it, whatever it holds, where nothing is kept."""
+    """`kept * state`; zeros where nothing is kept, of a state that overflowed too."""
     return jnp.where(kept > 0, kept * state, 0)
 
 
@@ -233,13 +228,13 @@ def gradients(x: Chunks, d_out: Float[Array, "C B N L V"]) -> Inputs:
     `q_t e^(c_t)` and what is written there of `k_t e^(-c_t)`.
     """
     solved = None if x.beta is None else _solved(x)
-    states, values = (finite(a) for a in states_and_values(x))
-    d_values = x.product("ij,iv->jv", finite(x.pairs()), d_out)
+    states, values = states_and_values(x)
+    d_values = x.product("ij,iv->jv", x.pairs(), d_out)
     d_states, d_values = _d_states(x, solved, d_out, d_values)
 
-    d_pairs = jnp.where(x.seen, x.product("iv,jv->ij", d_out, values), 0)
+    d_pairs = jnp.where(x.so_far, x.product("iv,jv->ij", d_out, values), 0)
     dtype = jnp.result_type(x.q, x.k)
-    dq, dk = decayed_products_vjp(d_pairs, x.q, x.k, x.decay, x.seen, dtype)
+    dq, dk = decayed_products_vjp(d_pairs, x.q, x.k, x.decay, x.so_far, dtype)
     dq = dq + x.from_old(x.product("iv,hv->ih", d_out, states))
     dk_new = x.to_new(x.product("lv,hv->lh", values, d_states))
     dk = dk + dk_new

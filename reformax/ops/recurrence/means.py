@@ -18,8 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.masking.contiguous import back, sees, side_by_side, taken
-from reformax.ops.numerics.finite import finite, is_finite
+from reformax.ops.masking.contiguous import back, side_by_side, taken
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import Inputs
@@ -45,8 +44,7 @@ def mean(
 ) -> Float[Array, "B T N V"]:
     """The means, in the dtype of `v`; zeros where weights sum up to less than 1e-18.
 
-    Arguments, errors and rows that see what is not finite are as in `recurrence`. Products of
-    queries and keys are to be no less than 0.
+    Arguments and errors are as in `recurrence`. Products of queries and keys must be at least 0.
     """
     check_impl(impl, *KERNELS)
     x = Inputs(q, k, v, log_decay, None)
@@ -73,12 +71,10 @@ def with_ones(v: Float[Array, "*d V"]) -> Float[Array, "*d V1"]:
 
 
 def quotient(sums: Float[Array, "*d V1"]) -> Float[Array, "*d V"]:
-    """Means, of sums of `with_ones`; NaN in rows that are not finite."""
-    whole, sums = is_finite(sums), finite(sums)
-    total = sums[..., -1:]
-    total = jnp.where(total < LEAST_SUM, 0, total)
-    means = jnp.where(total == 0, 0, sums[..., :-1] / nonzero(total))
-    return jnp.where(whole, means, jnp.nan)
+    """Means, of sums of `with_ones`; zeros where the weights sum up to less than `LEAST_SUM`."""
+    weights = sums[..., -1:]
+    weights = jnp.where(weights < LEAST_SUM, 0, weights)
+    return jnp.where(weights == 0, 0, sums[..., :-1] / nonzero(weights))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -89,9 +85,8 @@ def _mean(interpret: bool, inputs: Inputs, segment_ids) -> Float[Array, "B T N V
 def _forward(interpret: bool, inputs: Inputs, segment_ids):
     from reformax.ops.kernels.triton import recurrence as kernel
 
-    order, here, ids = side_by_side(first_order(inputs), segment_ids)
-    hidden = sees(~is_finite(*here[1:4]), ids)[..., 0]
-    out, total = kernel.means(here, ids, hidden, interpret=interpret)
+    order, x, ids = side_by_side(first_order(inputs), segment_ids)
+    out, total = kernel.means(x, ids, interpret=interpret)
     out, total = (checkpoint_name(x, KEPT) for x in (back(out, order), total))
     return out, (inputs, segment_ids, out, total)
 
@@ -103,13 +98,13 @@ def _backward(interpret: bool, results, d_out):
     results, d_out = first_order((results, d_out))
     # Fenced, or the compiler would keep what the other pass computed.
     inputs, segment_ids, out, total = lax.optimization_barrier(results)
-    order, here, ids = side_by_side(inputs, segment_ids)
+    order, x, ids = side_by_side(inputs, segment_ids)
     out, d_out = (taken(a, order) for a in (out, d_out))
-    share = jnp.where(total > 0, 1 / nonzero(total), 0)[..., None]  # none of NaN
+    inverse_sum = jnp.where(total > 0, 1 / nonzero(total), 0)[..., None]
     dtype = accum_dtype(out.dtype)
-    d_sums = jnp.where(share > 0, d_out.astype(dtype) * share, 0).astype(out.dtype)
-    d_total = -jnp.sum(d_sums.astype(dtype) * finite(out).astype(dtype), axis=-1)
-    gradients = kernel.means_backward(here, ids, d_sums, d_total, interpret=interpret)
+    d_sums = (d_out.astype(dtype) * inverse_sum).astype(out.dtype)
+    d_total = -jnp.sum(d_sums.astype(dtype) * out.astype(dtype), axis=-1)
+    gradients = kernel.means_backward(x, ids, d_sums, d_total, interpret=interpret)
     return jax.tree.map(lambda g, x: back(g, order).astype(x.dtype), gradients, inputs), None
 
 

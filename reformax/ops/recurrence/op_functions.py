@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -13,7 +12,6 @@ from jaxtyping import Array, Float
 
 from reformax.declared import Bounds
 from reformax.ops.calls.dims import Dims, ExtraProjection
-from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.recurrence.chunks import Inputs
 from reformax.ops.recurrence.means import mean, quotient, with_ones
@@ -66,16 +64,16 @@ def recurrent(
     def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections=None):
         del plan, causal, dropout
         params = own(params, q.shape[2], rng)
-        x = contained(inputs, params, *convolved(params, q, k, v, segment_ids), extra_projections)
+        x = inputs(params, *convolved(params, q, k, v, segment_ids), extra_projections)
         if output is None:
             return mean(*x[:4], segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
         out = recurrence(*x, segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
-        return contained_output(output, params, out, extra_projections).astype(v.dtype)
+        return output(params, out, extra_projections).astype(v.dtype)
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None):
         del plan, capacity, rng
         params, lengths = own(params, q.shape[2]), jnp.asarray(lengths)
-        x = contained(inputs, params, *convolved(params, q, k, v), extra_projections)
+        x = inputs(params, *convolved(params, q, k, v), extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x if output else x._replace(v=with_ones(x.v))
         return Cache(state_after(x, lengths, chunk_len=chunk_len), last)
@@ -92,30 +90,6 @@ def recurrent(
         return output(params, out, extra_projections).astype(v.dtype), Cache(state, last)
 
     return dict(apply=apply, init_cache=init_cache, step=step)
-
-
-def contained(inputs: Callable[..., Inputs], params, q, k, v, extra_projections=None) -> Inputs:
-    """`inputs` of finite numbers, with NaN where what they were made of was not finite.
-
-    Keys and values that are handed on stay as they were given, for the recurrence contains them.
-    """
-    read = [x for name, x in (extra_projections or {}).items() if name != OUTPUT_GATE]
-    keys, values = finite(k), finite(v)
-    x = inputs(params, finite(q), keys, values, jax.tree.map(finite, extra_projections))
-    x = x._replace(q=jnp.where(is_finite(q), x.q, jnp.nan))
-    x = x._replace(k=k if x.k is keys else jnp.where(is_finite(k), x.k, jnp.nan))
-    x = x._replace(v=v if x.v is values else jnp.where(is_finite(v), x.v, jnp.nan))
-    if not read:
-        return x
-    of_gates = functools.reduce(jnp.logical_and, map(is_finite, read))
-    return x._replace(log_decay=jnp.where(of_gates, x.log_decay, jnp.nan))
-
-
-def contained_output(output: Callable[..., Array], params, out, extra_projections) -> Array:
-    """`output` of finite numbers, NaN in rows that are not finite."""
-    gate = (extra_projections or {}).get(OUTPUT_GATE)
-    result = output(params, finite(out), jax.tree.map(finite, extra_projections))
-    return jnp.where(is_finite(out, gate), result, jnp.nan)
 
 
 # What gated recurrences do with their output: each head's is brought to unit root mean square,

@@ -44,15 +44,12 @@ def positive_features(
     that a position's features are the same whatever else there is.
 
     Args:
-      x: vectors, scaled. One that is not finite, or whose square is not, has features of NaN
-        without a gradient.
+      x: vectors, scaled.
       directions: from `orthogonal_directions`.
       epsilon: added to the features in units of the largest, so that no product of two vanishes.
     """
     dtype: Any = accum_dtype(x.dtype)
     x = x.astype(dtype)
-    whole = jnp.isfinite(_square(x))
-    x = jnp.where(whole, x, 0)  # before the square too, whose derivative may overflow
     exponents = jnp.einsum(
         "btnh,mh->btnm", x, directions.astype(dtype), precision=jax.lax.Precision.HIGHEST
     )
@@ -62,7 +59,7 @@ def positive_features(
     here = jax.lax.broadcasted_iota(largest.dtype, exponents.shape, exponents.ndim - 1) == largest
     scale = jnp.sum(jnp.where(here, exponents, 0), axis=-1, keepdims=True)
     features = jnp.exp(exponents - scale) + jnp.asarray(epsilon, dtype)
-    return Features(*(jnp.where(whole, y, jnp.nan) for y in (features, scale)))
+    return Features(features, scale)
 
 
 def _square(x: Float[Array, "*d H"]) -> Float[Array, "*d 1"]:

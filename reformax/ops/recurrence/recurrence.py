@@ -18,7 +18,6 @@ between the passes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from reformax.devices import varying_as
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
-from reformax.ops.masking.contiguous import back, sees, side_by_side, taken
-from reformax.ops.numerics.finite import finite, is_finite
+from reformax.ops.masking.contiguous import back, side_by_side, taken
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.recurrence import chunks
@@ -44,13 +42,11 @@ def recurrence(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     chunk_len: int = 64,
-    strict: bool = False,
     impl: str = "auto",
 ) -> Float[Array, "B T N V"]:
     """The outputs of a linear recurrence, causal, from a state of zeros at each segment's begin.
 
     Products are computed in the widest dtype of q, k and v, and summed in float32, as the state is.
-    A row that sees what is not finite is NaN and has no gradient.
 
     Args:
       q: queries, scaled.
@@ -62,7 +58,6 @@ def recurrence(
       segment_ids: ids; positions of one id are a sequence, wherever they stand.
       chunk_len: positions whose products are computed at once, rounded up to a power of two. It
         changes no number but by rounding.
-      strict: whether a position is hidden from itself; not with `beta`.
       impl: `"xla"` runs everywhere. `"pallas"` is kernels for NVIDIA GPUs of Ampere or later, with
         chunks of 64, and `"pallas_interpret"` the same, run anywhere, slowly. `"auto"` takes them
         where they can compute the call.
@@ -79,7 +74,7 @@ def recurrence(
     x = varying_as(x, x)
     obstacles = kernel_obstacles(q, k, v)
     impl = choose(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
-    return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), strict, impl, x, segment_ids)
+    return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), impl, x, segment_ids)
 
 
 def _chip_obstacle(x: Inputs) -> str | None:
@@ -101,43 +96,36 @@ def everything(
 ) -> Float[Array, "B T N V"]:
     """`q_t . sum_s k_s v_s^T` over all positions s of the row's segment, before it and behind it.
 
-    Arguments, dtypes and rows that see what is not finite are as in `recurrence`.
+    Arguments and dtypes are as in `recurrence`.
     """
     if segment_ids is None:
         dtype = jnp.result_type(q, k, v)
-        real = is_finite(q) & is_finite(k, v).all(axis=1, keepdims=True)
-        state = product("bsnh,bsnv->bnhv", finite(k), finite(v), dtype)
-        out = product("btnh,bnhv->btnv", finite(q), state, dtype)
-        return jnp.where(real, out, jnp.nan)
-    order, here, ids = side_by_side((q, k, v), segment_ids)
-    out = _of_segment(chunks.chunk_size(chunk_len, q.shape[1]), here, ids)
-    bad = ~is_finite(*here[1:])
-    behind = sees(jnp.flip(bad, axis=1), jnp.flip(ids, axis=1))
-    sees_bad = sees(bad, ids) | jnp.flip(behind, axis=1)
-    real = is_finite(here[0], out) & ~sees_bad
-    return back(jnp.where(real, out, jnp.nan), order)
+        state = product("bsnh,bsnv->bnhv", k, v, dtype)
+        return product("btnh,bnhv->btnv", q, state, dtype)
+    order, qkv, ids = side_by_side((q, k, v), segment_ids)
+    return back(_of_segment(chunks.chunk_size(chunk_len, q.shape[1]), qkv, ids), order)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _of_segment(size: int, qkv: tuple[Array, Array, Array], ids: Int[Array, "B T"]) -> Array:
     """`q_t . sum_s k_s v_s^T` over the row's segment, where those are side by side."""
-    return _sums_of_segment(size, qkv, ids, lambda x: x)
+    return _sums_of_segment(size, qkv, ids)
 
 
-def _sums_of_segment(size: int, qkv, ids, read: Callable[[Array], Array]) -> Array:
-    """`_of_segment`, whose products go through `read` before they are read.
+def _sums_of_segment(size: int, qkv, ids) -> Array:
+    """`_of_segment`, without its gradient.
 
     A chunk reads a state of what came before it and one of what follows, whose rows are of the
     segments that it begins and ends in.
     """
-    x = chunks.chunked(Inputs(*qkv, None, None), ids, size, strict=False)
+    x = chunks.chunked(Inputs(*qkv, None, None), ids, size)
     same = x.so_far | jnp.swapaxes(x.so_far, -1, -2)
-    pairs = read(jnp.where(same, x.product("ih,jh->ij", x.q, x.k), 0))
+    pairs = jnp.where(same, x.product("ih,jh->ij", x.q, x.k), 0)
     to_next, to_last = (
         x.product("lh,lv->hv", jnp.where(rows, x.k, 0), x.v) for rows in (x.new, x.old)
     )
-    before = read(chunks.prefix(x.kept(), to_next))
-    behind = read(chunks.prefix(x.kept()[::-1], to_last[::-1])[::-1])
+    before = chunks.prefix(x.kept(), to_next)
+    behind = chunks.prefix(x.kept()[::-1], to_last[::-1])[::-1]
     out = x.product("ij,jv->iv", pairs, x.v)
     out = out + jnp.where(x.old, x.product("ih,hv->iv", x.q, before), 0)
     out = out + jnp.where(x.new, x.product("ih,hv->iv", x.q, behind), 0)
@@ -145,14 +133,11 @@ def _sums_of_segment(size: int, qkv, ids, read: Callable[[Array], Array]) -> Arr
 
 
 def _of_segment_backward(size: int, results, d_out):
-    """The function is linear in each of the three, and its derivatives are of its own form.
-
-    A product that overflowed has no gradient, as in `chunks.gradients`.
-    """
+    """The function is linear in each of the three, and its derivatives are of its own form."""
     ((q, k, v), ids), d = first_order((results, d_out))
     d = d.astype(jnp.result_type(q, k, v))
     each = (d, v, k), (v, d, q), (k, q, d)
-    gradients = (_sums_of_segment(size, x, ids, finite) for x in each)
+    gradients = (_sums_of_segment(size, x, ids) for x in each)
     return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None
 
 
@@ -161,41 +146,34 @@ _of_segment.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _recurrence(size: int, strict: bool, impl: str, inputs: Inputs, segment_ids):
-    return _forward(size, strict, impl, inputs, segment_ids)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _recurrence(size: int, impl: str, inputs: Inputs, segment_ids):
+    return _forward(size, impl, inputs, segment_ids)[0]
 
 
-def _forward(size: int, strict: bool, impl: str, inputs: Inputs, segment_ids):
-    order, here, ids = side_by_side(first_order(inputs), segment_ids)
+def _forward(size: int, impl: str, inputs: Inputs, segment_ids):
+    order, x, ids = side_by_side(first_order(inputs), segment_ids)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        options = dict(strict=strict, interpret=impl == "pallas_interpret")
-        out, values = kernel.forward(here, ids, **options)
+        out = kernel.forward(x, ids, interpret=impl == "pallas_interpret")
     else:
-        both = chunks.outputs(chunks.chunked(here, ids, size, strict))
-        out, values = (chunks.joined(a, here.q.shape[1]) for a in both)
-    seen = is_finite(*here[1:], values)
-    real = is_finite(here.q, out) & ~sees(~seen, ids, strict)
-    out = back(jnp.where(real, out, jnp.nan), order)
-    return out, (inputs, segment_ids, real)
+        out = chunks.joined(chunks.outputs(chunks.chunked(x, ids, size)), x.q.shape[1])
+    return back(out, order), (inputs, segment_ids)
 
 
-def _backward(size: int, strict: bool, impl: str, results, d_out):
+def _backward(size: int, impl: str, results, d_out):
     results, d_out = first_order((results, d_out))
     # Fenced, or the compiler would keep what the other pass computed.
-    inputs, segment_ids, real = lax.optimization_barrier(results)
-    order, here, ids = side_by_side(inputs, segment_ids)
-    d_out = jnp.where(real, taken(d_out, order), 0)
+    inputs, segment_ids = lax.optimization_barrier(results)
+    order, x, ids = side_by_side(inputs, segment_ids)
+    d_out = taken(d_out, order)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
 
-        options = dict(strict=strict, interpret=impl == "pallas_interpret")
-        gradients = kernel.backward(here, ids, d_out, **options)
+        gradients = kernel.backward(x, ids, d_out, interpret=impl == "pallas_interpret")
     else:
-        x = chunks.chunked(here, ids, size, strict)
-        gradients = chunks.gradients(x, chunks.cut(d_out, size))
+        gradients = chunks.gradients(chunks.chunked(x, ids, size), chunks.cut(d_out, size))
         gradients = jax.tree.map(lambda g: chunks.joined(g, d_out.shape[1]), gradients)
     return jax.tree.map(lambda g, x: back(g, order).astype(x.dtype), gradients, inputs), None
 
@@ -209,13 +187,11 @@ _recurrence.defvjp(_forward, _backward)
 def state_after(inputs: Inputs, lengths: Int[Array, " B"], *, chunk_len: int) -> Array:
     """The state `[B, N, H, V]` after the first `lengths` positions of each row."""
     real = (jnp.arange(inputs.q.shape[1])[None] < lengths[:, None])[..., None, None]
-    here = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)
-    x = chunks.chunked(here, None, chunks.chunk_size(chunk_len, inputs.q.shape[1]), strict=False)
+    inputs = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)
+    x = chunks.chunked(inputs, None, chunks.chunk_size(chunk_len, inputs.q.shape[1]))
     states, values = chunks.states_and_values(x)
-    written = x.product("lh,lv->hv", x.to_new(x.k), finite(values))
-    after = (chunks.forget(x.kept(), states) + written)[-1]
-    whole = is_finite(*here[1:]).all(axis=1)[..., None]
-    return jnp.where(whole, after, jnp.nan)
+    written = x.product("lh,lv->hv", x.to_new(x.k), values)
+    return (chunks.forget(x.kept(), states) + written)[-1]
 
 
 def advance(

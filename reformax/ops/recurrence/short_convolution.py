@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from reformax.ops.calls.dims import Dims
 from reformax.ops.masking.contiguous import back, side_by_side
-from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.numerics.precision import accum_dtype
 
 
@@ -57,33 +56,27 @@ def convolved(
     v: Float[Array, "B T N V"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Projected:
-    """The three convolved within their segments; as they are if `params` has no weights for it.
-
-    What reads a number that is not finite is NaN, and has no gradient.
-    """
+    """The three convolved within their segments; as they are if `params` has no weights for it."""
     weights = _weights(params)
     if weights is None:
         return Projected(q, k, v)
-    order, here, ids = side_by_side(Projected(q, k, v), segment_ids)
-    return Projected(*(back(_convolved(*xw, ids), order) for xw in zip(here, weights, strict=True)))
+    order, x, ids = side_by_side(Projected(q, k, v), segment_ids)
+    return Projected(*(back(_convolved(*xw, ids), order) for xw in zip(x, weights, strict=True)))
 
 
 @jax.checkpoint  # the gradient computes the sums again instead of keeping them
 def _convolved(
     x: Float[Array, "B T N H"], weights: Float[Array, "N H W"], ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B T N H"]:
-    numbers, bad = finite(x).astype(accum_dtype(x.dtype)), ~is_finite(x)
-    total, sees_bad = jnp.zeros_like(numbers), jnp.zeros_like(bad)
+    numbers = x.astype(accum_dtype(x.dtype))
+    total = jnp.zeros_like(numbers)
     for j in range(min(weights.shape[-1], x.shape[1])):
-        past, past_bad = _delayed(numbers, j), _delayed(bad, j)
+        past = _delayed(numbers, j)
         if ids is not None:
             same = _delayed(jnp.ones_like(ids, bool), j) & (ids == _delayed(ids, j))
-            same = same[..., None, None]
-            past, past_bad = jnp.where(same, past, 0), past_bad & same
+            past = jnp.where(same[..., None, None], past, 0)
         total = total + past * weights[None, None, ..., j].astype(total.dtype)
-        sees_bad = sees_bad | past_bad
-    whole = is_finite(total) & ~sees_bad  # the sum of large numbers may overflow
-    return jnp.where(whole, jax.nn.silu(finite(total)), jnp.nan).astype(x.dtype)
+    return jax.nn.silu(total).astype(x.dtype)
 
 
 def _delayed(x: Array, by: int) -> Array:

@@ -140,6 +140,7 @@ def placement(op: Any, x: Call) -> Placement | None:
     for name, y in (x.extra_projections or {}).items():
         if y.shape[2] % n:
             raise Unsupported(
-                f"{split}, {n} devices, and extra_projections[{name!r}] has {y.shape[2]} of them: {fix}"
+                f"{split}, {n} devices, and extra_projections[{name!r}] has {y.shape[2]} of them: "
+                f"{fix}"
             )
     return found

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from reformax.ops.kernels.triton.common import launch, load, power_of_two, product, view_rows
-from reformax.ops.kernels.triton.recurrence_chunk import any_not_finite, finite, parts_of, wide
+from reformax.ops.kernels.triton.recurrence_chunk import parts_of, wide
 
 ROWS, WARPS = 64, 8
 PARTS = 2  # of directions, of which 2^-15 is lost
@@ -39,7 +39,6 @@ class _Tile(NamedTuple):
     x: Float[Array, "R H"]
     place: tuple[Any, Any, Any]  # batch, positions, head
     exists: Any
-    whole: Any  # whether a vector and its square are finite, [R]
     exponents: Float[Array, "R M"]  # minus infinity where there is no feature
     scale: Float[Array, " R"]  # the largest of a vector
 
@@ -48,23 +47,21 @@ class _Tile(NamedTuple):
 
 
 def _tile(read: Read) -> _Tile:
-    """Reads vectors, zeros for those that are not finite."""
+    """Reads vectors, and computes the exponents of their features."""
     head, batch = pl.program_id(1), pl.program_id(2)
     position = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
     length, size = read.x.shape[1], read.x.shape[3]
     exists = position < length
     x = load(*view_rows(read.x, batch, position, head, power_of_two(size), exists))
-    square = jnp.sum(wide(finite(x)) ** 2, axis=1) * size**-0.5
-    whole = jnp.maximum(any_not_finite(x), any_not_finite(square[:, None])) == 0
-    x = jnp.where(whole[:, None], x, 0)
+    square = jnp.sum(wide(x) ** 2, axis=1) * size**-0.5
     exponents = sum(
         product(x, _directions(read, part), transpose_b=True) for part in reversed(range(PARTS))
     )
-    exponents = exponents - jnp.where(whole, square, 0)[:, None] / 2
+    exponents = exponents - square[:, None] / 2
     inside = jnp.arange(exponents.shape[1], dtype=jnp.int32) < read.directions.shape[1]
     exponents = jnp.where(inside[None, :], exponents, -jnp.inf)
     scale = jnp.max(exponents, axis=1)
-    return _Tile(x, (batch, position, head), exists, whole, exponents, scale)
+    return _Tile(x, (batch, position, head), exists, exponents, scale)
 
 
 def _directions(read: Read, part: int) -> Float[Array, "M H"]:
@@ -78,7 +75,7 @@ def _directions(read: Read, part: int) -> Float[Array, "M H"]:
 def _relative_to(read: Read, tile: _Tile):
     if read.relative_to is None:
         return tile.scale
-    return finite(load(*tile.numbers(read.relative_to)))
+    return load(*tile.numbers(read.relative_to))
 
 
 def _view(ref, tile: _Tile):
@@ -87,10 +84,10 @@ def _view(ref, tile: _Tile):
 
 
 def scales_kernel(read, scales) -> None:
-    """The largest exponents, `[B, T, N]`; NaN of vectors that are not finite."""
+    """The largest exponents, `[B, T, N]`."""
     tile = _tile(read)
     view, mask = tile.numbers(scales)
-    pltriton.store(view, jnp.where(tile.whole, tile.scale, jnp.nan), mask=mask)
+    pltriton.store(view, tile.scale, mask=mask)
 
 
 def features_kernel(read, features) -> None:
@@ -99,7 +96,6 @@ def features_kernel(read, features) -> None:
     begin = _relative_to(read, tile)
     more = read.epsilon[0] * jnp.exp(tile.scale - begin)
     found = jnp.exp(tile.exponents - begin[:, None]) + more[:, None]
-    found = jnp.where(tile.whole[:, None], found, jnp.nan)
     view, mask = _view(features, tile)
     pltriton.store(view, found.astype(features.dtype), mask=mask)
 
@@ -116,7 +112,7 @@ def gradient_kernel(read, d_features, dx) -> None:
     first = jnp.min(jnp.where(at_top, number[None, :], len(number)), axis=1)
     d = d * jnp.exp(tile.exponents - begin[:, None])
     d = d + jnp.where(number[None, :] == first[:, None], more[:, None], 0)
-    d = jnp.where(tile.whole[:, None], d, 0).astype(jnp.bfloat16)
+    d = d.astype(jnp.bfloat16)
     size = read.x.shape[3]
     of_directions = product(d, _directions(read, 0))
     found = of_directions - wide(tile.x) * (jnp.sum(wide(d), axis=1) * size**-0.5)[:, None]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from reformax.ops.kernels.triton.common import launch
 from reformax.ops.kernels.triton.recurrence_chunk import L, Plan, Read, Solved, States
@@ -43,7 +43,7 @@ WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values
 STAGES = 3  # of the kernels that go from chunk to chunk
 
 
-def _plan(x: Inputs, strict: bool, interpret: bool, groups: int | None, mean: bool) -> Plan:
+def _plan(x: Inputs, interpret: bool, groups: int | None, mean: bool) -> Plan:
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
     blocks = Blocks.of(size, d_v, delta).grid(size, d_v)
@@ -53,7 +53,7 @@ def _plan(x: Inputs, strict: bool, interpret: bool, groups: int | None, mean: bo
         groups = groups if groups > (3 if delta else 1) else 1
     dtype = jnp.result_type(x.q, x.k, x.v)
     n_chunks = pl.cdiv(n_chunks, groups)
-    return Plan(length, groups, n_chunks, strict, mean, dtype, interpret)
+    return Plan(length, groups, n_chunks, mean, dtype, interpret)
 
 
 def _read(plan: Plan, x: Inputs, ids) -> Read:
@@ -203,11 +203,11 @@ class _Launches(NamedTuple):
 
     def output(self, states, values) -> Float[Array, "B T N V"]:
         shape = self._like(self.x.v, F32)
-        return self._each(output_kernel, (states, values, None), (shape, None))[0]
+        return self._each(output_kernel, (states, values), (shape, None))[0]
 
-    def means(self, states, hidden) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    def means(self, states) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
         shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
-        return tuple(self._each(output_kernel, (states, self.x.v, hidden), shapes))
+        return tuple(self._each(output_kernel, (states, self.x.v), shapes))
 
     def gradients(self, d_out, d_total=None) -> Inputs:
         """Those of the inputs."""
@@ -243,9 +243,9 @@ def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
     return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, -v.shape[3] % 8)))
 
 
-def _launches(x: Inputs, ids, interpret, groups, strict=False, mean=False) -> _Launches:
+def _launches(x: Inputs, ids, interpret, groups, mean=False) -> _Launches:
     x = _aligned(x)
-    plan = _plan(x, strict, interpret, groups, mean)
+    plan = _plan(x, interpret, groups, mean)
     return _Launches(plan, _read(plan, x, ids))
 
 
@@ -253,24 +253,20 @@ def forward(
     x: Inputs,
     ids: Int[Array, "B T"] | None,
     *,
-    strict: bool,
     interpret: bool = False,
     groups: int | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
-    """The outputs, in float32, and the values that are written.
-
-    Zeros stand for what is not finite.
+) -> Float[Array, "B T N V"]:
+    """The outputs, in float32.
 
     Args:
-      x, strict: as in `ops.recurrence.recurrence.recurrence`.
+      x: as in `ops.recurrence.recurrence.recurrence`.
       ids: segments, each of them side by side.
       interpret: whether to run it anywhere, slowly.
       groups: of chunks, side by side; None: as many as fill a GPU.
     """
-    launches = _launches(x, ids, interpret, groups, strict)
+    launches = _launches(x, ids, interpret, groups)
     states, values, _ = launches.states(launches.solved())
-    size = x.v.shape[3]
-    return launches.output(states, values)[..., :size], values[..., :size]
+    return launches.output(states, values)[..., : x.v.shape[3]]
 
 
 def backward(
@@ -278,33 +274,28 @@ def backward(
     ids: Int[Array, "B T"] | None,
     d_out: Float[Array, "B T N V"],
     *,
-    strict: bool,
     interpret: bool = False,
     groups: int | None = None,
 ) -> Inputs:
     """The gradients of `x`; arguments as in `forward`, `d_out` that of the outputs."""
-    found = _launches(x, ids, interpret, groups, strict).gradients(_wider(d_out))
+    found = _launches(x, ids, interpret, groups).gradients(_wider(d_out))
     return found._replace(v=found.v[..., : x.v.shape[3]])
 
 
 def means(
     x: Inputs,
     ids: Int[Array, "B T"] | None,
-    hidden: Bool[Array, "B T N"],
     *,
     interpret: bool = False,
     groups: int | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """`ops.recurrence.means.mean` in the dtype of the values, and the sums of weights in float32.
 
-    Both are NaN in rows that see what is not finite. Arguments are as in `forward`.
-
-    Args:
-      hidden: whether a row sees a key or a value that is not finite.
+    Arguments are as in `forward`.
     """
     launches = _launches(x, ids, interpret, groups, mean=True)
     states, _, _ = launches.states(None)
-    out, total = launches.means(states, hidden.astype(F32))
+    out, total = launches.means(states)
     return out[..., : x.v.shape[3]], total
 
 

@@ -57,7 +57,6 @@ class Plan(NamedTuple):
     length: int
     n_groups: int
     n_chunks: int  # of a group
-    strict: bool
     mean: bool  # whether the sums of keys are kept too
     dtype: Any  # of products
     interpret: bool
@@ -83,13 +82,8 @@ class Rows(NamedTuple):
         return None if self.plan.length == self.plan.padded else place < self.plan.length
 
     def read(self, ref, columns=None) -> Float[Array, "L J"]:
-        """Rows of `[B, T, N, J]`, of which zeros stand for what is not finite."""
-        view, mask = self._view(ref, self.place(), columns)
-        return finite(load(view, mask))
-
-    def not_finite(self, ref, columns) -> Float[Array, " L"]:
-        """1 for rows that hold what is not finite, else 0."""
-        return any_not_finite(load(*self._view(ref, self.place(), columns)))
+        """Rows of `[B, T, N, J]`."""
+        return load(*self._view(ref, self.place(), columns))
 
     def write(self, ref, tile, columns=None) -> None:
         view, mask = self._view(ref, self.place(), columns)
@@ -117,7 +111,7 @@ class Rows(NamedTuple):
 
     def numbers(self, ref) -> Float[Array, " L"]:
         """Rows of `[B, T, N]`."""
-        return finite(load(*self._numbers(ref)))
+        return load(*self._numbers(ref))
 
     def put_numbers(self, ref, x) -> None:
         view, mask = self._numbers(ref)
@@ -167,10 +161,10 @@ class Rows(NamedTuple):
     def ids(self) -> Int[Array, " L"]:
         return pltriton.load(self.x.ids.at[self.batch, self.place()])
 
-    def seen(self, strict: bool) -> Bool[Array, "L L"]:
+    def seen(self, exclude_self: bool = False) -> Bool[Array, "L L"]:
         """Whether a row sees another one of its chunk."""
         i, j = sides()
-        mask = j < i if strict else j <= i
+        mask = j < i if exclude_self else j <= i
         if self.x.ids is not None:
             mask = mask & (self.ids()[:, None] == self.ids()[None, :])
         return mask
@@ -199,7 +193,7 @@ class Rows(NamedTuple):
         return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], x, 0)
 
     def forget(self, state: States, columns) -> States:
-        """What is left of a state after the chunk; nothing of what is not finite."""
+        """What is left of a state after the chunk; zeros where nothing is, of an overflow too."""
         keys = None if state.keys is None else self._left(state.keys[:, None], columns)[:, 0]
         return States(self._left(state.outer, columns), keys)
 
@@ -340,16 +334,6 @@ def across(bit: Any) -> Bool[Array, "L L"]:
     """Whether row i is in the later and j in the earlier half of one block of 2^(bit + 1) rows."""
     i, j = sides()
     return (((i ^ j) >> bit) == 1) & (i > j)
-
-
-def finite(x) -> Float[Array, "*d"]:
-    """Zeros for what is not finite."""
-    return jnp.where(jnp.abs(x) < jnp.inf, x, 0)
-
-
-def any_not_finite(x: Float[Array, "L J"]) -> Float[Array, " L"]:
-    """1 for rows of which a number is not finite, else 0."""
-    return jnp.max(jnp.where(jnp.abs(wide(x)) < jnp.inf, 0.0, 1.0), axis=1)
 
 
 def columns_of(size: int, first: Any = 0, width: int | None = None) -> Int[Array, " J"]:

@@ -22,10 +22,8 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     BITS,
     L,
     across,
-    any_not_finite,
     chunk_of,
     columns_of,
-    finite,
     parts_of,
     precise,
     product,
@@ -48,7 +46,7 @@ def sums_kernel(x, log_decay, out, *, plan) -> None:
 
 def _sums(rows, x, contract: str = "10") -> Float[Array, "L H"]:
     """Sums over the rows of a segment up to each; or, with "00", from each on."""
-    so_far = jnp.where(rows.seen(False), 1.0, 0.0).astype(jnp.bfloat16)
+    so_far = jnp.where(rows.seen(), 1.0, 0.0).astype(jnp.bfloat16)
     return sum(product(so_far, part, contract) for part in reversed(parts_of(x, 3)))
 
 
@@ -59,7 +57,7 @@ def solve_kernel(x, reads, values, inverse, *, plan) -> None:
     """The delta rule as a recurrence of other values: `Solved` of a chunk."""
     rows = chunk_of(plan, x)
     k, beta = rows.read(x.k), rows.numbers(x.beta)[:, None]
-    solution = _inverse(rows, beta * rows.pairs_of(k, k, rows.seen(True)))
+    solution = _inverse(rows, beta * rows.pairs_of(k, k, rows.seen(exclude_self=True)))
     if inverse is not None:
         rows.put_pairs(inverse, solution)
     rows.write(reads, rows.product(solution, beta * rows.from_old(k)))
@@ -94,7 +92,7 @@ class _Delta(NamedTuple):
 
 
 def _delta_vjp(rows, k, state, inverse, values, d_values) -> _Delta:
-    beta, below = rows.numbers(rows.x.beta)[:, None], rows.seen(True)
+    beta, below = rows.numbers(rows.x.beta)[:, None], rows.seen(exclude_self=True)
     d_right = rows.product(rows.pairs(inverse), rows.read(d_values), "00")
     d_below = -rows.product(d_right, values, "11")
     d_below = jnp.where(below, d_below, 0)
@@ -133,32 +131,25 @@ def _each_block(x, step, carry):
     return lax.fori_loop(np.int32(0), np.int32(n), body, carry)
 
 
-def output_kernel(x, states, values, hidden, out, total, *, plan) -> None:
-    """What the queries of a chunk read; or means of it, and their weights' `total`.
-
-    Means are NaN, and their total too, in rows that see what is not finite.
-
-    Args:
-      hidden: `[B, T, N]`, of means: whether a row sees a key or value that is not finite.
-    """
+def output_kernel(x, states, values, out, total, *, plan) -> None:
+    """What the queries of a chunk read; or means of it, and their weights' `total`."""
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])
 
     def add(h, sums):
-        pairs, old, weights, bad = sums
+        pairs, old, weights = sums
         q, state = rows.read(x.q, h), rows.state(states, chunk, h, v)
         pairs = pairs + rows.products_of(q, rows.read(x.k, h))
         from_old = rows.from_old(q, h)
         old = old + rows.product(from_old, state.outer)
         if plan.mean:
             weights = weights + jnp.sum(rows.rounded(from_old) * state.keys[None, :], axis=1)
-            bad = jnp.maximum(bad, rows.not_finite(x.q, h))
-        return pairs, old, weights, bad
+        return pairs, old, weights
 
     zeros = jnp.zeros((L,), jnp.float32) if plan.mean else None
-    begin = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32), zeros, zeros
-    pairs, old, weights, bad = _each_block(x, add, begin)
-    pairs = rows.weighted(pairs, rows.seen(plan.strict))
+    begin = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32), zeros
+    pairs, old, weights = _each_block(x, add, begin)
+    pairs = rows.weighted(pairs, rows.seen())
     sums = rows.product(pairs, rows.read(values)) + rows.old_only(old)
     if not plan.mean:
         rows.write(out, sums)
@@ -166,17 +157,14 @@ def output_kernel(x, states, values, hidden, out, total, *, plan) -> None:
     weights = jnp.sum(rows.rounded(pairs), axis=1) + rows.old_only(weights[:, None])[:, 0]
     weights = jnp.where(weights < LEAST_SUM, 0, weights)
     means = jnp.where(weights == 0, 0, 1 / jnp.where(weights == 0, 1, weights))[:, None] * sums
-    for other in any_not_finite(means), any_not_finite(weights[:, None]), rows.numbers(hidden):
-        bad = jnp.maximum(bad, other)
-    fine = bad == 0
-    rows.write(out, jnp.where(fine[:, None], means, jnp.nan))
-    rows.put_numbers(total, jnp.where(fine, weights, jnp.nan))
+    rows.write(out, means)
+    rows.put_numbers(total, weights)
 
 
 def d_values_kernel(x, d_out, d_values, *, plan) -> None:
     """Gradients of the values by the outputs of their own chunk."""
     rows = chunk_of(plan, x)
-    pairs = rows.pairs_of(rows.read(x.q), rows.read(x.k), rows.seen(plan.strict))
+    pairs = rows.pairs_of(rows.read(x.q), rows.read(x.k), rows.seen())
     rows.write(d_values, rows.product(pairs, rows.read(d_out), "00"))
 
 
@@ -199,11 +187,11 @@ def gradients_kernel(
     """
     rows, chunk = chunk_of(plan, x), pl.program_id(0)
     v = columns_of(x.v.shape[3])
-    seen = rows.seen(plan.strict)
+    seen = rows.seen()
 
     def read(h):
         states_here = (rows.state(a, chunk, h, v) for a in (states, d_states))
-        return rows.read(x.q, h), rows.read(x.k, h), *jax.tree.map(finite, tuple(states_here))
+        return rows.read(x.q, h), rows.read(x.k, h), *states_here
 
     n, width = _blocks(x)
     whole = read(columns_of(0, 0, width)) if n == 1 else None
@@ -217,7 +205,7 @@ def gradients_kernel(
 
         begin = jnp.zeros((L, L), jnp.float32), jnp.zeros((L, len(v)), jnp.float32)
         pairs, dv = _each_block(x, add, begin)
-        rows.write(out.v, dv + rows.product(finite(rows.weighted(pairs, seen)), d, "00"))
+        rows.write(out.v, dv + rows.product(rows.weighted(pairs, seen), d, "00"))
 
     d_pairs, d_weights = rows.product(d, u, "11"), None
     if plan.mean:
@@ -262,5 +250,5 @@ def gradients_kernel(
 
     dc = _each_block(x, of_block, jnp.zeros((L,), jnp.float32))
     if x.decay is not None and not rows.by_feature:
-        from_here = jnp.where(rows.seen(False), dc[:, None], 0)
+        from_here = jnp.where(rows.seen(), dc[:, None], 0)
         rows.put_numbers(out.decay, jnp.sum(from_here, axis=0))

@@ -25,7 +25,6 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     States,
     both,
     columns_of,
-    finite,
     precise,
     which_exist,
     wide,
@@ -104,7 +103,6 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
             written = written - rows.old_only(held)
             if values is not None:
                 rows.write(values, written, v)
-            written = finite(written)
         return _add(rows, rows.forget(state, h), keys, written, 1)
 
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
@@ -131,7 +129,7 @@ def d_states_kernel(
             d = rows.read(given, v) + rows.product(keys, state.outer)
             if d_values is not None:
                 rows.write(d_values, d, v)
-            outer = after.outer - rows.product(rows.read(solved.reads, h), finite(d), "00")
+            outer = after.outer - rows.product(rows.read(solved.reads, h), d, "00")
             after = States(outer)
         return after
 
@@ -167,10 +165,7 @@ def begins_kernel(x, kept, ends, passed, begins, *, plan, blocks, reverse) -> No
         outer, keys = left * state.outer, state.keys
         if passed is not None:
             matrix = here.state(passed, group, h, n * blocks.v + h).outer
-            outer = precise(finite(matrix), state.outer, "00" if reverse else "10")
-            # An overflow is kept, but for a state of zeros.
-            zeros = jnp.sum(jnp.abs(state.outer)) == 0
-            outer = outer + jnp.where(zeros, 0, jnp.sum(matrix * 0))
+            outer = precise(matrix, state.outer, "00" if reverse else "10")
         more = here.state(ends, group, h, v)
         if keys is not None:
             keys = jnp.where(left > 0, left * keys[:, None], 0)[:, 0] + more.keys
