@@ -19,7 +19,7 @@ LENGTH = 25
 
 
 # Queries, keys, values and further projections that segments or causality hide.
-LARGE = (1e3, 1e3, 1e37, 1e3)
+LARGE = (1e3, 1e3, 1e30, 1e3)
 
 
 def draw(row, batch=2):
