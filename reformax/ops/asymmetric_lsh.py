@@ -43,7 +43,7 @@ from reformax.ops.hashing.meeting import meeting_orders
 from reformax.ops.hashing.sorting import sort_by_bucket
 from reformax.ops.lsh import Buckets, Rounds
 from reformax.ops.masking.masks import segment_pair
-from reformax.ops.numerics.finite import finite
+from reformax.ops.masking.padding import tokens_only
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.orders import ChunkCount, Chunks, ChunkSizes, Order
 
@@ -194,6 +194,10 @@ def _plan(
     if k.shape[1] <= settings.chunk_len:
         return None
     q, k = lax.stop_gradient((q, k))
+    if segment_ids is not None:
+        q, k = (
+            tokens_only(x, ids) for x, ids in zip((q, k), segment_pair(segment_ids), strict=True)
+        )
     vectors = q, centred(k, segment_pair(segment_ids)[1], causal)
     hashing, length = settings.hashing, length or k.shape[1]
     factors = hashing.factors_for(length)
@@ -232,15 +236,15 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     del params, plan  # a plan has no buckets
     factors, length = settings.hashing.factors_for(capacity), q.shape[1]
     rotations = settings.hashing.rotations_for(q, capacity, settings.n_hashes, rng)
-    vectors = q, centred(k, None, causal=True)
-    of_queries, of_keys = (hash_by(rotations, x, factors, settings.impl) for x in vectors)
     is_token, last = line(length) < lengths[:, None, None, None], math.prod(factors)
+    tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), k, 0)
+    vectors = q, centred(tokens, None, causal=True)
+    of_queries, of_keys = (hash_by(rotations, x, factors, settings.impl) for x in vectors)
     order = sort_by_bucket(jnp.where(is_token, of_keys, last), last + 1, None, 0).queries
-    tokens = jnp.where(jnp.swapaxes(is_token, 1, 3), finite(k.astype(jnp.float32)), 0)
     room = ((0, 0), (0, 0), (0, 0), (0, capacity - length))
     return Hashed(
         fill_ring(k, v, lengths, capacity),
-        tokens.sum(axis=1),
+        tokens.astype(jnp.float32).sum(axis=1),
         *(jnp.pad(x, room) for x in (of_queries, of_keys, order)),
         Shared(rotations),
     )
@@ -254,7 +258,7 @@ def _step(
     memory = add_to_ring(memory, k, v, position)
     now, capacity = position[:, None, None, None], order.shape[-1]
     factors = settings.hashing.factors_for(capacity)
-    key = finite(k.astype(jnp.float32))
+    key = k.astype(jnp.float32)
     mean = total[:, None] / jnp.maximum(now, 1).astype(total.dtype)
     vectors = q, (key - mean).astype(k.dtype)
     of_query, of_key = (hash_by(rotations, x, factors, settings.impl) for x in vectors)

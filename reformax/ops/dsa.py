@@ -44,13 +44,12 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.numerics.auxiliary_loss import with_loss
-from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, joined, positions
 from reformax.ops.sharding.shard import row_axes
 from reformax.ops.softmax.block_lists import Everything
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
-from reformax.ops.softmax.online import contained_softmax, largest, masked_exp, nonzero
+from reformax.ops.softmax.online import largest, masked_exp, masked_softmax, nonzero
 
 # The largest number that the indexer reads. A score is a product of three such numbers.
 LARGEST = 1e9
@@ -159,7 +158,7 @@ def _index_keys(params, k: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
 
 def _read(x: Array) -> Array:
     """Vectors of float32 or wider whose scores do not overflow; no gradient flows to them."""
-    x = finite(lax.stop_gradient(x).astype(accum_dtype(x.dtype)))
+    x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
     return jnp.clip(x, -LARGEST, LARGEST)
 
 
@@ -226,29 +225,24 @@ def _apply(
         index, ids = kernel.Index(*index, index_keys), None if segment_ids is None else ids
         inputs = q, k, v, index, factor, plan, ids, rng
         return kernel.attend(layout, impl == "pallas_interpret", *inputs)
-    fine = is_finite(k, v)[..., 0]  # [B, S, N]
-    keys, values = finite(k), finite(v)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
     batch, head = (x[..., None, None] for x in jnp.ogrid[:n_batch, :n_heads])
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def attend(q, chosen, of_query, position, *index):
         mask = _shown(chosen, length) & _visible(causal, ids, of_query, position)
-        logits = product("bqnh,bsnh->bnqs", finite(q), keys, q.dtype) / math.sqrt(q.shape[-1])
-        seen_fine = jnp.swapaxes(fine, 1, 2)[:, :, None] & _of_heads(is_finite(q))
-        weights, whole = contained_softmax(logits, mask[:, None], seen_fine)
+        logits = product("bqnh,bsnh->bnqs", q, k, q.dtype) / math.sqrt(q.shape[-1])
+        weights = masked_softmax(logits, mask[:, None])
         kept = weights
         if seed is not None:
             query = position[:, None, :, None]
             address = batch, head, query, jnp.arange(length, dtype=jnp.int32)[None, None, None]
             kept = weights * dropout_mask(seed, dropout, *address).astype(weights.dtype)
-        out = product("bnqs,bsnv->bqnv", kept, values, values.dtype)
-        out = jnp.where(jnp.swapaxes(whole, 1, 2), out, jnp.nan)
-        real = whole.all(axis=(1, 3)) & mask.any(axis=-1)
+        out = product("bnqs,bsnv->bqnv", kept, v, v.dtype)
         of_all = lax.stop_gradient(weights).mean(axis=1)
         scores = _scores(Index(*index), index_keys)
         scores = scores / math.sqrt(settings.n_index_heads * settings.d_index)
-        return out, _divergence(scores, of_all, mask, real)
+        return out, _divergence(scores, of_all, mask)
 
     arrays = q, plan, ids, positions(length), *index
     n_seen = (n_heads + settings.n_index_heads + 1) * length
@@ -264,19 +258,12 @@ def _shown(chosen: Int[Array, "B Q K"], length: int) -> Bool[Array, "B Q S"]:
     return none.at[row, query, place].set(True, mode="drop")
 
 
-def _of_heads(x: Array) -> Array:
-    """`[B, Q, N, 1]` as `[B, N, Q, 1]`."""
-    return jnp.swapaxes(x, 1, 2)
-
-
 def _divergence(
     scores: Float[Array, "B Q S"],
     attention: Float[Array, "B Q S"],
     mask: Bool[Array, "B Q S"],
-    real: Bool[Array, "B Q"],
 ) -> Float[Array, "B Q"]:
     """Eq. 4 of each query: `KL(attention || softmax(scores))` over the positions that it sees."""
-    mask = mask & real[..., None]
     scores = scores - largest(scores, mask, axis=-1)
     # A score exceeds the maximum by rounding alone, which of large ones is no small number.
     scores = scores - jnp.where(mask, lax.stop_gradient(jnp.maximum(scores, 0)), 0)

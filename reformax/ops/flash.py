@@ -144,7 +144,7 @@ class _Pieces(NamedTuple):
         tiling = _tiling(*self[:3], causal, q, k)
         x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
         every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
-        return tuple(tiles.forward(tiling, x.marked(), every.by_query))
+        return tuple(tiles.forward(tiling, x, every.by_query))
 
     def backward(self, causal, q, k, v, segment_ids, shard, results, d_out):
         (k, v), of_groups = jax.vjp(lambda k, v: repeat_heads(q, k, v), k, v)
@@ -154,7 +154,7 @@ class _Pieces(NamedTuple):
             dq, *of_keys = kernel.backward(layout, *arrays, interpret=interpret)
         else:
             tiling = _tiling(*self[:3], causal, q, k)
-            x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard).finite()
+            x = tiles.inputs(q, k, v, None, segment_ids, self.dropout, shard)
             every = tiles.every_tile(tiling, q.shape[1], k.shape[1])
             found = tiles.backward(tiling, x, every.by_key, tiles.Results(*results), d_out)
             dq, *of_keys = found[:3]

@@ -34,7 +34,6 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.hashing import sorted_groups
 from reformax.ops.hashing.angular import MAX_FACTOR, draw_rotations, hash_by
 from reformax.ops.hashing.sorted_groups import Sorted
-from reformax.ops.numerics.finite import marked
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax import tiles
 from reformax.ops.softmax.block_lists import InOrder
@@ -169,7 +168,7 @@ def _apply(
         return out
     alone = sorted_groups.alone(queries, plan.keys, causal)
     alone = jnp.swapaxes(jnp.take_along_axis(alone, place, axis=2), 1, 2)
-    own = marked(dropped_own(v, dropout, seed), q, k)
+    own = dropped_own(v, dropout, seed)
     return jnp.where(alone[..., None], own, out)
 
 
@@ -236,6 +235,6 @@ def _step(
     place = jnp.arange(buckets.shape[2], dtype=jnp.int32)[None, None]
     now = position[:, None, None]
     mask = (buckets == of_query) & (place < now if settings.shared_qk else place <= now)
-    own = (v if settings.shared_qk else marked(v, k)) if settings.attend_self_if_alone else None
+    own = v if settings.attend_self_if_alone else None
     out = attend_to(q, *memory, mask, settings.impl, own)
     return out, Hashed(memory, buckets, Shared(rotations))

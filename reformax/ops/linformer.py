@@ -15,14 +15,12 @@ import math
 from typing import Annotated, Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from reformax.declared import Bounds, SettingError, Width
 from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Traits, named, no_plan
 from reformax.ops.calls.dims import Dims
-from reformax.ops.numerics.finite import finite
 from reformax.ops.numerics.precision import product
 from reformax.ops.sharding.shard import of_heads
 
@@ -100,13 +98,8 @@ def _projected(
 def _mixed(
     x: Float[Array, "B T N H"], weights: Float[Array, "T K"] | Float[Array, "N T K"]
 ) -> Float[Array, "B K N H"]:
-    """The mixtures. One that is not finite makes its head NaN, without a gradient.
-
-    A mixture sees all rows, so that none is read to see whether it is finite: its mixtures are not.
-    """
-    mixtures = product(f"btnh,{_heads(weights)}tk->bknh", x, weights, x.dtype).astype(x.dtype)
-    whole = jnp.isfinite(mixtures).all(axis=(1, 3), keepdims=True)
-    return jnp.where(whole, mixtures, jnp.nan)
+    """The mixtures."""
+    return product(f"btnh,{_heads(weights)}tk->bknh", x, weights, x.dtype).astype(x.dtype)
 
 
 def _heads(weights: Array) -> str:
@@ -115,17 +108,14 @@ def _heads(weights: Array) -> str:
 
 
 def _forward(x, weights):
-    mixtures = _mixed(x, weights)
-    whole = jnp.isfinite(mixtures[:, :1, :, :1])  # any number tells of its head
-    return mixtures, (x, weights, whole)
+    return _mixed(x, weights), (x, weights)
 
 
 def _backward(results, d_mixtures):
-    x, weights, whole = results
-    d_mixtures = jnp.where(whole, d_mixtures, 0)
+    x, weights = results
     n = _heads(weights)
     dx = product(f"bknh,{n}tk->btnh", d_mixtures, weights, x.dtype, written=x.dtype)
-    d_weights = product(f"btnh,bknh->{n}tk", finite(x), d_mixtures, x.dtype)
+    d_weights = product(f"btnh,bknh->{n}tk", x, d_mixtures, x.dtype)
     return dx, d_weights.astype(weights.dtype)
 
 

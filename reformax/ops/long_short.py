@@ -33,13 +33,12 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     positions_by_slot,
 )
-from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import in_blocks, joined
 from reformax.ops.sharding.shard import of_heads
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.joint import Keys, attend_to_kinds, scaled_logits
-from reformax.ops.softmax.online import largest, masked_exp, nonzero
+from reformax.ops.softmax.online import masked_softmax
 
 Rank = Annotated[int, Bounds(0, 2**16)]
 # Queries and keys whose logits are in memory at a time.
@@ -61,7 +60,6 @@ class Mixtures(NamedTuple):
     keys: Float[Array, "B S N H"]
     values: Float[Array, "B S N V"]
     real: Bool[Array, "B S"]  # whether the chunk has a token
-    finite: Bool[Array, "B S N"]
 
 
 class Cache(NamedTuple):
@@ -142,7 +140,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dr
             if far is not None:
                 kinds.append(_far(settings, near, far, chunk_len if causal else None))
             heads = jnp.arange(n_heads)
-            return attend_to_kinds(kinds, near.queries, near.place, dropout, seed, heads)
+            return attend_to_kinds(kinds, near.place, dropout, seed, heads)
 
         near = _window(settings, params, q, k, v, real, causal)
         n_far = 0 if far is None else far.keys.shape[1]
@@ -164,7 +162,6 @@ class Window(NamedTuple):
     values: Float[Array, "B C M N V"]
     key: Int[Array, "1 C M"]  # its position
     real: Bool[Array, "#B C M"]
-    finite: Bool[Array, "B C M N"]
 
 
 def _window(settings: Settings, params, q, k, v, real, causal: bool) -> Window:
@@ -178,10 +175,10 @@ def _window(settings: Settings, params, q, k, v, real, causal: bool) -> Window:
         x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
         return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
 
-    keys, values = finite(k), finite(v)
+    keys, values = k, v
     if settings.dual_norm:
-        keys = layer_norm(keys, params["near_keys_norm"])
-        values = layer_norm(values, params["near_values_norm"])
+        keys = layer_norm(k, params["near_keys_norm"])
+        values = layer_norm(v, params["near_values_norm"])
     return Window(
         queries=in_blocks(q, size),
         place=jnp.arange(n_blocks * size).reshape(1, n_blocks, size),
@@ -189,7 +186,6 @@ def _window(settings: Settings, params, q, k, v, real, causal: bool) -> Window:
         values=windows(values),
         key=windows(jnp.arange(length)[None]),
         real=windows(jnp.broadcast_to(real, (len(real), length))),
-        finite=windows(is_finite(k, v)[..., 0]),
     )
 
 
@@ -215,10 +211,9 @@ def _near(settings: Settings, near: Window, causal: bool) -> Keys:
     if causal:
         mask = mask & (key <= place)
     return Keys(
-        logits=scaled_logits("bclnh,bcmnh->bnclm", finite(near.queries), near.keys),
+        logits=scaled_logits("bclnh,bcmnh->bnclm", near.queries, near.keys),
         values=near.values,
         mask=mask[:, None],
-        finite=jnp.moveaxis(near.finite, 3, 1)[:, :, :, None],
         address=2 * near.key,
     )
 
@@ -232,10 +227,9 @@ def _far(settings: Settings, near: Window, far: Mixtures, chunk_len: int | None)
         mask = mask & before
     mask = jnp.broadcast_to(mask, (len(mask), *near.place.shape[1:], len(number)))
     return Keys(
-        logits=scaled_logits("bclnh,bsnh->bncls", finite(near.queries), far.keys),
+        logits=scaled_logits("bclnh,bsnh->bncls", near.queries, far.keys),
         values=far.values[:, None],
         mask=mask[:, None],
-        finite=jnp.moveaxis(far.finite, 2, 1)[:, :, None, None],
         address=2 * number[None, None] + 1,
     )
 
@@ -247,17 +241,12 @@ def mixtures(
 
     Weights are read off the keys. A bias would be the same for all positions and cancel.
     """
-    unfit = real[..., None] & ~is_finite(k, v)[..., 0]
     real = jnp.broadcast_to(real, k.shape[:2])
 
-    k, v, real, unfit = (in_blocks(x, chunk_len) for x in (finite(k), finite(v), real, unfit))
+    k, v, real = (in_blocks(x, chunk_len) for x in (k, v, real))
     dtype = accum_dtype(k.dtype, v.dtype)
     scores = product("bclnh,nhr->bcrnl", k, params["projection"], k.dtype)
-    mask = real[:, :, None, None]
-    row_max = largest(scores, mask, axis=-1)
-    fit = jnp.isfinite(row_max)
-    weights = masked_exp(scores, mask & fit, jnp.where(fit, row_max, 0))
-    weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
+    weights = masked_softmax(scores, real[:, :, None, None])
     each = []
     for x, name in ((k, "far_keys_norm"), (v, "far_values_norm")):
         y = jnp.einsum("bcrnl,bclnh->bcrnh", weights, x.astype(dtype))
@@ -265,8 +254,7 @@ def mixtures(
         y = layer_norm(y, params[name]) if settings.dual_norm else y
         each.append(y.astype(x.dtype))
     repeat = functools.partial(jnp.repeat, repeats=settings.rank, axis=1)
-    fit = fit[..., 0].all(axis=2) & ~unfit.any(axis=2)
-    return Mixtures(*each, repeat(real.any(axis=2)), repeat(fit))
+    return Mixtures(*each, repeat(real.any(axis=2)))
 
 
 def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Float[Array, "*d N H"]:

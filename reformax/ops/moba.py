@@ -36,13 +36,12 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
-from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.numerics.precision import accum_dtype, in_three, product
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.chosen_blocks import Tiles, tiles
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.gathered import softmax_of_piece, taken
-from reformax.ops.softmax.online import largest, masked_exp, nonzero
+from reformax.ops.softmax.online import Softmax, largest, masked_exp, nonzero
 
 # Queries whose scores are in memory at a time.
 SCORED = 1024
@@ -204,15 +203,14 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[
         return _by_tile(taken(jnp.moveaxis(in_blocks(x, size), 3, 1), tiles.block))
 
     heads = jnp.swapaxes(q, 1, 2)
-    tokens = (ids[:, :, None], is_finite(k, v)[..., 0])
     attend = jax.checkpoint(functools.partial(_tile, seed, dropout))
-    acc, row_max, row_sum, whole = lax.map(
+    acc, row_max, row_sum = lax.map(
         lambda tile: attend(*tile),
         (
-            (_by_tile(query), of_queries(ids[:, None]), of_queries(is_finite(heads)[..., 0])),
-            (_by_tile(tiles.block), *map(of_blocks, tokens)),
-            of_queries(finite(heads).astype(dtype)),
-            *(of_blocks(finite(x).astype(dtype)) for x in (k, v)),
+            (_by_tile(query), of_queries(ids[:, None])),
+            (_by_tile(tiles.block), of_blocks(ids[:, :, None])),
+            of_queries(heads.astype(dtype)),
+            *(of_blocks(x.astype(dtype)) for x in (k, v)),
         ),
     )
 
@@ -224,12 +222,10 @@ def _in_arrays(tiles: Tiles, size, q, k, v, segment_ids, dropout, rng) -> Float[
         x = x.reshape(n_batch, n_heads, -1, *x.shape[4:])
         return taken(x, jnp.maximum(tiles.place, 0))
 
-    acc, row_max, row_sum, whole = map(of_pairs, (acc, row_max, row_sum, whole))
+    acc, row_max, row_sum = map(of_pairs, (acc, row_max, row_sum))
     scale = masked_exp(row_max, exists, largest(row_max, exists, axis=-1))
     out = jnp.sum(acc * scale[..., None], axis=3)
     out = out / nonzero(jnp.sum(row_sum * scale, axis=-1))[..., None]
-    # A row that sees what is not finite is NaN and has no gradient.
-    out = jnp.where(jnp.all(whole | ~exists, axis=-1)[..., None], out, jnp.nan)
     return jnp.swapaxes(out, 1, 2).astype(v.dtype)
 
 
@@ -238,26 +234,21 @@ def _by_tile(x: Array) -> Array:
     return jnp.moveaxis(x, 2, 0)
 
 
-def _tile(seed, dropout, of_query, of_key, q, k, v):
-    """The softmax of a tile's queries over its block, and whether all that each sees is finite.
+def _tile(seed, dropout, of_query, of_key, q, k, v) -> Softmax:
+    """The softmax of a tile's queries over its block.
 
     Args:
       seed: of dropout; None where there is none.
       dropout: its rate.
-      of_query: the queries' positions, -1 for none, their segments, and whether they are finite.
-      of_key: the block's number, and the same of its keys, whose positions it tells.
+      of_query: the queries' positions, -1 for none, and their segments.
+      of_key: the block's number, and the segments of its keys.
       q, k, v: `[B, N, L, ...]`.
-
-    Returns:
-      The parts of `Softmax`, and a boolean for each query.
     """
-    query, query_ids, query_fine = (x[..., None] for x in of_query)
-    block, key_ids, key_fine = (x[..., None, :] for x in (of_key[0][..., None], *of_key[1:]))
+    query, query_ids = (x[..., None] for x in of_query)
+    block, key_ids = (x[..., None, :] for x in (of_key[0][..., None], of_key[1]))
     key = block * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
     mask = (key <= query) & (query_ids == key_ids) & (key_ids != 0)
-    fine = query_fine & key_fine
-    parts, whole = softmax_of_piece(q, k, v, mask, fine, (query, key), dropout, seed)
-    return *parts, whole
+    return softmax_of_piece(q, k, v, mask, (query, key), dropout, seed)
 
 
 class Cache(NamedTuple):

@@ -43,13 +43,12 @@ from reformax.ops.decoding.cache import (
 )
 from reformax.ops.masking.masks import ids_or_ones
 from reformax.ops.masking.padding import tokens_only
-from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.numerics.precision import accum_dtype, product
 from reformax.ops.numerics.query_chunks import by_chunks, in_blocks, joined, positions
 from reformax.ops.softmax.chosen_blocks import BEFORE, FIRST, OWN
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
 from reformax.ops.softmax.gathered import taken
-from reformax.ops.softmax.online import contained_softmax, largest, masked_exp, nonzero
+from reformax.ops.softmax.online import masked_softmax
 
 # What the tiles of the kernels hold.
 KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
@@ -217,7 +216,6 @@ class Summaries(NamedTuple):
     keys: Float[Array, "B C G H"]
     values: Float[Array, "B C G V"]
     ids: Int[Array, "B C"]  # the segment of all of its positions; 0 where there is none
-    finite: Bool[Array, "B C G"]
 
     def seen(self, last: Int[Array, "1 C"], ids, position) -> Bool[Array, "B Q C"]:
         """Which of them, of `last` positions, queries of segments `ids [B, Q]` see."""
@@ -251,20 +249,14 @@ def _in_summaries(settings: Settings, x: Array) -> Array:
 
 
 def _summaries(settings: Settings, params, k, v, ids: Int[Array, "#B T"]) -> Summaries:
-    """The summaries of a row. One whose numbers overflow is as one that reads no number."""
-
-    def summary(name, x):
-        own = params[name] if params else None
-        x = _in_summaries(settings, finite(x))
-        fits = jnp.isfinite(_summary(own, x)).all(axis=-1)
-        return _summary(own, jnp.where(fits[:, :, None, :, None], x, 0)), fits
-
-    keys, keys_fit = summary("k", k)
-    values, values_fit = summary("v", v)
-    whole = _in_summaries(settings, is_finite(k, v)[..., 0]).all(axis=2)
+    """The summaries of a row."""
+    keys, values = (
+        _summary(params[name] if params else None, _in_summaries(settings, x))
+        for name, x in (("k", k), ("v", v))
+    )
     ids = _in_summaries(settings, jnp.broadcast_to(ids, k.shape[:2]))
     ids = jnp.where((ids == ids[:, :, :1]).all(axis=2), ids[:, :, 0], 0)
-    return Summaries(keys, values, ids, whole & keys_fit & values_fit)
+    return Summaries(keys, values, ids)
 
 
 # Which blocks are selected
@@ -303,12 +295,6 @@ def _best(
     scores = jnp.where((block >= first) & (block <= own), scores, -1)
     best, chosen = lax.top_k(scores, min(settings.n_selected, scores.shape[-1]))
     return jnp.where(best >= 0, chosen, -1).astype(jnp.int32)
-
-
-def _weights(logits: Float[Array, "*d C"], mask: Bool[Array, "*#d C"]) -> Float[Array, "*d C"]:
-    """A softmax; zeros for a row that sees nothing."""
-    weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
-    return weights / nonzero(weights.sum(axis=-1, keepdims=True))
 
 
 def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -360,10 +346,8 @@ def _select_in_arrays(
 
     def select(q, ids, position, first):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q]
         mask = far.seen(last, ids, position)
-        logits = _logits("bqgmh,bcgh->bgmqc", finite(q), far.keys)
-        # A row of what is not a number is one in all that follows; its plan is any.
-        logits = jnp.where(jnp.isfinite(logits), logits, 0)
-        weights = _weights(logits, mask[:, None, None]).sum(axis=2)
+        logits = _logits("bqgmh,bcgh->bgmqc", q, far.keys)
+        weights = masked_softmax(logits, mask[:, None, None]).sum(axis=2)
         scores = _block_scores(settings, weights, n_blocks)
         block = (x // settings.block_size for x in (position, first))
         return _best(settings, scores, *(x[:, None] for x in block))
@@ -426,12 +410,10 @@ def _own(settings: Settings, k, v, extra_projections) -> tuple[KeyValues, KeyVal
 
 
 def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:
-    """Eq. 5. A row that is not finite in one branch is NaN, and has no gradient."""
+    """The branches' outputs, each times its gate (eq. 5)."""
     dtype = accum_dtype(*(x.dtype for x in branches))
-    share = jax.nn.sigmoid(finite(gate).astype(dtype))
-    out = sum(finite(x).astype(dtype) * share[..., i, None] for i, x in enumerate(branches))
-    whole = functools.reduce(jnp.logical_and, map(is_finite, (gate, *branches)))
-    return jnp.where(whole, out, jnp.nan)
+    gates = jax.nn.sigmoid(gate.astype(dtype))
+    return sum(x.astype(dtype) * gates[..., i, None] for i, x in enumerate(branches))
 
 
 def _in_arrays(
@@ -440,7 +422,7 @@ def _in_arrays(
     """The compressed and the selected branch in array operations, some queries after the other."""
     n_batch, length, n_heads, _ = q.shape
     n_kv, size = k.shape[2], settings.block_size
-    of_keys = finite(k), finite(v), is_finite(k, v)[..., 0], ids[:, :, None]
+    of_keys = k, v, ids[:, :, None]
     of_keys = [jnp.moveaxis(in_blocks(x, size), 3, 1) for x in of_keys]  # [B, G or 1, J, L, ...]
     head = jnp.arange(n_heads, dtype=jnp.int32).reshape(1, n_kv, -1, 1, 1)
     batch = jnp.arange(n_batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
@@ -453,19 +435,17 @@ def _in_arrays(
 
     @jax.checkpoint  # the gradient computes the logits again instead of keeping them
     def attend(q, ids, position, chosen):  # [B, Q, G, M, H], [B, Q], [1, Q], [B, Q, G, K]
-        fine, q = is_finite(q)[..., 0], finite(q)
         query = position[:, None, None, :, None]
         mask = far.seen(last, ids, position)
         compressed = _softmax(
             _logits("bqgmh,bcgh->bgmqc", q, far.keys),
             ("bgmqc,bcgv->bqgmv", far.values),
             mask[:, None, None],
-            jnp.swapaxes(far.finite, 1, 2)[:, :, None, None],
             dropped(query, last[None, None, None]),
         )
         chosen = jnp.swapaxes(chosen, 1, 2)  # [B, G, Q, K]
         at = jnp.maximum(chosen, 0)
-        keys, values, whole, of_key = (_blocks_at(x, at) for x in of_keys)  # [B, G, Q, K L, ...]
+        keys, values, of_key = (_blocks_at(x, at) for x in of_keys)  # [B, G, Q, K L, ...]
         place = chosen[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
         place = place.reshape(*place.shape[:3], -1)
         mask = (place >= 0) & (place <= position[:, None, :, None])
@@ -474,10 +454,9 @@ def _in_arrays(
             _logits("bqgmh,bgqkh->bgmqk", q, keys),
             ("bgmqk,bgqkv->bqgmv", values),
             mask[:, :, None],
-            whole[:, :, None],
             dropped(query, place[:, :, None]),
         )
-        return tuple(jnp.where(fine[..., None], x, jnp.nan) for x in (compressed, selected))
+        return compressed, selected
 
     n_keys = min(settings.n_selected * size, length + size)
     n_seen = n_heads * (far.keys.shape[1] + n_keys) + n_kv * n_keys * (k.shape[3] + v.shape[3])
@@ -495,28 +474,23 @@ def _in_kernels(
 
     group, size = q.shape[2] // k.shape[2], min(settings.block_size, q.shape[1])
     rng = rng if dropout > 0.0 else None
-    # A summary of what is not finite is NaN, which the rows that see it become.
-    far_keys, far_values = (
-        jnp.where(far.finite[..., None], x, jnp.nan) for x in (far.keys, far.values)
-    )
     stride, span = settings.compress_stride, settings.compress_len
     rows = kernel.n_rows(q)
     sizes = kernel.Sizes(group, 0, 0, stride, span, dropout, rows)
     far_ids = None if ids is None else far.ids
-    compressed = kernel.attend(sizes, interpret, q, far_keys, far_values, ids, far_ids, None, rng)
+    compressed = kernel.attend(sizes, interpret, q, far.keys, far.values, ids, far_ids, None, rng)
     sizes = kernel.Sizes(group, size, plan.shape[3], 1, 1, dropout, rows)
     selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, rng)
     return compressed, selected
 
 
-def _softmax(logits, to_values, mask, fine, dropped) -> Array:
-    """Attention. A row that sees what is not finite is NaN, without a gradient."""
+def _softmax(logits, to_values, mask, dropped) -> Array:
+    """Softmax attention over a mask, with given logits."""
     axes, values = to_values
-    weights, whole = contained_softmax(logits, mask, fine)
+    weights = masked_softmax(logits, mask)
     if dropped is not None:
         weights = weights * dropped.astype(weights.dtype)
-    out = product(axes, weights, values, values.dtype)
-    return jnp.where(jnp.moveaxis(whole, 3, 1), out, jnp.nan)
+    return product(axes, weights, values, values.dtype)
 
 
 def _blocks_at(x: Array, at: Int[Array, "B G Q K"]) -> Array:
@@ -589,7 +563,9 @@ def _places_now(
     """The positions of the blocks that the newest query selects, by the summaries' keys."""
     n_batch, n_kv = summaries.shape[:2]
     heads = q.reshape(n_batch, n_kv, -1, q.shape[3])
-    weights = _weights(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(axis=2)
+    weights = masked_softmax(_logits("bgmh,bgch->bgmc", heads, summaries), seen[:, None]).sum(
+        axis=2
+    )
     scores = _block_scores(settings, weights, -(-capacity // settings.block_size))
     own = (position // settings.block_size)[:, None]
     blocks = _best(settings, scores, own, jnp.zeros_like(own))

@@ -25,10 +25,9 @@ from reformax.ops import flash
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dims import Dims
 from reformax.ops.calls.dispatch import KERNELS, check_impl
-from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.sharding.shard import of_heads
-from reformax.ops.softmax.online import largest, masked_exp, nonzero
+from reformax.ops.softmax.online import masked_softmax, nonzero
 
 Iterations = Annotated[int, Bounds(1, 1024)]  # each is written out
 
@@ -83,9 +82,6 @@ def _apply(
     params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend, n_landmarks, n_iterations
 ):
     dtype = accum_dtype(q.dtype, v.dtype)
-    # Landmarks are of all tokens: so is what is not finite.
-    whole = is_finite(q, k, v).all(axis=1, keepdims=True)
-    q, k, v = finite(q), finite(k), finite(v)
     groups = landmark_groups(q.shape[1], segment_ids, n_landmarks)
     queries, keys = (segment_means(x, groups).astype(q.dtype) for x in (q, k))
     of_landmarks = to_landmarks = None
@@ -104,7 +100,7 @@ def _apply(
     out = attend((), q, keys, values, segment_ids=to_landmarks, **masks)
     if "conv" in params:
         out = out + convolved(v, of_heads(params["conv"], rng, v.shape[2]))
-    return jnp.where(whole, out, jnp.nan).astype(v.dtype)
+    return out.astype(v.dtype)
 
 
 class Groups(NamedTuple):
@@ -158,8 +154,7 @@ def _softmax_of_landmarks(
     logits = jnp.einsum("binh,bjnh->bnij", queries, keys, preferred_element_type=dtype)
     logits = logits / math.sqrt(queries.shape[-1])
     mask = real[:, None, :, None] & real[:, None, None, :]
-    weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
-    return weights / nonzero(weights.sum(axis=-1, keepdims=True))
+    return masked_softmax(logits, mask)
 
 
 def pseudo_inverse(a: Float[Array, "*d M M"], n_iterations: int) -> Float[Array, "*d M M"]:

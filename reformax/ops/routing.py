@@ -32,14 +32,13 @@ from reformax.ops.decoding.cache import (
     fill_ring,
     replace_in_memory,
 )
-from reformax.ops.numerics.finite import finite, is_finite, marked
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.query_chunks import in_blocks
 from reformax.ops.softmax.block_lists import InOrder
 from reformax.ops.softmax.dropout import dropped_own, seed_words
 from reformax.ops.softmax.gathered import softmax_of_piece, taken
-from reformax.ops.softmax.online import lowest, masked_exp, nonzero
+from reformax.ops.softmax.online import Softmax, lowest, masked_exp, nonzero
 
 Decay = Annotated[float, Bounds(0, 1)]
 # Centroids whose products with all positions are in memory at a time.
@@ -138,7 +137,7 @@ def _init(settings: Settings, rng, dims: Dims) -> dict[str, Buffer]:
 
 def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
     """Vectors of length 1, and zeros of those that have no direction; float32 or wider."""
-    x = finite(lax.stop_gradient(x).astype(accum_dtype(x.dtype)))
+    x = lax.stop_gradient(x).astype(accum_dtype(x.dtype))
     x = x / nonzero(jnp.max(jnp.abs(x), axis=-1, keepdims=True))  # squares do not overflow
     return x / nonzero(jnp.linalg.norm(x, axis=-1, keepdims=True))
 
@@ -216,8 +215,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dr
     out, total = found
     if settings.attend_self_if_alone:
         own = jnp.swapaxes(dropped_own(v.astype(dtype), dropout, seed), 1, 2)
-        alone = marked(own, q, keys)
-        out = jnp.where((total == 0)[..., None], alone, out)
+        out = jnp.where((total == 0)[..., None], own, out)
     out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
     return out + (0 * held.sum()).astype(v.dtype)  # the centroids' change arrives by it
 
@@ -231,15 +229,14 @@ def _in_arrays(
     def of(position: Int[Array, "B N C W"], x: Array) -> Array:  # [B, N, T, ...] by cluster
         return jnp.moveaxis(taken(x, jnp.maximum(position, 0)), 2, 0)
 
-    fine_q, fine_k = is_finite(q)[..., 0], is_finite(k, v)[..., 0]
     attend = jax.checkpoint(functools.partial(_cluster, settings, causal, seed, dropout))
     parts = lax.map(
         lambda cluster: attend(*cluster),
         (
-            (jnp.moveaxis(plan.queries, 2, 0), of(plan.queries, fine_q)),
-            (jnp.moveaxis(plan.keys, 2, 0), of(plan.keys, fine_k)),
-            of(plan.queries, finite(q).astype(dtype)),
-            *(of(plan.keys, finite(x).astype(dtype)) for x in (k, v)),
+            jnp.moveaxis(plan.queries, 2, 0),
+            jnp.moveaxis(plan.keys, 2, 0),
+            of(plan.queries, q.astype(dtype)),
+            *(of(plan.keys, x.astype(dtype)) for x in (k, v)),
         ),
     )
     return _merged(plan.queries, q.shape[2], *parts)
@@ -261,52 +258,40 @@ def _in_kernels(
     return out.reshape(*q.shape[:3], -1), total.reshape(q.shape[:3])
 
 
-def _cluster(settings: Settings, causal, seed, dropout, of_query, of_key, q, k, v):
-    """The softmax of a cluster's queries over its keys, and whether all that each sees is finite.
+def _cluster(settings: Settings, causal, seed, dropout, query, key, q, k, v) -> Softmax:
+    """The softmax of a cluster's queries over its keys.
 
     Args:
       settings: says whether a position sees itself.
       causal: whether later keys are hidden.
       seed: of dropout; None where there is none.
       dropout: its rate.
-      of_query: the queries' positions, -1 for none, and whether their vectors are finite.
-      of_key: the same of the keys.
+      query, key: the positions of queries and of keys, `[B, N, W]`; -1 is none.
       q, k, v: `[B, N, W, ...]`.
-
-    Returns:
-      The parts of `Softmax`, and a boolean for each query.
     """
-    query, query_fine = (x[..., None] for x in of_query)
-    key, key_fine = (x[..., None, :] for x in of_key)
+    query, key = query[..., None], key[..., None, :]
     mask = (query >= 0) & (key >= 0)
     if causal:
         mask = mask & (key <= query)
     if settings.shared_qk:
         mask = mask & (key != query)
-    fine = query_fine & key_fine
-    parts, whole = softmax_of_piece(q, k, v, mask, fine, (query, key), dropout, seed)
-    return *parts, whole
+    return softmax_of_piece(q, k, v, mask, (query, key), dropout, seed)
 
 
-def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum, whole):
+def _merged(queries: Int[Array, "B N C W"], length: int, acc, row_max, row_sum):
     """The softmax of each position over all clusters that it is in, and its sum of weights."""
-    acc, row_max, row_sum, whole = (jnp.moveaxis(x, 0, 2) for x in (acc, row_max, row_sum, whole))
+    acc, row_max, row_sum = (jnp.moveaxis(x, 0, 2) for x in (acc, row_max, row_sum))
 
-    def of_head(position, acc, row_max, row_sum, whole):
+    def of_head(position, acc, row_max, row_sum):
         place = jnp.where(position >= 0, position, length).reshape(-1)
-        acc, row_max, row_sum, whole = (
-            x.reshape(-1, *x.shape[2:]) for x in (acc, row_max, row_sum, whole)
-        )
+        acc, row_max, row_sum = (x.reshape(-1, *x.shape[2:]) for x in (acc, row_max, row_sum))
         most = jnp.full(length + 1, lowest(row_max.dtype), row_max.dtype).at[place].max(row_max)
         scale = masked_exp(row_max, place < length, lax.stop_gradient(most)[place])
         out = jnp.zeros((length + 1, acc.shape[-1]), acc.dtype).at[place].add(acc * scale[:, None])
         total = jnp.zeros(length + 1, acc.dtype).at[place].add(row_sum * scale)
-        whole = jnp.ones(length + 1, bool).at[place].min(whole)
-        # A row that sees what is not finite is NaN and has no gradient.
-        out = jnp.where(whole[:, None], out / nonzero(total)[:, None], jnp.nan)
-        return out[:length], jnp.where(whole, total, jnp.nan)[:length]
+        return (out / nonzero(total)[:, None])[:length], total[:length]
 
-    return jax.vmap(jax.vmap(of_head))(queries, acc, row_max, row_sum, whole)
+    return jax.vmap(jax.vmap(of_head))(queries, acc, row_max, row_sum)
 
 
 # Decoding. T is the capacity.
@@ -359,6 +344,6 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Ar
         mask = mask & (seen != now)
     index = seen.reshape(*seen.shape[:2], -1)
     held = (jnp.take_along_axis(x, index[..., None], axis=2) for x in memory)
-    alone = (v if settings.shared_qk else marked(v, k)) if settings.attend_self_if_alone else None
+    alone = v if settings.attend_self_if_alone else None
     out = attend_to(q, *held, mask.reshape(index.shape), settings.impl, alone)
     return out, Cache(memory, queries, keys)

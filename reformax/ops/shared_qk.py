@@ -17,7 +17,6 @@ from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obstacles
 from reformax.ops.decoding.cache import full_decoding
 from reformax.ops.masking.masks import except_self, segment_pair, visibility
-from reformax.ops.numerics.finite import marked
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.softmax.block_lists import Everything
 from reformax.ops.softmax.cudnn import cudnn_attention, cudnn_obstacle
@@ -78,8 +77,7 @@ def _apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, attend_s
         alone = jnp.swapaxes(row_sum == 0, 1, 2)[..., None]
         if segment_ids is not None:  # padding sees nothing, itself neither
             alone = alone & (segment_ids != 0)[..., None, None]
-        # What sees itself alone is NaN where it is not finite, as what sees others is.
-        return jnp.where(alone, marked(dropped_own(v, dropout, seed), q, v), out)
+        return jnp.where(alone, dropped_own(v, dropout, seed), out)
 
     @jax.checkpoint
     def attend(q, v) -> Float[Array, "B T N V"]:
@@ -97,7 +95,7 @@ def _to_those_before(
 
     Moved by one position, it is causal attention.
     """
-    first = marked(v[:, :1], q[:, :1]) if attend_self_if_alone else jnp.zeros_like(v[:, :1])
+    first = v[:, :1] if attend_self_if_alone else jnp.zeros_like(v[:, :1])
     if q.shape[1] == 1:
         return first
     keys = length_normalize(q)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from reformax.ops.calls.dispatch import choose, kernel_obstacles
-from reformax.ops.numerics.finite import marked
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.online import largest, masked_exp, nonzero
@@ -112,10 +111,6 @@ def attend_to(
 ) -> Float[Array, "B 1 N V"]:
     """Softmax attention of one query a row.
 
-    To mark what is not finite would read the cache twice. NaN and infinities of what a query sees
-    therefore go the way of arithmetic: those of a value stay in their own numbers, and a logit of
-    minus infinity is hidden.
-
     Args:
       q: the queries.
       keys, values: those that they may see.
@@ -124,8 +119,7 @@ def attend_to(
         later and heads of 128 or less, and "pallas_interpret" runs it anywhere, slowly, for tests.
         "auto" takes the kernel on such a GPU for a single row of up to `MOST_KEYS`: with eight
         rows, XLA's are faster.
-      alone: the own value of a query that sees nothing else, its output; None is zeros. It is NaN
-        where it, or the query, is not finite.
+      alone: the output of a query that sees no key, the value at its own position; None is zeros.
       scale: the factor of the logits; None is `1 / sqrt(H)`.
       bias: added to the logits.
       index: the K keys that each head may see, where every head has keys of its own; None: all.
@@ -155,7 +149,7 @@ def attend_to(
         "bgmk,bgkv->bgmv", weights.astype(values.dtype), values, preferred_element_type=dtype
     )
     out = out.reshape(*q.shape[:3], -1)
-    nothing = 0.0 if alone is None else marked(alone, q).astype(dtype)
+    nothing = 0.0 if alone is None else alone.astype(dtype)
     return jnp.where(total == 0, nothing, out / nonzero(total)).astype(values.dtype)
 
 
@@ -247,7 +241,7 @@ def attend_among(
     def rows(x):  # [b, g, i, m, ...] -> [R, 1, N, ...]
         return jnp.swapaxes(x, 1, 2).reshape(*q.shape[:3], x.shape[-1])
 
-    nothing = 0.0 if alone is None else marked(alone, q).astype(dtype)
+    nothing = 0.0 if alone is None else alone.astype(dtype)
     total = rows(total)
     return jnp.where(total == 0, nothing, rows(out) / nonzero(total)).astype(values.dtype)
 

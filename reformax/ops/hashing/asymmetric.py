@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from reformax.ops.hashing.centring import centred
 from reformax.ops.masking.masks import SegmentIds, segment_numbers, segment_pair
-from reformax.ops.numerics.finite import finite
 from reformax.ops.numerics.precision import product
 from reformax.ops.sharding.shard import Shard, all_heads, of_heads, rng_of
 
@@ -71,7 +70,7 @@ def hashes(
     """
     rest = jnp.sqrt(jnp.maximum(most - squares, 0)) - jnp.sqrt(most)
     total = part + last[None, :, :, None] * rest[:, :, None]
-    return jnp.where(jnp.isfinite(total), _highest_bits(total), N_HASHES - 1)
+    return _highest_bits(total)
 
 
 def _highest_bits(x: Float[Array, "*d"]) -> Int[Array, "*d"]:
@@ -100,7 +99,7 @@ def cosines(
     In the place of the transformations where queries and keys are of two sequences: a query is
     hashed as it is alone, without an M of its sequence, and its hash is like those of its keys.
     """
-    vectors = finite(q), centred(k, segment_pair(segment_ids)[1], causal=False)
+    vectors = q, centred(k, segment_pair(segment_ids)[1], causal=False)
     of_queries, of_keys = (on_directions(_unit(x), directions) for x in vectors)
     return of_queries, of_keys
 
@@ -114,8 +113,7 @@ def _unit(x: Float[Array, "*d H"]) -> Float[Array, "*d H"]:
 def largest_of_segment(
     squares: Float[Array, "B N T"], segment_ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B N #T"]:
-    """The largest finite number in each position's segment."""
-    squares = jnp.where(jnp.isfinite(squares), squares, 0)
+    """The largest number in each position's segment."""
     if segment_ids is None:
         return squares.max(axis=-1, keepdims=True)
 

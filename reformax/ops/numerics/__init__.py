@@ -1,1 +1,1 @@
-"""Arithmetic: precision of sums, numbers that are not finite, normalization."""
+"""Arithmetic: precision of sums, normalization, blocks of rows."""

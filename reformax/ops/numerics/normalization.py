@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from reformax.ops.numerics.finite import finite
 from reformax.ops.numerics.precision import accum_dtype
 
 
@@ -24,7 +23,7 @@ def _normalize_forward(x, epsilon):
 
 
 def _normalize_backward(epsilon, x, dy):
-    y, scale = _normalized(finite(x), epsilon)
+    y, scale = _normalized(x, epsilon)
     dy = dy.astype(y.dtype)
     return (((dy - y * mean_product(y, dy)) * scale).astype(x.dtype),)
 

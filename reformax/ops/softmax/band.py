@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from reformax.ops.calls.dispatch import choose, kernel_obstacles
 from reformax.ops.masking.bands import Band, ids_at, rows_at
 from reformax.ops.masking.masks import segment_numbers
-from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.softmax.chunked import chunked_attention
 from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.joint import Keys, attend_to_kinds, scaled_logits
@@ -170,17 +169,15 @@ def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array
         return jnp.concatenate([x[:, i : i + n_blocks] for i in range(2 + after)], axis=2)
 
     place = jnp.arange(n_steps * step).reshape(n_steps, step).T.reshape(1, -1, size)
-    queries, of_query = blocks(finite(q)), blocks(ids)
-    whole = is_finite(k, v)[..., 0]
+    queries, of_query = blocks(q), blocks(ids)
     key, of_key = windows(place), windows(of_query)
     mask = band.shows(place[..., None], key[:, :, None]) & (of_key != 0)[:, :, None]
     mask = mask & (of_query[..., None] == of_key[:, :, None])
     kinds = [
         Keys(
-            logits=scaled_logits("bclnh,bcmnh->bnclm", queries, windows(blocks(finite(k)))),
-            values=windows(blocks(finite(v))),
+            logits=scaled_logits("bclnh,bcmnh->bnclm", queries, windows(blocks(k))),
+            values=windows(blocks(v)),
             mask=mask[:, None],
-            finite=jnp.moveaxis(windows(blocks(whole)), 3, 1)[:, :, :, None],
             address=key,
         )
     ]
@@ -191,17 +188,16 @@ def _attend(band: Band, q, k, v, few, ids, dropout: float, seed, heads) -> Array
         mask = mask & ~band.shows(place[..., None], at)
         if band.causal:
             mask = mask & (at <= place[..., None])
-        keys, values, whole = (rows_at(x, few) for x in (finite(k), finite(v), whole))
+        keys, values = (rows_at(x, few) for x in (k, v))
         kinds.append(
             Keys(
                 logits=scaled_logits("bclnh,bgnh->bnclg", queries, keys),
                 values=values[:, None],
                 mask=mask[:, None],
-                finite=jnp.moveaxis(whole, 2, 1)[:, :, None, None],
                 address=few[:, None],
             )
         )
-    out = attend_to_kinds(kinds, blocks(q), place, dropout, seed, heads).astype(v.dtype)
+    out = attend_to_kinds(kinds, place, dropout, seed, heads).astype(v.dtype)
     out = out.reshape(n_batch, step, n_steps, n_heads, -1)
     return jnp.swapaxes(out, 1, 2).reshape(n_batch, -1, n_heads, v.shape[3])[:, :length]
 
@@ -226,14 +222,13 @@ def rows_of_few(
         if causal:
             mask = mask & (key <= few[..., None])
         all_keys = Keys(
-            logits=scaled_logits("bclnh,bsnh->bncls", finite(q)[:, None], finite(k)),
-            values=finite(v)[:, None],
+            logits=scaled_logits("bclnh,bsnh->bncls", q[:, None], k),
+            values=v[:, None],
             mask=mask[:, None, None],
-            finite=jnp.moveaxis(is_finite(k, v)[..., 0], 2, 1)[:, :, None, None],
             address=key[None, None],
         )
         heads = jnp.arange(q.shape[2])
-        out = attend_to_kinds([all_keys], q[:, None], few[:, None], dropout, seed, heads)
+        out = attend_to_kinds([all_keys], few[:, None], dropout, seed, heads)
         return out[:, 0].astype(v.dtype)
 
     return rows(q, k, v)

@@ -32,7 +32,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from reformax.devices import varying_as
 from reformax.ops.masking.masks import SegmentIds, segment_pair
 from reformax.ops.masking.padding import over_tokens
-from reformax.ops.numerics.finite import finite, is_finite, marked
 from reformax.ops.numerics.normalization import length_normalize, mean_product
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
@@ -380,10 +379,7 @@ def _attend_forward(chunks, q, k, v, order, segment_ids, seed, own_weight):
     out, row_max, row_sum = _by_heads(forward, chunks, q, k, values, order, _heads(q))
     if chunks.sees_itself:
         lone = _lone_weight(chunks, row_sum, segment_ids, seed, own_weight)
-        own = marked(values, q, *(() if k is None else (k,)))
-        out = out + jnp.where(lone == 0, 0, lone * own.astype(out.dtype))
-        # As a row that sees others, it has no gradient where it is NaN.
-        row_sum = jnp.where((row_sum == 0) & ~is_finite(own)[..., 0], jnp.nan, row_sum)
+        out = out + lone * values.astype(out.dtype)
     out = _heads_last(out, chunks.length).astype(v.dtype)
     # The maximum and the sum are kept apart: their log-sum-exp would lose the sum where logits are
     # large.
@@ -393,7 +389,7 @@ def _attend_forward(chunks, q, k, v, order, segment_ids, seed, own_weight):
 def _attend_backward(chunks, residuals, d_out):
     q, k, v, order, segment_ids, seed, own_weight, out, row_max, row_sum = residuals
     # D_i = sum_j P_ij dP_ij = dO_i . O_i, so that no row of P is ever needed whole.
-    row_dot = mean_product(d_out, finite(out)) * out.shape[-1]
+    row_dot = mean_product(d_out, out) * out.shape[-1]
     d_out, row_dot = (_heads_first(x, q.shape[2]) for x in (d_out, row_dot))
     backward = functools.partial(_backward, chunks, segment_ids, seed)
     statistics = (row_max, row_sum, row_dot[..., 0])
@@ -420,8 +416,7 @@ def _forward(chunks, segment_ids, seed, q, k, v, order, head):
     """Each position's attended values, largest logit, and sum of `exp(logit - largest)`."""
     n_heads, _, length = q.shape[:3]
     dtype = accum_dtype(q.dtype, v.dtype)
-    # What is not finite is NaN in logits alone.
-    of_keys, q, v = marked(q if k is None else k, v), marked(q), finite(v)
+    of_keys = q if k is None else k
 
     def attend_round(carry, this):
         acc, row_max, row_sum = carry
@@ -456,12 +451,10 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
     n_heads, _, length = q.shape[:3]
     dtype = accum_dtype(q.dtype, v.dtype)
     f32 = dict(preferred_element_type=dtype)
-    q, k, v = (None if x is None else finite(x) for x in (q, k, v))
     row_max, row_sum, row_dot = statistics
-    # A row that saw what is not finite has no gradient, and one that saw nothing has none either.
-    real = jnp.isfinite(row_max) & jnp.isfinite(row_sum) & (row_sum > 0)
+    real = row_sum > 0  # a row that saw nothing has no gradient
     row_max, row_dot = (jnp.where(real, x, 0) for x in (row_max, row_dot))
-    share = jnp.where(real, 1 / jnp.where(real, row_sum, 1), 0)
+    inverse_sum = jnp.where(real, 1 / jnp.where(real, row_sum, 1), 0)
     d_out = jnp.where(real[..., None], d_out, 0)
 
     def attend_round(carry, this):
@@ -472,7 +465,9 @@ def _backward(chunks, segment_ids, seed, q, k, v, d_out, statistics, order, head
         values = _windows(this.at_keys(v), chunks)
         d_here = this.at_queries(d_out)
         mask = _visible(this, order, segment_ids, n_heads, length)
-        row_top, row_share, dot = (this.at_queries(x)[..., None] for x in (row_max, share, row_dot))
+        row_top, row_share, dot = (
+            this.at_queries(x)[..., None] for x in (row_max, inverse_sum, row_dot)
+        )
         mask = mask & (row_share > 0)
         # A visible logit exceeds the maximum by rounding alone.
         logits = _logits(queries, keys) - row_top

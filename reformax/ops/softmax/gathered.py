@@ -28,25 +28,20 @@ def softmax_of_piece(
     k: Float[Array, "B N K H"],
     v: Float[Array, "B N K V"],
     mask: Bool[Array, "B N Q K"],
-    fine: Bool[Array, "B N Q K"],
     positions: tuple[Int[Array, "B N Q 1"], Int[Array, "B N 1 K"]],
     dropout: float,
     seed: Array | None,
-) -> tuple[Softmax, Bool[Array, "B N Q"]]:
-    """The softmax of a piece's queries over its keys, and whether all that each sees is finite.
+) -> Softmax:
+    """The softmax of a piece's queries over its keys.
 
     Args:
-      q, k, v: finite vectors.
+      q, k, v: queries, keys, values.
       mask: which keys a query sees.
-      fine: whether query and key were finite to begin with.
       positions: of queries and keys in their rows, which dropout goes by.
       dropout: its rate.
       seed: of dropout; None where there is none.
     """
     logits = jnp.einsum("bnqh,bnkh->bnqk", q, k) * (1 / math.sqrt(q.shape[-1]))
-    fine = fine & jnp.isfinite(logits)
-    whole = jnp.all(fine | ~mask, axis=-1)
-    logits, mask = jnp.where(fine, logits, 0), mask & fine
     row_max = largest(logits, mask, axis=-1)
     weights = masked_exp(logits, mask, row_max)
     row_sum = weights.sum(axis=-1)
@@ -54,6 +49,4 @@ def softmax_of_piece(
         batch, head = (x[..., None, None] for x in jnp.ogrid[: q.shape[0], : q.shape[1]])
         weights = weights * dropout_mask(seed, dropout, batch, head, *positions).astype(q.dtype)
     acc = jnp.einsum("bnqk,bnkv->bnqv", weights, v)
-    finite_acc = jnp.isfinite(acc)
-    parts = Softmax(jnp.where(finite_acc, acc, 0), row_max[..., 0], row_sum)
-    return parts, whole & finite_acc.all(axis=-1)
+    return Softmax(acc, row_max[..., 0], row_sum)

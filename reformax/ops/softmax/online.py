@@ -45,11 +45,8 @@ class Softmax(NamedTuple):
 def largest(
     logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], axis: int | tuple[int, ...]
 ) -> Float[Array, "*#d"]:
-    """The largest visible logit of each row, NaN if one is. It cancels, so its gradient is 0."""
+    """The largest visible logit of each row. It cancels, so its gradient is 0."""
     row_max = jnp.max(logits, axis=axis, keepdims=True, where=mask, initial=lowest(logits.dtype))
-    if jax.default_backend() == "cpu":  # whose maximum of many numbers leaves NaN out
-        unfit = jnp.any(jnp.isnan(logits) & mask, axis=axis, keepdims=True)
-        row_max = jnp.where(unfit, jnp.nan, row_max)
     return jax.lax.stop_gradient(row_max)
 
 
@@ -68,19 +65,9 @@ def nonzero(total: Float[Array, "*d"]) -> Float[Array, "*d"]:
     return jnp.where(total == 0.0, 1.0, total)
 
 
-def contained_softmax(
-    logits: Float[Array, "*d"], mask: Bool[Array, "*#d"], fine: Bool[Array, "*#d"]
-) -> tuple[Float[Array, "*d"], Bool[Array, "*#d"]]:
-    """Weights, and whether all that a row sees is finite; another row has zeros and no gradient.
-
-    Args:
-      logits: of finite vectors.
-      mask: which keys a row sees.
-      fine: whether row and key were finite to begin with.
-    """
-    row_max = largest(jnp.where(fine, logits, jnp.nan), mask, axis=-1)
-    whole = jnp.isfinite(row_max)
-    weights = masked_exp(logits, mask & whole, jnp.where(whole, row_max, 0))
+def masked_softmax(logits: Float[Array, "*d"], mask: Bool[Array, "*#d"]) -> Float[Array, "*d"]:
+    """The weights of each row over its visible keys; zeros for a row that sees none."""
+    weights = masked_exp(logits, mask, largest(logits, mask, axis=-1))
     weights = weights / nonzero(weights.sum(axis=-1, keepdims=True))
     # The gradient of a hidden weight, a product with what is hidden, may overflow.
-    return jnp.where(mask & whole, weights, 0), whole
+    return jnp.where(mask, weights, 0.0)

@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from reformax.devices import varying_as
 from reformax.ops.masking.masks import SegmentIds, segment_pair
-from reformax.ops.numerics.finite import finite, marked
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
 from reformax.ops.numerics.row_blocks import (
@@ -89,15 +88,6 @@ class Inputs(NamedTuple):
     def dtype(self) -> Any:
         """That of logits, softmax and sums."""
         return accum_dtype(self.q.dtype, self.k.dtype, self.v.dtype)
-
-    def marked(self) -> Inputs:
-        """The arrays for the forward pass, where what is not finite is NaN in logits alone."""
-        k = marked(self.k, self.v)
-        return self._replace(q=marked(self.q), k=k, v=finite(self.v))
-
-    def finite(self) -> Inputs:
-        """The arrays for the backward pass."""
-        return self._replace(q=finite(self.q), k=finite(self.k), v=finite(self.v))
 
 
 class Visits(NamedTuple):
@@ -335,14 +325,9 @@ def backward(
     n_batch, length, n_heads, _ = x.q.shape
     n_keys = x.k.shape[1]
     f32 = dict(preferred_element_type=x.dtype)
-    # A row that saw what is not finite has no gradient.
-    real = jnp.isfinite(results.row_max) & jnp.isfinite(results.row_sum)
-    of_real = jnp.swapaxes(real, 1, 2)[..., None]
-    d_out = jnp.where(of_real, d_out, 0)
     # D_i = sum_j P_ij dP_ij = dO_i . O_i.
-    dot = jnp.einsum("btnv,btnv->bnt", d_out, finite(results.out), **f32)
-    row_max = jnp.where(real, results.row_max, 0)
-    share = 1.0 / nonzero(jnp.where(real, results.row_sum, jnp.inf))
+    dot = jnp.einsum("btnv,btnv->bnt", d_out, results.out, **f32)
+    inverse_sum = 1.0 / nonzero(results.row_sum)
 
     def key_block(group, j, written):
         *sums, dk_all, dv_all = written
@@ -354,7 +339,8 @@ def backward(
             queries = block_at(i * tiling.query_size, tiling.query_size, length)
             q, d = rows(x.q, group, queries), rows(d_out, group, queries)
             row_top, row_share, row_dot = (
-                row_statistics(y, group, queries)[..., None] for y in (row_max, share, dot)
+                row_statistics(y, group, queries)[..., None]
+                for y in (results.row_max, inverse_sum, dot)
             )
             s = logits(tiling, x, group, queries, keys, q, k)
             # A logit exceeds the maximum by rounding alone.
@@ -403,11 +389,11 @@ def attend(
       tiling, x: as there.
       plan: the tiles, for both passes.
     """
-    return forward_pass(tiling, x.marked(), plan.by_query).out
+    return forward_pass(tiling, x, plan.by_query).out
 
 
 def _attend_forward(forward_pass, tiling, x, plan):
-    results = forward_pass(tiling, x.marked(), plan.by_query)
+    results = forward_pass(tiling, x, plan.by_query)
     return results.out, (x, plan, results)
 
 
@@ -415,7 +401,7 @@ def _attend_backward(forward_pass, tiling, residuals, d_out):
     del forward_pass
     x, plan, results = residuals
     results, d_out = first_order((results, d_out))
-    gradients = backward(tiling, x.finite(), plan.by_key, results, d_out)
+    gradients = backward(tiling, x, plan.by_key, results, d_out)
     # Integers have no gradient.
     return Inputs(*gradients, query_segment_ids=None, key_segment_ids=None, seed=None), None
 

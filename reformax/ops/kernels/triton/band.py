@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from reformax.ops.kernels.triton import chunked
 from reformax.ops.kernels.triton.common import LOG2_E, LOWEST
 from reformax.ops.masking.bands import Band, ids_at, rows_at
-from reformax.ops.numerics.finite import finite, is_finite
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.softmax.dropout import dropout_mask, seed_words
@@ -88,15 +87,13 @@ def _few(of: Band, dropout: float, q, k, v, few, segment_ids, rng) -> _Few:
         mask = mask & (segment_ids[..., None] == of_few) & (of_few != 0)
     keys, values = (rows_at(x, few) for x in (k, v))
     logits = product("btnh,bgnh->bntg", q, keys, q.dtype)
-    # A row that sees a value that is no number is NaN.
-    fine = jnp.moveaxis(is_finite(values)[..., 0], 2, 1)[:, :, None]
-    logits = jnp.where(mask[:, None], jnp.where(fine, logits, jnp.nan), -jnp.inf)
+    logits = jnp.where(mask[:, None], logits, -jnp.inf)
     dropped = 1.0
     if dropout > 0.0:
         example, head = jnp.arange(len(q)).reshape(-1, 1, 1, 1), jnp.arange(q.shape[2])
         of_weights = example, head.reshape(1, -1, 1, 1), place[:, None], at[:, None]
         dropped = dropout_mask(seed_words(rng, len(q)), dropout, *of_weights)
-    return _Few(keys, finite(values), logits, dropped)
+    return _Few(keys, values, logits, dropped)
 
 
 def _scale(q) -> float:

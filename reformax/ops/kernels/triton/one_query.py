@@ -103,7 +103,6 @@ def _kernel(inputs: Inputs, out, after, *, scale: float):
     nothing = 0.0
     if inputs.alone is not None:
         nothing = load(*line(inputs.alone, row, head, size=d_v), 0.0).astype(jnp.float32)
-        nothing = nothing + (jnp.sum(nothing * 0) + jnp.sum(q * 0))  # NaN if one is not finite
     view, inside = line(out, row, head, size=d_v)
     found = jnp.where(row_sum == 0, nothing, acc / nonzero(row_sum))
     pltriton.store(view, found.astype(out.dtype), mask=inside)
