@@ -59,8 +59,7 @@ def hashes(
     """The products of transformed vectors with directions, as integers in their order.
 
     They are less `sqrt(M)` times the last number, which all of a segment share: so they are near 0,
-    whose numbers in floating point are dense. A hash is below `N_HASHES`, and the highest where a
-    product is no number.
+    whose numbers in floating point are dense. A hash is below `N_HASHES`.
 
     Args:
       part: from `on_directions`.
