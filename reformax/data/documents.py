@@ -10,7 +10,7 @@ import codecs
 import collections
 import fnmatch
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,17 +156,13 @@ def choose(folder: Path, pattern: str, field: str, raw: bool, by: splits.By, opt
         is_table = {path: tables.reader(path, field) is not None for path in paths}
         if any(is_table.values()):
             pages = [path for path in paths if _is_page(path) and not is_table[path]]
-            paths = [path for path in paths if path not in pages]
+            paths = [path for path in paths if is_table[path] or not _is_page(path)]
     divided = splits.Divided({"train": paths})
     if by == "by_name":
         divided = splits.divided(folder, paths, option)
     left_out = {"in no split": list(divided.outside), **listed.left_out}
     left_out[f"beside tables; {_ALL} takes them"] = pages
-    said = [
-        f"left out: {splits.shown(folder, found)} ({reason})"
-        for reason, found in sorted(left_out.items())
-        if found
-    ]
+    said = splits.left_out_lines(folder, left_out)
     return Chosen(divided.paths, [*divided.notes, *said])
 
 
@@ -302,12 +298,16 @@ def _read_json(path: Path) -> dict:
     return found
 
 
+def _named_of(paths: Iterable[Path]) -> Iterator[splits.Named]:
+    return filter(None, (splits.named(path.name) for path in paths))
+
+
 def _check_no_pairs(folder: Path) -> None:
     """Raises `SettingError` for sentence pairs: files of each split in two languages."""
     languages = [
         path.name.removeprefix("train.")
         for path in sorted(folder.glob("train.??"))
-        if any(folder.glob(f"val*{path.suffix}")) and any(folder.glob(f"test*{path.suffix}"))
+        if any(x.split != "train" for x in _named_of(folder.glob(f"*{path.suffix}")))
     ]
     if len(languages) > 1:
         raise SettingError(

@@ -9,7 +9,7 @@ kind, whose names begin alike; and what belongs to its splits is the greater par
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -78,6 +78,11 @@ def kind(path: Path) -> str:
     return "text" if suffix in _TEXTS or is_split else suffix
 
 
+def named_in(folder: Path, path: Path) -> str | None:
+    """The split that the outermost name says, of the folders that a file is in or its own."""
+    return next((x.split for _, name in _steps(folder, path) if (x := named(name))), None)
+
+
 def divided(folder: Path, paths: Sequence[Path], option: str) -> Divided:
     """The files of a folder by the splits that it has of its own.
 
@@ -114,6 +119,15 @@ def shown(folder: Path, paths: Sequence[Path], most: int = 3) -> str:
     names = [p.relative_to(folder).as_posix() + "/" * p.is_dir() for p in paths[:most]]
     more = [f"{len(paths) - most:,} more"] if len(paths) > most else []
     return " and ".join([", ".join(names), *more])
+
+
+def left_out_lines(folder: Path, left_out: Mapping[str, Sequence[Path]]) -> list[str]:
+    """A line for each reason that files of a folder are left out for."""
+    return [
+        f"left out: {shown(folder, paths)} ({reason})"
+        for reason, paths in sorted(left_out.items())
+        if paths
+    ]
 
 
 def _layouts(folder: Path, paths: Iterable[Path]) -> dict[tuple[Path, str], set[str]]:
