@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from reformax.data import files, splits, tables
+from reformax.data import arrow_tables, files, splits, tables
 from reformax.declared import SettingError
 
 # Stands after each row of a table. Text does not hold it.
@@ -48,7 +48,7 @@ _KINDS = {
     b"%PDF-": ("a PDF", "convert it, as with pdftotext"),
     b"PAR1": ("a Parquet file", "name it .parquet"),
     b"ARROW1": ("an Arrow file", "name it .arrow"),
-    tables.LFS_POINTER: ("a pointer of Git LFS, not the file", "run git lfs pull"),
+    arrow_tables.LFS_POINTER: ("a pointer of Git LFS, not the file", "run git lfs pull"),
     b"SQLite format 3\0": ("a database of SQLite", "export its text"),
     codecs.BOM_UTF16_LE: ("UTF-16", "convert it, as with iconv -f UTF-16 -t UTF-8"),
     codecs.BOM_UTF16_BE: ("UTF-16", "convert it, as with iconv -f UTF-16 -t UTF-8"),
@@ -106,7 +106,7 @@ def read(path: Path, pattern: str, field: str, raw: bool, by: splits.By, option:
                 marked.append(file.name)
             return data
         limit = files.most_unpacked(files.check_ordinary(file))
-        return _joined(rows(file, field, limit), file, field)
+        return _joined(tables.texts(file, rows, field, limit), file, field)
 
     _check_pattern(path, pattern, raw)
     said: Sequence[str] = ()
@@ -213,14 +213,22 @@ def _begins(text: files.Joined) -> Int64[np.ndarray, " d"]:
     return found[: np.searchsorted(found, len(data))]
 
 
-def check_text(path: Path, data: bytes) -> None:
-    """Raises `SettingError` if a sample of a file's bytes is mostly no text in UTF-8."""
+def check_text(
+    path: Path, data: bytes, instead: str = f"or train on its bytes as they are with {RAW}"
+) -> None:
+    """Raises `SettingError` if a sample of a file's bytes is mostly no text in UTF-8.
+
+    Args:
+      path: the file, for the error.
+      data: its bytes.
+      instead: what to do with what is no text.
+    """
     kinds = [kind for begin, kind in _KINDS.items() if data.startswith(begin)]
     if data[257:262] == b"ustar":
         kinds = [("a tar archive", _UNPACK)]
     if kinds:
         what, fix = kinds[0]
-        raise SettingError(f"{path} is {what}: {fix}; or train on its bytes as they are with {RAW}")
+        raise SettingError(f"{path} is {what}: {fix}; {instead}")
     every = max(_PIECE, len(data) // _PIECES)
     sample = [data[begin : begin + _PIECE] for begin in range(0, len(data), every)]
     no_text, total = sum(map(_no_text, sample)), sum(map(len, sample))
@@ -279,7 +287,7 @@ def _dataset(folder: Path, field: str) -> bytes:
     def rows() -> Iterator[bytes]:
         left = limit
         for path in paths:
-            for document in tables.arrow(path, field, left):
+            for document in tables.texts(path, arrow_tables.arrow, field, left):
                 left -= len(document)
                 yield document
 
