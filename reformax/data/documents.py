@@ -155,8 +155,8 @@ def choose(folder: Path, pattern: str, field: str, raw: bool, by: splits.By, opt
     if pattern == "*" and not raw:
         is_table = {path: tables.reader(path, field) is not None for path in paths}
         if any(is_table.values()):
-            pages = [path for path in paths if _is_page(path) and not is_table[path]]
-            paths = [path for path in paths if is_table[path] or not _is_page(path)]
+            pages = [path for path in paths if is_page(path) and not is_table[path]]
+            paths = [path for path in paths if is_table[path] or not is_page(path)]
     divided = splits.Divided({"train": paths})
     if by == "by_name":
         divided = splits.divided(folder, paths, option)
@@ -166,7 +166,7 @@ def choose(folder: Path, pattern: str, field: str, raw: bool, by: splits.By, opt
     return Chosen(divided.paths, [*divided.notes, *said])
 
 
-def _is_page(path: Path) -> bool:
+def is_page(path: Path) -> bool:
     """Whether a file tells of data, as it lies beside tables, and is none."""
     name = path.name.lower()
     return name.endswith(_PAGES) or name.partition(".")[0] in _PAGE_NAMES
@@ -235,8 +235,7 @@ def check_text(
     if no_text > MOST_NO_TEXT * total:
         raise SettingError(
             f"{path} is no text: {no_text / total:.0%} of a sample is not UTF-8; convert it, "
-            "choose other files by text.text.pattern, or train on its bytes as they are with "
-            f"{RAW}"
+            f"choose other files by pattern, {instead}"
         )
 
 

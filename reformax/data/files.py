@@ -119,8 +119,7 @@ def head(path: Path) -> bytes:
 def read_plain(path: Path) -> bytes:
     """The content of a file as it is; raises what `read_file` does."""
     size = check_ordinary(path)
-    if size > MAX_BYTES:
-        raise _too_much(path, size)
+    check_room(path, size)
     return _not_empty(path, path.read_bytes())
 
 
@@ -155,13 +154,11 @@ def read_all(paths: Iterable[Path], read: Callable[[Path], bytes], source: Path)
     sizes = {path: check_ordinary(path) for path in paths}
     total, texts = sum(sizes.values()), []
     for path, size in sizes.items():
-        if total > MAX_BYTES:
-            raise _too_much(source, total)
+        check_room(source, total)
         if size:
             texts.append(read(path))
             total += len(texts[-1]) - size
-    if total > MAX_BYTES:
-        raise _too_much(source, total)
+    check_room(source, total)
     return join(texts)
 
 
@@ -248,11 +245,13 @@ def _not_empty(path: Path, data: bytes) -> bytes:
     return data
 
 
-def _too_much(path: Path, size: int) -> ValueError:
-    return ValueError(
-        f"{path} has {size:,} bytes of text and half of this machine's memory is {MAX_BYTES:,}: "
-        "give a part of it"
-    )
+def check_room(path: Path, size: int) -> None:
+    """Raises ValueError for text of so many bytes that there is no room for it and a model."""
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"{path} has {size:,} bytes of text and half of this machine's memory is "
+            f"{MAX_BYTES:,}: give a part of it"
+        )
 
 
 def _unpacked(path: Path, blocks: Callable[[Path], Iterator[bytes]]) -> bytes:

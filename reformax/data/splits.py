@@ -117,6 +117,8 @@ def divided(folder: Path, paths: Sequence[Path], option: str) -> Divided:
 def shown(folder: Path, paths: Sequence[Path], most: int = 3) -> str:
     """Some names of files of a folder, and how many more there are."""
     names = [p.relative_to(folder).as_posix() + "/" * p.is_dir() for p in paths[:most]]
+    if list(paths) == [folder]:
+        return folder.name
     more = [f"{len(paths) - most:,} more"] if len(paths) > most else []
     return " and ".join([", ".join(names), *more])
 
