@@ -127,6 +127,7 @@ def read_lines(path: Path) -> list[str]:
 def _find(folder: Path, split: str, names: str, language: str) -> Path:
     pattern = names.replace("{language}", language)
     found = {path for ending in _ENDINGS for path in folder.glob(pattern + ending)}
+    found = {path for path in found if not path.name.startswith(".")}
     if not found and names == _NAMES[split]:
         endings = tuple(f".{language}{ending}" for ending in _ENDINGS)
         paths = [path for path in files.list_files(folder) if path.name.endswith(endings)]

@@ -75,7 +75,8 @@ def test_names_are_arguments(folder, fails_in_one_line):
     write(folder, "test_2017.de", DE[:1])
     with fails_in_one_line(ValueError, "test_2017.en: set text_pairs.text_pairs.test to one"):
         text_pairs(str(folder)).n_targets("test")
-    task = text_pairs(str(folder), test="test_2017.{language}")
+    write(folder, "._test_2017.en", EN)  # as macOS puts one beside each file
+    task = text_pairs(str(folder), test="*_2017.{language}")
     assert task.translation.sentences("test") == (EN[:1], DE[:1])
     with fails_in_one_line(FileNotFoundError, "has no file dev.en, .gz, .xz or .zip: put one"):
         text_pairs(str(folder), valid="dev.{language}").n_targets("valid")
