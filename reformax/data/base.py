@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -167,6 +167,8 @@ class Task(NamedTuple):
     document_mask: bool = False
     # whether steps take their examples in turn: step n begins with the n * batch_size-th
     in_order: bool = False
+    # lines on what is trained on, and on what is left out and why: the first of a run
+    summary: Callable[[], Sequence[str]] | None = None
 
     @property
     def kind(self) -> str:

@@ -175,7 +175,8 @@ def stored_task(
     def made_by(split: str) -> str:
         rows, classes = stored(split)
         flat = [part for row in rows for part in row] if labels.pairs else rows
-        text = np.frombuffer(b"\0".join([*flat, bytes(classes.tolist())]), np.uint8)
+        numbers = classes.astype(np.uint8 if labels.n_classes <= 256 else "<u4").tobytes()
+        text = np.frombuffer(b"\0".join([*flat, numbers]), np.uint8)
         return f"{len(rows):,} examples, {fingerprint(text)}"
 
     return labelled_task(
