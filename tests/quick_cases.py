@@ -299,6 +299,10 @@ QUICK = {
             "adafactor-option17-base17",
         ],
     },
+    "training/test_training_paths.py": {
+        "test_a_run_is_saved_and_restored_in_a_folder_of_any_name": ["brackets", "a backslash"],
+        "test_every_command_works_there": ["brackets-the working directory"],
+    },
     "training/test_training_scripts.py": {"test_a_signal_ends_the_script_saved": ["15-143"]},
     "training/test_training_side_channels.py": {
         "test_broken_streams_cost_no_line": ["None-None", "write-whole"],

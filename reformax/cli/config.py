@@ -22,6 +22,7 @@ import tokenize
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import gin
@@ -113,11 +114,15 @@ def parse_saved(
     _forget()
     if trusted:
         modules.find_in_working_directory()
-    else:
-        _parse_with(_check_names, text, source)
-    with _includes_from(*([Path(source).parent] if trusted else [])):
+        with _includes_from(Path(source).parent):
+            _parse_with(gin.parse_config, text, source)
+            _parse_overrides(overrides, data_dir)
+        return
+    names = trust.Names()
+    _parse_with(functools.partial(_check_names, names), text, source)
+    with _importing_by(names.imported):
         _parse_with(gin.parse_config, text, source)
-        _parse_overrides(overrides, data_dir)
+    _parse_overrides(overrides, data_dir)
 
 
 def _forget() -> None:
@@ -137,6 +142,16 @@ def _includes_from(*folders: str | Path) -> Iterator[None]:
         yield
     finally:
         prefixes[:] = before
+
+
+@contextlib.contextmanager
+def _importing_by(find: Callable[..., ModuleType]) -> Iterator[None]:
+    """Gin calls this function where it would import a module."""
+    gin.config.__import__ = find  # Python looks a name up in the module before its builtins
+    try:
+        yield
+    finally:
+        del gin.config.__import__
 
 
 def _find(config_file: str, folders: Sequence[str | Path]) -> str:
@@ -419,26 +434,30 @@ class _Texts(gin.config_parser.ParserDelegate):
         return _Text(f"%{macro_name}")
 
 
-def _check_names(file: _File) -> None:
+def _check_names(names: trust.Names, file: _File) -> None:
     """Raises `trust.Refused` for a config that names anything that `trust` does not allow."""
-    names, parts = trust.Names(), gin.config_parser
-    for statement in parts.ConfigParser(file, _References(names)):
+    for statement in gin.config_parser.ConfigParser(file, _References(names)):
         with gin.config.utils.try_with_location(statement.location):
-            match statement:
-                case parts.ImportStatement(module="__gin__.dynamic_registration", is_from=True):
-                    names.enable()
-                case parts.ImportStatement(module=module, is_from=is_from, alias=alias):
-                    whole = module if is_from or alias else module.partition(".")[0]
-                    names.add_import(module, statement.bound_name(), whole)
-                case parts.IncludeStatement(filename=filename):
-                    names.check_include(filename)
-                case parts.BindingStatement(arg_name=""):  # a macro
-                    pass
-                case parts.BindingStatement() | parts.BlockDeclaration():
-                    names.check(statement.selector, called=False)
-                case _:
-                    raise trust.Refused(f"the config of a run has an unknown {statement}")
+            _check_name(names, statement)
     names.finish()
+
+
+def _check_name(names: trust.Names, statement: Any) -> None:
+    parts = gin.config_parser
+    match statement:
+        case parts.ImportStatement(module="__gin__.dynamic_registration", is_from=True):
+            names.enable()
+        case parts.ImportStatement(module=module, is_from=is_from, alias=alias):
+            whole = module if is_from or alias else module.partition(".")[0]
+            names.add_import(module, statement.bound_name(), whole)
+        case parts.IncludeStatement(filename=filename):
+            names.check_include(filename)
+        case parts.BindingStatement(arg_name=""):  # a macro
+            pass
+        case parts.BindingStatement() | parts.BlockDeclaration():
+            names.check(statement.selector, called=False)
+        case _:
+            raise trust.Refused(f"the config of a run has an unknown {statement}")
 
 
 class _References(gin.config_parser.ParserDelegate):

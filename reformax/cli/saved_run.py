@@ -136,7 +136,7 @@ def parse(
         source = folder / "config.gin"
         if not source.is_file():
             raise SettingError(f"{_shown(folder)} holds no run: training writes config.gin into it")
-        text = durable.read(source).decode()
+        text = durable.read(source, config.MOST).decode()
     config.parse_saved(text, str(_shown(source)), overrides, **options)
 
 
