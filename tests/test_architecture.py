@@ -28,6 +28,7 @@ TOP_LEVEL_LINKS = ("layers", "models")
 MAY_IMPORT = {
     "declared.py": set(),
     "buffers.py": set(),
+    "renamed.py": set(),
     "devices.py": set(),
     "memory.py": set(),
     "progress.py": set(),
@@ -36,9 +37,9 @@ MAY_IMPORT = {
     "flax": {"ops", "flax"},
     "models": {"ops", "layers", "models"},
     "data": {"data", "durable"},
-    "training": {"ops", "training", "buffers", "durable", "memory", "progress"},
+    "training": {"ops", "training", "buffers", "durable", "memory", "progress", "renamed"},
     "generation": {"generation", "memory", "progress"},
-    "cli": {"cli", "models", "data", "training", "generation", "durable"},
+    "cli": {"cli", "models", "data", "training", "generation", "durable", "renamed"},
     "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},
     "durable.py": set(),
     "__init__.py": {"cli"},  # by `load_run` alone, when it is called

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reformax import durable
+from reformax import durable, renamed
 from reformax.declared import SettingError, user_path
 from reformax.training import array_reader, lock
 
@@ -79,7 +79,7 @@ def write_config(folder: Path, text: str, used: bool, say: Callable[[str], None]
     """
     path = folder / "config.gin"
     try:
-        before = durable.read(path).decode(errors="replace")
+        before, _ = renamed.translated(durable.read(path).decode(errors="replace"))
     except FileNotFoundError:
         before, used = text, True
     changes = [
