@@ -230,7 +230,7 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
     note = f"Converted by reformax.convert from a checkpoint of {names[source.kind]} format."
     vocabulary = source.vocabulary
     run_folder.write(path, source.spec, source.params, source.details, note, vocabulary)
-    return []
+    return run_folder.notes(path, source.spec)
 
 
 def _check(source: Source, paths: dict[str, Path], kind: str, target: str) -> None:
