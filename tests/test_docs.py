@@ -99,7 +99,7 @@ def _write_checkpoints(folder: Path) -> None:
     from reformax.cli import config
     from reformax.convert import hugging_face, trax_models
     from reformax.convert.spec import Spec
-    from tests.convert import test_gpt2
+    from tests.convert import test_gpt2, test_trax_gin
     from tests.convert.test_command import ENWIK8_LIKE, GIN, random_params
 
     hugging_face.write(folder / "reformer-enwik8", ENWIK8_LIKE, random_params(ENWIK8_LIKE))
@@ -108,6 +108,7 @@ def _write_checkpoints(folder: Path) -> None:
     config.parse([str(folder / "my.gin")])
     spec = Spec.of_config()
     trax_models.write_params(folder / "model.pkl.gz", spec, random_params(spec), 32)
+    test_trax_gin.trax_run(folder / "trax_run", test_trax_gin.LEFT)
 
 
 def _guide() -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import gin
 
-from reformax.cli import gin_text, messages, modules, trust
+from reformax.cli import gin_text, messages, modules, trax_config, trust
 from reformax.declared import SettingError, check_all, hints_of, shown
 
 MOST = 2**20  # bytes of a config file
@@ -83,6 +83,7 @@ def parse(
         for config_file in config_files:
             path = _find(config_file, folders)
             if not _is_in(path, folders):
+                trax_config.refuse(config_file, statements_of(path))
                 new_macros |= dict.fromkeys(_new_macros(path), config_file)
             _parse_with(gin.parse_config_file, path)
         _parse_overrides(overrides, data_dir)
@@ -418,8 +419,8 @@ def _collect(found: Statements, file: _File) -> None:
                 found.values[f"{name}.{arg_name}" if arg_name else name] = value
 
 
-class _Text(str):
-    """Stands for itself: `repr` of a value that holds it is what a config has."""
+class Text(str):
+    """A reference or a macro: `repr` of a value that holds it is what a config has."""
 
     __repr__ = str.__str__
 
@@ -427,11 +428,11 @@ class _Text(str):
 class _Texts(gin.config_parser.ParserDelegate):
     """Makes references and macros their text."""
 
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Text:
-        return _Text(f"@{scoped_configurable_name}{'()' * evaluate}")
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Text:
+        return Text(f"@{scoped_configurable_name}{'()' * evaluate}")
 
-    def macro(self, macro_name: str) -> _Text:
-        return _Text(f"%{macro_name}")
+    def macro(self, macro_name: str) -> Text:
+        return Text(f"%{macro_name}")
 
 
 def _check_names(names: trust.Names, file: _File) -> None:

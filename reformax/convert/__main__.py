@@ -3,8 +3,10 @@
     --from=FOLDER_OR_FILE.safetensors    Hugging Face's ReformerModelWithLMHead, GPT2LMHeadModel or
                                          BertForMaskedLM, with config.json, and tokenizer.json if it
                                          is there
-    --from=model.pkl.gz --config_file=FILE.gin    trax.models.ReformerLM or TransformerLM; the gin
-                                         file says which model, as for train.py
+    --from=TRAX_RUN                      a run of Trax, with config.gin and model.pkl.gz, of
+                                         ReformerLM or TransformerLM
+    --from=model.pkl.gz --config_file=FILE.gin    the weights alone; the gin file, Trax's or one as
+                                         for train.py, says which model
     --from=RUN                           a folder of train.py or of this command
 
 A model from elsewhere becomes a run's folder, which evaluate.py reads. A run becomes a folder for
@@ -41,6 +43,7 @@ class Source(NamedTuple):
     details: dict[str, Any]  # the origin, as a run keeps it
     notes: list[str]  # differences from the original, one line each
     vocabulary: bytes | None = None  # what its tokens are, if that is known
+    weights: Path | None = None  # Trax's file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"note: {note}")
         n_params = sum(x.size for x in jax.tree.leaves(source.params))
         print(f"{source.spec.model}, {n_params:,} parameters: {source_path} -> {target_path}")
+        source_path = source.weights or source_path
         _check(source, {source.kind: source_path, kind: path}, kind, str(target_path))
     return 0
 
@@ -156,30 +160,54 @@ def _read(path: Path, args: argparse.Namespace) -> Source:
         raise FileNotFoundError(
             f"--from={path} does not exist: download a model of Hugging Face, and give its folder"
         )
+    from reformax.convert import trax_gin
+
+    weights = trax_gin.weights_of(path) if path.is_dir() else None
+    if weights is None and path.is_file() and path.name.endswith((".pkl.gz", ".pkl")):
+        weights = path
+    if weights is not None:
+        return _read_trax(weights, args)
     if (path / "config.gin").is_file() or (path / "checkpoints").is_dir():
         from reformax.convert import run_folder
 
         run = run_folder.read(path, args.step, args.trust_config)
         return Source("run", run.spec, run.params, run.source, [], run.vocabulary)
-    if path.is_file() and path.name.endswith((".pkl.gz", ".pkl")):
-        from reformax.convert import trax_models
-        from reformax.convert.spec import Spec
-
-        if not args.config_file:
-            raise ValueError(
-                f"--from={path} holds weights without names: say what model it is with "
-                "--config_file=FILE.gin, as for training"
-            )
-        folders = [Path(file).absolute().parent for file in args.config_file]
-        config.parse(args.config_file, args.config, folders=[*folders, *configs.FOLDERS])
-        spec = Spec.of_config()
-        params = trax_models.read_params(path, spec)
-        return Source("trax", spec, params, {"format": "trax"}, trax_models.notes(spec))
     from reformax.convert import hugging_face
 
     read = hugging_face.read(path)
     details = {"format": "hugging_face", "config": read.config}
     return Source("hugging_face", read.spec, read.params, details, read.notes, read.vocabulary)
+
+
+def _read_trax(path: Path, args: argparse.Namespace) -> Source:
+    """Weights of Trax, and the model that a config of Trax or of this package says."""
+    from reformax.convert import trax_files, trax_gin, trax_models
+    from reformax.convert.spec import Spec
+
+    given = [Path(file) for file in args.config_file]
+    beside = path.with_name(trax_gin.CONFIG)
+    if not given and trax_gin.is_config(beside):
+        given = [beside]
+    if not given:
+        raise ValueError(
+            f"--from={path} holds weights without names: say what model it is with "
+            "--config_file=FILE.gin, Trax's own config or one as for training"
+        )
+    notes = []
+    if len(given) == 1 and trax_gin.is_config(given[0]):
+        if args.config:
+            raise ValueError(
+                f"--config is {args.config[0]}: {given[0]} is a config of Trax, set it there"
+            )
+        spec, notes = trax_gin.read(given[0], trax_files.n_ids(path))
+    else:
+        folders = [file.absolute().parent for file in given]
+        config.parse(args.config_file, args.config, folders=[*folders, *configs.FOLDERS])
+        spec = Spec.of_config()
+    params = trax_models.read_params(path, spec)
+    notes += trax_models.notes(spec)
+    details = {"format": "trax"}
+    return Source("trax", spec, params, details, notes, weights=path)
 
 
 def _write(kind: str, path: Path, source: Source, length: int | None) -> list[str]:
@@ -202,7 +230,7 @@ def _write(kind: str, path: Path, source: Source, length: int | None) -> list[st
     note = f"Converted by reformax.convert from a checkpoint of {names[source.kind]} format."
     vocabulary = source.vocabulary
     run_folder.write(path, source.spec, source.params, source.details, note, vocabulary)
-    return []
+    return run_folder.notes(path, source.spec)
 
 
 def _check(source: Source, paths: dict[str, Path], kind: str, target: str) -> None:
@@ -217,7 +245,7 @@ def _check(source: Source, paths: dict[str, Path], kind: str, target: str) -> No
     Raises:
       ValueError: logits differ, or are not finite.
     """
-    from reformax.convert import check, hugging_face, run_folder, trax_models
+    from reformax.convert import check, hugging_face, run_folder, trax_files, trax_models
 
     reread = {
         "run": lambda: run_folder.read(paths[kind]).params,
@@ -233,8 +261,13 @@ def _check(source: Source, paths: dict[str, Path], kind: str, target: str) -> No
         else:
             print("check: not against transformers, which is not installed with torch")
     if "trax" in paths:
-        compared = check.against_trax(source.spec, reread, paths["trax"])
-        if compared is None:
+        compared = None
+        if not trax_files.HAS_TRAX:
+            print(
+                "check: not against Trax's own model, which is not installed: "
+                "pip install 'reformax[trax]'"
+            )
+        elif (compared := check.against_trax(source.spec, reread, paths["trax"])) is None:
             print("check: not against Trax's own model, whose length is too long for here")
         else:
             found.append(compared)

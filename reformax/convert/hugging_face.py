@@ -30,6 +30,11 @@ from reformax.declared import shown
 CONFIG, SAFETENSORS, TORCH = "config.json", "model.safetensors", "pytorch_model.bin"
 TOKENIZER = "tokenizer.json"
 _DECODER_BIAS = "lm_head.decoder.bias"
+# Modules around a model's own, anywhere in a tensor's name, or in front of it.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+_OUTER = {"module", "model"}
+# What a trainer's file has the tensors under, beside its own state.
+_NESTED = ("state_dict", "model_state_dict", "model", "module")
 _MAX_JSON, _MAX_VOCABULARY = 2**24, 2**28
 # Those that NumPy has, too; `tables.check` takes those of floating point.
 _DTYPES = ("F64", "F32", "F16", "BF16", *(f"{k}{n}" for k in "IU" for n in (8, 16, 32, 64)), "BOOL")
@@ -202,6 +207,7 @@ def read(path: str | Path) -> Checkpoint:
         if twice := tensors.keys() & part.keys():
             raise ValueError(f"{file} holds {shown(min(twice))}, which another file of it has too")
         tensors |= part
+    tensors = tables.renamed(tensors, _unwrapped, str(path))
     tensors = known.without_copies(tensors, str(path))
     if tensors.get("lm_head.bias", np.zeros(1)).any():
         notes.append(
@@ -210,6 +216,14 @@ def read(path: str | Path) -> Checkpoint:
         )
     params = tables.read(known.table(spec), tensors, str(path))
     return Checkpoint(spec, params, config, notes, _vocabulary(folder / TOKENIZER))
+
+
+def _unwrapped(name: str) -> str:
+    """A tensor's name without what torch.compile, DDP, FSDP, DeepSpeed and trainers put around."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] in _OUTER:
+        del parts[0]
+    return ".".join(parts)
 
 
 def _vocabulary(path: Path) -> bytes | None:
@@ -308,6 +322,7 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} is refused: it holds more than tensors ({reason})") from None
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}: expected tensors by name")
+    state = next((state[key] for key in _NESTED if isinstance(state.get(key), dict)), state)
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ValueError(

@@ -16,6 +16,7 @@ from reformax.cli import saved_run
 from reformax.convert.spec import Spec
 from reformax.data import pieces
 from reformax.data.vocabulary import FILE
+from reformax.declared import shown
 from reformax.training.checkpoint import Checkpoints
 from reformax.training.step import State
 
@@ -96,12 +97,28 @@ def write(
         durable.write(folder / FILE, vocabulary)
         kept = pieces.PieceVocabulary(0)
         info["vocabulary"] = kept.keep_in(folder, begun=True)
-    text = gin(spec, note, kept and kept.size, kept and kept.mask_id)
+    n_ids = kept and min(kept.size, spec.arguments["vocab_size"])
+    text = gin(spec, note, n_ids, kept and kept.mask_id)
     state = State(np.int32(0), params, (), None)
     checkpoints.save(0, state, config=text, **info)
     checkpoints.wait()
     durable.write(folder / "config.gin", text.encode())
     return folder
+
+
+def notes(folder: str | Path, spec: Spec) -> list[str]:
+    """A line on the tokens of a run's vocabulary that its model has no rows for."""
+    if not (Path(folder) / FILE).is_file():
+        return []
+    size = spec.arguments["vocab_size"]
+    more = pieces.load(folder).beyond(size)
+    if not more:
+        return []
+    names = ", ".join(map(shown, more[:3]))
+    return [
+        f"the tokenizer has ids from {size:,} on, such as {names}, and the model vocab_size={size}:"
+        " a text that has one of them is refused, every other is read"
+    ]
 
 
 def gin(spec: Spec, note: str, n_pieces: int | None = None, mask_id: int | None = None) -> str:

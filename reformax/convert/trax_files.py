@@ -29,7 +29,7 @@ from reformax.convert import tables
 from reformax.convert.safe_pickle import Record, loads
 from reformax.data import files
 from reformax.declared import LARGEST
-from reformax.layers._trax import ShapeDtype, tl
+from reformax.layers._trax import HAS_TRAX, ShapeDtype, tl
 
 SUFFIX = ".pkl.gz"
 # A file of weights has one array for each weight of the model.
@@ -45,7 +45,7 @@ class Checkpoint(NamedTuple):
 
     weights: list[np.ndarray]
     state: list[Any] | None
-    input_signature: Any  # ShapeDtype, or a tuple of them; None if the file has none
+    input_signature: Any  # ShapeDtype, or a tuple of them; None if the file or Trax is absent
     step: int | None
 
 
@@ -77,6 +77,12 @@ def read(path: str | Path) -> Checkpoint:
     )
 
 
+def n_ids(path: str | Path) -> int | None:
+    """The size of a language model's vocabulary: of its first weight, the embedding."""
+    weights = read(path).weights
+    return weights[0].shape[0] if weights and weights[0].ndim == 2 else None
+
+
 def _is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic)
 
@@ -92,7 +98,7 @@ def _leaves(tree: Any) -> list[Any]:
 def _signature(saved: Any) -> Any:
     if isinstance(saved, list | tuple):
         return type(saved)(_signature(s) for s in saved)
-    if not isinstance(saved, Record):
+    if not isinstance(saved, Record) or not HAS_TRAX:
         return None
     shape, dtype = saved.state.get("shape"), saved.state.get("dtype", np.dtype(np.int32))
     if not isinstance(shape, tuple) or not isinstance(dtype, np.dtype):

@@ -109,6 +109,7 @@ class _Tokenizer:
         self.model_type = type(self._tokenizer.model).__name__.lower()
         self.end = next((known[name] for name in _ENDS if name in known), -1)
         self.mask = next((known[name] for name in _MASKS if name in known), None)
+        self.names = {i: name for name, i in known.items()}
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -154,6 +155,8 @@ class PieceVocabulary:
           ValueError: the file is too large, or no vocabulary.
         """
         self.size, self._text, self._model_type = size, text, model_type or "bpe"
+        # A tokenizer.json may have more ids than a model has rows: those that occur count.
+        self._rows = size if size and size != BYTES else None
         asked = {"vocab_size": None if size == BYTES else size, "model_type": model_type}
         self._asked = {name: value for name, value in asked.items() if value is not None}
         self._path = None if path is None else user_path("text.text.vocabulary", path)
@@ -196,7 +199,24 @@ class PieceVocabulary:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
-        return [i for ids in self._codec.encode_all([text]) for i in ids]
+        ids = [i for part in self._codec.encode_all([text]) for i in part]
+        self._check_ids(ids)
+        return ids
+
+    def beyond(self, size: int) -> list[str]:
+        """The tokens, by their ids, that a model of so many ids lacks; none of sentencepiece's."""
+        names = getattr(self._codec, "names", {})
+        return [names[i] for i in sorted(names) if i >= size]
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raises `SettingError` for an id that the model's rows lack."""
+        codec = self._codec
+        if codec.size > self.size and len(ids) and (last := int(max(ids))) >= self.size:
+            name = getattr(codec, "names", {}).get(last, "")
+            raise SettingError(
+                f"the text has {name!r}, whose id {last} is not below vocab_size={self.size}: take "
+                "it out of the text"
+            )
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; a document's end is a newline."""
@@ -216,7 +236,7 @@ class PieceVocabulary:
           ValueError: the text is not UTF-8.
         """
         dtype = np.uint16 if self.size <= 2**16 else np.int32
-        end = [self._codec.end] if self._codec.end >= 0 else self.encode("\n")
+        end = [self._codec.end] if 0 <= self._codec.end < self.size else self.encode("\n")
         parts, texts, waiting = [np.zeros(0, dtype)], [], 0
         firsts, counts = [], [0]
         for first, last in _blocks(data):
@@ -226,7 +246,9 @@ class PieceVocabulary:
             if waiting >= _TOGETHER or last == len(data):
                 ids = self._codec.encode_all([text.rstrip("\0") for text in texts])
                 ids = [x + end if t.endswith("\0") else x for x, t in zip(ids, texts, strict=True)]
-                parts.append(np.array([i for x in ids for i in x], dtype))
+                ids_of_part = np.array([i for x in ids for i in x], np.int32)
+                self._check_ids([ids_of_part.max(initial=0)])
+                parts.append(ids_of_part.astype(dtype))
                 counts.extend(map(len, ids))
                 texts, waiting = [], 0
         before = np.cumsum(counts, dtype=np.int64)[:-1]
@@ -287,7 +309,8 @@ class PieceVocabulary:
 
     def _take(self, serialised: bytes, path: Path) -> None:
         self._pieces, self._bytes = _codec(serialised, path), serialised
-        self.size = self._pieces.size
+        rows = self._rows if isinstance(self._pieces, _Tokenizer) else None
+        self.size = min(self._pieces.size, rows or self._pieces.size)
 
     def _take_kept(self, path: Path) -> None:
         if not path.is_file():

@@ -67,9 +67,11 @@ def check_model(model, task) -> None:
         sizes["input_vocab_size"] = model.source_vocab_size
     for name, size in sizes.items():
         if size < task.vocab_size:
+            of_text = name == "vocab_size" and getattr(task, "n_bytes", None) is not None
+            fewer = f", or the task's vocab_size={size}, whose text may then have no id above"
             raise SettingError(
                 f"task {task.name} has ids below {task.vocab_size} and the model {name}={size}: "
-                f"set the model's {name}={task.vocab_size}"
+                f"set the model's {name}={task.vocab_size}{fewer if of_text else ''}"
             )
 
 

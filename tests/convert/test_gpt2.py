@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import evaluate
 import generate
+import train
 from reformax.cli import errors
 from reformax.convert import __main__ as command
 from reformax.convert import hugging_face
@@ -242,3 +244,75 @@ def test_logits_are_those_of_transformers(tmp_path):
     back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
         np.testing.assert_array_equal(back(torch.tensor(tokens)).logits.numpy(), want)
+
+
+@pytest.mark.parametrize(
+    "prefix, inner",
+    [
+        ("_orig_mod.", ""),
+        ("module.", ""),
+        ("module._orig_mod.", ""),
+        ("model.", ""),
+        ("_fsdp_wrapped_module.", "_fsdp_wrapped_module."),
+        ("_forward_module.module.", "_checkpoint_wrapped_module."),
+    ],
+)
+def test_names_of_what_is_wrapped(prefix, inner, tmp_path):
+    plain = tensors()
+    wrapped = {}
+    for name, array in plain.items():
+        head, dot, rest = name.partition(".h.0.")
+        wrapped[prefix + (f"{head}.h.0.{inner}{rest}" if dot else name)] = array
+    one = hugging_face.read(saved(tmp_path / "plain", arrays=plain)).params
+    other = hugging_face.read(saved(tmp_path / "wrapped", arrays=wrapped)).params
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    with pytest.raises(ValueError, match="two names of one tensor: leave one"):
+        hugging_face.read(saved(tmp_path / "both", arrays=plain | wrapped))
+
+
+def test_a_tokenizer_of_more_ids_than_the_model_has_rows(tmp_path, monkeypatch, capsys):
+    from tokenizers import Tokenizer, models
+
+    def call(main, *flags):
+        monkeypatch.setattr(sys, "argv", ["script", *map(str, flags)])
+        code = errors.exit_code(main)
+        return code, *capsys.readouterr()
+
+    known = {x: i for i, x in enumerate("abcdefghijklmnopqrst")} | {"<|endoftext|>": 20}
+    size, arrays = 300, tensors()
+    (wte,) = [name for name in arrays if name.endswith("wte.weight")]
+    arrays[wte] = np.resize(arrays[wte], (size, arrays[wte].shape[1]))
+    folder = saved(tmp_path / "hf", CONFIG | {"vocab_size": size}, arrays)
+    tokenizer = Tokenizer(models.BPE(known, [], unk_token="<|endoftext|>"))
+    tokenizer.add_tokens([f"<extra{i}>" for i in range(size - 21 + 5)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    run = tmp_path / "run"
+    code, out, err = call(command.main, f"--from={tmp_path / 'hf'}", f"--to={run}")
+    assert (code, err) == (0, "")
+    assert f"note: the tokenizer has ids from {size} on, such as '<extra" in out
+    (tmp_path / "text").write_text("abcdefghij" * 40)
+    flags = [f"--output_dir={run}", f"--data_dir={tmp_path / 'text'}", "--length=8"]
+    code, out, err = call(evaluate.main, *flags)
+    assert code == 0 and "bits_per_token: " in out, err
+    last = f"<extra{size - 21 + 4}>"
+    (tmp_path / "text").write_text("abcdefghij" * 38 + last * 2)
+    code, out, err = call(evaluate.main, *flags, "--split=test")
+    assert code == 2 and f"the text has {last!r}, whose id {size + 4} is not below" in err, err
+    # In training, the same, by the setting that the error names.
+    (tmp_path / "text").write_text("abcdefghij" * 40)
+    trains = [
+        "--config_file=gpt2.gin",
+        f"--data_dir={tmp_path / 'text'}",
+        f"--output_dir={tmp_path / 'new'}",
+        f"--config=text.text.vocabulary='{run / 'vocabulary.model'}'",
+        f"--config=vocab_size={size}",
+        "--config=lm.TransformerLM.first_token=20",
+        *(f"--config={x}" for x in ("d_model=8", "n_heads=2", "d_head=4", "d_ff=8")),
+        *(f"--config={x}" for x in ("n_layers=1", "length=8", "batch_size=2", "steps=1")),
+        *(f"--config={x}" for x in ("warmup_steps=0", "dtype='float32'")),
+    ]
+    code, out, err = call(train.main, *trains)
+    if code:
+        assert f"or the task's vocab_size={size}" in err, err
+        code, out, err = call(train.main, *trains, f"--config=text.text.vocab_size={size}")
+    assert code == 0, err
