@@ -57,7 +57,7 @@ LARGEST = 1e9
 MOST_PAIRS = 2**36
 
 
-class Settings(NamedTuple):
+class DsaSettings(NamedTuple):
     """The hyperparameters of `dsa`, whose arguments they are."""
 
     top_k: int
@@ -109,7 +109,7 @@ def dsa(
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
     check_impl(impl, *KERNELS)
-    settings = Settings(**locals())
+    settings = DsaSettings(**locals())
     return AttentionOp(
         init=functools.partial(_init, settings),
         plan=functools.partial(_plan, settings),
@@ -121,7 +121,7 @@ def dsa(
     )
 
 
-def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+def _init(settings: DsaSettings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
     n_heads, size, n_index, d_index = dims.n_heads, dims.d_qk, *settings[1:3]
     rng, rng_weight = jax.random.split(rng)
     key = jax.random.normal(rng, (n_heads, size, d_index)) / math.sqrt(d_index)
@@ -169,7 +169,7 @@ def _scores(index: Index, keys: Float[Array, "B S D"]) -> Float[Array, "B Q S"]:
 
 
 def _best(
-    settings: Settings, scores: Float[Array, "B Q S"], may: Bool[Array, "B Q S"]
+    settings: DsaSettings, scores: Float[Array, "B Q S"], may: Bool[Array, "B Q S"]
 ) -> Int[Array, "B Q K"]:
     """The positions of the highest scores among those that a query may see; -1 is none."""
     n_best = min(settings.top_k, scores.shape[-1])
@@ -185,7 +185,7 @@ def _visible(causal: bool, ids: Int[Array, "#B S"], of_query, position) -> Bool[
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
+    settings: DsaSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B T K"]:
     """The positions that each query sees, those of a kernel in their order."""
     del rng, train, length
@@ -210,7 +210,7 @@ def _plan(
 
 
 def _apply(
-    settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+    settings: DsaSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
 ) -> Float[Array, "B T N V"]:
     n_batch, length, n_heads, _ = q.shape
     ids = ids_or_ones(segment_ids, q)
@@ -222,7 +222,7 @@ def _apply(
         from reformax.ops.kernels.triton import dsa as kernel
 
         layout = Everything(length, length, causal, dropout)
-        index, ids = kernel.Index(*index, index_keys), None if segment_ids is None else ids
+        index, ids = kernel.IndexerArrays(*index, index_keys), None if segment_ids is None else ids
         inputs = q, k, v, index, factor, plan, ids, rng
         return kernel.attend(layout, impl == "pallas_interpret", *inputs)
     seed = seed_words(rng, n_batch) if dropout > 0.0 else None
@@ -275,20 +275,22 @@ def _divergence(
 # Decoding. C is the capacity.
 
 
-class Cache(NamedTuple):
+class DsaCache(NamedTuple):
     """All positions, and their index keys."""
 
     memory: KeyValues
     index: Float[Array, "B C D"]
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+def _init_cache(
+    settings: DsaSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> DsaCache:
     del settings, plan, rng
     index = jnp.pad(_index_keys(params, k), ((0, 0), (0, capacity - q.shape[1]), (0, 0)))
-    return Cache(fill_ring(k, v, lengths, capacity), index)
+    return DsaCache(fill_ring(k, v, lengths, capacity), index)
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
+def _step(settings: DsaSettings, params, q, k, v, cache: DsaCache, *, position: Int[Array, " B"]):
     memory = add_to_ring(cache.memory, k, v, position)
     row = jnp.arange(q.shape[0])
     index = cache.index.at[row, position].set(_index_keys(params, k)[:, 0])
@@ -297,4 +299,4 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position: Int[Ar
     chosen = _best(settings, scores, may)  # [B, 1, K]
     at = jnp.maximum(chosen, 0)[..., None]
     keys, values = (jnp.take_along_axis(x, at, axis=2) for x in memory)
-    return attend_to(q, keys, values, chosen >= 0, settings.impl), Cache(memory, index)
+    return attend_to(q, keys, values, chosen >= 0, settings.impl), DsaCache(memory, index)

@@ -24,7 +24,7 @@ from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.numerics.normalization import length_normalize
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
     Span,
     layer_output,
@@ -98,11 +98,11 @@ def _init(normalized: bool, memory: float | None, conv_size: int | None, rng, di
     return own | conv_params(conv_size, jax.random.fold_in(rng, 2), dims)
 
 
-def _inputs(params, q, k, v, extra_projections) -> Inputs:
+def _inputs(params, q, k, v, extra_projections) -> RecurrenceInputs:
     dtype = accum_dtype(q.dtype)
     rate, bias = (params[name].astype(dtype)[None, None, :, None] for name in ("rate", "bias"))
     log_decay = jnp.exp(rate) * jax.nn.log_sigmoid(extra_projections["keep"].astype(dtype) - bias)
     beta = jax.nn.sigmoid(extra_projections["beta"].astype(dtype))
     size = q.shape[-1]
     q, k = (length_normalize(x.astype(dtype), 1e-6 / size) * size**-0.5 for x in (q, k))
-    return Inputs(scaled(q.astype(v.dtype)), k.astype(v.dtype), v, log_decay, beta)
+    return RecurrenceInputs(scaled(q.astype(v.dtype)), k.astype(v.dtype), v, log_decay, beta)

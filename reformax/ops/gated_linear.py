@@ -19,7 +19,7 @@ from reformax.ops.base import AttentionOp, Traits, named, no_plan
 from reformax.ops.calls.dims import ExtraProjection
 from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
     Span,
     layer_output,
@@ -82,7 +82,7 @@ def gated_linear(
     )
 
 
-def _inputs(temperature: float, params, q, k, v, extra_projections) -> Inputs:
+def _inputs(temperature: float, params, q, k, v, extra_projections) -> RecurrenceInputs:
     dtype = accum_dtype(q.dtype)
     gate = extra_projections["gate"].astype(dtype) + params["bias"].astype(dtype)[None, None]
-    return Inputs(scaled(q), k, v, jax.nn.log_sigmoid(gate) / temperature, None)
+    return RecurrenceInputs(scaled(q), k, v, jax.nn.log_sigmoid(gate) / temperature, None)

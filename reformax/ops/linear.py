@@ -20,7 +20,7 @@ from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_params, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import quotient, with_ones
 from reformax.ops.recurrence.op_functions import recurrent
 from reformax.ops.recurrence.recurrence import everything
@@ -73,9 +73,9 @@ def _apply(
     return quotient(sums).astype(v.dtype)
 
 
-def _inputs(params, q, k, v, extra_projections=None) -> Inputs:
+def _inputs(params, q, k, v, extra_projections=None) -> RecurrenceInputs:
     del params, extra_projections
-    return Inputs(_features(q), _features(k), v, None, None)
+    return RecurrenceInputs(_features(q), _features(k), v, None, None)
 
 
 def _features(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:

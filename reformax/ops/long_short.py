@@ -45,7 +45,7 @@ Rank = Annotated[int, Bounds(0, 2**16)]
 LOGITS_AT_A_TIME = 2**28
 
 
-class Settings(NamedTuple):
+class LongShortSettings(NamedTuple):
     """The hyperparameters of `long_short`, whose arguments they are."""
 
     window: int
@@ -62,7 +62,7 @@ class Mixtures(NamedTuple):
     real: Bool[Array, "B S"]  # whether the chunk has a token
 
 
-class Cache(NamedTuple):
+class LongShortCache(NamedTuple):
     """The last positions, and the mixtures of all chunks. That of an unfinished chunk changes."""
 
     ring: KeyValues
@@ -94,7 +94,7 @@ def long_short(
       ValueError: a size out of range.
       NotImplementedError: at the call, with several segments in a row.
     """
-    settings = Settings(window, rank, chunk_len, dual_norm)
+    settings = LongShortSettings(window, rank, chunk_len, dual_norm)
     return AttentionOp(
         init=functools.partial(_init, settings),
         plan=no_plan,
@@ -105,7 +105,7 @@ def long_short(
     )
 
 
-def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
+def _init(settings: LongShortSettings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]:
     n, h, v = dims.n_heads, dims.d_qk, dims.d_v
     params = {}
     if settings.rank:
@@ -118,7 +118,9 @@ def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> dict[str, Array]
     return params
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+def _apply(
+    settings: LongShortSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+):
     del plan
     seed = seed_words(rng, len(q)) if dropout else None
     params = {
@@ -164,7 +166,7 @@ class Window(NamedTuple):
     real: Bool[Array, "#B C M"]
 
 
-def _window(settings: Settings, params, q, k, v, real, causal: bool) -> Window:
+def _window(settings: LongShortSettings, params, q, k, v, real, causal: bool) -> Window:
     length = q.shape[1]
     size = min(settings.window, length)
     n_blocks, after = -(-length // size), 0 if causal else 1
@@ -204,7 +206,7 @@ def _by_groups(attend, near: Window, n_far: int) -> Float[Array, "B C L N V"]:
     return joined(jax.lax.map(attend, jax.tree.map(cut, near)), n_blocks)
 
 
-def _near(settings: Settings, near: Window, causal: bool) -> Keys:
+def _near(settings: LongShortSettings, near: Window, causal: bool) -> Keys:
     """The keys of the window."""
     place, key = near.place[..., None], near.key[:, :, None]
     mask = (jnp.abs(place - key) < settings.window) & near.real[:, :, None]
@@ -218,7 +220,7 @@ def _near(settings: Settings, near: Window, causal: bool) -> Keys:
     )
 
 
-def _far(settings: Settings, near: Window, far: Mixtures, chunk_len: int | None) -> Keys:
+def _far(settings: LongShortSettings, near: Window, far: Mixtures, chunk_len: int | None) -> Keys:
     """The summaries of all chunks, or those before the query's own chunk of `chunk_len`."""
     number = jnp.arange(far.keys.shape[1])
     mask = far.real[:, None, None]
@@ -235,7 +237,7 @@ def _far(settings: Settings, near: Window, far: Mixtures, chunk_len: int | None)
 
 
 def mixtures(
-    settings: Settings, params, k, v, real: Bool[Array, "#B T"], chunk_len: int
+    settings: LongShortSettings, params, k, v, real: Bool[Array, "#B T"], chunk_len: int
 ) -> Mixtures:
     """The summaries of chunks of `chunk_len` positions, `K-` and `V-`.
 
@@ -273,7 +275,9 @@ def layer_norm(x: Float[Array, "*d N H"], weights: Float[Array, "2 N H"]) -> Flo
 # Decoding
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+def _init_cache(
+    settings: LongShortSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> LongShortCache:
     del q, plan, rng
     rank, chunk_len = settings.rank, min(settings.chunk_len, capacity)
     ring = fill_ring(k, v, lengths, min(max(settings.window, rank and chunk_len), capacity))
@@ -290,10 +294,12 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
                 for x, y in zip(far, (found.keys, found.values), strict=True)
             )
         )
-    return Cache(ring, far)
+    return LongShortCache(ring, far)
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tuple[Any, Cache]:
+def _step(
+    settings: LongShortSettings, params, q, k, v, cache: LongShortCache, *, position
+) -> tuple[Any, LongShortCache]:
     ring = add_to_ring(cache.ring, k, v, position)
     held = positions_by_slot(position, ring.keys.shape[2])
     mask = held >= jnp.maximum(position[:, None] - settings.window + 1, 0)
@@ -311,10 +317,12 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tup
         seen = jnp.arange(far.keys.shape[2])[None] // settings.rank < chunk
         mask = jnp.concatenate([mask, seen], axis=1)
         near = KeyValues(*(jnp.concatenate(pair, axis=2) for pair in zip(near, far, strict=True)))
-    return attend_to(q, *near, mask[:, None], "auto"), Cache(ring, far)
+    return attend_to(q, *near, mask[:, None], "auto"), LongShortCache(ring, far)
 
 
-def _with_newest(settings: Settings, params, cache: Cache, ring, held, position) -> KeyValues:
+def _with_newest(
+    settings: LongShortSettings, params, cache: LongShortCache, ring, held, position
+) -> KeyValues:
     """The mixtures with those of the newest chunk, of its tokens so far."""
     chunk = position // settings.chunk_len
     real = held >= (chunk * settings.chunk_len)[:, None]

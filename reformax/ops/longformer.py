@@ -28,7 +28,7 @@ STEPS = "a number of at least 1, or one for each head"
 Dilation = Annotated[Size | Sequence[Size], Called(STEPS)]
 
 
-class Settings(NamedTuple):
+class LongformerSettings(NamedTuple):
     """The hyperparameters of `longformer`, whose arguments they are."""
 
     window: int
@@ -87,7 +87,7 @@ def longformer(
         if not dilation:
             raise SettingError(f"dilation is {dilation}: expected {STEPS}")
     check_impl(impl, *KERNELS)
-    settings = Settings(window, dilation, n_global, own_projections, impl)
+    settings = LongformerSettings(window, dilation, n_global, own_projections, impl)
     return AttentionOp(
         init=no_params,
         plan=functools.partial(_plan, settings),
@@ -103,7 +103,7 @@ def longformer(
     )
 
 
-def _extras(settings: Settings, dims: Dims) -> dict[str, ExtraProjection]:
+def _extras(settings: LongformerSettings, dims: Dims) -> dict[str, ExtraProjection]:
     if not (settings.n_global and settings.own_projections):
         return {}
     vectors = ExtraProjection(dims.n_heads, dims.d_qk, rotated=True)
@@ -115,7 +115,7 @@ def _extras(settings: Settings, dims: Dims) -> dict[str, ExtraProjection]:
 
 
 def _plan(
-    settings: Settings,
+    settings: LongformerSettings,
     params,
     q,
     k,
@@ -133,7 +133,7 @@ def _plan(
 
 
 def _apply(
-    settings: Settings,
+    settings: LongformerSettings,
     params,
     q,
     k,
@@ -161,8 +161,18 @@ def _apply(
 
 
 def _init_cache(
-    settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None
-) -> band_cache.Cache:
+    settings: LongformerSettings,
+    params,
+    q,
+    k,
+    v,
+    *,
+    plan,
+    lengths,
+    capacity,
+    rng,
+    extra_projections=None,
+) -> band_cache.BandCache:
     del params, rng, extra_projections
     few = jnp.zeros((len(k), 0), jnp.int32) if plan is None else plan
     few = jnp.where(few < lengths[:, None], few, NOWHERE)
@@ -170,12 +180,12 @@ def _init_cache(
 
 
 def _step(
-    settings: Settings,
+    settings: LongformerSettings,
     params,
     q,
     k,
     v,
-    cache: band_cache.Cache,
+    cache: band_cache.BandCache,
     *,
     position,
     extra_projections=None,

@@ -129,7 +129,7 @@ def _plan(
     if impl != "xla":
         from reformax.ops.kernels.triton import choice
 
-        sizes = choice.Sizes(n_best, size)
+        sizes = choice.MobaSizes(n_best, size)
         masks = () if segment_ids is None else (ids, of_block)
         return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
 
@@ -181,8 +181,8 @@ def _apply(block_size, impl, params, q, k, v, *, plan, segment_ids, causal, drop
     from reformax.ops.kernels.triton import moba as kernel
 
     found = _tiles(plan, size, min(QUERIES[q.dtype.itemsize], kernel.power_of_two(length)))
-    lists = kernel.Lists(found.block, found.pair, found.bounds, found.place >= 0)
-    sizes = kernel.Sizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
+    lists = kernel.MobaLists(found.block, found.pair, found.bounds, found.place >= 0)
+    sizes = kernel.MobaSizes(size, plan.shape[3] + 1, min(KEYS, kernel.power_of_two(size)), dropout)
     ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
     return kernel.attend(sizes, impl == "pallas_interpret", q, k, v, ids, lists, rng)
 
@@ -251,22 +251,24 @@ def _tile(seed, dropout, of_query, of_key, q, k, v) -> Softmax:
     return softmax_of_piece(q, k, v, mask, (query, key), dropout, seed)
 
 
-class Cache(NamedTuple):
+class MobaCache(NamedTuple):
     """All positions, and the sum of the keys of each block."""
 
     memory: KeyValues
     sums: Float[Array, "B G C H"]
 
 
-def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+def _init_cache(block_size, params, q, k, v, *, plan, lengths, capacity, rng) -> MobaCache:
     del params, q, plan, rng
     memory = fill_ring(k, v, lengths, capacity)  # zeros where there is no position yet
     keys = jnp.swapaxes(memory.keys, 1, 2).astype(accum_dtype(k.dtype))
     blocks = in_blocks(keys, min(block_size, capacity))
-    return Cache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
+    return MobaCache(memory, jnp.swapaxes(blocks.sum(axis=2), 1, 2))
 
 
-def _step(block_size, top_k, impl, params, q, k, v, cache: Cache, *, position: Int[Array, " B"]):
+def _step(
+    block_size, top_k, impl, params, q, k, v, cache: MobaCache, *, position: Int[Array, " B"]
+):
     del params
     memory = add_to_ring(cache.memory, k, v, position)
     capacity, n_blocks = memory.keys.shape[2], cache.sums.shape[2]
@@ -288,4 +290,4 @@ def _step(block_size, top_k, impl, params, q, k, v, cache: Cache, *, position: I
     seen = seen.reshape(*seen.shape[:2], -1)
     row, head = jnp.arange(n_rows)[:, None, None], jnp.arange(n_heads)[None, :, None] // group
     keys, values = (x[row, head, jnp.clip(seen, 0, capacity - 1)] for x in memory)
-    return attend_to(q, keys, values, mask.reshape(seen.shape), impl), Cache(memory, sums)
+    return attend_to(q, keys, values, mask.reshape(seen.shape), impl), MobaCache(memory, sums)

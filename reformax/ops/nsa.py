@@ -54,7 +54,7 @@ from reformax.ops.softmax.online import masked_softmax
 KERNELS_HOLD = {"heads_of_a_key_head": 128, "summaries_of_a_block": 64, "blocks": 2**15}
 
 
-class Settings(NamedTuple):
+class NsaSettings(NamedTuple):
     """The hyperparameters of `nsa`, whose arguments they are."""
 
     compress_len: int
@@ -93,7 +93,7 @@ class Settings(NamedTuple):
         above = {name: n for name, n in shape.items() if n > KERNELS_HOLD[name]}
         return choose(self.impl, **kernel_obstacles(q, k, v, **above))
 
-    def within(self, length: int) -> Settings:
+    def within(self, length: int) -> NsaSettings:
         """The settings that show the same of so many positions."""
         stride = self.compress_stride
         block_size = min(self.block_size, -(-length // stride) * stride)
@@ -163,7 +163,7 @@ def nsa(
       ValueError: a size out of range, or no multiple of `compress_stride`; an unknown `impl`.
       NotImplementedError: at the call, when `"pallas"` is asked for what it cannot do.
     """
-    settings = Settings(**locals())
+    settings = NsaSettings(**locals())
     settings.check()
     return AttentionOp(
         init=functools.partial(_init, settings),
@@ -176,7 +176,7 @@ def nsa(
     )
 
 
-def _extras(settings: Settings, dims: Dims) -> dict[str, ExtraProjection]:
+def _extras(settings: NsaSettings, dims: Dims) -> dict[str, ExtraProjection]:
     gate = {"gate": ExtraProjection(dims.n_heads, 3)}
     if not settings.own_projections:
         return gate
@@ -189,7 +189,7 @@ def _extras(settings: Settings, dims: Dims) -> dict[str, ExtraProjection]:
     }
 
 
-def _init(settings: Settings, rng: PRNGKeyArray, dims: Dims) -> Any:
+def _init(settings: NsaSettings, rng: PRNGKeyArray, dims: Dims) -> Any:
     if settings.compression == "mean":
         return ()
     n_places = settings.compress_len
@@ -237,7 +237,7 @@ def _summary(params, x: Float[Array, "B C P G H"]) -> Float[Array, "B C G H"]:
     return out.astype(dtype)
 
 
-def _in_summaries(settings: Settings, x: Array) -> Array:
+def _in_summaries(settings: NsaSettings, x: Array) -> Array:
     """The positions of each summary, of `[B, T, ...]`: `[B, C, P, ...]`."""
     n, stride = settings.n_summaries(x.shape[1]), settings.compress_stride
     per = settings.compress_len // stride
@@ -248,7 +248,7 @@ def _in_summaries(settings: Settings, x: Array) -> Array:
     return jnp.concatenate([strides[:, i : i + n] for i in range(per)], axis=2)
 
 
-def _summaries(settings: Settings, params, k, v, ids: Int[Array, "#B T"]) -> Summaries:
+def _summaries(settings: NsaSettings, params, k, v, ids: Int[Array, "#B T"]) -> Summaries:
     """The summaries of a row."""
     keys, values = (
         _summary(params[name] if params else None, _in_summaries(settings, x))
@@ -263,7 +263,7 @@ def _summaries(settings: Settings, params, k, v, ids: Int[Array, "#B T"]) -> Sum
 
 
 def _block_scores(
-    settings: Settings, weights: Float[Array, "*d C"], n_blocks: int
+    settings: NsaSettings, weights: Float[Array, "*d C"], n_blocks: int
 ) -> Float[Array, "*d J"]:
     """What each block is worth by the weights of summaries (eq. 9)."""
     stride = settings.compress_stride
@@ -280,7 +280,7 @@ def _block_scores(
 
 
 def _best(
-    settings: Settings,
+    settings: NsaSettings,
     scores: Float[Array, "*d J"],
     own: Int[Array, "*#d"],
     first: Int[Array, "*#d"],
@@ -308,7 +308,7 @@ def _first_of_segment(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
+    settings: NsaSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, "B G T K"]:
     """The blocks that each query selects, its own first."""
     del causal, rng, train, length
@@ -332,12 +332,12 @@ def _plan(
         q.shape[2] // k.shape[2],
     )
     sizes = settings.block_size, settings.compress_stride, settings.compress_len
-    sizes = selection.Sizes(n_best, *sizes, group)
+    sizes = selection.NsaSizes(n_best, *sizes, group)
     return selection.select(sizes, impl == "pallas_interpret", q, far.keys, *masks)
 
 
 def _select_in_arrays(
-    settings: Settings, q, far: Summaries, ids: Int[Array, "B T"], first: Int[Array, "B T"]
+    settings: NsaSettings, q, far: Summaries, ids: Int[Array, "B T"], first: Int[Array, "B T"]
 ) -> Int[Array, "B G T K"]:
     """`_plan` in array operations, some queries after the other."""
     n_batch, length = ids.shape
@@ -367,7 +367,7 @@ def _logits(axes: str, queries: Array, keys: Array) -> Array:
 
 
 def _apply(
-    settings: Settings,
+    settings: NsaSettings,
     params,
     q,
     k,
@@ -399,7 +399,7 @@ def _apply(
     return _gated((*others, near), extra_projections["gate"]).astype(v.dtype)
 
 
-def _own(settings: Settings, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
+def _own(settings: NsaSettings, k, v, extra_projections) -> tuple[KeyValues, KeyValues]:
     """Keys and values of the selected branch and of the window."""
     if not settings.own_projections:
         return KeyValues(k, v), KeyValues(k, v)
@@ -417,7 +417,7 @@ def _gated(branches, gate: Float[Array, "B T N 3"]) -> Float[Array, "B T N V"]:
 
 
 def _in_arrays(
-    settings: Settings, far: Summaries, q, k, v, plan, ids, dropout: float, seed
+    settings: NsaSettings, far: Summaries, q, k, v, plan, ids, dropout: float, seed
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
     """The compressed and the selected branch in array operations, some queries after the other."""
     n_batch, length, n_heads, _ = q.shape
@@ -467,7 +467,7 @@ def _in_arrays(
 
 
 def _in_kernels(
-    settings: Settings, interpret: bool, far: Summaries, q, k, v, plan, ids, dropout: float, rng
+    settings: NsaSettings, interpret: bool, far: Summaries, q, k, v, plan, ids, dropout: float, rng
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
     """The same by kernels."""
     from reformax.ops.kernels.triton import nsa as kernel
@@ -476,10 +476,10 @@ def _in_kernels(
     rng = rng if dropout > 0.0 else None
     stride, span = settings.compress_stride, settings.compress_len
     rows = kernel.n_rows(q)
-    sizes = kernel.Sizes(group, 0, 0, stride, span, dropout, rows)
+    sizes = kernel.NsaSizes(group, 0, 0, stride, span, dropout, rows)
     far_ids = None if ids is None else far.ids
     compressed = kernel.attend(sizes, interpret, q, far.keys, far.values, ids, far_ids, None, rng)
-    sizes = kernel.Sizes(group, size, plan.shape[3], 1, 1, dropout, rows)
+    sizes = kernel.NsaSizes(group, size, plan.shape[3], 1, 1, dropout, rows)
     selected = kernel.attend(sizes, interpret, q, k, v, ids, ids, plan, rng)
     return compressed, selected
 
@@ -502,7 +502,7 @@ def _blocks_at(x: Array, at: Int[Array, "B G Q K"]) -> Array:
 # Decoding
 
 
-class Cache(NamedTuple):
+class NsaCache(NamedTuple):
     """All positions, the last ones that a window or a summary needs, and the summaries so far."""
 
     selected: KeyValues
@@ -512,8 +512,8 @@ class Cache(NamedTuple):
 
 
 def _init_cache(
-    settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections
-) -> Cache:
+    settings: NsaSettings, params, q, k, v, *, plan, lengths, capacity, rng, extra_projections
+) -> NsaCache:
     del q, plan, rng
     settings = settings.within(capacity)
     selected, near = _own(settings, k, v, extra_projections)
@@ -525,7 +525,7 @@ def _init_cache(
         x = jnp.swapaxes(x, 1, 2)[:, :, :n]
         return jnp.pad(x, ((0, 0), (0, 0), (0, n - x.shape[2]), (0, 0)))
 
-    return Cache(
+    return NsaCache(
         fill_ring(*selected, lengths, capacity),
         fill_ring(*near, lengths, min(settings.window, capacity)),
         fill_ring(k, v, lengths, min(settings.compress_len, capacity)),
@@ -533,7 +533,7 @@ def _init_cache(
     )
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extra_projections):
+def _step(settings: NsaSettings, params, q, k, v, cache: NsaCache, *, position, extra_projections):
     settings = settings.within(cache.selected.keys.shape[2])
     new_selected, new_near = _own(settings, k, v, extra_projections)
     memory = add_to_ring(cache.selected, *new_selected, position)
@@ -554,11 +554,11 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position, extra_
         for held, mask in ((far, seen), (chosen, mask), (near, window))
     ]
     out = _gated(branches, extra_projections["gate"]).astype(v.dtype)
-    return out, Cache(memory, near, newest, far)
+    return out, NsaCache(memory, near, newest, far)
 
 
 def _places_now(
-    settings: Settings, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
+    settings: NsaSettings, q, summaries: Float[Array, "B G C H"], seen, position, capacity: int
 ) -> Int[Array, "B G K*L"]:
     """The positions of the blocks that the newest query selects, by the summaries' keys."""
     n_batch, n_kv = summaries.shape[:2]
@@ -574,7 +574,7 @@ def _places_now(
     return place.reshape(n_batch, n_kv, -1)
 
 
-def _with_newest(settings: Settings, params, far: KeyValues, newest: KeyValues, position):
+def _with_newest(settings: NsaSettings, params, far: KeyValues, newest: KeyValues, position):
     """The summaries with the one that ends at `position`, if one does."""
     before = jnp.arange(settings.compress_len, dtype=jnp.int32)[None, ::-1]
     place = position[:, None] - before

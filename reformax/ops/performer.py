@@ -49,7 +49,7 @@ Epsilon = Annotated[float, Bounds(1e-12, 1)]
 MAX_IN_TILE = 512
 
 
-class Settings(NamedTuple):
+class PerformerSettings(NamedTuple):
     """The hyperparameters of `performer`, whose arguments they are."""
 
     n_features: int
@@ -79,7 +79,7 @@ class Settings(NamedTuple):
         ]
 
 
-class Cache(NamedTuple):
+class PerformerCache(NamedTuple):
     """The sums over all keys so far, `sums e^scale`, and the plan."""
 
     sums: Float[Array, "B N M V1"]
@@ -120,7 +120,7 @@ def performer(
     check_impl(impl, *KERNELS)
     if redraw is not None and seed is None:
         raise SettingError(f"redraw is {redraw} and seed None, which draws at every call: set one")
-    settings = Settings(n_features, seed, epsilon, chunk_len, impl, redraw)
+    settings = PerformerSettings(n_features, seed, epsilon, chunk_len, impl, redraw)
     return AttentionOp(
         init=no_params if redraw is None else _init,
         plan=no_plan if seed is not None and redraw is None else functools.partial(_plan, settings),
@@ -137,7 +137,7 @@ def _init(rng, dims) -> dict[str, Buffer]:
 
 
 def _plan(
-    settings: Settings, params, q, k, *, segment_ids, causal, rng, train, length=None
+    settings: PerformerSettings, params, q, k, *, segment_ids, causal, rng, train, length=None
 ) -> Int[Array, 2]:
     """Two words, of which the features are drawn wherever they are needed."""
     del q, k, segment_ids, causal, length
@@ -149,7 +149,9 @@ def _plan(
     return jax.random.key_data(jax.random.fold_in(seed, last // settings.redraw))
 
 
-def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng):
+def _apply(
+    settings: PerformerSettings, params, q, k, v, *, plan, segment_ids, causal, dropout, rng
+):
     del dropout, rng
     if settings.redraw is not None:
         # The output is to depend on the weight, and so does what this adds 0 to.
@@ -169,7 +171,7 @@ def _apply(settings: Settings, params, q, k, v, *, plan, segment_ids, causal, dr
     return attend(q, k, v)
 
 
-def _kernel(settings: Settings, q, k, v) -> str | None:
+def _kernel(settings: PerformerSettings, q, k, v) -> str | None:
     """The implementation whose kernels make the features too; None: array operations do."""
     if q.dtype != jnp.bfloat16 or settings.n_features > MAX_IN_TILE:
         return None
@@ -177,7 +179,7 @@ def _kernel(settings: Settings, q, k, v) -> str | None:
     return impl if impl in KERNELS else None
 
 
-def _in_kernels(settings: Settings, impl: str, plan, q, k, v, segment_ids) -> Array:
+def _in_kernels(settings: PerformerSettings, impl: str, plan, q, k, v, segment_ids) -> Array:
     """Causal attention whose features are made in kernels.
 
     Factors of a row of queries cancel, so that what their features are relative to has no gradient.
@@ -188,7 +190,9 @@ def _in_kernels(settings: Settings, impl: str, plan, q, k, v, segment_ids) -> Ar
     directions = settings.directions(plan, q.shape[-1])
     top, rise = running_max(kernel.scales(k, directions, interpret)[..., None], segment_ids)
     queries, keys = (
-        kernel.features(interpret, kernel.Read(x, directions, settings.epsilon, relative_to))
+        kernel.features(
+            interpret, kernel.FeatureArrays(x, directions, settings.epsilon, relative_to)
+        )
         for x, relative_to in ((q, None), (k, top[..., 0]))
     )
     options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len, impl=impl)
@@ -201,7 +205,7 @@ def _mean(
     v: Float[Array, "B T N V"],
     segment_ids: Int[Array, "B T"] | None,
     causal: bool,
-    settings: Settings,
+    settings: PerformerSettings,
 ) -> Float[Array, "B T N V"]:
     """Means of values by `phi(q_i) . phi(k_j)`, whose factors of the row cancel."""
     options = dict(segment_ids=segment_ids, chunk_len=settings.chunk_len)
@@ -248,7 +252,9 @@ def running_max(
 # Decoding
 
 
-def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity, rng) -> Cache:
+def _init_cache(
+    settings: PerformerSettings, params, q, k, v, *, plan, lengths, capacity, rng
+) -> PerformerCache:
     del params, q, capacity, rng
     real = (jnp.arange(k.shape[1])[None] < lengths[:, None])[..., None, None]
     (keys,) = settings.features(plan, jnp.where(real, k, 0))
@@ -257,10 +263,12 @@ def _init_cache(settings: Settings, params, q, k, v, *, plan, lengths, capacity,
     top = scale.max(axis=1)
     # A row without a token has no top.
     weights = keys.x * jnp.exp(scale - jnp.where(jnp.isfinite(top), top, 0)[:, None])
-    return Cache(jnp.einsum("btnm,btnv->bnmv", weights, values), top, Shared(plan))
+    return PerformerCache(jnp.einsum("btnm,btnv->bnmv", weights, values), top, Shared(plan))
 
 
-def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tuple[Any, Cache]:
+def _step(
+    settings: PerformerSettings, params, q, k, v, cache: PerformerCache, *, position
+) -> tuple[Any, PerformerCache]:
     del params, position
     queries, keys = settings.features(cache.plan.value, q, k)
     top = jnp.maximum(cache.scale, keys.scale[:, 0])
@@ -269,4 +277,4 @@ def _step(settings: Settings, params, q, k, v, cache: Cache, *, position) -> tup
     sums, state = advance(
         cache.sums, queries.x, new, with_ones(v.astype(accum_dtype(v.dtype))), decay
     )
-    return quotient(sums).astype(v.dtype), Cache(state, top, cache.plan)
+    return quotient(sums).astype(v.dtype), PerformerCache(state, top, cache.plan)

@@ -17,7 +17,7 @@ from reformax.declared import Size, Width
 from reformax.ops.base import AttentionOp, Traits, named, no_plan
 from reformax.ops.calls.dispatch import KERNELS, check_impl
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.op_functions import (
     layer_output,
     output_params,
@@ -73,8 +73,8 @@ def _rates(n_heads: int) -> dict[str, Float[np.ndarray, " N"]]:
     return {"rates": np.log1p(-(2.0 ** (-5.0 - np.arange(n_heads))))}
 
 
-def _inputs(params, q, k, v, extra_projections) -> Inputs:
+def _inputs(params, q, k, v, extra_projections) -> RecurrenceInputs:
     del extra_projections
     log_decay = jnp.asarray(params["rates"], accum_dtype(q.dtype))[None, None, :, None]
     log_decay = jnp.broadcast_to(log_decay, (*q.shape[:3], 1))
-    return Inputs(scaled(q), k, v, log_decay, None)
+    return RecurrenceInputs(scaled(q), k, v, log_decay, None)

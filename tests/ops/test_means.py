@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops.kernels.triton import recurrence as kernel
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean
 from tests.helpers import assert_trees_close, lower_for_gpu, with_gradients
 from tests.ops import recurrence_oracle
@@ -72,7 +72,7 @@ def test_kernels_in_bfloat16():
 def test_groups_of_chunks_are_one_sequence(packed):
     """Three groups of two chunks, of which there are five, against one group."""
     inputs = positive("head", 300, size=70, d_v=66, least=-0.02)
-    x = Inputs(*jax.tree.map(np.float32, inputs), None)
+    x = RecurrenceInputs(*jax.tree.map(np.float32, inputs), None)
     ids = np.sort(runs(300, 1), axis=1) if packed else None
     d_sums, d_total = (np.random.default_rng(3).normal(size=s) for s in (x.v.shape, (1, 300, 1)))
 
@@ -101,7 +101,7 @@ def test_it_lowers_for_a_gpu():
     ids = jax.ShapeDtypeStruct(long[:2], jnp.int32)
 
     def run(ids, d_total, d_sums, *inputs):
-        x = Inputs(*inputs, None)
+        x = RecurrenceInputs(*inputs, None)
         return kernel.means(x, ids), kernel.means_backward(x, ids, d_sums, d_total)
 
     d_total = jax.ShapeDtypeStruct(long, jnp.float32)

@@ -46,7 +46,7 @@ def test_the_equations(relative):
     relative_to = relative_to if relative else None
 
     def features(x):
-        return kernel.features(True, kernel.Read(x, directions, EPSILON, relative_to))
+        return kernel.features(True, kernel.FeatureArrays(x, directions, EPSILON, relative_to))
 
     out, (dx,) = with_gradients(features)(d, x)
     top, *want = oracle(x, d, directions, relative_to)
@@ -78,7 +78,7 @@ def test_it_lowers_for_a_gpu():
 
     def run(x, d, directions, top):
         def features(x):
-            return kernel.features(False, kernel.Read(x, directions, EPSILON, top))
+            return kernel.features(False, kernel.FeatureArrays(x, directions, EPSILON, top))
 
         return kernel.scales(x, directions, False), with_gradients(features)(d, x)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reformax.ops.kernels.triton import recurrence as kernel
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.recurrence import recurrence
 from tests.helpers import assert_trees_close, assert_trees_equal, lower_for_gpu, with_gradients
 from tests.ops.test_recurrence import KINDS, compare, draw, runs
@@ -61,7 +61,7 @@ def test_groups_of_chunks_are_one_sequence(kind, packed):
     """Three groups of two chunks, of which there are five, against one group; none forgets all."""
     length = 300
     inputs = draw(kind, length, batch=1, n_heads=1, least=-0.02)
-    inputs = Inputs(*jax.tree.map(np.float32, inputs))
+    inputs = RecurrenceInputs(*jax.tree.map(np.float32, inputs))
     ids = np.sort(runs(length, 1), axis=1) if packed else None
     d_out = np.random.default_rng(3).normal(size=inputs.v.shape).astype(np.float32)
 
@@ -107,7 +107,7 @@ def test_it_lowers_for_a_gpu(kind, dtype):
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def run(ids, d_out, *inputs):
-        inputs = Inputs(*inputs)
+        inputs = RecurrenceInputs(*inputs)
         out = kernel.forward(inputs, ids)
         return out, kernel.backward(inputs, ids, d_out)
 

@@ -17,7 +17,7 @@ from reformax.ops.decoding.cache import (
 from reformax.ops.masking.bands import Band, rows_at
 
 
-class Cache(NamedTuple):
+class BandCache(NamedTuple):
     """The last positions, and the few keys. A position that is still to come has its slot."""
 
     ring: KeyValues
@@ -27,16 +27,18 @@ class Cache(NamedTuple):
 
 def fill(
     bands: tuple[Band, ...], k: Array, v: Array, few: Int[Array, "B G"], lengths, capacity: int
-) -> Cache:
+) -> BandCache:
     """The cache after the first `lengths` positions."""
     reach = max((band.window - 1) * band.dilation + 1 for band in bands)
     here = (few < lengths[:, None])[:, None, :, None]
     rows = (jnp.swapaxes(rows_at(x, few), 1, 2) for x in (k, v))
     held = KeyValues(*(jnp.where(here, x, 0) for x in rows))
-    return Cache(fill_ring(k, v, lengths, min(reach, capacity)), held, few)
+    return BandCache(fill_ring(k, v, lengths, min(reach, capacity)), held, few)
 
 
-def step(bands: tuple[Band, ...], q, k, v, cache: Cache, position, impl: str) -> tuple[Any, Cache]:
+def step(
+    bands: tuple[Band, ...], q, k, v, cache: BandCache, position, impl: str
+) -> tuple[Any, BandCache]:
     """Attention of one more position."""
     ring, places = add_to_ring(cache.ring, k, v, position), cache.places
     now = (places == position[:, None])[:, None, :, None]
@@ -53,4 +55,4 @@ def step(bands: tuple[Band, ...], q, k, v, cache: Cache, position, impl: str) ->
         far = (places <= position[:, None]) & ~band.shows(position[:, None], places)
         masks.append(jnp.concatenate([near, far], axis=1))
     both = (jnp.concatenate(pair, axis=2) for pair in zip(ring, few, strict=True))
-    return attend_to(q, *both, jnp.stack(masks, axis=1), impl), Cache(ring, few, places)
+    return attend_to(q, *both, jnp.stack(masks, axis=1), impl), BandCache(ring, few, places)

@@ -27,7 +27,7 @@ from reformax.ops.recurrence import decay_products as chunk_products
 from reformax.ops.recurrence.decay_products import decayed_products, decayed_products_vjp
 
 
-class Inputs(NamedTuple):
+class RecurrenceInputs(NamedTuple):
     """What a recurrence reads."""
 
     q: Float[Array, "B T N H"]
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 # Chunks.
 
 
-class Chunks(NamedTuple):
+class RecurrenceChunks(NamedTuple):
     """The inputs in chunks, `[C, B, N, L, ...]`, and which positions are of one segment."""
 
     q: Float[Array, "C B N L H"]
@@ -69,14 +69,14 @@ class Chunks(NamedTuple):
     def from_old(self, x: Float[Array, "C B N L H"]) -> Float[Array, "C B N L H"]:
         """`x` as it meets the state before the chunk."""
         if self.decay is not None:
-            x = _wide(x) * jnp.exp(self.decay)
+            x = _to_accum_dtype(x) * jnp.exp(self.decay)
         return jnp.where(self.old, x, 0)
 
     def to_new(self, x: Float[Array, "C B N L H"]) -> Float[Array, "C B N L H"]:
         """`x` as it is added to the state after the chunk."""
         if self.decay is not None:
             left = self.decay[..., -1:, :] - self.decay
-            x = _wide(x) * jnp.exp(jnp.where(self.new, left, 0))
+            x = _to_accum_dtype(x) * jnp.exp(jnp.where(self.new, left, 0))
         return jnp.where(self.new, x, 0)
 
     def kept(self) -> Float[Array, "C B N _ 1"]:
@@ -88,7 +88,7 @@ class Chunks(NamedTuple):
         return jnp.where(whole, jnp.swapaxes(jnp.exp(self.decay[..., -1:, :]), -1, -2), 0)
 
 
-def chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int) -> Chunks:
+def chunked(inputs: RecurrenceInputs, ids: Int[Array, "B T"] | None, size: int) -> RecurrenceChunks:
     """The inputs in chunks of `size`; `ids` are segments, each of them side by side."""
     dtype = accum_dtype(*(x.dtype for x in inputs[:3]))
     q, k, v = (cut(x, size) for x in inputs[:3])
@@ -110,7 +110,7 @@ def chunked(inputs: Inputs, ids: Int[Array, "B T"] | None, size: int) -> Chunks:
         log_decay = jnp.maximum(log_decay, math.log(jnp.finfo(dtype).smallest_subnormal) - 1)
         sums = so_far.astype(dtype)
         decay = jnp.einsum("...ij,...jh->...ih", sums, log_decay, precision=lax.Precision.HIGHEST)
-    return Chunks(q, k, v, decay, beta, so_far, old, new)
+    return RecurrenceChunks(q, k, v, decay, beta, so_far, old, new)
 
 
 def chunk_size(chunk_len: int, length: int) -> int:
@@ -135,14 +135,16 @@ def joined(x: Float[Array, "C B N L H"], length: int) -> Float[Array, "B T N H"]
 # Outputs.
 
 
-def outputs(x: Chunks) -> Float[Array, "C B N L V"]:
+def outputs(x: RecurrenceChunks) -> Float[Array, "C B N L V"]:
     """The outputs."""
     states, values = states_and_values(x)
     out = x.product("ij,jv->iv", x.pairs(), values)
     return out + jnp.where(x.old, x.product("ih,hv->iv", x.from_old(x.q), states), 0)
 
 
-def states_and_values(x: Chunks) -> tuple[Float[Array, "C B N H V"], Float[Array, "C B N L V"]]:
+def states_and_values(
+    x: RecurrenceChunks,
+) -> tuple[Float[Array, "C B N H V"], Float[Array, "C B N L V"]]:
     """The states before each chunk, and the values that are written."""
     if x.beta is None:
         return prefix(x.kept(), x.product("lh,lv->hv", x.to_new(x.k), x.v)), x.v
@@ -154,7 +156,7 @@ def states_and_values(x: Chunks) -> tuple[Float[Array, "C B N H V"], Float[Array
         after = forget(kept, state) + x.product("lh,lv->hv", keys, values)
         return after, (state, values)
 
-    values = x.product("ij,jv->iv", solved.inverse, x.beta * _wide(x.v))
+    values = x.product("ij,jv->iv", solved.inverse, x.beta * _to_accum_dtype(x.v))
     old = jnp.broadcast_to(x.old, (*values.shape[:2], *x.old.shape[-3:]))
     chunks = x.kept(), x.to_new(x.k), solved.reads, values, old
     state = jnp.zeros((*x.k.shape[1:3], x.k.shape[-1], x.v.shape[-1]), values.dtype)
@@ -208,20 +210,20 @@ class _Solved(NamedTuple):
     reads: Float[Array, "C B N L H"]  # u = (1 + M)^-1 b v - reads S
 
 
-def _solved(x: Chunks) -> _Solved:
+def _solved(x: RecurrenceChunks) -> _Solved:
     below = x.so_far & jnp.tril(jnp.ones((1, 1, 1, *x.so_far.shape[-2:]), bool), -1)
     pairs = decayed_products(x.k, x.k, x.decay, below, jnp.result_type(x.k))
     inverse = chunk_products.inverse(x.beta * pairs)
     keys = x.from_old(x.k)
     return _Solved(
-        pairs, below, inverse, keys, x.product("ij,jh->ih", inverse, x.beta * _wide(keys))
+        pairs, below, inverse, keys, x.product("ij,jh->ih", inverse, x.beta * _to_accum_dtype(keys))
     )
 
 
 # Gradients.
 
 
-def gradients(x: Chunks, d_out: Float[Array, "C B N L V"]) -> Inputs:
+def gradients(x: RecurrenceChunks, d_out: Float[Array, "C B N L V"]) -> RecurrenceInputs:
     """The gradients of the inputs, in chunks.
 
     That of a cumulative decay needs no product of its own: what is read at t is a function of
@@ -239,14 +241,14 @@ def gradients(x: Chunks, d_out: Float[Array, "C B N L V"]) -> Inputs:
     dk_new = x.to_new(x.product("lv,hv->lh", values, d_states))
     dk = dk + dk_new
     dv, d_beta = d_values, None
-    q, k = _wide(x.q), _wide(x.k)
+    q, k = _to_accum_dtype(x.q), _to_accum_dtype(x.k)
     dc = None if x.decay is None else q * dq - k * dk
     if solved is not None:
         dv, d_beta, dk_read, dk_written = _solved_vjp(x, solved, states, values, d_values)
         dk = dk + dk_read + dk_written
         dc = None if dc is None else dc + k * (dk_read - dk_written)
     if dc is None:
-        return Inputs(dq, dk, dv, None, d_beta)
+        return RecurrenceInputs(dq, dk, dv, None, d_beta)
     d_kept = forget(x.kept(), states * d_states).sum(axis=-1)[..., None, :]
     at_end = (k * dk_new).sum(axis=-2, keepdims=True) + d_kept
     row = lax.broadcasted_iota(jnp.int32, dc.shape, dc.ndim - 2)
@@ -254,10 +256,10 @@ def gradients(x: Chunks, d_out: Float[Array, "C B N L V"]) -> Inputs:
     dc = dc if x.decay.shape[-1] > 1 else dc.sum(axis=-1, keepdims=True)
     so_far = x.so_far.astype(dc.dtype)
     d_log_decay = jnp.einsum("...ij,...ih->...jh", so_far, dc, precision=lax.Precision.HIGHEST)
-    return Inputs(dq, dk, dv, d_log_decay, d_beta)
+    return RecurrenceInputs(dq, dk, dv, d_log_decay, d_beta)
 
 
-def _d_states(x: Chunks, solved: _Solved | None, d_out, d_values):
+def _d_states(x: RecurrenceChunks, solved: _Solved | None, d_out, d_values):
     """The gradients of the states after each chunk, and of the values that are written."""
     read = x.product("ih,iv->hv", x.from_old(x.q), d_out)
     keys = x.to_new(x.k)
@@ -275,10 +277,10 @@ def _d_states(x: Chunks, solved: _Solved | None, d_out, d_values):
     return lax.scan(step, jnp.zeros_like(read[0]), chunks, reverse=True)[1]
 
 
-def _solved_vjp(x: Chunks, solved: _Solved, states, values, d_values):
+def _solved_vjp(x: RecurrenceChunks, solved: _Solved, states, values, d_values):
     """The gradients of v, of b, and of the keys where they read and where they are written."""
     d_right = x.product("ij,iv->jv", solved.inverse, d_values)
-    left = _wide(x.v) - jnp.where(x.old, x.product("lh,hv->lv", solved.keys, states), 0)
+    left = _to_accum_dtype(x.v) - jnp.where(x.old, x.product("lh,hv->lv", solved.keys, states), 0)
     d_below = jnp.where(solved.below, -x.product("iv,jv->ij", d_right, values), 0)
     d_beta = (d_right * left).sum(axis=-1, keepdims=True)
     d_beta = d_beta + (d_below * solved.pairs).sum(axis=-1, keepdims=True)
@@ -290,6 +292,6 @@ def _solved_vjp(x: Chunks, solved: _Solved, states, values, d_values):
     return d_left, d_beta, read, written
 
 
-def _wide(x: Array) -> Array:
+def _to_accum_dtype(x: Array) -> Array:
     """The same numbers in float32, or float64."""
     return x.astype(accum_dtype(x.dtype))

@@ -21,7 +21,7 @@ from reformax.ops.calls.dispatch import KERNELS, check_impl, choose, kernel_obst
 from reformax.ops.masking.contiguous import back, side_by_side, taken
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.recurrence import recurrence
 from reformax.ops.softmax.online import LEAST_SUM, nonzero
 
@@ -47,7 +47,7 @@ def mean(
     Arguments and errors are as in `recurrence`. Products of queries and keys must be at least 0.
     """
     check_impl(impl, *KERNELS)
-    x = Inputs(q, k, v, log_decay, None)
+    x = RecurrenceInputs(q, k, v, log_decay, None)
     impl = choose(impl, **_obstacles(x))
     if impl in KERNELS:
         return _mean(impl == "pallas_interpret", x, segment_ids)
@@ -55,7 +55,7 @@ def mean(
     return quotient(recurrence(q, k, with_ones(v), log_decay, **options)).astype(v.dtype)
 
 
-def _obstacles(x: Inputs) -> dict[str, str | None]:
+def _obstacles(x: RecurrenceInputs) -> dict[str, str | None]:
     """Blocks of features add up, so that queries and keys may be wider than a tile."""
     size = x.k.shape[-1]
     narrow = (a[..., :1] for a in (x.q, x.k))
@@ -78,11 +78,11 @@ def quotient(sums: Float[Array, "*d V1"]) -> Float[Array, "*d V"]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mean(interpret: bool, inputs: Inputs, segment_ids) -> Float[Array, "B T N V"]:
+def _mean(interpret: bool, inputs: RecurrenceInputs, segment_ids) -> Float[Array, "B T N V"]:
     return _forward(interpret, inputs, segment_ids)[0]
 
 
-def _forward(interpret: bool, inputs: Inputs, segment_ids):
+def _forward(interpret: bool, inputs: RecurrenceInputs, segment_ids):
     from reformax.ops.kernels.triton import recurrence as kernel
 
     order, x, ids = side_by_side(first_order(inputs), segment_ids)

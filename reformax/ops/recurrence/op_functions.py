@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from reformax.declared import Bounds
 from reformax.ops.calls.dims import Dims, ExtraProjection
 from reformax.ops.numerics.precision import accum_dtype
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 from reformax.ops.recurrence.means import mean, quotient, with_ones
 from reformax.ops.recurrence.recurrence import advance, recurrence, state_after
 from reformax.ops.recurrence.short_convolution import (
@@ -29,7 +29,7 @@ OUTPUT_GATE = "output_gate"
 Span = Annotated[float, Bounds(1e-6, 1e12, name="a number from 1e-6 to 1e12")]
 
 
-class Cache(NamedTuple):
+class RecurrenceCache(NamedTuple):
     """What decoding keeps, of constant size."""
 
     state: Float[Array, "B N H V"]
@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 
 def recurrent(
-    inputs: Callable[..., Inputs],
+    inputs: Callable[..., RecurrenceInputs],
     output: Callable[..., Array] | None,
     chunk_len: int,
     impl: str,
@@ -48,7 +48,7 @@ def recurrent(
     Queries, keys and values are convolved first where the weights have `conv_params`.
 
     Args:
-      inputs: `(params, q, k, v, extra_projections) -> Inputs`, what the recurrence reads.
+      inputs: `(params, q, k, v, extra_projections) -> RecurrenceInputs`, what the recurrence reads.
       output: `(params, out, extra_projections) -> out`, of the recurrence's output in float32. None
         makes it the mean of values (`recurrence.means`).
       chunk_len, impl: as in `recurrence`.
@@ -56,14 +56,14 @@ def recurrent(
         whose first axis is the heads too.
     """
 
-    def own(params, n_heads: int, rng=None):
+    def of_these_heads(params, n_heads: int, rng=None):
         """Weights and constants of the heads that the arrays have."""
         whole = dict(params) | constants(all_heads(rng, n_heads))
         return {name: of_heads(x, rng, n_heads) for name, x in whole.items()}
 
     def apply(params, q, k, v, *, plan, segment_ids, causal, dropout, rng, extra_projections=None):
         del plan, causal, dropout
-        params = own(params, q.shape[2], rng)
+        params = of_these_heads(params, q.shape[2], rng)
         x = inputs(params, *convolved(params, q, k, v, segment_ids), extra_projections)
         if output is None:
             return mean(*x[:4], segment_ids=segment_ids, chunk_len=chunk_len, impl=impl)
@@ -72,22 +72,22 @@ def recurrent(
 
     def init_cache(params, q, k, v, *, plan, lengths, capacity, rng, extra_projections=None):
         del plan, capacity, rng
-        params, lengths = own(params, q.shape[2]), jnp.asarray(lengths)
+        params, lengths = of_these_heads(params, q.shape[2]), jnp.asarray(lengths)
         x = inputs(params, *convolved(params, q, k, v), extra_projections)
         last = last_inputs(params, Projected(q, k, v), lengths)
         x = x if output else x._replace(v=with_ones(x.v))
-        return Cache(state_after(x, lengths, chunk_len=chunk_len), last)
+        return RecurrenceCache(state_after(x, lengths, chunk_len=chunk_len), last)
 
     def step(params, q, k, v, cache, *, position, extra_projections=None):
         del position
-        params = own(params, q.shape[2])
+        params = of_these_heads(params, q.shape[2])
         new, last = convolve_next(params, Projected(q, k, v), cache.last)
         x = inputs(params, *new, extra_projections)
         if output is None:
             out, state = advance(cache.state, *x._replace(v=with_ones(x.v)))
-            return quotient(out).astype(v.dtype), Cache(state, last)
+            return quotient(out).astype(v.dtype), RecurrenceCache(state, last)
         out, state = advance(cache.state, *x)
-        return output(params, out, extra_projections).astype(v.dtype), Cache(state, last)
+        return output(params, out, extra_projections).astype(v.dtype), RecurrenceCache(state, last)
 
     return dict(apply=apply, init_cache=init_cache, step=step)
 

@@ -30,7 +30,7 @@ from reformax.ops.masking.contiguous import back, side_by_side, taken
 from reformax.ops.numerics.first_order import first_order
 from reformax.ops.numerics.precision import product
 from reformax.ops.recurrence import chunks
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 
 
 def recurrence(
@@ -70,14 +70,14 @@ def recurrence(
       NotImplementedError: the kernel cannot compute the call.
     """
     check_impl(impl, *KERNELS)
-    x = Inputs(q, k, v, log_decay, beta)
+    x = RecurrenceInputs(q, k, v, log_decay, beta)
     x = varying_as(x, x)
     obstacles = kernel_obstacles(q, k, v)
     impl = choose(impl, **obstacles | {"pallas": obstacles["pallas"] or _chip_obstacle(x)})
     return _recurrence(chunks.chunk_size(chunk_len, q.shape[1]), impl, x, segment_ids)
 
 
-def _chip_obstacle(x: Inputs) -> str | None:
+def _chip_obstacle(x: RecurrenceInputs) -> str | None:
     """What a GPU's chip cannot hold beside that which `kernel_obstacles` knows."""
     size = max(x.k.shape[-1], x.v.shape[-1])
     by_feature = x.log_decay is not None and x.log_decay.shape[-1] > 1
@@ -118,7 +118,7 @@ def _sums_of_segment(size: int, qkv, ids) -> Array:
     A chunk reads a state of what came before it and one of what follows, whose rows are of the
     segments that it begins and ends in.
     """
-    x = chunks.chunked(Inputs(*qkv, None, None), ids, size)
+    x = chunks.chunked(RecurrenceInputs(*qkv, None, None), ids, size)
     same = x.so_far | jnp.swapaxes(x.so_far, -1, -2)
     pairs = jnp.where(same, x.product("ih,jh->ij", x.q, x.k), 0)
     to_next, to_last = (
@@ -147,11 +147,11 @@ _of_segment.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recurrence(size: int, impl: str, inputs: Inputs, segment_ids):
+def _recurrence(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
     return _forward(size, impl, inputs, segment_ids)[0]
 
 
-def _forward(size: int, impl: str, inputs: Inputs, segment_ids):
+def _forward(size: int, impl: str, inputs: RecurrenceInputs, segment_ids):
     order, x, ids = side_by_side(first_order(inputs), segment_ids)
     if impl in KERNELS:
         from reformax.ops.kernels.triton import recurrence as kernel
@@ -184,7 +184,7 @@ _recurrence.defvjp(_forward, _backward)
 # Decoding.
 
 
-def state_after(inputs: Inputs, lengths: Int[Array, " B"], *, chunk_len: int) -> Array:
+def state_after(inputs: RecurrenceInputs, lengths: Int[Array, " B"], *, chunk_len: int) -> Array:
     """The state `[B, N, H, V]` after the first `lengths` positions of each row."""
     real = (jnp.arange(inputs.q.shape[1])[None] < lengths[:, None])[..., None, None]
     inputs = jax.tree.map(lambda x: jnp.where(real, x, 0), inputs)

@@ -20,21 +20,21 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.kernels.triton.common import launch, load, power_of_two, product_in_parts
-from reformax.ops.kernels.triton.query_rows import ROWS, QueryRows, query_rows
+from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
 from reformax.ops.numerics.precision import in_three
 
 # Blocks of a tile.
 COLUMNS, WARPS = 64, 4
 
 
-class Sizes(NamedTuple):
+class ChoiceSizes(NamedTuple):
     """What the kernel knows before a call: K blocks of a query, L positions of a block."""
 
     n_best: int
     block: int
 
 
-class _Inputs(NamedTuple):
+class _ChoiceInputs(NamedTuple):
     q: tuple[Array, ...]  # [B, T, N, H] each; they are added up
     means: tuple[Array, ...]  # [B, C, N, H] each; they are added up
     ids: Array | None  # [B, T]
@@ -48,15 +48,15 @@ class _Best(NamedTuple):
     block: Int[Array, "I K"]
 
 
-class _Here(NamedTuple):
+class _ChoiceProgram(NamedTuple):
     """One program: its sequence and head, and what it reads."""
 
-    sizes: Sizes
-    x: _Inputs
+    sizes: ChoiceSizes
+    x: _ChoiceInputs
     batch: Any
     head: Any
 
-    def scores(self, rows: QueryRows, block: Int[Array, " J"]) -> Float[Array, "I J"]:
+    def scores(self, rows: GroupRows, block: Int[Array, " J"]) -> Float[Array, "I J"]:
         """Products with some means, minus infinity where a query may not choose the block."""
         x, n_blocks = self.x, self.x.means[0].shape[1]
         own = lax.div(rows.position, jnp.int32(self.sizes.block))
@@ -77,7 +77,7 @@ class _Here(NamedTuple):
 
         return product_in_parts(q, self.x.means, read)
 
-    def put(self, out, rows: QueryRows, best: _Best) -> None:
+    def put(self, out, rows: GroupRows, best: _Best) -> None:
         slot = jnp.arange(best.block.shape[1], dtype=jnp.int32)[None, :]
         place = jnp.where(rows.exists, rows.position, out.shape[2])[:, None]
         mask = rows.exists[:, None] & (slot < self.sizes.n_best)
@@ -107,29 +107,29 @@ def _insert(scores: Float[Array, "I J"], block: Int[Array, " J"], best: _Best) -
         largest, least = largest[:, None], least[:, None]
         at = jnp.min(jnp.where(scores == largest, block[None, :], none), axis=1)[:, None]
         to = jnp.min(jnp.where(best.score == least, slot, none), axis=1)[:, None]
-        here = (slot == to) & (largest > least)
-        best = _Best(jnp.where(here, largest, best.score), jnp.where(here, at, best.block))
+        program = (slot == to) & (largest > least)
+        best = _Best(jnp.where(program, largest, best.score), jnp.where(program, at, best.block))
         return state(jnp.where(block[None, :] == at, -jnp.inf, scores), best)
 
     return lax.while_loop(lambda now: now[-1] > 0, replace, state(scores, best))[1]
 
 
-def _kernel(x: _Inputs, out, *, sizes: Sizes):
+def _kernel(x: _ChoiceInputs, out, *, sizes: ChoiceSizes):
     tile, head, batch = (pl.program_id(i) for i in range(3))
-    here = _Here(sizes, x, batch, head)
-    rows = query_rows(x.q, x.ids, batch, head, tile * ROWS, 1, 1)
+    program = _ChoiceProgram(sizes, x, batch, head)
+    rows = group_rows(x.q, x.ids, batch, head, tile * ROWS, 1, 1)
 
     def step(i, best):
         block = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
-        return _insert(here.scores(rows, block), block, best)
+        return _insert(program.scores(rows, block), block, best)
 
     n = lax.div(jnp.max(rows.position), jnp.int32(sizes.block * COLUMNS)) + jnp.int32(1)
     best = lax.fori_loop(jnp.int32(0), n, step, _nothing(sizes.n_best))
-    here.put(out, rows, best)
+    program.put(out, rows, best)
 
 
 def choose(
-    sizes: Sizes,
+    sizes: ChoiceSizes,
     interpret: bool,
     q: Float[Array, "B T N H"],
     means: Float[Array, "B C N H"],
@@ -153,7 +153,7 @@ def choose(
     parts = ((x,) if x.dtype == narrow else in_three(x, narrow) for x in (q, means))
     return launch(
         functools.partial(_kernel, sizes=sizes),
-        (_Inputs(*parts, ids, of_block),),
+        (_ChoiceInputs(*parts, ids, of_block),),
         jax.ShapeDtypeStruct((n_batch, n_heads, length, sizes.n_best), jnp.int32),
         grid=(-(-length // ROWS), n_heads, n_batch),
         num_warps=WARPS,

@@ -48,8 +48,8 @@ from reformax.ops.kernels.triton.common import (
 from reformax.ops.kernels.triton.indexer import (
     COLUMNS,
     ROWS,
-    Here,
-    Inputs,
+    IndexerInputs,
+    IndexerProgram,
     Side,
     filled,
     stages,
@@ -61,7 +61,7 @@ from reformax.ops.softmax.block_lists import Everything
 from reformax.ops.softmax.online import nonzero
 
 
-class Index(NamedTuple):
+class IndexerArrays(NamedTuple):
     """What the indexer reads of each position, float32."""
 
     queries: Float[Array, "B T J D"]
@@ -84,50 +84,52 @@ class _Attention(NamedTuple):
     sums: _Softmax  # [B, N, T]
 
 
-def _scale(x: Inputs) -> float:
+def _scale(x: IndexerInputs) -> float:
     """Of scores, in the indexer's softmax."""
     return 1.0 / math.sqrt(x.queries[0].shape[2] * x.queries[0].shape[3])
 
 
-def _chosen(here: Here, bits, query: Side, key: Side) -> Array:
+def _chosen(program: IndexerProgram, bits, query: Side, key: Side) -> Array:
     positions = query.position[:, None], key.position[None, :]
-    return chosen_bits(bits, here.batch, *positions, here.visible(query, key))
+    return chosen_bits(bits, program.batch, *positions, program.visible(query, key))
 
 
-def _sums_kernel(x: Inputs, bits, out: _Softmax, *, causal: bool):
+def _sums_kernel(x: IndexerInputs, bits, out: _Softmax, *, causal: bool):
     tile, batch = pl.program_id(0), pl.program_id(1)
-    here = Here(x, batch, causal)
-    query, scale = here.queries(tile), _scale(x)
+    program = IndexerProgram(x, batch, causal)
+    query, scale = program.queries(tile), _scale(x)
 
     def step(i, state):
         row_max, row_sum = state
-        key = here.keys(i)
-        scores = hide(here.scores(query, key), _chosen(here, bits, query, key))
+        key = program.keys(i)
+        scores = hide(program.scores(query, key), _chosen(program, bits, query, key))
         new = jnp.maximum(row_max, jnp.max(scores, axis=1))
         weights = jnp.exp((scores - new[:, None]) * scale)
         return new, row_sum * jnp.exp((row_max - new) * scale) + jnp.sum(weights, axis=1)
 
     state = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-    state = lax.fori_loop(jnp.int32(0), here.end(tile), step, state)
+    state = lax.fori_loop(jnp.int32(0), program.end(tile), step, state)
     position = jnp.where(query.exists, query.position, out.row_max.shape[1])
     for ref, value in zip(out, state, strict=True):
         pltriton.store(ref.at[batch, position], value, mask=query.exists)
 
 
-def _difference_kernel(x: Inputs, bits, sums: _Softmax, attention: _Attention, out, *, causal):
+def _difference_kernel(
+    x: IndexerInputs, bits, sums: _Softmax, attention: _Attention, out, *, causal
+):
     """A tile of the gradient of the scaled scores."""
     tile, of_keys, batch = (pl.program_id(i) for i in range(3))
-    here = Here(x, batch, causal)
+    program = IndexerProgram(x, batch, causal)
     n_heads, size = attention.q.shape[2:]
     scale, width = LOG2_E / math.sqrt(size), power_of_two(size)
 
     def rows(ref, side: Side, head) -> Array:
         return load(*view_rows(ref, batch, side.position, head, width, side.exists), 0.0)
 
-    @pl.when(of_keys < here.end(tile))
+    @pl.when(of_keys < program.end(tile))
     def _():
-        query, key = here.queries(tile), here.keys(of_keys)
-        mask = _chosen(here, bits, query, key)
+        query, key = program.queries(tile), program.keys(of_keys)
+        mask = _chosen(program, bits, query, key)
 
         def add(head, total):
             q, k = rows(attention.q, query, head), rows(attention.k, key, head)
@@ -141,7 +143,7 @@ def _difference_kernel(x: Inputs, bits, sums: _Softmax, attention: _Attention, o
         weights = lax.fori_loop(jnp.int32(0), jnp.int32(n_heads), add, weights)
         row_max, row_sum = (load(ref.at[batch, query.position], query.exists, 0.0) for ref in sums)
         # A score may exceed the maximum by rounding alone, which of large ones is no small number.
-        scores = jnp.minimum(here.scores(query, key) - row_max[:, None], 0.0) * _scale(x)
+        scores = jnp.minimum(program.scores(query, key) - row_max[:, None], 0.0) * _scale(x)
         index = jnp.exp(hide(scores, mask)) * (1.0 / nonzero(row_sum))[:, None]
         difference = index - weights * (1.0 / n_heads)
         # A row that sees what is no number has no gradient.
@@ -153,43 +155,43 @@ def _tile_of(difference, batch, tile, of_keys) -> Array:
     return load(difference.at[batch, *within(tile, of_keys)], None)
 
 
-def _queries_kernel(x: Inputs, difference, gradients, *, causal: bool):
+def _queries_kernel(x: IndexerInputs, difference, gradients, *, causal: bool):
     """The gradients of some queries of an index head, and of their weights."""
     tile, head, batch = (pl.program_id(i) for i in range(3))
-    here = Here(x, batch, causal)
-    query = here.queries(tile)
-    (q,), weight = here.of_queries(query, head), here.weights(query, head)
+    program = IndexerProgram(x, batch, causal)
+    query = program.queries(tile)
+    (q,), weight = program.of_queries(query, head), program.weights(query, head)
 
     def step(i, sums):
         dq, dw = sums
-        (k,), slope = here.of_keys(here.keys(i)), _tile_of(difference, batch, tile, i)
+        (k,), slope = program.of_keys(program.keys(i)), _tile_of(difference, batch, tile, i)
         found = product(q, k, transpose_b=True)
         active = jnp.where(found > 0, slope, 0.0)
         dw = dw + jnp.sum(active * found, axis=1)
         return dq + product(active.astype(k.dtype), k), dw
 
     sums = jnp.zeros(q.shape, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-    dq, dw = lax.fori_loop(jnp.int32(0), here.end(tile), step, sums)
+    dq, dw = lax.fori_loop(jnp.int32(0), program.end(tile), step, sums)
     row, scale = tile * ROWS + jnp.arange(ROWS, dtype=jnp.int32), _scale(x)
     view, mask = view_rows(gradients[0], batch, row, head, dq.shape[1], None)
     pltriton.store(view, dq * (weight * scale)[:, None], mask=mask)
     pltriton.store(gradients[1].at[batch, row, head], dw * scale)
 
 
-def _keys_kernel(x: Inputs, difference, out, *, causal: bool):
+def _keys_kernel(x: IndexerInputs, difference, out, *, causal: bool):
     """The gradient of some keys, of a chunk's queries."""
     of_keys, batch = pl.program_id(0), pl.program_id(1)
-    here = Here(x, batch, causal)
-    (k,) = here.of_keys(here.keys(of_keys))
+    program = IndexerProgram(x, batch, causal)
+    (k,) = program.of_keys(program.keys(of_keys))
     first = jnp.int32(0)
     if causal:
         first = lax.div(jnp.maximum(of_keys * COLUMNS - x.start[0], 0), jnp.int32(ROWS))
 
     def step(tile, total):
-        query, slope = here.queries(tile), _tile_of(difference, batch, tile, of_keys)
+        query, slope = program.queries(tile), _tile_of(difference, batch, tile, of_keys)
 
         def add(head, total):
-            (q,), weight = here.of_queries(query, head), here.weights(query, head)
+            (q,), weight = program.of_queries(query, head), program.weights(query, head)
             active = jnp.where(product(q, k, transpose_b=True) > 0, slope * weight[:, None], 0.0)
             return total + product(active.T.astype(q.dtype), q)
 
@@ -222,7 +224,7 @@ def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N V"],
-    index: Index,
+    index: IndexerArrays,
     factor: Float[Array, ""],
     chosen: Int[Array, "B T K"],
     ids: Int[Array, "B T"] | None,
@@ -272,7 +274,9 @@ def _attend_backward(layout, interpret, residuals, d_out):
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _gradient(causal, interpret, index: Index, attention: _Attention, bits, ids) -> Index:
+def _gradient(
+    causal, interpret, index: IndexerArrays, attention: _Attention, bits, ids
+) -> IndexerArrays:
     """The gradient of the sum of eq. 4 over queries."""
     n_batch, length, n_index, size = index.queries.shape
     # Numbers of float16 may not hold the indexer's.
@@ -286,27 +290,27 @@ def _gradient(causal, interpret, index: Index, attention: _Attention, bits, ids)
     def numbers(*shape):
         return jax.ShapeDtypeStruct((n_batch, *shape), jnp.float32)
 
-    x = Inputs((queries,), index.weights, (keys,), ids, jnp.zeros(1, jnp.int32))
+    x = IndexerInputs((queries,), index.weights, (keys,), ids, jnp.zeros(1, jnp.int32))
     shape = _Softmax(numbers(length), numbers(length))
     (sums,) = run(_sums_kernel, (x, bits), (shape,), (-(-length // ROWS), n_batch))
 
     def some(d_keys, start):
-        here = x._replace(start=start)
-        inputs = here, bits, sums, attention
+        program = x._replace(start=start)
+        inputs = program, bits, sums, attention
         grid = n_tiles, n_of_keys, n_batch
         difference = run(_difference_kernel, inputs, numbers(n_rows, filled(length)), grid)
         shapes = numbers(n_rows, n_index, size), numbers(n_rows, n_index)
         grid = n_tiles, n_index, n_batch
-        (of_queries,) = run(_queries_kernel, (here, difference), (shapes,), grid)
+        (of_queries,) = run(_queries_kernel, (program, difference), (shapes,), grid)
         shape = numbers(filled(length), 1, size)
-        of_keys = run(_keys_kernel, (here, difference), shape, (n_of_keys, n_batch))
+        of_keys = run(_keys_kernel, (program, difference), shape, (n_of_keys, n_batch))
         return d_keys + of_keys[:, :length, 0], of_queries
 
     d_keys, of_queries = lax.scan(some, jnp.zeros_like(index.keys), firsts)
     d_queries, d_weights = (
         jnp.moveaxis(d, 0, 1).reshape(n_batch, -1, *d.shape[3:])[:, :length] for d in of_queries
     )
-    return Index(d_queries, d_weights, d_keys)
+    return IndexerArrays(d_queries, d_weights, d_keys)
 
 
 def _launch(interpret, causal, n_stages, kernel, inputs, shapes, grid):

@@ -40,7 +40,7 @@ WIDTH, BITS, ALL_BITS, WARPS_OF_CHOICE = 1024, 4, 32, 8
 HIDDEN = -(2**31)
 
 
-class Inputs(NamedTuple):
+class IndexerInputs(NamedTuple):
     """What the kernels read of the indexer."""
 
     queries: tuple[Array, ...]  # [B, T, J, D] each; they are added up
@@ -58,10 +58,10 @@ class Side(NamedTuple):
     ids: Int[Array, " I"] | None
 
 
-class Here(NamedTuple):
+class IndexerProgram(NamedTuple):
     """One program: its sequence, what it reads, and what it sees."""
 
-    x: Inputs
+    x: IndexerInputs
     batch: Any
     causal: bool
 
@@ -132,17 +132,17 @@ def within(tile: Any, of_keys: Any) -> tuple[Int[Array, "I 1"], Int[Array, "1 C"
     return row, of_keys * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)[None, :]
 
 
-def _scores_kernel(x: Inputs, out, *, causal: bool):
+def _scores_kernel(x: IndexerInputs, out, *, causal: bool):
     """A tile of scores, as integers of the same order."""
     tile, of_keys, batch = (pl.program_id(i) for i in range(3))
-    here = Here(x, batch, causal)
+    program = IndexerProgram(x, batch, causal)
 
-    @pl.when(of_keys < here.end(tile))
+    @pl.when(of_keys < program.end(tile))
     def _():
-        query, key = here.queries(tile), here.keys(of_keys)
-        bits = lax.bitcast_convert_type(here.scores(query, key), jnp.int32)
+        query, key = program.queries(tile), program.keys(of_keys)
+        bits = lax.bitcast_convert_type(program.scores(query, key), jnp.int32)
         bits = jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
-        score = jnp.where(here.visible(query, key), bits, jnp.int32(HIDDEN))
+        score = jnp.where(program.visible(query, key), bits, jnp.int32(HIDDEN))
         pltriton.store(out.at[batch, *within(tile, of_keys)], score)
 
 
@@ -256,7 +256,7 @@ def choose(
     n_rows = n_tiles * ROWS
 
     def some(start) -> Int[Array, "B Q K"]:
-        x = Inputs(of_queries, weights, of_keys, ids, start)
+        x = IndexerInputs(of_queries, weights, of_keys, ids, start)
         shape = jax.ShapeDtypeStruct((n_batch, n_rows, filled(length)), jnp.int32)
         grid = n_tiles, filled(length) // COLUMNS, n_batch
         kernel, n_stages = functools.partial(_scores_kernel, causal=causal), stages(*of_queries)

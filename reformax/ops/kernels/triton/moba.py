@@ -48,7 +48,7 @@ from reformax.ops.softmax.dropout import seed_words
 from reformax.ops.softmax.online import Softmax, nonzero
 
 
-class Lists(NamedTuple):
+class MobaLists(NamedTuple):
     """The tiles of a call.
 
     Attributes:
@@ -64,7 +64,7 @@ class Lists(NamedTuple):
     exists: Array  # [B, N, T, K]
 
 
-class Sizes(NamedTuple):
+class MobaSizes(NamedTuple):
     """What the kernels know before a call: L, K, keys of a tile, and the rate of dropout."""
 
     block: int
@@ -73,39 +73,39 @@ class Sizes(NamedTuple):
     dropout: float
 
 
-class _Inputs(NamedTuple):
+class _MobaInputs(NamedTuple):
     q: Array  # [B, T, N, H]
     k: Array  # [B, T, G, H]
     v: Array  # [B, T, G, V]
     ids: Array | None  # [B, T]
     seed: Array | None  # [6]
-    block: Array  # of `Lists`, as the next two are
+    block: Array  # of `MobaLists`, as the next two are
     pair: Array
     bounds: Array
 
 
-class _Here(NamedTuple):
+class _MobaProgram(NamedTuple):
     """One program: its sequence and head, and how it reads and masks."""
 
-    sizes: Sizes
+    sizes: MobaSizes
     batch: Any
     head: Any
 
-    def queries(self, x: _Inputs, tile) -> tuple[Array, Array, Array | None]:
+    def queries(self, x: _MobaInputs, tile) -> tuple[Array, Array, Array | None]:
         """A tile's pairs, its queries' positions, -1 for none, and their segments."""
         place = jnp.arange(x.pair.shape[3], dtype=jnp.int32)
         pair = load(x.pair.at[self.batch, self.head, tile, place], None)
         position = jnp.where(pair < 0, -1, lax.div(pair, jnp.int32(self.sizes.n_seen)))
         return pair, position, self._ids(x, position, pair >= 0)
 
-    def keys(self, x: _Inputs, block, number) -> tuple[Array, Array, Array | None]:
+    def keys(self, x: _MobaInputs, block, number) -> tuple[Array, Array, Array | None]:
         """Some keys of a block: positions, whether each is in the block, and their segments."""
         within = number * self.sizes.key + jnp.arange(self.sizes.key, dtype=jnp.int32)
         position = block * self.sizes.block + within
         exists = (within < self.sizes.block) & (position < x.k.shape[1])
         return position, exists, self._ids(x, position, exists)
 
-    def _ids(self, x: _Inputs, position, exists):
+    def _ids(self, x: _MobaInputs, position, exists):
         if x.ids is None:
             return None
         return load(x.ids.at[self.batch, jnp.where(exists, position, 0)], exists, 0)
@@ -114,7 +114,7 @@ class _Here(NamedTuple):
         """Rows of `[B, T, N, H]`; zeros where there is none, H padded."""
         return self._rows(ref, self.head, position, exists)
 
-    def rows_of_keys(self, ref, x: _Inputs, position, exists) -> Array:
+    def rows_of_keys(self, ref, x: _MobaInputs, position, exists) -> Array:
         """The same of `[B, T, G, H]`."""
         group = jnp.int32(x.q.shape[2] // x.k.shape[2])
         return self._rows(ref, lax.div(self.head, group), position, exists)
@@ -151,7 +151,7 @@ class _Here(NamedTuple):
             mask = mask & (query_ids == key_ids) & (key_ids != 0)
         return mask
 
-    def dropped(self, x: _Inputs, query, key) -> Array | float:
+    def dropped(self, x: _MobaInputs, query, key) -> Array | float:
         return dropout_mask(x.seed, self.sizes.dropout, self.batch, self.head, query, key)
 
     def n_keys(self, block, last_query) -> Any:
@@ -161,105 +161,105 @@ class _Here(NamedTuple):
         return lax.div(end, jnp.int32(self.sizes.key))
 
 
-def _forward_kernel(x: _Inputs, out: Softmax, *, sizes):
+def _forward_kernel(x: _MobaInputs, out: Softmax, *, sizes):
     tile = pl.program_id(0)
-    here = _Here(sizes, pl.program_id(2), pl.program_id(1))
-    block = x.block[here.batch, here.head, tile]
-    pair, position, ids = here.queries(x, tile)
+    program = _MobaProgram(sizes, pl.program_id(2), pl.program_id(1))
+    block = x.block[program.batch, program.head, tile]
+    pair, position, ids = program.queries(x, tile)
     exists = pair >= 0
-    q = here.rows(x.q, position, exists)
+    q = program.rows(x.q, position, exists)
 
     def attend(number, state):
-        key, there, key_ids = here.keys(x, block, number)
-        k, v = (here.rows_of_keys(ref, x, key, there) for ref in (x.k, x.v))
-        mask = here.visible(*column((position, ids)), *line((key, there, key_ids)))
+        key, there, key_ids = program.keys(x, block, number)
+        k, v = (program.rows_of_keys(ref, x, key, there) for ref in (x.k, x.v))
+        mask = program.visible(*column((position, ids)), *line((key, there, key_ids)))
         logits = hide(product(q, k, transpose_b=True), mask)
-        dropped = here.dropped(x, position[:, None], key[None])
+        dropped = program.dropped(x, position[:, None], key[None])
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
     state = empty_softmax(position.shape[0], x.v.shape[3])
-    state = lax.fori_loop(jnp.int32(0), here.n_keys(block, jnp.max(position)), attend, state)
-    here.put(out.acc, pair, exists, state.acc)
-    here.put_numbers(out.row_max, pair, exists, state.row_max)
-    here.put_numbers(out.row_sum, pair, exists, state.row_sum)
+    state = lax.fori_loop(jnp.int32(0), program.n_keys(block, jnp.max(position)), attend, state)
+    program.put(out.acc, pair, exists, state.acc)
+    program.put_numbers(out.row_max, pair, exists, state.row_max)
+    program.put_numbers(out.row_sum, pair, exists, state.row_sum)
 
 
-def _weights(here, x, q, k, query, key, ids, statistics, transposed):
+def _weights(program, x, q, k, query, key, ids, statistics, transposed):
     """A tile's weights, and the mask of their dropout; `transposed` puts keys first."""
     key, there, key_ids = key
     first, second = (line, column) if transposed else (column, line)
-    mask = here.visible(*first((query, ids)), *second((key, there, key_ids)))
+    mask = program.visible(*first((query, ids)), *second((key, there, key_ids)))
     products = product(k, q, transpose_b=True) if transposed else product(q, k, transpose_b=True)
     row_max, inverse_sum = statistics
     size = x.q.shape[3]
     row_max = first(row_max) * (LOG2_E / math.sqrt(size))
     inverse_sum = None if inverse_sum is None else first(inverse_sum)
     p = recompute_weights(hide(products, mask), row_max, inverse_sum, size)
-    return p, here.dropped(x, first(query), second(key))
+    return p, program.dropped(x, first(query), second(key))
 
 
-def _queries_kernel(x: _Inputs, row: QueryRows, dq, *, sizes):
+def _queries_kernel(x: _MobaInputs, row: QueryRows, dq, *, sizes):
     tile = pl.program_id(0)
-    here = _Here(sizes, pl.program_id(2), pl.program_id(1))
-    block = x.block[here.batch, here.head, tile]
-    pair, position, ids = here.queries(x, tile)
+    program = _MobaProgram(sizes, pl.program_id(2), pl.program_id(1))
+    block = x.block[program.batch, program.head, tile]
+    pair, position, ids = program.queries(x, tile)
     exists = pair >= 0
-    q, d_out = (here.rows(ref, position, exists) for ref in (x.q, row.d_out))
+    q, d_out = (program.rows(ref, position, exists) for ref in (x.q, row.d_out))
     row_max, dot, inverse_sum = (
-        here.statistics(ref, position, exists) for ref in (row.row_max, row.dot, row.inverse_sum)
+        program.statistics(ref, position, exists) for ref in (row.row_max, row.dot, row.inverse_sum)
     )
 
     def differentiate(number, sums):
-        key = here.keys(x, block, number)
-        k, v = (here.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
-        p, dropped = _weights(here, x, q, k, position, key, ids, (row_max, inverse_sum), False)
+        key = program.keys(x, block, number)
+        k, v = (program.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
+        p, dropped = _weights(program, x, q, k, position, key, ids, (row_max, inverse_sum), False)
         ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
         return sums + product(ds.astype(k.dtype), k)
 
     sums = jnp.zeros(q.shape, jnp.float32)
-    n_keys = here.n_keys(block, jnp.max(position))
+    n_keys = program.n_keys(block, jnp.max(position))
     sums = lax.fori_loop(jnp.int32(0), n_keys, differentiate, sums)
-    here.put(dq, pair, exists, sums * (1.0 / math.sqrt(x.q.shape[3])))
+    program.put(dq, pair, exists, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
-def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
-    here = _Here(sizes, pl.program_id(2), pl.program_id(1))
+def _keys_kernel(x: _MobaInputs, row: QueryRows, gradients, *, sizes):
+    program = _MobaProgram(sizes, pl.program_id(2), pl.program_id(1))
     n_tiles = jnp.int32(-(-sizes.block // sizes.key))
     block = lax.div(pl.program_id(0), n_tiles)
-    key = here.keys(x, block, lax.rem(pl.program_id(0), n_tiles))
-    k, v = (here.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
+    key = program.keys(x, block, lax.rem(pl.program_id(0), n_tiles))
+    k, v = (program.rows_of_keys(ref, x, *key[:2]) for ref in (x.k, x.v))
 
     def differentiate(tile, sums):
         dk, dv = sums
-        pair, position, ids = here.queries(x, tile)
+        pair, position, ids = program.queries(x, tile)
         exists = pair >= 0
-        q, d_out = (here.rows(ref, position, exists) for ref in (x.q, row.d_out))
+        q, d_out = (program.rows(ref, position, exists) for ref in (x.q, row.d_out))
         row_max, dot, inverse_sum = (
-            here.statistics(ref, position, exists)
+            program.statistics(ref, position, exists)
             for ref in (row.row_max, row.dot, row.inverse_sum)
         )
-        p, dropped = _weights(here, x, q, k, position, key, ids, (row_max, inverse_sum), True)
+        p, dropped = _weights(program, x, q, k, position, key, ids, (row_max, inverse_sum), True)
         dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
         ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
         return dk + product(ds.astype(q.dtype), q), dv
 
-    first, end = (x.bounds[here.batch, here.head, block + jnp.int32(i)] for i in (0, 1))
+    first, end = (x.bounds[program.batch, program.head, block + jnp.int32(i)] for i in (0, 1))
     sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = lax.fori_loop(first, end, differentiate, sums)
     for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
-        view, mask = view_rows(ref, here.batch, key[0], here.head, value.shape[1], key[1])
+        view, mask = view_rows(ref, program.batch, key[0], program.head, value.shape[1], key[1])
         pltriton.store(view, value.astype(ref.dtype), mask=mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    sizes: Sizes,
+    sizes: MobaSizes,
     interpret: bool,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T G H"],
     v: Float[Array, "B T G V"],
     ids: Int[Array, "B T"] | None,
-    lists: Lists,
+    lists: MobaLists,
     rng: Array | None,
 ) -> Float[Array, "B T N V"]:
     """The attention of a call's lists by these kernels, with its gradient.
@@ -289,9 +289,9 @@ def _launch(kernel, sizes, interpret, inputs, shapes, n_programs):
     )
 
 
-def _inputs(sizes, q, k, v, ids, lists, rng) -> _Inputs:
+def _inputs(sizes, q, k, v, ids, lists, rng) -> _MobaInputs:
     seed = seed_words(rng, len(q)) if sizes.dropout > 0.0 else None
-    return _Inputs(q, k, v, ids, seed, *lists[:3])
+    return _MobaInputs(q, k, v, ids, seed, *lists[:3])
 
 
 def _attend_forward(sizes, interpret, q, k, v, ids, lists, rng):

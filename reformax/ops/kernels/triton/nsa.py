@@ -55,7 +55,7 @@ FEW, STAGES, MOST_OF_FOUR = 2, 2, 128 * 64
 ROWS = {2: 128, 4: 32}
 
 
-class Sizes(NamedTuple):
+class NsaSizes(NamedTuple):
     """What the kernels know before a call.
 
     Attributes:
@@ -101,7 +101,7 @@ def n_rows(x: Array) -> int:
     return ROWS[x.dtype.itemsize]
 
 
-class Lists(NamedTuple):
+class NsaLists(NamedTuple):
     """Which queries select each block.
 
     Attributes:
@@ -116,7 +116,7 @@ class Lists(NamedTuple):
     first_part: Int[Array, "B G J+1"]
 
 
-class _Inputs(NamedTuple):
+class _NsaInputs(NamedTuple):
     q: Array  # [B, T, N, H]
     k: Array  # [B, S, G, H]
     v: Array  # [B, S, G, V]
@@ -124,7 +124,7 @@ class _Inputs(NamedTuple):
     key_ids: Array | None  # [B, S]
     seed: Array | None  # [6]
     chosen: Array | None  # [B, G, T, K]
-    lists: Lists | None = None
+    lists: NsaLists | None = None
 
 
 class _Rows(NamedTuple):
@@ -145,14 +145,14 @@ class _Columns(NamedTuple):
     exists: Array | None  # None: all do, and all rows see them
 
 
-class _Here(NamedTuple):
+class _NsaProgram(NamedTuple):
     """One program: its sequence and key head, and how it reads and masks."""
 
-    sizes: Sizes
+    sizes: NsaSizes
     batch: Any
     head: Any
 
-    def rows(self, x: _Inputs, n_queries: int, tile, pair=None) -> _Rows:
+    def rows(self, x: _NsaInputs, n_queries: int, tile, pair=None) -> _Rows:
         """The rows of a tile of neighbours, or with `pair` of a list's tile."""
         group = self.sizes.group
         number = jnp.arange(power_of_two(n_queries * group), dtype=jnp.int32)
@@ -171,7 +171,7 @@ class _Here(NamedTuple):
         ids = None if x.ids is None else load(x.ids.at[self.batch, position], exists, 0)
         return _Rows(position, head, ids, exists)
 
-    def columns(self, x: _Inputs, first, end) -> _Columns:
+    def columns(self, x: _NsaInputs, first, end) -> _Columns:
         """The keys from `first` on, which exist up to `end`; None: all do."""
         place = first + jnp.arange(self.sizes.n_keys, dtype=jnp.int32)
         exists, safe = None, place
@@ -224,11 +224,11 @@ class _Here(NamedTuple):
             mask = mask & (rows.ids == columns.ids) & (columns.ids != 0)
         return mask
 
-    def dropped(self, x: _Inputs, rows: _Rows, columns: _Columns) -> Array | float:
+    def dropped(self, x: _NsaInputs, rows: _Rows, columns: _Columns) -> Array | float:
         address = rows.head, rows.position, columns.last
         return dropout_mask(x.seed, self.sizes.dropout, self.batch, *address)
 
-    def over_keys(self, x: _Inputs, rows: _Rows, tile, body, carry):
+    def over_keys(self, x: _NsaInputs, rows: _Rows, tile, body, carry):
         """`carry = body(columns, carry)` over the tiles of keys that a tile of queries sees."""
         sizes = self.sizes
         if not sizes.block:
@@ -261,84 +261,84 @@ class _Here(NamedTuple):
         return lax.fori_loop(jnp.int32(0), n_tiles, step, carry)
 
 
-def _here(sizes: Sizes) -> _Here:
-    return _Here(sizes, pl.program_id(2), pl.program_id(1))
+def _program(sizes: NsaSizes) -> _NsaProgram:
+    return _NsaProgram(sizes, pl.program_id(2), pl.program_id(1))
 
 
-def _forward_kernel(x: _Inputs, out: Softmax, *, sizes):
-    here, tile = _here(sizes), pl.program_id(0)
-    rows = here.rows(x, sizes.n_queries, tile)
-    q = here.of_rows(x.q, rows)
+def _forward_kernel(x: _NsaInputs, out: Softmax, *, sizes):
+    program, tile = _program(sizes), pl.program_id(0)
+    rows = program.rows(x, sizes.n_queries, tile)
+    q = program.of_rows(x.q, rows)
 
     def attend(columns, state):
-        k, v = here.of_columns(x.k, columns), here.of_columns(x.v, columns)
-        mask = here.visible(column(rows), line(columns))
+        k, v = program.of_columns(x.k, columns), program.of_columns(x.v, columns)
+        mask = program.visible(column(rows), line(columns))
         logits = hide(product(q, k, transpose_b=True), mask)
-        dropped = here.dropped(x, column(rows), line(columns))
+        dropped = program.dropped(x, column(rows), line(columns))
         return softmax_step(state, logits, v, x.q.shape[3], dropped)
 
     state = empty_softmax(rows.position.shape[0], x.v.shape[3])
-    state = here.over_keys(x, rows, tile, attend, state)
-    here.put_rows(out.acc, rows, state.acc / nonzero(state.row_sum)[:, None])
-    here.put_numbers(out.row_max, rows, state.row_max)
-    here.put_numbers(out.row_sum, rows, state.row_sum)
+    state = program.over_keys(x, rows, tile, attend, state)
+    program.put_rows(out.acc, rows, state.acc / nonzero(state.row_sum)[:, None])
+    program.put_numbers(out.row_max, rows, state.row_max)
+    program.put_numbers(out.row_sum, rows, state.row_sum)
 
 
-def _weights(here, x, row, q, k, rows, columns, transposed):
+def _weights(program, x, row, q, k, rows, columns, transposed):
     """A tile's weights, and the mask of their dropout; `transposed` puts keys first."""
     first, second = (line, column) if transposed else (column, line)
-    mask = here.visible(first(rows), second(columns))
+    mask = program.visible(first(rows), second(columns))
     products = product(k, q, transpose_b=True) if transposed else product(q, k, transpose_b=True)
     size = x.q.shape[3]
-    row_max = first(here.numbers(row.row_max, rows)) * (LOG2_E / math.sqrt(size))
-    inverse_sum = here.numbers(row.inverse_sum, rows)
+    row_max = first(program.numbers(row.row_max, rows)) * (LOG2_E / math.sqrt(size))
+    inverse_sum = program.numbers(row.inverse_sum, rows)
     inverse_sum = None if inverse_sum is None else first(inverse_sum)
     p = recompute_weights(hide(products, mask), row_max, inverse_sum, size)
-    return p, here.dropped(x, first(rows), second(columns))
+    return p, program.dropped(x, first(rows), second(columns))
 
 
-def _queries_kernel(x: _Inputs, row: QueryRows, dq, *, sizes):
-    here, tile = _here(sizes), pl.program_id(0)
-    rows = here.rows(x, sizes.n_queries, tile)
-    q, d_out = here.of_rows(x.q, rows), here.of_rows(row.d_out, rows)
-    dot = here.numbers(row.dot, rows)
+def _queries_kernel(x: _NsaInputs, row: QueryRows, dq, *, sizes):
+    program, tile = _program(sizes), pl.program_id(0)
+    rows = program.rows(x, sizes.n_queries, tile)
+    q, d_out = program.of_rows(x.q, rows), program.of_rows(row.d_out, rows)
+    dot = program.numbers(row.dot, rows)
 
     def differentiate(columns, sums):
-        k, v = here.of_columns(x.k, columns), here.of_columns(x.v, columns)
-        p, dropped = _weights(here, x, row, q, k, rows, columns, False)
+        k, v = program.of_columns(x.k, columns), program.of_columns(x.v, columns)
+        p, dropped = _weights(program, x, row, q, k, rows, columns, False)
         ds = p * (product(d_out, v, transpose_b=True) * dropped - dot[:, None])
         return sums + product(ds.astype(k.dtype), k)
 
-    sums = here.over_keys(x, rows, tile, differentiate, jnp.zeros(q.shape, jnp.float32))
-    here.put_rows(dq, rows, sums * (1.0 / math.sqrt(x.q.shape[3])))
+    sums = program.over_keys(x, rows, tile, differentiate, jnp.zeros(q.shape, jnp.float32))
+    program.put_rows(dq, rows, sums * (1.0 / math.sqrt(x.q.shape[3])))
 
 
-def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
+def _keys_kernel(x: _NsaInputs, row: QueryRows, gradients, *, sizes):
     """The sums of one part of the queries that see a tile of keys: `[B, W, G, n_keys, H]`."""
-    here, program = _here(sizes), pl.program_id(0)
+    program, program = _program(sizes), pl.program_id(0)
     if sizes.block:
         part = lax.div(program, jnp.int32(sizes.per_block))
         first = lax.rem(program, jnp.int32(sizes.per_block)) * sizes.n_keys
         block, start, end = (
-            x.lists.parts[jnp.int32(i), here.batch, here.head, part] for i in range(3)
+            x.lists.parts[jnp.int32(i), program.batch, program.head, part] for i in range(3)
         )
-        columns = here.columns(x, block * sizes.block + first, (block + 1) * sizes.block)
+        columns = program.columns(x, block * sizes.block + first, (block + 1) * sizes.block)
         step = jnp.int32(1)
     else:
         first = lax.div(program, jnp.int32(N_PARTS)) * sizes.n_keys
-        columns = here.columns(x, first, x.k.shape[1])
+        columns = program.columns(x, first, x.k.shape[1])
         start = lax.div(first * sizes.stride + (sizes.span - 1), jnp.int32(sizes.n_listed))
         start = start + lax.rem(program, jnp.int32(N_PARTS))
         end, step = jnp.int32(-(-x.q.shape[1] // sizes.n_listed)), jnp.int32(N_PARTS)
-    k, v = here.of_columns(x.k, columns), here.of_columns(x.v, columns)
+    k, v = program.of_columns(x.k, columns), program.of_columns(x.v, columns)
 
     def differentiate(columns, number, sums):
         dk, dv = sums
         pair = x.lists.pair if sizes.block else None
-        rows = here.rows(x, sizes.n_listed, start + number * step, pair)
-        q, d_out = here.of_rows(x.q, rows), here.of_rows(row.d_out, rows)
-        dot = here.numbers(row.dot, rows)
-        p, dropped = _weights(here, x, row, q, k, rows, columns, True)
+        rows = program.rows(x, sizes.n_listed, start + number * step, pair)
+        q, d_out = program.of_rows(x.q, rows), program.of_rows(row.d_out, rows)
+        dot = program.numbers(row.dot, rows)
+        p, dropped = _weights(program, x, row, q, k, rows, columns, True)
         dv = dv + product((p * dropped).astype(d_out.dtype), d_out)
         ds = p * (product(v, d_out, transpose_b=True) * dropped - dot[None, :])
         return dk + product(ds.astype(q.dtype), q), dv
@@ -361,7 +361,7 @@ def _keys_kernel(x: _Inputs, row: QueryRows, gradients, *, sizes):
     place = jnp.arange(sizes.n_keys, dtype=jnp.int32)[:, None]
     for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
         number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
-        view = ref.at[here.batch, here.head, program, place, number]
+        view = ref.at[program.batch, program.head, program, place, number]
         mask = jnp.broadcast_to(number < ref.shape[4], value.shape)
         pltriton.store(view, value, mask=mask)
 
@@ -386,7 +386,7 @@ def _sum_kernel(parts, first_part, out, *, per_block):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    sizes: Sizes,
+    sizes: NsaSizes,
     interpret: bool,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S G H"],
@@ -410,7 +410,7 @@ def attend(
     return _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng)[0]
 
 
-def _launch(kernel, sizes: Sizes, interpret, inputs, shapes, n_programs, of_queries=True):
+def _launch(kernel, sizes: NsaSizes, interpret, inputs, shapes, n_programs, of_queries=True):
     n_batch, _, n_kv, _ = inputs[0].k.shape
     return launch(
         functools.partial(kernel, sizes=sizes),
@@ -424,7 +424,7 @@ def _launch(kernel, sizes: Sizes, interpret, inputs, shapes, n_programs, of_quer
     )
 
 
-def _warps(sizes: Sizes, size: int, of_queries: bool) -> int:
+def _warps(sizes: NsaSizes, size: int, of_queries: bool) -> int:
     """Few where a tile has the heads of one query; many where its numbers would not fit."""
     n_rows = (sizes.n_queries if of_queries else sizes.n_listed) * sizes.group
     if n_rows <= 32:
@@ -432,14 +432,14 @@ def _warps(sizes: Sizes, size: int, of_queries: bool) -> int:
     return 8 if power_of_two(size) * n_rows > MOST_OF_FOUR else 4
 
 
-def _inputs(sizes, q, k, v, ids, key_ids, chosen, rng) -> _Inputs:
+def _inputs(sizes, q, k, v, ids, key_ids, chosen, rng) -> _NsaInputs:
     seed = seed_words(rng, len(q)) if sizes.dropout > 0.0 else None
-    return _Inputs(q, k, v, ids, key_ids, seed, chosen)
+    return _NsaInputs(q, k, v, ids, key_ids, seed, chosen)
 
 
-def _lists(sizes: Sizes, chosen: Int[Array, "B G T K"]) -> Lists:
+def _lists(sizes: NsaSizes, chosen: Int[Array, "B G T K"]) -> NsaLists:
     found = tiles(chosen, -(-chosen.shape[2] // sizes.block), sizes.n_listed)
-    return Lists(found.pair, *parts(found.bounds, found.block.shape[2], TILES_OF_A_PART))
+    return NsaLists(found.pair, *parts(found.bounds, found.block.shape[2], TILES_OF_A_PART))
 
 
 def _attend_forward(sizes, interpret, q, k, v, ids, key_ids, chosen, rng):
@@ -470,7 +470,7 @@ def _attend_backward(sizes, interpret, residuals, d_out):
     return dq, dk, dv, None, None, None, None
 
 
-def _gradients_of_keys(sizes: Sizes, interpret, x: _Inputs, row: QueryRows):
+def _gradients_of_keys(sizes: NsaSizes, interpret, x: _NsaInputs, row: QueryRows):
     n_batch, n_positions, n_kv, _ = x.k.shape
     if sizes.block:
         n_tiles = (x.lists.first_part.shape[2] - 1) * sizes.per_block

@@ -18,13 +18,13 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from reformax.ops.kernels.triton.common import launch, load, power_of_two, product, view_rows
-from reformax.ops.kernels.triton.recurrence_chunk import parts_of, wide
+from reformax.ops.kernels.triton.recurrence_chunk import parts_of, to_float32
 
 ROWS, WARPS = 64, 8
 PARTS = 2  # of directions, of which 2^-15 is lost
 
 
-class Read(NamedTuple):
+class FeatureArrays(NamedTuple):
     """What the kernels read."""
 
     x: Any  # [B, T, N, H]
@@ -33,7 +33,7 @@ class Read(NamedTuple):
     relative_to: Any  # [B, T, N] or None
 
 
-class _Tile(NamedTuple):
+class _FeatureTile(NamedTuple):
     """Vectors of a program of the grid (T / R, N, B), and the exponents of their features."""
 
     x: Float[Array, "R H"]
@@ -46,14 +46,14 @@ class _Tile(NamedTuple):
         return ref.at[self.place], self.exists
 
 
-def _tile(read: Read) -> _Tile:
+def _tile(read: FeatureArrays) -> _FeatureTile:
     """Reads vectors, and computes the exponents of their features."""
     head, batch = pl.program_id(1), pl.program_id(2)
     position = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
     length, size = read.x.shape[1], read.x.shape[3]
     exists = position < length
     x = load(*view_rows(read.x, batch, position, head, power_of_two(size), exists))
-    square = jnp.sum(wide(x) ** 2, axis=1) * size**-0.5
+    square = jnp.sum(to_float32(x) ** 2, axis=1) * size**-0.5
     exponents = sum(
         product(x, _directions(read, part), transpose_b=True) for part in reversed(range(PARTS))
     )
@@ -61,10 +61,10 @@ def _tile(read: Read) -> _Tile:
     inside = jnp.arange(exponents.shape[1], dtype=jnp.int32) < read.directions.shape[1]
     exponents = jnp.where(inside[None, :], exponents, -jnp.inf)
     scale = jnp.max(exponents, axis=1)
-    return _Tile(x, (batch, position, head), exists, exponents, scale)
+    return _FeatureTile(x, (batch, position, head), exists, exponents, scale)
 
 
-def _directions(read: Read, part: int) -> Float[Array, "M H"]:
+def _directions(read: FeatureArrays, part: int) -> Float[Array, "M H"]:
     """A part of them, as a tile."""
     n, size = read.directions.shape[1:]
     number, column = (jnp.arange(power_of_two(i), dtype=jnp.int32) for i in (n, size))
@@ -72,13 +72,13 @@ def _directions(read: Read, part: int) -> Float[Array, "M H"]:
     return load(read.directions.at[part, number[:, None], column[None, :]], inside)
 
 
-def _relative_to(read: Read, tile: _Tile):
+def _relative_to(read: FeatureArrays, tile: _FeatureTile):
     if read.relative_to is None:
         return tile.scale
     return load(*tile.numbers(read.relative_to))
 
 
-def _view(ref, tile: _Tile):
+def _view(ref, tile: _FeatureTile):
     batch, position, head = tile.place
     return view_rows(ref, batch, position, head, power_of_two(ref.shape[3]), tile.exists)
 
@@ -105,7 +105,7 @@ def gradient_kernel(read, d_features, dx) -> None:
     tile = _tile(read)
     begin = _relative_to(read, tile)
     number = jnp.arange(tile.exponents.shape[1], dtype=jnp.int32)
-    d = wide(load(*_view(d_features, tile)))
+    d = to_float32(load(*_view(d_features, tile)))
     more = jnp.sum(d, axis=1) * read.epsilon[0] * jnp.exp(tile.scale - begin)
     # The largest is the first of its value.
     at_top = tile.exponents == tile.scale[:, None]
@@ -115,12 +115,14 @@ def gradient_kernel(read, d_features, dx) -> None:
     d = d.astype(jnp.bfloat16)
     size = read.x.shape[3]
     of_directions = product(d, _directions(read, 0))
-    found = of_directions - wide(tile.x) * (jnp.sum(wide(d), axis=1) * size**-0.5)[:, None]
+    found = (
+        of_directions - to_float32(tile.x) * (jnp.sum(to_float32(d), axis=1) * size**-0.5)[:, None]
+    )
     view, mask = _view(dx, tile)
     pltriton.store(view, found.astype(dx.dtype), mask=mask)
 
 
-def _run(kernel, read: Read, inputs, shape, interpret: bool):
+def _run(kernel, read: FeatureArrays, inputs, shape, interpret: bool):
     batch, length, n_heads, size = read.x.shape
     parts = jnp.stack(parts_of(read.directions * size**-0.25, PARTS))
     read = read._replace(directions=parts, epsilon=jnp.reshape(read.epsilon, 1))
@@ -138,19 +140,19 @@ def _run(kernel, read: Read, inputs, shape, interpret: bool):
 
 def scales(x: Float[Array, "B T N H"], directions: Float[Array, "M H"], interpret: bool) -> Array:
     """The largest exponents of each vector, `[B, T, N]`, without a gradient."""
-    read = Read(*jax.lax.stop_gradient((x, directions)), jnp.zeros(()), None)
+    read = FeatureArrays(*jax.lax.stop_gradient((x, directions)), jnp.zeros(()), None)
     shape = jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)
     return _run(scales_kernel, read, (), shape, interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def features(interpret: bool, read: Read) -> Float[Array, "B T N M"]:
+def features(interpret: bool, read: FeatureArrays) -> Float[Array, "B T N M"]:
     """The features in the dtype of the vectors; only these have a gradient."""
     shape = (*read.x.shape[:3], read.directions.shape[0])
     return _run(features_kernel, read, (), jax.ShapeDtypeStruct(shape, read.x.dtype), interpret)
 
 
-def _backward(interpret: bool, read: Read, d_features):
+def _backward(interpret: bool, read: FeatureArrays, d_features):
     shape = jax.ShapeDtypeStruct(read.x.shape, read.x.dtype)
     dx = _run(gradient_kernel, read, (d_features,), shape, interpret)
     others = jax.tree.map(jnp.zeros_like, read._replace(x=None))

@@ -18,7 +18,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from reformax.ops.kernels.triton.common import launch
-from reformax.ops.kernels.triton.recurrence_chunk import L, Plan, Read, Solved, States
+from reformax.ops.kernels.triton.recurrence_chunk import (
+    L,
+    RecurrenceArrays,
+    RecurrencePlan,
+    RecurrenceStates,
+    Solved,
+)
 from reformax.ops.kernels.triton.recurrence_outputs import (
     Gradients,
     d_values_kernel,
@@ -33,7 +39,7 @@ from reformax.ops.kernels.triton.recurrence_states import (
     d_states_kernel,
     states_kernel,
 )
-from reformax.ops.recurrence.chunks import Inputs
+from reformax.ops.recurrence.chunks import RecurrenceInputs
 
 F32 = jnp.float32
 # Programs that fill a GPU of 132 processors; how many chunks a group has at least.
@@ -43,7 +49,7 @@ WARPS = dict(sums=4, solve=4, states=4, begins=8, d_states=4, output=4, d_values
 STAGES = 3  # of the kernels that go from chunk to chunk
 
 
-def _plan(x: Inputs, interpret: bool, groups: int | None, mean: bool) -> Plan:
+def _plan(x: RecurrenceInputs, interpret: bool, groups: int | None, mean: bool) -> RecurrencePlan:
     (batch, length, n_heads, size), d_v, delta = x.k.shape, x.v.shape[3], x.beta is not None
     n_chunks = pl.cdiv(length, L)
     blocks = Blocks.of(size, d_v, delta).grid(size, d_v)
@@ -53,14 +59,14 @@ def _plan(x: Inputs, interpret: bool, groups: int | None, mean: bool) -> Plan:
         groups = groups if groups > (3 if delta else 1) else 1
     dtype = jnp.result_type(x.q, x.k, x.v)
     n_chunks = pl.cdiv(n_chunks, groups)
-    return Plan(length, groups, n_chunks, mean, dtype, interpret)
+    return RecurrencePlan(length, groups, n_chunks, mean, dtype, interpret)
 
 
-def _read(plan: Plan, x: Inputs, ids) -> Read:
+def _read(plan: RecurrencePlan, x: RecurrenceInputs, ids) -> RecurrenceArrays:
     more = plan.padded - plan.length
     ids = None if ids is None else jnp.pad(ids, ((0, 0), (0, more)), mode="edge")
     beta = None if x.beta is None else x.beta[..., 0]
-    read = Read(x.q, x.k, x.v, None, beta, ids)
+    read = RecurrenceArrays(x.q, x.k, x.v, None, beta, ids)
     if x.log_decay is None:
         return read
     batch, _, n_heads, size = x.log_decay.shape
@@ -72,7 +78,7 @@ def _read(plan: Plan, x: Inputs, ids) -> Read:
     return read._replace(decay=summed if size > 1 else summed[:, :, 0])
 
 
-def _run(kernel, plan: Plan, grid, inputs, out_shape, stages: int = 2, **static):
+def _run(kernel, plan: RecurrencePlan, grid, inputs, out_shape, stages: int = 2, **static):
     name = kernel.__name__.removesuffix("_kernel")
     return launch(
         functools.partial(kernel, plan=plan, **static),
@@ -89,8 +95,8 @@ def _run(kernel, plan: Plan, grid, inputs, out_shape, stages: int = 2, **static)
 class _Launches(NamedTuple):
     """The kernels of a call."""
 
-    plan: Plan
-    x: Read
+    plan: RecurrencePlan
+    x: RecurrenceArrays
 
     def _shape(self, *shape, dtype=None):
         return jax.ShapeDtypeStruct(shape, dtype or self.plan.dtype)
@@ -116,7 +122,7 @@ class _Launches(NamedTuple):
         inverse = self._shape(batch, n_heads, self.plan.padded, L) if keep else None
         return Solved(*self._each(solve_kernel, (), (self._like(x.k), self._like(x.v), inverse)))
 
-    def states(self, solved) -> tuple[States, Array, States | None]:
+    def states(self, solved) -> tuple[RecurrenceStates, Array, RecurrenceStates | None]:
         """The state before each chunk, and the values that are written.
 
         The third is what the delta rule makes of a state in each group, or None.
@@ -135,7 +141,9 @@ class _Launches(NamedTuple):
         (states, values, _), ends = self._grouped(run, None, reverse=False)
         return (states, self.x.v, None) if solved is None else (states, values, ends)
 
-    def d_states(self, solved, d_out, d_total, given, ends) -> tuple[States, Array | None]:
+    def d_states(
+        self, solved, d_out, d_total, given, ends
+    ) -> tuple[RecurrenceStates, Array | None]:
         """The gradient of the state after each chunk, and of the values of the delta rule.
 
         ends: the third of `states`.
@@ -165,7 +173,7 @@ class _Launches(NamedTuple):
         def shapes(n, dtype=None):
             outer = self._shape(batch, n_heads, n, *state, dtype=dtype)
             keys = self._shape(batch, n_heads, n, d_k, dtype=F32) if plan.mean else None
-            return States(outer, keys)
+            return RecurrenceStates(outer, keys)
 
         states = shapes(plan.n_groups * plan.n_chunks)
         if plan.n_groups == 1:
@@ -209,7 +217,7 @@ class _Launches(NamedTuple):
         shapes = self._like(self.x.v, self.x.v.dtype), self._shape(*self.x.v.shape[:3], dtype=F32)
         return tuple(self._each(output_kernel, (states, self.x.v), shapes))
 
-    def gradients(self, d_out, d_total=None) -> Inputs:
+    def gradients(self, d_out, d_total=None) -> RecurrenceInputs:
         """Those of the inputs."""
         x = self.x
         d_out = d_out.astype(self.plan.dtype)
@@ -230,10 +238,12 @@ class _Launches(NamedTuple):
         stages = 1 if self.plan.dtype == F32 else 2  # a chip holds no more
         (out,) = self._each(gradients_kernel, inputs, (shapes,), stages=stages)
         decay = out.decay if decay is not numbers else out.decay[..., None]
-        return Inputs(out.q, out.k, out.v, decay, None if out.beta is None else out.beta[..., None])
+        return RecurrenceInputs(
+            out.q, out.k, out.v, decay, None if out.beta is None else out.beta[..., None]
+        )
 
 
-def _aligned(x: Inputs) -> Inputs:
+def _aligned(x: RecurrenceInputs) -> RecurrenceInputs:
     """Values whose rows begin at multiples of 16 bytes: of others each number is a load."""
     return x._replace(v=_wider(x.v))
 
@@ -243,14 +253,14 @@ def _wider(v: Float[Array, "B T N V"]) -> Float[Array, "B T N V8"]:
     return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, -v.shape[3] % 8)))
 
 
-def _launches(x: Inputs, ids, interpret, groups, mean=False) -> _Launches:
+def _launches(x: RecurrenceInputs, ids, interpret, groups, mean=False) -> _Launches:
     x = _aligned(x)
     plan = _plan(x, interpret, groups, mean)
     return _Launches(plan, _read(plan, x, ids))
 
 
 def forward(
-    x: Inputs,
+    x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
     *,
     interpret: bool = False,
@@ -270,20 +280,20 @@ def forward(
 
 
 def backward(
-    x: Inputs,
+    x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
     d_out: Float[Array, "B T N V"],
     *,
     interpret: bool = False,
     groups: int | None = None,
-) -> Inputs:
+) -> RecurrenceInputs:
     """The gradients of `x`; arguments as in `forward`, `d_out` that of the outputs."""
     found = _launches(x, ids, interpret, groups).gradients(_wider(d_out))
     return found._replace(v=found.v[..., : x.v.shape[3]])
 
 
 def means(
-    x: Inputs,
+    x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
     *,
     interpret: bool = False,
@@ -300,14 +310,14 @@ def means(
 
 
 def means_backward(
-    x: Inputs,
+    x: RecurrenceInputs,
     ids: Int[Array, "B T"] | None,
     d_sums: Float[Array, "B T N V"],
     d_total: Float[Array, "B T N"],
     *,
     interpret: bool = False,
     groups: int | None = None,
-) -> Inputs:
+) -> RecurrenceInputs:
     """The gradients of `x` by those of the sums of values and of weights."""
     launches = _launches(x, ids, interpret, groups, mean=True)
     found = launches.gradients(_wider(d_sums), d_total)

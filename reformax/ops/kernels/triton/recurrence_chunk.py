@@ -25,7 +25,7 @@ L = 64  # rows of a chunk
 BITS = 6  # of the number of a row
 
 
-class Read(NamedTuple):
+class RecurrenceArrays(NamedTuple):
     """What the kernels read, arrays or references to them."""
 
     q: Array  # [B, T, N, H]
@@ -36,7 +36,7 @@ class Read(NamedTuple):
     ids: Array | None  # [B, Tp]; rows of one id are side by side
 
 
-class States(NamedTuple):
+class RecurrenceStates(NamedTuple):
     """What is passed from chunk to chunk, or from group to group; also a program's block of it."""
 
     outer: Any  # [B, N, C, H, V], sums of k v^T
@@ -51,7 +51,7 @@ class Solved(NamedTuple):
     inverse: Array | None  # [B, N, Tp, L], (1 + M)^-1, for the backward pass
 
 
-class Plan(NamedTuple):
+class RecurrencePlan(NamedTuple):
     """The static part of all kernels."""
 
     length: int
@@ -66,11 +66,11 @@ class Plan(NamedTuple):
         return self.n_groups * self.n_chunks * L
 
 
-class Rows(NamedTuple):
+class ChunkRows(NamedTuple):
     """A chunk of one head, as a program reads it."""
 
-    plan: Plan
-    x: Read
+    plan: RecurrencePlan
+    x: RecurrenceArrays
     batch: Any
     head: Any
     start: Any  # its first position
@@ -192,10 +192,10 @@ class Rows(NamedTuple):
             return x
         return jnp.where((self.ids() == self.id_at(self.start + L - 1))[:, None], x, 0)
 
-    def forget(self, state: States, columns) -> States:
+    def forget(self, state: RecurrenceStates, columns) -> RecurrenceStates:
         """What is left of a state after the chunk; zeros where nothing is, of an overflow too."""
         keys = None if state.keys is None else self._left(state.keys[:, None], columns)[:, 0]
-        return States(self._left(state.outer, columns), keys)
+        return RecurrenceStates(self._left(state.outer, columns), keys)
 
     def _left(self, state: Float[Array, "H V"], columns) -> Float[Array, "H V"]:
         if self.x.decay is not None:
@@ -215,13 +215,13 @@ class Rows(NamedTuple):
         inside = which_exist(columns, self.x.decay.shape[3], 1)
         return load(view, both(None, inside, (len(columns), 1)))
 
-    def state(self, refs: States, chunk, h, v) -> States:
-        """Blocks of `States`, `[H, V]` and `[H]`."""
+    def state(self, refs: RecurrenceStates, chunk, h, v) -> RecurrenceStates:
+        """Blocks of `RecurrenceStates`, `[H, V]` and `[H]`."""
         outer = load(*self._state(refs.outer, chunk, h, v))
         keys = None if refs.keys is None else load(*self._keys(refs.keys, chunk, h))
-        return States(outer, keys)
+        return RecurrenceStates(outer, keys)
 
-    def put_state(self, refs: States, chunk, h, v, state: States) -> None:
+    def put_state(self, refs: RecurrenceStates, chunk, h, v, state: RecurrenceStates) -> None:
         view, mask = self._state(refs.outer, chunk, h, v)
         pltriton.store(view, state.outer.astype(refs.outer.dtype), mask=mask)
         if refs.keys is not None:
@@ -241,7 +241,7 @@ class Rows(NamedTuple):
 
     def rounded(self, x) -> Float[Array, "*d"]:
         """Numbers as a product reads them, in float32."""
-        return wide(x.astype(self.plan.dtype))
+        return to_float32(x.astype(self.plan.dtype))
 
     def product(self, a, b, contract: str = "10") -> Float[Array, "I K"]:
         """`a b` by the axes that are summed over, in the inputs' dtype, summed in float32."""
@@ -262,7 +262,7 @@ class Rows(NamedTuple):
             across, left = self._half(c, bit)
             return total + jnp.where(across, self.product(x * left, y * left, "11"), 0)
 
-        own = jnp.where(i == j, jnp.sum(wide(x) * wide(y), axis=1)[:, None], 0)
+        own = jnp.where(i == j, jnp.sum(to_float32(x) * to_float32(y), axis=1)[:, None], 0)
         return lax.fori_loop(np.int32(0), np.int32(BITS), step, own)
 
     def pairs_vjp(self, d, x, y, seen) -> tuple[Float[Array, "L H"], Float[Array, "L H"]]:
@@ -277,11 +277,11 @@ class Rows(NamedTuple):
 
         def step(bit, sums):
             across, left = self._half(c, bit)
-            here = jnp.where(across, d, 0)
-            dx = sums[0] + self.product(here, y * left) * left
-            return dx, sums[1] + self.product(here, x * left, "00") * left
+            program = jnp.where(across, d, 0)
+            dx = sums[0] + self.product(program, y * left) * left
+            return dx, sums[1] + self.product(program, x * left, "00") * left
 
-        begin = own * wide(y), own * wide(x)
+        begin = own * to_float32(y), own * to_float32(x)
         return lax.fori_loop(np.int32(0), np.int32(BITS), step, begin)
 
     def weighted(self, pairs, seen) -> Float[Array, "L L"]:
@@ -319,7 +319,7 @@ def parts_of(x: Float[Array, "I J"], n: int) -> list[Float[Array, "I J"]]:
     return parts
 
 
-def wide(x) -> Float[Array, "*d"]:
+def to_float32(x) -> Float[Array, "*d"]:
     """The same in float32."""
     return x.astype(jnp.float32)
 
@@ -355,7 +355,7 @@ def both(mask, other, shape) -> Bool[Array, "*d"] | None:
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
-def chunk_of(plan: Plan, x: Read) -> Rows:
+def chunk_of(plan: RecurrencePlan, x: RecurrenceArrays) -> ChunkRows:
     """The chunk of a program of the grid (C, N, B)."""
     batch, head, chunk = pl.program_id(2), pl.program_id(1), pl.program_id(0)
-    return Rows(plan, x, batch, head, chunk * L)
+    return ChunkRows(plan, x, batch, head, chunk * L)

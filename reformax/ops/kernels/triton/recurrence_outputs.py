@@ -28,7 +28,7 @@ from reformax.ops.kernels.triton.recurrence_chunk import (
     precise,
     product,
     sides,
-    wide,
+    to_float32,
 )
 from reformax.ops.softmax.online import LEAST_SUM
 
@@ -40,7 +40,7 @@ def sums_kernel(x, log_decay, out, *, plan) -> None:
     rows = chunk_of(plan, x)
     # As in `ops.recurrence.chunks`.
     least = math.log(jnp.finfo(jnp.float32).smallest_subnormal) - 1
-    each = jnp.maximum(wide(rows.read(log_decay)), least)
+    each = jnp.maximum(to_float32(rows.read(log_decay)), least)
     rows.write(out, _sums(rows, each))
 
 
@@ -75,9 +75,9 @@ def _inverse(rows, below: Float[Array, "L L"]) -> Float[Array, "L L"]:
     for bit in range(1, BITS):
         corner = jnp.where(across(bit), below, 0)
         result = result - rows.product(rows.product(result, corner), result)
-    wide = rows.plan.dtype == jnp.float32
-    for _ in range(2 if wide else 1):
-        residual = one - result - precise(below, result, n=3 if wide else 2)
+    to_float32 = rows.plan.dtype == jnp.float32
+    for _ in range(2 if to_float32 else 1):
+        residual = one - result - precise(below, result, n=3 if to_float32 else 2)
         result = result + rows.product(result, residual)
     return result
 
@@ -229,24 +229,24 @@ def gradients_kernel(
         rows.write(out.q, dq, h)
         dk_new = rows.to_new(dk_new, h)
         dk = dk + dk_new
-        q, k = wide(q), wide(k)
-        here = q * dq - k * dk
+        q, k = to_float32(q), to_float32(k)
+        program = q * dq - k * dk
         if delta is not None:
             dk = dk + delta.read + delta.written
-            here = here + k * (delta.read - delta.written)
+            program = program + k * (delta.read - delta.written)
         rows.write(out.k, dk, h)
         if x.decay is None:
             return dc
-        both = jax.tree.map(lambda a, b: wide(a) * b, state, d_state)
+        both = jax.tree.map(lambda a, b: to_float32(a) * b, state, d_state)
         kept = rows.forget(both, h)
         at_end = jnp.sum(k * dk_new, axis=0) + jnp.sum(kept.outer, axis=1)
         if plan.mean:
             at_end = at_end + kept.keys
-        here = here + jnp.where(sides()[0] == L - 1, at_end[None, :], 0)
+        program = program + jnp.where(sides()[0] == L - 1, at_end[None, :], 0)
         if rows.by_feature:
-            rows.write(out.decay, _sums(rows, here, "00"), h)
+            rows.write(out.decay, _sums(rows, program, "00"), h)
             return dc
-        return dc + jnp.sum(here, axis=1)
+        return dc + jnp.sum(program, axis=1)
 
     dc = _each_block(x, of_block, jnp.zeros((L,), jnp.float32))
     if x.decay is not None and not rows.by_feature:

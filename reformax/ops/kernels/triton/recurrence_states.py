@@ -18,16 +18,16 @@ from jax.experimental import pallas as pl
 
 from reformax.ops.kernels.triton.common import load, power_of_two
 from reformax.ops.kernels.triton.recurrence_chunk import (
+    ChunkRows,
     L,
-    Plan,
-    Read,
-    Rows,
-    States,
+    RecurrenceArrays,
+    RecurrencePlan,
+    RecurrenceStates,
     both,
     columns_of,
     precise,
+    to_float32,
     which_exist,
-    wide,
 )
 
 COLUMNS = 64  # of a block
@@ -48,48 +48,48 @@ class Blocks(NamedTuple):
         return pl.cdiv(d_k, self.h) * pl.cdiv(d_v, self.v)
 
 
-def _block(plan: Plan, x: Read, blocks: Blocks):
+def _block(plan: RecurrencePlan, x: RecurrenceArrays, blocks: Blocks):
     """The rows of a program of the grid (blocks, N, B x groups), its group and its block."""
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block, last = pl.program_id(0), pl.program_id(2)
     group = lax.rem(last, np.int32(plan.n_groups))
-    here = Rows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0)
+    program = ChunkRows(plan, x, lax.div(last, np.int32(plan.n_groups)), pl.program_id(1), 0)
     if x.beta is not None:  # blocks of all features; those after the values are a transition's
-        return here, group, columns_of(0, 0, blocks.h), columns_of(0, block * blocks.v, blocks.v)
+        return program, group, columns_of(0, 0, blocks.h), columns_of(0, block * blocks.v, blocks.v)
     h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
     v = columns_of(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
-    return here, group, h, v
+    return program, group, h, v
 
 
-def _zeros(plan: Plan, blocks: Blocks) -> States:
+def _zeros(plan: RecurrencePlan, blocks: Blocks) -> RecurrenceStates:
     keys = jnp.zeros((blocks.h,), jnp.float32) if plan.mean else None
-    return States(jnp.zeros((blocks.h, blocks.v), jnp.float32), keys)
+    return RecurrenceStates(jnp.zeros((blocks.h, blocks.v), jnp.float32), keys)
 
 
-def _add(rows: Rows, state: States, x, y, weights) -> States:
+def _add(rows: ChunkRows, state: RecurrenceStates, x, y, weights) -> RecurrenceStates:
     """`x^T y` added, and to the sums of keys `x^T weights`."""
     keys = state.keys
     if keys is not None:
         keys = keys + jnp.sum(rows.rounded(x) * weights, axis=0)
-    return States(state.outer + rows.product(x, y, "00"), keys)
+    return RecurrenceStates(state.outer + rows.product(x, y, "00"), keys)
 
 
 def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> None:
     """From group to group `begins` is given; else groups begin with zeros, and write their ends."""
-    here, group, h, v = _block(plan, x, blocks)
+    program, group, h, v = _block(plan, x, blocks)
     state = _zeros(plan, blocks)
     columns, transition = v, None
     if begins is not None:
-        state = here.state(begins, group, h, v)
+        state = program.state(begins, group, h, v)
     elif solved is not None and ends is not None:
         width = pl.cdiv(x.v.shape[3], blocks.v) * blocks.v
         transition = pl.program_id(0) * blocks.v >= width
         columns = jnp.where(transition, columns_of(0, 0, blocks.v), v)
-        state = States(jnp.where(h[:, None] == v[None, :] - width, 1.0, 0.0))
+        state = RecurrenceStates(jnp.where(h[:, None] == v[None, :] - width, 1.0, 0.0))
 
     def step(i, state):
         chunk = group * plan.n_chunks + i
-        rows = here._replace(start=chunk * L)
+        rows = program._replace(start=chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
         keys = rows.to_new(rows.read(x.k, h), h)
@@ -97,7 +97,7 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
             written = rows.read(x.v, v)
         else:
             held = rows.product(rows.read(solved.reads, h), state.outer)
-            written = wide(rows.read(solved.values, columns))
+            written = to_float32(rows.read(solved.values, columns))
             if transition is not None:
                 written = jnp.where(transition, 0, written)
             written = written - rows.old_only(held)
@@ -107,18 +107,18 @@ def states_kernel(x, solved, begins, states, values, ends, *, plan, blocks) -> N
 
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
     if ends is not None:
-        here.put_state(ends, group, h, v, state)
+        program.put_state(ends, group, h, v, state)
 
 
 def d_states_kernel(
     x, solved, begins, d_out, d_total, given, states, d_values, ends, *, plan, blocks
 ) -> None:
     """The gradient of the state after each chunk, from the last one on; else as `states_kernel`."""
-    here, group, h, v = _block(plan, x, blocks)
+    program, group, h, v = _block(plan, x, blocks)
 
     def step(i, state):
         chunk = group * plan.n_chunks + (plan.n_chunks - 1 - i)
-        rows = here._replace(start=chunk * L)
+        rows = program._replace(start=chunk * L)
         if states is not None:
             rows.put_state(states, chunk, h, v, state)
         q = rows.from_old(rows.read(x.q, h), h)
@@ -130,15 +130,15 @@ def d_states_kernel(
             if d_values is not None:
                 rows.write(d_values, d, v)
             outer = after.outer - rows.product(rows.read(solved.reads, h), d, "00")
-            after = States(outer)
+            after = RecurrenceStates(outer)
         return after
 
     state = _zeros(plan, blocks)
     if begins is not None:
-        state = here.state(begins, group, h, v)
+        state = program.state(begins, group, h, v)
     state = lax.fori_loop(np.int32(0), np.int32(plan.n_chunks), step, state)
     if ends is not None:
-        here.put_state(ends, group, h, v, state)
+        program.put_state(ends, group, h, v, state)
 
 
 def begins_kernel(x, kept, ends, passed, begins, *, plan, blocks, reverse) -> None:
@@ -153,22 +153,22 @@ def begins_kernel(x, kept, ends, passed, begins, *, plan, blocks, reverse) -> No
     """
     n = pl.cdiv(x.v.shape[3], blocks.v)
     block = pl.program_id(0)
-    here = Rows(plan, x, pl.program_id(2), pl.program_id(1), 0)
+    program = ChunkRows(plan, x, pl.program_id(2), pl.program_id(1), 0)
     h = columns_of(0, lax.div(block, np.int32(n)) * blocks.h, blocks.h)
     v = columns_of(0, lax.rem(block, np.int32(n)) * blocks.v, blocks.v)
 
     def step(i, state):
         group = plan.n_groups - 1 - i if reverse else i
-        here.put_state(begins, group, h, v, state)
-        left = kept.at[here.batch, here.head, group, h[:, None]]
+        program.put_state(begins, group, h, v, state)
+        left = kept.at[program.batch, program.head, group, h[:, None]]
         left = load(left, both(None, which_exist(h, kept.shape[3], 1), (len(h), 1)))
         outer, keys = left * state.outer, state.keys
         if passed is not None:
-            matrix = here.state(passed, group, h, n * blocks.v + h).outer
+            matrix = program.state(passed, group, h, n * blocks.v + h).outer
             outer = precise(matrix, state.outer, "00" if reverse else "10")
-        more = here.state(ends, group, h, v)
+        more = program.state(ends, group, h, v)
         if keys is not None:
             keys = jnp.where(left > 0, left * keys[:, None], 0)[:, 0] + more.keys
-        return States(jnp.where(left > 0, outer, 0) + more.outer, keys)
+        return RecurrenceStates(jnp.where(left > 0, outer, 0) + more.outer, keys)
 
     lax.fori_loop(np.int32(0), np.int32(plan.n_groups), step, _zeros(plan, blocks))

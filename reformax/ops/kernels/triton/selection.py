@@ -36,7 +36,7 @@ from reformax.ops.kernels.triton.common import (
     product_in_parts,
     view_rows,
 )
-from reformax.ops.kernels.triton.query_rows import ROWS, QueryRows, query_rows
+from reformax.ops.kernels.triton.group_rows import ROWS, GroupRows, group_rows
 from reformax.ops.numerics.precision import in_three
 from reformax.ops.softmax.chosen_blocks import BEFORE, FIRST, OWN
 from reformax.ops.softmax.online import nonzero
@@ -49,7 +49,7 @@ AT_A_TIME = 2**30
 BLOCKS_OF_A_WARP = 1024
 
 
-class Sizes(NamedTuple):
+class SelectionSizes(NamedTuple):
     """What the kernels know before a call.
 
     Attributes:
@@ -98,7 +98,7 @@ class Sizes(NamedTuple):
         return tuple(map(tuple, table))
 
 
-class _Inputs(NamedTuple):
+class _SelectionInputs(NamedTuple):
     q: tuple[Array, ...]  # [B, T, N, H] each; they are added up
     keys: tuple[Array, ...]  # [B, C, G, H] each; they are added up
     ids: Array | None  # [B, T]
@@ -106,11 +106,11 @@ class _Inputs(NamedTuple):
     start: Array | None  # [1]: the first query
 
 
-class _Here(NamedTuple):
+class _SelectionProgram(NamedTuple):
     """One program: its sequence and key head, and what it reads."""
 
-    sizes: Sizes
-    x: _Inputs
+    sizes: SelectionSizes
+    x: _SelectionInputs
     batch: Any
     head: Any
     first: Any  # its first query
@@ -125,10 +125,10 @@ class _Here(NamedTuple):
         end = self.first + self.sizes.n_queries
         return jnp.minimum(end, self.x.q[0].shape[1]) - 1
 
-    def rows(self) -> QueryRows:
+    def rows(self) -> GroupRows:
         x, sizes = self.x, self.sizes
         of = sizes.group, sizes.members
-        return query_rows(x.q, x.ids, self.batch, self.head, self.first, *of)
+        return group_rows(x.q, x.ids, self.batch, self.head, self.first, *of)
 
     def n_seen(self, position) -> Any:
         """How many summaries end up to a position."""
@@ -142,7 +142,7 @@ class _Here(NamedTuple):
             return jnp.int32(0)
         return lax.div(self.n_seen(self.first), jnp.int32(width))
 
-    def logits(self, rows: QueryRows, summary, exists, transposed: bool) -> Array:
+    def logits(self, rows: GroupRows, summary, exists, transposed: bool) -> Array:
         """Products of the rows and some summaries, minus infinity where a row does not see one.
 
         exists: of the summaries, where a row may see none; None: all rows see all.
@@ -170,45 +170,47 @@ class _Here(NamedTuple):
         return product_in_parts(q, self.x.keys, read, transposed)
 
 
-def _here(sizes: Sizes, x: _Inputs) -> _Here:
+def _program(sizes: SelectionSizes, x: _SelectionInputs) -> _SelectionProgram:
     tile, head, batch = (pl.program_id(i) for i in range(3))
     start = 0 if x.start is None else x.start[0]
-    return _Here(sizes, x, batch, head, start + tile * sizes.n_queries)
+    return _SelectionProgram(sizes, x, batch, head, start + tile * sizes.n_queries)
 
 
-def _sums_kernel(x: _Inputs, out, *, sizes: Sizes):
+def _sums_kernel(x: _SelectionInputs, out, *, sizes: SelectionSizes):
     """Of each row the logarithm, to base 2, of the sum of its softmax."""
-    here = _here(sizes, x)
-    rows, n_summaries = here.rows(), x.keys[0].shape[1]
+    program = _program(sizes, x)
+    rows, n_summaries = program.rows(), x.keys[0].shape[1]
 
     def count(clear: bool):
         def step(i, state):
             row_max, row_sum = state
             summary = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
             exists = None if clear else summary < n_summaries
-            found = here.logits(rows, summary, exists, False)
+            found = program.logits(rows, summary, exists, False)
             new = jnp.maximum(row_max, jnp.max(found, axis=1))
-            weights = jnp.exp2(found * here.scale - (new * here.scale)[:, None])
-            return new, row_sum * jnp.exp2((row_max - new) * here.scale) + jnp.sum(weights, axis=1)
+            weights = jnp.exp2(found * program.scale - (new * program.scale)[:, None])
+            return new, row_sum * jnp.exp2((row_max - new) * program.scale) + jnp.sum(
+                weights, axis=1
+            )
 
         return step
 
     state = jnp.full((ROWS,), LOWEST, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-    n_clear = here.n_clear(COLUMNS)
-    n = lax.div(here.n_seen(here.last) + (COLUMNS - 1), jnp.int32(COLUMNS))
+    n_clear = program.n_clear(COLUMNS)
+    n = lax.div(program.n_seen(program.last) + (COLUMNS - 1), jnp.int32(COLUMNS))
     state = lax.fori_loop(jnp.int32(0), n_clear, count(True), state)
     row_max, row_sum = lax.fori_loop(n_clear, n, count(False), state)
-    found = row_max * here.scale + jnp.log(nonzero(row_sum)) * LOG2_E
+    found = row_max * program.scale + jnp.log(nonzero(row_sum)) * LOG2_E
     position = jnp.where(rows.exists, rows.position, out.shape[2])
-    pltriton.store(out.at[here.batch, rows.head, position], found, mask=rows.exists)
+    pltriton.store(out.at[program.batch, rows.head, position], found, mask=rows.exists)
 
 
-def _worth_kernel(x: _Inputs, sums, out, *, sizes: Sizes):
+def _worth_kernel(x: _SelectionInputs, sums, out, *, sizes: SelectionSizes):
     """What the summaries that begin in a block give to it, to the next, and so on."""
-    here = _here(sizes, x)
-    rows, width = here.rows(), sizes.width
+    program = _program(sizes, x)
+    rows, width = program.rows(), sizes.width
     # A row that does not exist has no weights.
-    total = load(sums.at[here.batch, rows.head, rows.position], rows.exists, math.inf)[None, :]
+    total = load(sums.at[program.batch, rows.head, rows.position], rows.exists, math.inf)[None, :]
     n_blocks = COLUMNS // width
     query = jnp.arange(sizes.n_queries, dtype=jnp.int32)[None, :]
     row = pl.program_id(0) * sizes.n_queries + query
@@ -224,7 +226,7 @@ def _worth_kernel(x: _Inputs, sums, out, *, sizes: Sizes):
             exists = None
             if not clear:
                 exists = (summary < x.keys[0].shape[1]) & (place < sizes.per_block)
-            weights = jnp.exp2(here.logits(rows, summary, exists, True) * here.scale - total)
+            weights = jnp.exp2(program.logits(rows, summary, exists, True) * program.scale - total)
             shape = COLUMNS, sizes.n_queries, sizes.members
             weights = jnp.sum(weights.reshape(shape), axis=2)
             weights = weights.reshape(n_blocks, width, sizes.n_queries)
@@ -235,18 +237,18 @@ def _worth_kernel(x: _Inputs, sums, out, *, sizes: Sizes):
                 inverse_sum = jnp.zeros((1, width, 1), jnp.float32)
                 for at, n in enumerate(shares):
                     inverse_sum = jnp.where(of_block == at, jnp.float32(n), inverse_sum)
-                view = out.at[lag, here.batch, here.head, row, block]
+                view = out.at[lag, program.batch, program.head, row, block]
                 pltriton.store(view, jnp.sum(weights * inverse_sum, axis=1), mask=mask)
 
         return step
 
-    n_clear = here.n_clear(n_blocks * sizes.per_block) if even else jnp.int32(0)
-    n = lax.div(here.last, jnp.int32(sizes.block * n_blocks)) + 1
+    n_clear = program.n_clear(n_blocks * sizes.per_block) if even else jnp.int32(0)
+    n = lax.div(program.last, jnp.int32(sizes.block * n_blocks)) + 1
     lax.fori_loop(jnp.int32(0), n_clear, write(True), None)
     lax.fori_loop(n_clear, n, write(False), None)
 
 
-def _best_kernel(worth, first, start, out, *, sizes: Sizes, length: int):
+def _best_kernel(worth, first, start, out, *, sizes: SelectionSizes, length: int):
     """A query's best blocks, in their order; -1 behind them."""
     row, head, batch = (pl.program_id(i) for i in range(3))
     query = row if start is None else start[0] + row
@@ -290,7 +292,7 @@ def _best_kernel(worth, first, start, out, *, sizes: Sizes, length: int):
 
 
 def select(
-    sizes: Sizes,
+    sizes: SelectionSizes,
     interpret: bool,
     q: Float[Array, "B T N H"],
     keys: Float[Array, "B C G H"],
@@ -315,7 +317,7 @@ def select(
     # A product of float32 on the chip would be one multiplication after the other.
     narrow = jnp.bfloat16 if q.dtype == jnp.float32 else q.dtype
     queries, summaries = ((x,) if x.dtype == narrow else in_three(x, narrow) for x in (q, keys))
-    x = _Inputs(queries, summaries, ids, key_ids, None)
+    x = _SelectionInputs(queries, summaries, ids, key_ids, None)
     of = functools.partial(_launch, sizes, interpret, len(summaries))
     shape = jax.ShapeDtypeStruct((n_batch, n_heads, length), jnp.float32)
     n_tiles = -(-length // sizes.n_queries)

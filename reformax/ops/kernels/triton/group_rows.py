@@ -13,7 +13,7 @@ from reformax.ops.kernels.triton.common import load, power_of_two
 ROWS = 128
 
 
-class QueryRows(NamedTuple):
+class GroupRows(NamedTuple):
     """Where each row of a tile stands; q are its vectors, by parts that add up."""
 
     position: Array
@@ -23,7 +23,7 @@ class QueryRows(NamedTuple):
     q: tuple[Array, ...] = ()
 
 
-def query_rows(
+def group_rows(
     q: tuple[Array, ...],
     ids: Array | None,
     batch: Any,
@@ -31,7 +31,7 @@ def query_rows(
     first: Any,
     group: int,
     padded: int,
-) -> QueryRows:
+) -> GroupRows:
     """The rows of the queries from `first` on, as many as a tile holds.
 
     Args:
@@ -55,4 +55,4 @@ def query_rows(
         view = ref.at[batch, position[:, None], head[:, None], number]
         return load(view, exists[:, None] & (number < ref.shape[3]), 0.0)
 
-    return QueryRows(position, head, ids, exists, tuple(map(vectors, q)))
+    return GroupRows(position, head, ids, exists, tuple(map(vectors, q)))
