@@ -129,7 +129,7 @@ def _plan(
     if impl != "xla":
         from reformax.ops.kernels.triton import choice
 
-        sizes = choice.MobaSizes(n_best, size)
+        sizes = choice.ChoiceSizes(n_best, size)
         masks = () if segment_ids is None else (ids, of_block)
         return choice.choose(sizes, impl == "pallas_interpret", tokens_only(q, ids), means, *masks)
 

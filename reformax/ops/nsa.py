@@ -332,7 +332,7 @@ def _plan(
         q.shape[2] // k.shape[2],
     )
     sizes = settings.block_size, settings.compress_stride, settings.compress_len
-    sizes = selection.NsaSizes(n_best, *sizes, group)
+    sizes = selection.SelectionSizes(n_best, *sizes, group)
     return selection.select(sizes, impl == "pallas_interpret", q, far.keys, *masks)
 
 
