@@ -2,7 +2,7 @@
 
 import io
 import json
-import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from reformax import memory
 from reformax.training import arrays, loop, manifest
 from reformax.training.checkpoint import Checkpoints
 from tests.training import worker
@@ -319,5 +318,30 @@ def test_the_reader_imports_nothing_of_the_working_directory(checkpoint, monkeyp
     assert not (tmp_path / "marker").exists()
 
 
-def test_memory_is_that_of_this_machine():
-    assert memory.available() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+@pytest.mark.parametrize("stack", [2**20, 2**29, resource.RLIM_INFINITY])
+def test_stacks_of_any_size_have_room(checkpoint, stack):
+    before = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, before[1]))
+    try:
+        read(checkpoint)
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, before)
+
+
+def test_no_more_threads_read_than_there_is_room_for(checkpoint):
+    """On a machine of any number of cores; more tensors than threads are read."""
+    state = {f"w{i}": np.full((1000, i + 1), i, np.float32) for i in range(40)}
+    arrays.save(checkpoint / "many/arrays", state)
+    program = (
+        "import sys; from pathlib import Path; import numpy as np; import tensorstore\n"
+        "from reformax.training import array_reader as reader\n"
+        "n = lambda: len(list(Path('/proc/self/task').iterdir()))\n"
+        "before = n()\n"
+        "x = {f'w{i}': np.zeros((1000, i + 1), np.float32) for i in range(40)}\n"
+        "reader.read(Path(sys.argv[1]), x)\n"
+        "assert all((a == int(name[1:])).all() for name, a in x.items())\n"
+        "print(n() - before)\n"
+    )
+    command = [sys.executable, "-c", program, checkpoint / "many"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) <= arrays.array_reader.THREADS
