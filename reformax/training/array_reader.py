@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import resource
+import signal
 import sys
 import zipfile
 from collections import Counter, deque
@@ -245,6 +246,8 @@ def _limit_memory(tensors: Mapping[str, np.ndarray]) -> None:
 
 def main() -> None:
     """Answers a request."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the other process decides what a signal ends
     request, answer = json.load(sys.stdin), {}
     import tensorstore  # noqa: F401  its numbers of fewer bits are NumPy's dtypes from here on
 
