@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import resource
+import signal
 import sys
 import zipfile
 from collections import Counter, deque
@@ -28,8 +29,11 @@ import numpy as np
 
 AT = "@"  # between a tensor's name and where a part of it begins, 'params.kernel@128,0'
 IN_FLIGHT = 4  # tensors that are read at once
-# Bytes for decoding, beside the tensors: indices, decompression, threads.
-ROOM = 2**28
+ROOM = 2**28  # bytes for decoding, beside the tensors: indices, decompression
+# Of tensorstore, whatever the number of cores: a thread's stack counts as memory in whole.
+THREADS = 16
+_FEW = {"limit": IN_FLIGHT}
+CONTEXT = {"data_copy_concurrency": _FEW, "file_io_concurrency": _FEW}
 
 
 # Letters of a path that no library takes for more. etils globs a whole path, and so finds no file
@@ -140,13 +144,14 @@ def _stored(folder: Path, tensors: Mapping[str, np.ndarray]) -> Iterator[Part]:
 
     database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
     end = "/.zarray"
-    for key in ts.KvStore.open(database).result().list().result():
+    context = ts.Context(CONTEXT)
+    for key in ts.KvStore.open(database, context=context).result().list().result():
         name = key.decode(errors="replace").removesuffix(end)
         tensor, _, starts = name.partition(AT)
         if not key.endswith(end.encode()) or tensor not in tensors:
             continue
         spec = {"driver": "zarr", "kvstore": database | {"path": f"{name}/"}}
-        stored = ts.open(spec, read=True, open=True).result()
+        stored = ts.open(spec, context=context, read=True, open=True).result()
         _check_dtype(name, stored.dtype.numpy_dtype, tensors[tensor].dtype)
         found = index(name, starts, stored.shape, tensors[tensor])
         chunk = stored.chunk_layout.read_chunk.shape or ()  # of a scalar
@@ -230,7 +235,9 @@ def _limit_memory(tensors: Mapping[str, np.ndarray]) -> None:
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     now = int(lines["VmData"].split()[0]) * 1024
     largest = sorted((x.nbytes for x in tensors.values()), reverse=True)[:IN_FLIGHT]
-    most = now + ROOM + 3 * sum(largest)  # encoded, decoded, and a copy
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = 2**21 if stack == resource.RLIM_INFINITY else stack  # as glibc has it
+    most = now + ROOM + THREADS * stack + 3 * sum(largest)  # encoded, decoded, and a copy
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
@@ -239,6 +246,8 @@ def _limit_memory(tensors: Mapping[str, np.ndarray]) -> None:
 
 def main() -> None:
     """Answers a request."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the other process decides what a signal ends
     request, answer = json.load(sys.stdin), {}
     import tensorstore  # noqa: F401  its numbers of fewer bits are NumPy's dtypes from here on
 

@@ -79,21 +79,43 @@ def _ask(request: dict[str, Any], file: int) -> None:
         errors="replace",
         pass_fds=[file],
         env=os.environ | {"PYTHONPATH": paths},
+        start_new_session=True,  # Ctrl-C is for this process, which may go on
     )
-    answer = json.loads(done.stdout) if done.returncode == 0 and done.stdout else {"text": ""}
-    if done.returncode < 0:
-        ended = signal.Signals(-done.returncode).name
-        raise Unreadable(f"reading its arrays ends in {ended}") from _Told(done.stderr)
+    if done.returncode:
+        _tell_end(done.returncode, request["folder"], done.stderr)
+    answer = json.loads(done.stdout)
     if "unfit" in answer:
         raise Unreadable(answer["unfit"])
     if "errno" in answer:
         number = answer["errno"]
         raise OSError(number, os.strerror(number or errno.EIO), answer["path"])
     if "text" in answer:
-        told = _Told(answer["text"] or done.stderr)
+        told = _Told(answer["text"])
         if (cause := durable.system_error(told)) is not None:
             raise cause
         raise Unreadable("its arrays cannot be decoded") from told
+
+
+def _tell_end(code: int, folder: str, stderr: str) -> None:
+    """Raises `Unreadable` where the reader died of what it read, and `OSError` where not."""
+    ended = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    if code < 0 and -code not in _OF_THE_FILES:
+        raise OSError(
+            f"{folder} cannot be read: the process that reads it was ended by {ended}, as a system "
+            "without free memory does: free memory, and run again"
+        )
+    raise Unreadable(f"reading its arrays ends in {ended}") from _Told(stderr)
+
+
+# What ends a process that reads what it cannot decode. Others are sent to it.
+_OF_THE_FILES = {
+    signal.SIGABRT,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGTRAP,
+}
 
 
 def check_written(folder: Path, shapes: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import io
 import json
-import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from reformax import memory
 from reformax.training import arrays, loop, manifest
 from reformax.training.checkpoint import Checkpoints
 from tests.training import worker
@@ -301,12 +300,45 @@ def test_no_changed_byte_ends_this_process(checkpoint, seed):
         jax.tree.map(lambda x, like: x.shape == like.shape or pytest.fail("shape"), found, tree)
 
 
-def test_the_reader_that_dies_is_told(checkpoint, monkeypatch, tmp_path):
-    """As by the system, for want of memory."""
-    program = tmp_path / "dies.py"
-    program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    monkeypatch.setattr(arrays.array_reader, "__file__", str(program))
-    with pytest.raises(ValueError, match=r"reading its arrays ends in SIGKILL.*get it again"):
+@pytest.fixture
+def reader(monkeypatch, tmp_path):
+    """Puts a program in the reader's place."""
+
+    def put(text):
+        (tmp_path / "program.py").write_text(f"import json, os, signal, sys\n{text}\n")
+        monkeypatch.setattr(arrays.array_reader, "__file__", str(tmp_path / "program.py"))
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "ending, words",
+    [("os.abort()", "SIGABRT"), ("os.kill(os.getpid(), 11)", "SIGSEGV"), ("sys.exit(3)", "code 3")],
+)
+def test_the_reader_that_dies_of_what_it_reads_is_told(checkpoint, reader, ending, words):
+    reader(ending)
+    with pytest.raises(ValueError, match=f"reading its arrays ends in .*{words}.*get it again"):
+        read(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_the_reader_that_the_system_ends_is_no_damage(checkpoint, reader, name):
+    reader(f"os.kill(os.getpid(), signal.{name})")
+    with pytest.raises(OSError, match=f"cannot be read: .* ended by {name}.*free memory, and run"):
+        read(checkpoint)
+
+
+def test_signals_of_the_terminal_do_not_reach_the_reader(checkpoint, reader):
+    reader("print(json.dumps({'unfit': f'session {os.getsid(0)}, process {os.getpid()}'}))")
+    with pytest.raises(ValueError, match=r"session (\d+), process \1"):
+        read(checkpoint)
+    reader(
+        f"sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from reformax.training import array_reader as real\n"
+        "def tell(*args): raise real.Unfit(str([signal.getsignal(n) for n in (1, 2, 15)]))\n"
+        "real.read = tell\nreal.main()"
+    )
+    with pytest.raises(ValueError, match="(Handlers.SIG_IGN: 1>.*){3}"):
         read(checkpoint)
 
 
@@ -319,5 +351,30 @@ def test_the_reader_imports_nothing_of_the_working_directory(checkpoint, monkeyp
     assert not (tmp_path / "marker").exists()
 
 
-def test_memory_is_that_of_this_machine():
-    assert memory.available() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+@pytest.mark.parametrize("stack", [2**20, 2**29, resource.RLIM_INFINITY])
+def test_stacks_of_any_size_have_room(checkpoint, stack):
+    before = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, before[1]))
+    try:
+        read(checkpoint)
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, before)
+
+
+def test_no_more_threads_read_than_there_is_room_for(checkpoint):
+    """On a machine of any number of cores; more tensors than threads are read."""
+    state = {f"w{i}": np.full((1000, i + 1), i, np.float32) for i in range(40)}
+    arrays.save(checkpoint / "many/arrays", state)
+    program = (
+        "import sys; from pathlib import Path; import numpy as np; import tensorstore\n"
+        "from reformax.training import array_reader as reader\n"
+        "n = lambda: len(list(Path('/proc/self/task').iterdir()))\n"
+        "before = n()\n"
+        "x = {f'w{i}': np.zeros((1000, i + 1), np.float32) for i in range(40)}\n"
+        "reader.read(Path(sys.argv[1]), x)\n"
+        "assert all((a == int(name[1:])).all() for name, a in x.items())\n"
+        "print(n() - before)\n"
+    )
+    command = [sys.executable, "-c", program, checkpoint / "many"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) <= arrays.array_reader.THREADS
