@@ -113,6 +113,9 @@ def read(path: Path, pattern: str, field: str, raw: bool, by: splits.By, option:
     if not path.is_dir():
         names = {"train": path.name}
         found = {"train": files.Joined(content(path), _FIRST)}
+        if by == "by_name" and (others := splits.beside(path)):
+            names_of = splits.shown(path.parent, others)
+            said = [f"not read: {names_of}, beside it: give the folder to use these splits"]
     elif not raw and (path / _DATASETS).is_file():
         parts, said = _datasets(path, field)
         if by == "cut":

@@ -169,12 +169,16 @@ class Listed(NamedTuple):
     left_out: dict[str, list[Path]]  # by the reason, in words; folders stand for what is in them
 
 
-def list_files(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> list[Path]:
+def list_files(
+    folder: Path, pattern: str = "*", skip: Container[str] = (), deep: bool = True
+) -> list[Path]:
     """The paths of `listed`."""
-    return listed(folder, pattern, skip).paths
+    return listed(folder, pattern, skip, deep).paths
 
 
-def listed(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> Listed:
+def listed(
+    folder: Path, pattern: str = "*", skip: Container[str] = (), deep: bool = True
+) -> Listed:
     """The files below a folder, sorted by their relative paths written with '/'.
 
     Args:
@@ -182,6 +186,7 @@ def listed(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> Liste
       pattern: matches file names, with the wildcards of a shell.
       skip: names of folders to leave out. Hidden files and folders are always left out, and so are
         runs and links to nothing.
+      deep: whether the folders in it are searched.
 
     Raises:
       OSError: a folder cannot be read.
@@ -205,7 +210,7 @@ def listed(folder: Path, pattern: str = "*", skip: Container[str] = ()) -> Liste
             kept += [name] * (reason is None)
             if reason:
                 left_out.setdefault(reason, []).append(path)
-        folders[:] = kept
+        folders[:] = kept if deep else []
         for name in names:
             path = Path(here, name)
             reason = "hidden" if name.startswith(".") else None

@@ -5,6 +5,7 @@ Letters in the shapes: n examples, L the longest of them, B batch, T length.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 
@@ -179,7 +180,14 @@ def stored_task(
         text = np.frombuffer(b"\0".join([*flat, numbers]), np.uint8)
         return f"{len(rows):,} examples, {fingerprint(text)}"
 
-    return labelled_task(
+    def summary() -> list[str]:
+        sizes = []
+        for split in SPLITS:
+            with contextlib.suppress(ValueError, OSError):  # a run may do without 'test'
+                sizes.append(f"{split} {len(stored(split)[0]):,}")
+        return [f"{name}: {', '.join(sizes)} examples of {labels.n_classes} classes"]
+
+    task = labelled_task(
         name,
         vocab_size=vocab_size,
         labels=labels,
@@ -188,6 +196,7 @@ def stored_task(
         made_by=made_by,
         longest=longest,
     )
+    return task._replace(summary=summary)
 
 
 def _tokens(row: bytes) -> Int[np.ndarray, " _"]:

@@ -139,8 +139,8 @@ def _published(folder: Path, max_length: int, n_train: int, n_eval: int) -> Task
         raise SettingError(f"data_dir is {folder}: give the folder of the .tsv files")
 
     files_of = {split: [] for split in SPLITS}
-    for path in files.list_files(folder, "*.tsv"):
-        if path.parent == folder and (found := splits.named(path.name)):
+    for path in files.list_files(folder, "*.tsv", deep=False):
+        if found := splits.named(path.name):
             files_of[found.split].append(path)
 
     def file_of(split: str) -> Path:

@@ -8,6 +8,7 @@ kind, whose names begin alike; and what belongs to its splits is the greater par
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,7 @@ class Divided(NamedTuple):
     notes: Sequence[str] = ()
 
 
+@functools.lru_cache(maxsize=2**16)
 def named(name: str) -> Named | None:
     """The split that the name of a file or folder says; None for none, or for several."""
     found = list(_WORD.finditer(name))
@@ -81,6 +83,20 @@ def kind(path: Path) -> str:
 def named_in(folder: Path, path: Path) -> str | None:
     """The split that the outermost name says, of the folders that a file is in or its own."""
     return next((x.split for _, name in _steps(folder, path) if (x := named(name))), None)
+
+
+def beside(path: Path) -> list[Path]:
+    """The other splits that lie beside a file of 'train', in files of its kind."""
+    own = named(path.name)
+    if own is None or own.split != "train":
+        return []
+    return [
+        other
+        for other in files.list_files(path.parent, deep=False)
+        if (found := named(other.name))
+        and found.split != "train"
+        and (found.before, kind(other)) == (own.before, kind(path))
+    ]
 
 
 def divided(folder: Path, paths: Sequence[Path], option: str) -> Divided:

@@ -194,6 +194,14 @@ def test_what_is_left_out_is_said(tmp_path, content):
     assert any("and 2 more (not *.jsonl)" in line for line in chosen.summary())
 
 
+def test_splits_beside_a_file_are_told(tmp_path):
+    for name in ("train.jsonl", "val.jsonl", "other-test.jsonl", "test.txt"):
+        write(tmp_path, name)
+    said = text(tmp_path / "train.jsonl").summary()[1:]
+    assert said == ["not read: val.jsonl, beside it: give the folder to use these splits"]
+    assert len(text(tmp_path / "val.jsonl").summary()) == 1
+
+
 def test_of_several_words_a_name_says_none():
     assert splits.named("val_test.txt") is None and splits.named("latest.txt") is None
     assert splits.named("Wiki.Train-0.txt") == ("train", "wiki.")
