@@ -166,6 +166,12 @@ def place(error: Exception) -> Place:
     return Place(f" ({file[1]}, line {file[2]})" if file else "", line)
 
 
+def file_of(error: Exception) -> str | None:
+    """The file in which gin stopped, from its appendix to the error."""
+    file = re.search(r'In file "([^"]+)", line \d+', str(error))
+    return file and file[1]
+
+
 def nearest(name: str, names: Sequence[str], most: int = 1000) -> str:
     """'; did you mean A or B?', or all names where none is near and they are at most so many."""
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
