@@ -61,7 +61,7 @@ def _typed(line: str, error: Exception) -> str:
         return line
     from reformax.cli import typed
 
-    return typed.typed(line)
+    return typed.typed(line, messages.owner_of(error))
 
 
 def _cut(line: str) -> str:

@@ -144,6 +144,13 @@ def own_text(error: Exception) -> str:
     return text.strip() + (f" (of {scope['scope']}/{scope['name']})" if scope else "")
 
 
+def owner_of(error: Exception) -> str:
+    """The innermost function that gin called, 'scope/function', from its appendix, or ''."""
+    pattern = r"In call to configurable '(\w+)'[^\n]*?(?: in scope '([^']+)')?$"
+    call = re.search(pattern, str(error), re.MULTILINE)
+    return f"{call[2]}/{call[1]}".removeprefix("None/") if call else ""
+
+
 def first_line(error: Exception) -> str:
     """The first line of `own_text`."""
     return next(iter(own_text(error).splitlines()), "")

@@ -21,16 +21,25 @@ _OF_MODELS = {"d_embs": "pos_d_axial_embs", "rotary_grid": "pos_axial_shape"}
 _MOST = 4  # ops that a line names
 
 
-def typed(line: str) -> str:
-    """The line with settings named as --config takes them, and ops in place of traits."""
+def typed(line: str, owner: str = "") -> str:
+    """The line with settings named as --config takes them, and ops in place of traits.
+
+    Args:
+      line: the error's.
+      owner: the function that raised it, 'scope/function', if gin called it.
+    """
     line = _TRAIT.sub(lambda match: _with_trait(match[1]) or match[0], line)
     parts = re.split(r"(\([^()]*\)|'[^']*'|`[^`]*`)", line)  # settings stand outside of these
-    parts[::2] = [_NAME.sub(lambda m: name_of(m[1]) or m[1], part) for part in parts[::2]]
-    return _FIRST.sub(lambda m: name_of(m[1]) or m[1], "".join(parts))
+    parts[::2] = [_NAME.sub(lambda m: name_of(m[1], owner) or m[1], part) for part in parts[::2]]
+    return _FIRST.sub(lambda m: name_of(m[1], owner) or m[1], "".join(parts))
 
 
-def name_of(name: str) -> str | None:
+def name_of(name: str, of: str = "") -> str | None:
     """What --config calls an argument, 'next_value' or 'cosine.steps'; None if it sets none."""
+    scope, _, function = of.rpartition("/")
+    for full in _arguments():
+        if function and f".{full}".endswith(f".{function}.{_OF_MODELS.get(name, name)}"):
+            return _macro_of(full) or f"{scope}/{full}".removeprefix("/")
     *owner, argument = _OF_MODELS.get(name, name).split(".")
     wanted = ".".join([*owner, argument])
     found = [full for full in _arguments() if f".{full}".endswith(f".{wanted}")]
