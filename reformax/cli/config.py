@@ -78,14 +78,15 @@ def parse(
     """
     _forget()
     modules.find_in_working_directory()
-    with _includes_from(*(Path(f).absolute().parent for f in config_files), *folders):
+    beside = [Path(f).absolute().parent for f in config_files]
+    with _includes_from(*beside, *folders, ours=folders):
         new_macros = {}
         for config_file in config_files:
             path = _find(config_file, folders)
             if not _is_in(path, folders):
                 trax_config.refuse(config_file, statements_of(path))
                 new_macros |= dict.fromkeys(_new_macros(path), config_file)
-            _parse_with(gin.parse_config_file, path)
+            _parse_with(gin.config.parse_config_file, path)
         _parse_overrides(overrides, data_dir)
     _check_used(new_macros)
 
@@ -133,16 +134,38 @@ def _forget() -> None:
 
 
 @contextlib.contextmanager
-def _includes_from(*folders: str | Path) -> Iterator[None]:
+def _includes_from(*folders: str | Path, ours: Sequence[str | Path] = ()) -> Iterator[None]:
     """Gin finds included files in these folders too. Of itself it never forgets a folder again."""
-    prefixes = gin.config._LOCATION_PREFIXES
-    before = list(prefixes)
+    prefixes, parse_file = gin.config._LOCATION_PREFIXES, gin.config.parse_config_file
+    before, within = list(prefixes), [None]
+
+    def parse_include(name, *args, **kwargs):
+        found = _included(name, within[-1], prefixes, ours)
+        within.append(found)
+        try:
+            return parse_file(found, *args, **kwargs)
+        finally:
+            within.pop()
+
     # gin takes a relative path for a package's name.
     prefixes += [str(Path(folder).absolute()) for folder in folders]
+    gin.config.parse_config_file = parse_include
     try:
         yield
     finally:
-        prefixes[:] = before
+        prefixes[:], gin.config.parse_config_file = before, parse_file
+
+
+def _included(
+    name: str, above: str | None, prefixes: Sequence[str], ours: Sequence[str | Path]
+) -> str:
+    """The file that an include means: of a file of ours one beside it, and never itself."""
+    places = [Path(prefix or ".") / name for prefix in prefixes]
+    if above is not None and _is_in(above, ours):
+        places.insert(0, Path(above).parent / name)
+    found = [str(place.absolute()) for place in places if _is_file(place)]
+    others = [place for place in found if above is None or not Path(place).samefile(above)]
+    return (others or found or [name])[0]
 
 
 @contextlib.contextmanager
@@ -180,9 +203,9 @@ def _is_in(path: str, folders: Sequence[str | Path]) -> bool:
 
 def _new_macros(path: str) -> list[str]:
     """The macros that a file defines, and nothing that was parsed before or that it includes."""
-    statements = statements_of(path)
+    statements, prefixes = statements_of(path), gin.config._LOCATION_PREFIXES
     for name in statements.includes:
-        _parse_with(gin.parse_config_file, name)
+        _parse_with(gin.config.parse_config_file, _included(name, path, prefixes, ()))
     known = gin_text.macros(gin.config_str())
     return [name for name in statements.values if "." not in name and name not in known]
 
@@ -365,11 +388,27 @@ def _explain(error: Exception) -> str:
     if found := messages.find(error):
         first = found.line
         if found.choices == "modules" and (line := modules.import_line(found.names["name"])):
-            near = f": add the line `{line}` above it"
+            lines = _missing_imports(error) or [line]
+            plural = "s" if len(lines) > 1 else ""
+            near = f": add the line{plural} {' and '.join(f'`{x}`' for x in lines)} above it"
         elif found.choices:
             near = messages.nearest(found.names["name"], _choices(found.choices, found.names))
     where, source = messages.place(error)
     return f"{first}{where}{': ' + source if source and source not in first else ''}{near}"
+
+
+def _missing_imports(error: Exception) -> list[str]:
+    """All import lines that the file which gin stopped in lacks."""
+    path = messages.file_of(error)
+    if path is None or not _is_file(Path(path)):
+        return []
+    statements = statements_of(path)
+    bound = {gin_text.bound_name(f"import {x}") for x in statements.imports}
+    bound |= {module.rpartition(".")[2] for module in statements.imports}
+    names = [name.rpartition("/")[2].partition(".")[0] for name in statements.values if "." in name]
+    names += [x.partition(".")[0] for x in gin_text.references(str(statements.values))]
+    found = [modules.import_line(name) for name in sorted(set(names) - bound)]
+    return [line for line in found if line]
 
 
 def _choices(kind: str, names: dict[str, str]) -> list[str]:
@@ -651,6 +690,26 @@ def _settings() -> dict[str, str]:
             found.setdefault(name, f"{selector}.{name}")
     first = {name: f"loop.train.{name}" for name in _parameters("loop.train")}
     return found | first | {name: name for name in gin_text.macros(text)}
+
+
+def arguments() -> list[str]:
+    """'module.function.argument' of every function that the parsed config sets or refers to."""
+    text = gin.config_str()
+    named = [*gin_text.selectors(text), *gin_text.references(text), "loop.train"]
+    found = []
+    for selector in dict.fromkeys(named):
+        with contextlib.suppress(ValueError, LookupError):
+            found += [f"{selector}.{name}" for name in _parameters(selector)]
+    return found
+
+
+def needs_trust(text: str, source: str) -> bool:
+    """Whether a run's config is read with --trust_config alone."""
+    try:
+        _parse_with(_check_names, text, source)
+    except ConfigError:
+        return True
+    return False
 
 
 def _parameters(selector: str) -> list[str]:

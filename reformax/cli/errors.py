@@ -43,10 +43,25 @@ def exit_code(main: Callable[[], int], stdout: type[streams.Stream] = streams.St
                 raise
             traceback.print_exc()
             return joining.leave(line or type(error).__name__, 1)
+        line = _typed(line, error)
         print(f"error: {_cut(line)}", file=sys.stderr)
         found = messages.find(error)
         code = 2 if isinstance(error, SettingError) else found.code if found else 1
         return joining.leave(_cut(line), code)
+
+
+def _typed(line: str, error: Exception) -> str:
+    """The line of a wrong setting, with names that the parsed config takes."""
+    config = sys.modules.get("reformax.cli.config")
+    if (
+        config is None
+        or not isinstance(error, SettingError)
+        or isinstance(error, config.ConfigError)
+    ):
+        return line
+    from reformax.cli import typed
+
+    return typed.typed(line, messages.owner_of(error))
 
 
 def _cut(line: str) -> str:

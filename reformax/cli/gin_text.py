@@ -50,6 +50,11 @@ def selectors(text: str) -> list[str]:
     return re.findall(r"^(?:[\w/]+/)?([\w.]+)\.\w+ = ", text, re.MULTILINE)
 
 
+def references(text: str) -> list[str]:
+    """The 'module.function' of each reference, '@scope/module.function()', without its scope."""
+    return re.findall(r"@(?:[\w/]+/)?([A-Za-z_]\w*(?:\.\w+)+)", text)
+
+
 def modules_of(override: str) -> list[str]:
     """The first parts of the names of functions that an override sets or refers to."""
     return re.findall(r"(?:^\s*|@)(?:[\w/]+/)?([A-Za-z_]\w*)\.", override)

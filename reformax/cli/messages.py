@@ -144,6 +144,13 @@ def own_text(error: Exception) -> str:
     return text.strip() + (f" (of {scope['scope']}/{scope['name']})" if scope else "")
 
 
+def owner_of(error: Exception) -> str:
+    """The innermost function that gin called, 'scope/function', from its appendix, or ''."""
+    pattern = r"In call to configurable '(\w+)'[^\n]*?(?: in scope '([^']+)')?$"
+    call = re.search(pattern, str(error), re.MULTILINE)
+    return f"{call[2]}/{call[1]}".removeprefix("None/") if call else ""
+
+
 def first_line(error: Exception) -> str:
     """The first line of `own_text`."""
     return next(iter(own_text(error).splitlines()), "")
@@ -164,6 +171,12 @@ def place(error: Exception) -> Place:
     # The config of a stranger's run may hold what a terminal obeys.
     line = "".join(c if c.isprintable() else "?" for c in line)
     return Place(f" ({file[1]}, line {file[2]})" if file else "", line)
+
+
+def file_of(error: Exception) -> str | None:
+    """The file in which gin stopped, from its appendix to the error."""
+    file = re.search(r'In file "([^"]+)", line \d+', str(error))
+    return file and file[1]
 
 
 def nearest(name: str, names: Sequence[str], most: int = 1000) -> str:

@@ -66,8 +66,18 @@ def training(result: dict[str, Any], prints: bool = True) -> int:
     )
     kept = " vocabulary.model" if (Path(folder) / "vocabulary.model").exists() else ""
     print(f"in {folder}: checkpoints/ config.gin metrics.jsonl loss.png tensorboard/{kept}")
-    print(f"next: {shlex.join([*_program('evaluate'), f'--output_dir={folder}', '--split=test'])}")
+    flags = [f"--output_dir={folder}", "--split=test", *_trust(Path(folder) / "config.gin")]
+    print(f"next: {shlex.join([*_program('evaluate'), *flags])}")
     return 0
+
+
+def _trust(path: Path) -> list[str]:
+    """The flag that reading this config takes, if it takes one."""
+    from reformax.cli import config
+
+    if not path.is_file() or not config.needs_trust(path.read_text(), str(path)):
+        return []
+    return ["--trust_config"]
 
 
 def counted(n: int, thing: str) -> str:

@@ -79,7 +79,7 @@ def cosine(
     if warmup_steps >= steps:
         raise SettingError(
             f"cosine.warmup_steps={warmup_steps} must be below cosine.steps={steps}, or nothing "
-            "of the cosine is left: lower warmup_steps"
+            f"of the cosine is left: set cosine.warmup_steps={min(steps // 10, warmup_steps)}"
         )
 
     def schedule(count):

@@ -1,0 +1,104 @@
+"""The names of an error as the user can type them: `warmup_steps`, `lm.ReformerLM.next_value`.
+
+Parts of the package name their own arguments, since they know no config. Here the parsed config
+says what each is called: the macro that it is set to, or else module.function.argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import re
+
+import gin
+
+_NAME = re.compile(r"(?<![\w./@%('\"=-])([a-z_][A-Za-z_0-9.]*)(?==[^=\s])")
+_FIRST = re.compile(r"^([a-z_]\w*)(?= is | \()")
+_TRAIT = re.compile(r"(?:an op|one) whose traits say (\w+)=True(?:, such as [\w.]+\(\))?")
+# Arguments of parts whose user knows the model's alone.
+_OF_MODELS = {"d_embs": "pos_d_axial_embs", "rotary_grid": "pos_axial_shape"}
+_MOST = 4  # ops that a line names
+
+
+def typed(line: str, owner: str = "") -> str:
+    """The line with settings named as --config takes them, and ops in place of traits.
+
+    Args:
+      line: the error's.
+      owner: the function that raised it, 'scope/function', if gin called it.
+    """
+    line = _TRAIT.sub(lambda match: _with_trait(match[1]) or match[0], line)
+    parts = re.split(r"(\([^()]*\)|'[^']*'|`[^`]*`)", line)  # settings stand outside of these
+    parts[::2] = [_NAME.sub(lambda m: name_of(m[1], owner) or m[1], part) for part in parts[::2]]
+    return _FIRST.sub(lambda m: name_of(m[1], owner) or m[1], "".join(parts))
+
+
+def name_of(name: str, of: str = "") -> str | None:
+    """What --config calls an argument, 'next_value' or 'cosine.steps'; None if it sets none."""
+    scope, _, function = of.rpartition("/")
+    for full in _arguments():
+        if function and f".{full}".endswith(f".{function}.{_OF_MODELS.get(name, name)}"):
+            return _macro_of(full) or f"{scope}/{full}".removeprefix("/")
+    *owner, argument = _OF_MODELS.get(name, name).split(".")
+    wanted = ".".join([*owner, argument])
+    found = [full for full in _arguments() if f".{full}".endswith(f".{wanted}")]
+    if not owner and _is_macro(argument):
+        return argument
+    # An argument of training first, then the model's, then others where one alone has it.
+    for prefix in ("loop.train.", "lm.", "seq2seq.", "encoder."):
+        for full in found:
+            if full.startswith(prefix):
+                return _macro_of(full) or full
+    return (_macro_of(found[0]) or found[0]) if len(found) == 1 else None
+
+
+def _arguments() -> list[str]:
+    """'module.function.argument' of every function that the config sets or refers to."""
+    from reformax.cli import config
+
+    return config.arguments()
+
+
+def _is_macro(name: str) -> bool:
+    try:
+        gin.query_parameter(f"{name}/gin.macro.value")
+    except ValueError:
+        return False
+    return True
+
+
+def _macro_of(full: str) -> str | None:
+    """The macro that an argument is set to."""
+    try:
+        value = gin.query_parameter(full)
+    except ValueError:
+        return None
+    if isinstance(value, gin.config.ConfigurableReference):
+        scope, selector = value.config_key
+        return scope if selector == "gin.macro" else None
+    return None
+
+
+@functools.cache
+def _with_trait(trait: str) -> str | None:
+    """'@dense.dense() or @flash.flash()': the ops that have a trait with their default options."""
+    from reformax import ops
+
+    found = []
+    for module in pkgutil.iter_modules(ops.__path__):
+        if module.ispkg or module.name.startswith("_") or module.name == "base":
+            continue
+        make = getattr(importlib.import_module(f"reformax.ops.{module.name}"), module.name, None)
+        try:
+            traits = make().traits
+        except (TypeError, ValueError, AttributeError):  # it needs arguments, or is no op
+            continue
+        if getattr(traits, trait, False) is True:
+            found.append(f"@{module.name}.{module.name}()")
+    common = [f"@{name}.{name}()" for name in ("dense", "flash", "local", "lsh")]
+    found.sort(key=lambda op: (op not in common, op))
+    if not found:
+        return None
+    *first, last = found[:_MOST]
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,0 +1,189 @@
+"""What an error names, typed back into the command, is accepted."""
+
+import re
+import sys
+
+import pytest
+
+from reformax.cli import config, configs, errors, messages, report, typed
+from reformax.training import loop
+from reformax.training.settings import Settings, build
+
+SMALL = ["n_layers=2", "steps=20", "batch_size=2", "length=64", "warmup_steps=2"]
+NAMED = re.compile(r"(?<![\w./@%('\"=-])([a-z_][\w.]*)=((?:'[^']*'|\([^)]*\)|[\w.-])+)")
+
+# Wrong settings, and what mends them as the error says it, in full.
+MENDED = {
+    ("warmup_steps=99999",): "warmup_steps=2",
+    ("optimizer.cosine.warmup_steps=30",): "optimizer.cosine.warmup_steps=2",
+    (
+        "lm.ReformerLM.next_value=True",
+        "lm.ReformerLM.attention_type=@flash.flash()",
+    ): "lm.ReformerLM.next_value=False",
+    (
+        "lm.ReformerLM.pos_type='alibi'",
+        "lm.ReformerLM.attention_type=@lsh.lsh()",
+        "lm.ReformerLM.next_value=False",
+    ): "lm.ReformerLM.attention_type=@flash.flash()",
+    ("lm.ReformerLM.first_token=256",): None,
+    ("lm.ReformerLM.tie_embeddings=True",): None,
+    (
+        "lm.ReformerLM.pos_type='axial'",
+        "lm.ReformerLM.pos_axial_shape=(8, 8)",
+        "lm.ReformerLM.pos_d_axial_embs=(1, 2)",
+    ): None,
+    ("lm.ReformerLM.n_kv_heads=2", "lm.ReformerLM.attention_type=@lsh.lsh()"): None,
+    ("loop.train.eval_stride=9999",): None,
+    ("loop.train.fresh_heads=True",): None,
+    ("n_heads=0",): None,
+    ("lsh.lsh.n_hashes=0",): None,
+}
+
+
+@pytest.fixture
+def told(monkeypatch, capsys):
+    """The error of a command with these settings, or an empty text."""
+
+    def call(*settings, file=configs.FOLDER / "quickstart.gin"):
+        def main():
+            config.parse([str(file)], [*SMALL, *settings], folders=configs.FOLDERS)
+            found = config.bindings(loop.train)
+            given = Settings(**found)
+            import jax
+
+            shape = (given.batch_size, given.length)
+            model = build(given.model, "train")
+            jax.eval_shape(lambda key: model.init_params(key, shape), jax.random.key(0))
+            return 0
+
+        monkeypatch.setattr(sys, "argv", ["train.py"])
+        code = errors.exit_code(main)
+        out, err = capsys.readouterr()
+        assert (code == 0) == (err == "") and err.count("\n") <= 1, err
+        return err
+
+    return call
+
+
+def typed_back(line):
+    """The settings NAME=VALUE that a line names outside of calls and quotes."""
+    return [f"{name}={value.rstrip('.')}" for name, value in NAMED.findall(line)]
+
+
+@pytest.mark.parametrize("settings", MENDED, ids=" ".join)
+def test_each_setting_that_an_error_names_is_accepted(settings, told):
+    line = told(*settings)
+    assert line.startswith("error: ")
+    for one in typed_back(line):
+        again = told(*settings, one)
+        for refusal in ("is no", "no config file defines", "has no parameter", "did you mean"):
+            assert refusal not in again, (line, one, again)
+    if fix := MENDED[settings]:
+        name = fix.partition("=")[2] if fix.partition("=")[2].startswith("@") else fix
+        assert name in line, line
+        assert told(*settings, fix) == "", line
+
+
+def test_a_name_that_only_a_part_knows_is_the_models(told):
+    line = told(
+        "lm.ReformerLM.pos_type='axial'",
+        "lm.ReformerLM.pos_axial_shape=(8, 8)",
+        "lm.ReformerLM.pos_d_axial_embs=(1, 2)",
+    )
+    assert line.startswith("error: lm.ReformerLM.pos_d_axial_embs (1, 2) add up to 3")
+    assert told("lm.ReformerLM.pos_d_axial_embs=(1, 2)").startswith("error: lm.ReformerLM.")
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["quickstart.gin", pytest.param("transformer_enwik8_small.gin", marks=pytest.mark.slow)],
+)
+def test_every_argument_is_named_as_it_is_typed(file):
+    """Each argument of a config, set to what it cannot be: the error's names are settings."""
+    path = str(configs.FOLDER / file)
+    config.parse([path])
+    arguments, refused = config.arguments(), 0
+    assert len(arguments) > 60
+    for argument in arguments:
+        if argument.endswith((".task", ".config_text", ".output_dir")) or ".train." in argument:
+            continue
+        for value in ("-1", "'nonsense'"):
+            config.parse([path], [f"{argument}={value}"])
+            try:
+                found = config.bindings(loop.train, ("model", "optimizer"))
+                build(found["model"], "train")
+            except ValueError as error:
+                line = typed.typed(errors.one_line(error), messages.owner_of(error))
+                refused += 1
+                for one in typed_back(line):
+                    config.parse([path], [one])  # raises for a name that is none
+                name = re.match(r"([\w.]+) is ", line)
+                if name:
+                    config.parse([path], [f"{name[1]}={value}"])
+            except Exception as error:
+                raise AssertionError(f"{argument}={value}") from error
+    assert refused > 60
+
+
+def test_ops_stand_in_place_of_traits():
+    config.parse([str(configs.FOLDER / "quickstart.gin")])
+    line = typed.typed("use an op whose traits say cross=True, such as dense.dense()")
+    assert "traits" not in line and "@dense.dense()" in line
+    for op in re.findall(r"@(\w+)\.\w+\(\)", line):
+        module = __import__(f"reformax.ops.{op}", fromlist=[op])
+        assert getattr(module, op)().traits.cross
+
+
+def test_all_missing_import_lines_are_told_at_once(tmp_path):
+    file = tmp_path / "mine.gin"
+    text = """from __gin__ import dynamic_registration
+loop.train.model = @lm.ReformerLM
+lm.ReformerLM.attention_type = @lsh.lsh()
+lsh.lsh.n_hashes = 2
+"""
+    file.write_text(text)
+    with pytest.raises(config.ConfigError) as raised:
+        config.parse([str(file)])
+    lines = re.findall(r"`([^`]*)`", str(raised.value))
+    assert len(lines) == 3
+    first, rest = text.split("\n", 1)
+    file.write_text("\n".join([first, *lines, rest]))
+    config.parse([str(file)])
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_file_that_is_named_as_one_of_ours(beside, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path if beside else tmp_path / "mine"
+    folder.mkdir(exist_ok=True)
+    ours = "include 'transformer_windows_enwik8_ten_minutes.gin'\nsteps = 7\n"
+    (folder / "windows.gin").write_text(ours)
+    (folder / "reformer.gin").write_text("include 'reformer.gin'\nlength = 7\n")
+    for name, setting in (("windows.gin", "steps = 7"), ("reformer.gin", "length = 7")):
+        config.parse([str(folder / name)], folders=configs.FOLDERS)
+        assert setting in config.text()
+    (folder / "a.gin").write_text("include 'b.gin'\n")
+    (folder / "b.gin").write_text("include 'a.gin'\n")
+    with pytest.raises(config.ConfigError, match="a file includes itself"):
+        config.parse([str(folder / "a.gin")], folders=configs.FOLDERS)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_next_line_has_the_flag_that_it_needs(own, tmp_path, monkeypatch, capsys):
+    import shlex
+
+    folder = tmp_path / "with 'quotes' and spaces"
+    folder.mkdir()
+    names = "import mine\nloop.train.model = @mine.Model\n" if own else ""
+    (folder / "config.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom reformax.training import loop\n" + names
+    )
+    result = {"output_dir": str(folder), "interrupted_by": None, "step": 1, "steps": 1}
+    result |= {"metric": "bits_per_dim", "whole": True, "best_whole": True, "eval_split": "valid"}
+    result |= {"bits_per_dim": 1.0, "best_bits_per_dim": 1.0, "best_step": 1, "n_targets": 4}
+    monkeypatch.setattr(sys, "argv", ["reformax train"])
+    assert report.training(result) == 0
+    last = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    words = shlex.split(last)
+    assert words[:3] == ["reformax", "evaluate", f"--output_dir={folder}"]
+    assert ("--trust_config" in words) == own
