@@ -1,5 +1,6 @@
 """What scripts of docs draw and write: pictures, and tables that are read off the code."""
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -83,3 +84,26 @@ def test_the_table_of_attentions_reads_the_code():
     assert attentions.kernels(rows["long_short"].make) == attentions.NO
     assert attentions.paper("A window (Parmar et al.\n2018).") == "Parmar et al. 2018"
     assert attentions.config("moba") == "`moba`"
+
+
+def test_the_tables_of_times_are_those_of_the_file():
+    tables = script(ROOT / "docs/attention_table.py")
+    page = tables.PAGE.read_text()
+    assert tables.written(page) == page, "run python docs/attention_table.py"
+
+
+def test_a_backward_pass_below_nothing_is_no_figure():
+    tables = script(ROOT / "docs/attention_table.py")
+    rows = tables.read()
+    below = [key for key, row in rows.items() if row["backward_ms"].startswith("-")]
+    assert len(below) == 44
+    for key in below:
+        assert tables.cell(rows[key], "backward_ms") == tables.NONE
+    assert tables.cell({"error": "out of memory"}, "backward_ms") == "OOM"
+
+
+def test_every_attention_has_a_panel(pictures):
+    drawn = importlib.import_module("attention_table")
+    names = [name for panel in drawn.PANELS.values() for name in panel]
+    assert sorted([*names, drawn.REFERENCE]) == sorted(drawn.read())
+    assert max(map(len, drawn.PANELS.values())) < 8

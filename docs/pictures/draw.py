@@ -13,7 +13,7 @@ from pathlib import Path
 
 import style
 
-PICTURES = ("lsh", "reversible", "package", "training_step", "fair")
+PICTURES = ("lsh", "reversible", "package", "training_step", "fair", "attention_table")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib import rc_context
@@ -19,6 +20,14 @@ class Palette(NamedTuple):
     panel: str  # fills boxes
     hues: tuple[str, ...]  # four that differ for colour-blind readers too
     on_hue: str  # text on them
+
+    def axes(self, axes: Axes) -> None:
+        """Colours a pair of axes, of which two sides stay."""
+        axes.set_facecolor("none")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(self.line)
+        axes.tick_params(colors=self.faint, labelsize=9)
+        axes.grid(axis="y", color=self.line, lw=0.4, alpha=0.5)
 
 
 MODES = {
@@ -119,3 +128,29 @@ def arrow(
             connectionstyle=f"arc3,rad={bend}",
         )
     )
+
+
+def label_ends(
+    axes: Axes, ends: Sequence[tuple[float, float, str, str]], apart: float = 0.065
+) -> None:
+    """Writes the names of lines beside their ends, none over another.
+
+    Args:
+      axes: their scales are set.
+      ends: (x, y, name, colour) of each.
+      apart: how far two names are, of the height.
+    """
+    to_axes = axes.transData + axes.transAxes.inverted()
+    places = [(*to_axes.transform((x, y)), name, color) for x, y, name, color in ends]
+    last = max(place[0] for place in places)
+    style = dict(size=9, weight="bold", va="center", transform=axes.transAxes)
+    for x, y, name, color in places:
+        if x < last - 0.15:  # a line that ends early has its name above
+            axes.text(x, y + 0.05, name, color=color, ha="center", **style)
+    places = sorted((p for p in places if p[0] >= last - 0.15), key=lambda place: place[1])
+    heights: list[float] = []
+    for _, y, *_ in places:
+        heights.append(max(y, heights[-1] + apart) if heights else y)
+    over = max(0.0, heights[-1] - 0.98)
+    for (_, _, name, color), y in zip(places, heights, strict=True):
+        axes.text(last + 0.02, y - over, name, color=color, **style)
