@@ -590,6 +590,11 @@ def bindings(function, names: Collection[str] | None = None) -> dict:
     return values
 
 
+def bindings_if_any(function) -> dict:
+    """`bindings` of a function that the config need not name."""
+    return bindings(function) if _bound(function) else {}
+
+
 def described(function, argument: str):
     """The value that the config gives an argument, as data: nothing is called.
 

@@ -120,7 +120,9 @@ def long_short(options, params, plan, qkv, extra_projections, mask, keep):
 def performer(options, params, plan, qkv, extra_projections, mask, keep):
     """Lemma 1 and sec. 2.2: weights `phi(q) . phi(k)`, of the op's own directions."""
     q, k, v = qkv
-    settings = PerformerSettings(options["n_features"], options["seed"], options["epsilon"], 1, "xla", None)
+    settings = PerformerSettings(
+        options["n_features"], options["seed"], options["epsilon"], 1, "xla", None
+    )
     directions = settings.directions(plan, q.shape[-1]).astype(q.dtype)
 
     def features(x):
