@@ -82,7 +82,7 @@ def in_flax(op: AttentionOp) -> str:
     """Whether `reformax.flax` takes it: it has no weights and no further projections."""
     dims = Dims(2, 8, 8, 16)
     weights = jax.eval_shape(lambda rng: op.init(rng, dims), jax.random.key(0))
-    return NO if jax.tree.leaves(weights) or op.extras_of(dims) else YES
+    return NO if jax.tree.leaves(weights) or op.extra_projections_of(dims) else YES
 
 
 def kernels(make) -> str:

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "data": {"data", "durable"},
     "training": {"ops", "training", "buffers", "durable", "memory", "progress", "renamed"},
     "generation": {"generation", "memory", "progress"},
-    "cli": {"cli", "models", "data", "training", "generation", "durable", "renamed"},
+    "cli": {"cli", "ops", "models", "data", "training", "generation", "durable", "renamed"},
     "convert": {"ops", "layers", "models", "data", "training", "cli", "convert", "durable"},
     "durable.py": set(),
     "__init__.py": {"cli"},  # by `load_run` alone, when it is called
