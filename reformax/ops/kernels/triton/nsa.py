@@ -315,20 +315,20 @@ def _queries_kernel(x: _NsaInputs, row: QueryRows, dq, *, sizes):
 
 def _keys_kernel(x: _NsaInputs, row: QueryRows, gradients, *, sizes):
     """The sums of one part of the queries that see a tile of keys: `[B, W, G, n_keys, H]`."""
-    program, program = _program(sizes), pl.program_id(0)
+    program, index = _program(sizes), pl.program_id(0)
     if sizes.block:
-        part = lax.div(program, jnp.int32(sizes.per_block))
-        first = lax.rem(program, jnp.int32(sizes.per_block)) * sizes.n_keys
+        part = lax.div(index, jnp.int32(sizes.per_block))
+        first = lax.rem(index, jnp.int32(sizes.per_block)) * sizes.n_keys
         block, start, end = (
             x.lists.parts[jnp.int32(i), program.batch, program.head, part] for i in range(3)
         )
         columns = program.columns(x, block * sizes.block + first, (block + 1) * sizes.block)
         step = jnp.int32(1)
     else:
-        first = lax.div(program, jnp.int32(N_PARTS)) * sizes.n_keys
+        first = lax.div(index, jnp.int32(N_PARTS)) * sizes.n_keys
         columns = program.columns(x, first, x.k.shape[1])
         start = lax.div(first * sizes.stride + (sizes.span - 1), jnp.int32(sizes.n_listed))
-        start = start + lax.rem(program, jnp.int32(N_PARTS))
+        start = start + lax.rem(index, jnp.int32(N_PARTS))
         end, step = jnp.int32(-(-x.q.shape[1] // sizes.n_listed)), jnp.int32(N_PARTS)
     k, v = program.of_columns(x.k, columns), program.of_columns(x.v, columns)
 
@@ -361,7 +361,7 @@ def _keys_kernel(x: _NsaInputs, row: QueryRows, gradients, *, sizes):
     place = jnp.arange(sizes.n_keys, dtype=jnp.int32)[:, None]
     for ref, value in zip(gradients, (dk * (1.0 / math.sqrt(x.q.shape[3])), dv), strict=True):
         number = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
-        view = ref.at[program.batch, program.head, program, place, number]
+        view = ref.at[program.batch, program.head, index, place, number]
         mask = jnp.broadcast_to(number < ref.shape[4], value.shape)
         pltriton.store(view, value, mask=mask)
 
