@@ -112,7 +112,7 @@ def parse_saved(
     Raises:
       ConfigError: as `parse` does; or the config names something that could run code.
     """
-    _forget()
+    _forget(saved=True)
     if trusted:
         modules.find_in_working_directory()
     else:
@@ -122,8 +122,18 @@ def parse_saved(
         _parse_overrides(overrides, data_dir)
 
 
-def _forget() -> None:
+_saved = False  # whether the parsed config is that of a run
+
+
+def is_saved() -> bool:
+    """Whether the parsed config is that of a run: flags of a command go before its settings."""
+    return _saved
+
+
+def _forget(saved: bool = False) -> None:
     """Forgets what was parsed before, and what of it was read."""
+    global _saved
+    _saved = saved
     gin.clear_config()
     _described_macros.clear()
 
@@ -682,6 +692,28 @@ def arguments() -> list[str]:
         with contextlib.suppress(ValueError, LookupError):
             found += [f"{selector}.{name}" for name in _parameters(selector)]
     return found
+
+
+def is_macro(name: str) -> bool:
+    """Whether the parsed config defines a macro."""
+    return _is_set(f"{name}/gin.macro.value")
+
+
+def macro_of(argument: str) -> str | None:
+    """The macro that an argument, 'module.function.argument', is set to."""
+    try:
+        value = gin.query_parameter(argument)
+    except ValueError:
+        return None
+    if isinstance(value, gin.config.ConfigurableReference):
+        scope, selector = value.config_key
+        return scope if selector == "gin.macro" else None
+    return None
+
+
+def arguments_of(function) -> set[str]:
+    """The arguments of a function that the config sets."""
+    return set(_bound(function))
 
 
 def needs_trust(text: str, source: str) -> bool:

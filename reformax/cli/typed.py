@@ -7,11 +7,9 @@ says what each is called: the macro that it is set to, or else module.function.a
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 import re
 
-import gin
+from reformax.cli import config, modules
 
 _NAME = re.compile(r"(?<![\w./@%('\"=-])([a-z_][A-Za-z_0-9.]*)(?==[^=\s])")
 _FIRST = re.compile(r"^([a-z_]\w*)(?= is | \()")
@@ -37,65 +35,33 @@ def typed(line: str, owner: str = "") -> str:
 def name_of(name: str, of: str = "") -> str | None:
     """What --config calls an argument, 'next_value' or 'cosine.steps'; None if it sets none."""
     scope, _, function = of.rpartition("/")
-    for full in _arguments():
+    for full in config.arguments():
         if function and f".{full}".endswith(f".{function}.{_OF_MODELS.get(name, name)}"):
-            return _macro_of(full) or f"{scope}/{full}".removeprefix("/")
+            return config.macro_of(full) or f"{scope}/{full}".removeprefix("/")
     *owner, argument = _OF_MODELS.get(name, name).split(".")
     wanted = ".".join([*owner, argument])
-    found = [full for full in _arguments() if f".{full}".endswith(f".{wanted}")]
-    if not owner and _is_macro(argument):
+    found = [full for full in config.arguments() if f".{full}".endswith(f".{wanted}")]
+    if not owner and config.is_macro(argument):
         return argument
     # An argument of training first, then the model's, then others where one alone has it.
     for prefix in ("loop.train.", "lm.", "seq2seq.", "encoder."):
         for full in found:
             if full.startswith(prefix):
-                return _macro_of(full) or full
-    return (_macro_of(found[0]) or found[0]) if len(found) == 1 else None
-
-
-def _arguments() -> list[str]:
-    """'module.function.argument' of every function that the config sets or refers to."""
-    from reformax.cli import config
-
-    return config.arguments()
-
-
-def _is_macro(name: str) -> bool:
-    try:
-        gin.query_parameter(f"{name}/gin.macro.value")
-    except ValueError:
-        return False
-    return True
-
-
-def _macro_of(full: str) -> str | None:
-    """The macro that an argument is set to."""
-    try:
-        value = gin.query_parameter(full)
-    except ValueError:
-        return None
-    if isinstance(value, gin.config.ConfigurableReference):
-        scope, selector = value.config_key
-        return scope if selector == "gin.macro" else None
-    return None
+                return config.macro_of(full) or full
+    return (config.macro_of(found[0]) or found[0]) if len(found) == 1 else None
 
 
 @functools.cache
 def _with_trait(trait: str) -> str | None:
     """'@dense.dense() or @flash.flash()': the ops that have a trait with their default options."""
-    from reformax import ops
-
     found = []
-    for module in pkgutil.iter_modules(ops.__path__):
-        if module.ispkg or module.name.startswith("_") or module.name == "base":
-            continue
-        make = getattr(importlib.import_module(f"reformax.ops.{module.name}"), module.name, None)
+    for name, make in modules.ops().items():
         try:
             traits = make().traits
         except (TypeError, ValueError, AttributeError):  # it needs arguments, or is no op
             continue
         if getattr(traits, trait, False) is True:
-            found.append(f"@{module.name}.{module.name}()")
+            found.append(f"@{name}.{name}()")
     common = [f"@{name}.{name}()" for name in ("dense", "flash", "local", "lsh")]
     found.sort(key=lambda op: (op not in common, op))
     if not found:

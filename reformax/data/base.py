@@ -167,6 +167,8 @@ class Task(NamedTuple):
     document_mask: bool = False
     # whether steps take their examples in turn: step n begins with the n * batch_size-th
     in_order: bool = False
+    # whether the tokens are the bytes of a text, so that bits per dim are bits per byte
+    of_bytes: bool = False
 
     @property
     def kind(self) -> str:
@@ -274,7 +276,7 @@ def byte_language_model(
         windows=windows,
         document_mask=document_mask,
     )
-    return task._replace(fingerprint=text_fingerprint(bytes_of, document_mask))
+    return task._replace(fingerprint=text_fingerprint(bytes_of, document_mask), of_bytes=True)
 
 
 def language_model(
