@@ -106,3 +106,18 @@ def test_translations_that_are_all_empty_are_told(monkeypatch, capsys):
         )
         translations.score_split(None, None, Translation(), "test", lambda name, text: None)
         assert ("all 2 translations of test are empty" in capsys.readouterr().err) == told
+
+
+@pytest.mark.parametrize("of_bytes", [True, False])
+def test_bits_per_dim_of_bytes_are_named(of_bytes, capsys):
+    from reformax.cli import evaluate
+    from reformax.data import base
+
+    data = {x: np.zeros(99, np.uint8) for x in ("train", "valid", "test")}
+    task = base.byte_language_model("text", data)
+    task = task if of_bytes else task._replace(of_bytes=False)
+    result = {"split": "test", "length": 8, "stride": 8, "n_targets": 9, "whole": True}
+    result |= {"accuracy": 0.5, "bits_per_dim": 1.5, "checkpoint_steps": [3]}
+    evaluate._print(result, "on a device", task)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "bits_per_dim: 1.5000" + " (bits per byte)" * of_bytes
