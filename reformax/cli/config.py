@@ -689,7 +689,7 @@ def arguments() -> list[str]:
     named = [*gin_text.selectors(text), *gin_text.references(text), "loop.train"]
     found = []
     for selector in dict.fromkeys(named):
-        with contextlib.suppress(ValueError, LookupError):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
             found += [f"{selector}.{name}" for name in _parameters(selector)]
     return found
 
